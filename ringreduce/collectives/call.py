@@ -1,18 +1,38 @@
-"""Calls as values: what a program asks for, the problem that this is, the choice for it, and what the ranks compare."""
+"""Calls as values: what a program asks for, the problem that this is, the choice for it, and what the ranks compare.
+
+A `Path` is how schedules are carried out. Whether it takes a problem, and what that costs, depends on nothing but the
+problem, so all ranks get the same answers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from ringreduce.algorithms import Collective
+from ringreduce.algorithms import Collective, find, schedule_for
 from ringreduce.buffers import DTYPES, DType, wider
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.topology import Topology
-from ringreduce.transport.shared.board import Arrival, signature_hash
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, Arrival, signature_hash
 
-__all__ = ["DETERMINISTIC", "NCCL", "VENDOR", "Call", "Carrier", "Choice", "Problem", "Signature", "Task"]
+__all__ = [
+    "DETERMINISTIC",
+    "NCCL",
+    "VENDOR",
+    "Call",
+    "Choice",
+    "Kind",
+    "Path",
+    "Problem",
+    "Signature",
+    "Task",
+    "Work",
+    "is_in_library",
+    "path_for",
+]
 
 #: The algorithm name that asks for sums in the order of ranks. Several algorithms add in this order; all give the same
 #: bits, whatever the nodes of the ranks, the size, fusion and segments.
@@ -23,6 +43,9 @@ VENDOR = "mpi"
 
 #: The name under which NCCL is one more algorithm, for arrays in device memory.
 NCCL = "nccl"
+
+#: Schedules are examined node by node, up to so many ranks: the busiest ranks are among the first.
+_RANKS_WALKED = 32
 
 
 class Call(NamedTuple):
@@ -77,12 +100,120 @@ class Problem:
         return replace(self, nbytes=-(-self.nbytes * wide.itemsize // self.dtype.itemsize), dtype=wide, op=op)
 
 
-class Carrier(Protocol):
-    """What moves the bytes of a call: a path, or one of those for device memory.
+class Work(NamedTuple):
+    """What an allreduce costs: a factor for each parameter of `ringreduce.collectives.tuning.Model`, in its order.
 
     Attributes:
-        transport: its name, for people.
+        rounds: of messages that wait for each other.
+        sent: bytes as messages: by the busiest rank of one node, or out of the busiest of several nodes.
+        barriers: inside a node.
+        touched: bytes that the busiest rank loads from and stores to other ranks' memory.
+        reduced: bytes that the busiest rank combines with others.
     """
+
+    rounds: float
+    sent: float
+    barriers: float
+    touched: float
+    reduced: float
+
+
+class Path(Enum):
+    """How the calls of a process set are carried out.
+
+    Attributes:
+        transport: what moves the bytes, for people.
+        reduces_at_once: whether one rank reduces all terms of an element at once. Otherwise 16-bit floats are reduced
+            in float32 and rounded at the end, and averages of integers are summed in 64 bits and divided at the end.
+    """
+
+    transport: str
+    reduces_at_once: bool
+
+    #: The array of a rank that is alone is its result.
+    ALONE = 1, "self", True
+    #: Allreduces by the MPI library.
+    LIBRARY = 2, "messages", False
+    #: Small allreduces on one node, in one barrier.
+    ONE_SHOT = 3, "shared", True
+    #: Calls on one node by direct loads and stores.
+    SHARED = 4, "shared", True
+    #: Reductions in shared memory within the nodes, and as messages between them.
+    HIERARCHICAL = 5, "shared+messages", False
+    #: Everything as messages between ranks.
+    MESSAGES = 6, "messages", False
+
+    def __init__(self, _: int, transport: str, reduces_at_once: bool) -> None:
+        self.transport, self.reduces_at_once = transport, reduces_at_once
+
+    def cost(self, algorithm: str, problem: Problem) -> Work:
+        """Return what the algorithm costs in an allreduce.
+
+        Raises:
+            ConfigError: there is no such algorithm of ours, or it cannot run there.
+        """
+        share, nbytes = _work_of_one_byte(algorithm, problem.topology), problem.nbytes
+        if self is Path.ONE_SHOT:  # the data is beside the flags of one barrier; every rank reads that of all others
+            return Work(0, 0, 1, share.sent * nbytes, share.reduced * nbytes)
+        return Work(share.rounds, share.sent * nbytes, share.barriers, share.touched * nbytes, share.reduced * nbytes)
+
+    def as_reduced(self, problem: Problem) -> Problem:
+        """Return the problem as this path reduces it: in its own dtype, or in a wider one."""
+        return problem.widened() if problem.wants_wider and not self.reduces_at_once else problem
+
+
+def path_for(algorithm: str, problem: Problem) -> Path:
+    """Return the path that carries out an algorithm for a problem.
+
+    Raises:
+        ConfigError: the collective has no such algorithm.
+    """
+    topology = problem.topology
+    if topology.size == 1:
+        return Path.ALONE
+    if algorithm == VENDOR and is_in_library(problem):
+        return Path.LIBRARY
+    if algorithm == "one_shot" and topology.single_node and problem.nbytes <= MAILBOX_NBYTES:
+        return Path.ONE_SHOT
+    if find(problem.collective, algorithm).cost(topology).touched == 0:
+        return Path.MESSAGES
+    return Path.SHARED if topology.single_node else Path.HIERARCHICAL
+
+
+def is_in_library(problem: Problem) -> bool:
+    """Return whether the MPI library's own allreduce takes a problem."""
+    reduced = Path.LIBRARY.as_reduced(problem)
+    if problem.library is None or reduced.op is None:
+        return False
+    return problem.library(reduced.nbytes // reduced.dtype.itemsize, reduced.dtype.name, reduced.op)
+
+
+@lru_cache(maxsize=1024)
+def _work_of_one_byte(algorithm: str, topology: Topology) -> Work:
+    """Return the work of an allreduce of one byte: all but rounds and barriers are multiplied by the size."""
+    cost = find(Collective.ALLREDUCE, algorithm).cost(topology)
+    home = {rank: number for number, node in enumerate(topology.nodes) for rank in node}
+    reduced = direct_steps = leaving = 0.0
+    for node in topology.nodes:
+        if node[0] >= _RANKS_WALKED:
+            break
+        out = 0.0
+        for rank in node:
+            schedule = schedule_for(Collective.ALLREDUCE, algorithm, rank, topology)
+            block = 1 / schedule.nblocks
+            own = 0.0
+            for step in schedule.steps:
+                own += block * sum(len(each.blocks) for each in (*step.recvs, *step.loads) if each.reduce)
+                out += block * sum(len(each.blocks) for each in step.sends if home[each.peer] != home[rank])
+            reduced = max(reduced, own)
+            direct_steps = max(direct_steps, sum(bool(step.loads or step.stores) for step in schedule.steps))
+        leaving = max(leaving, out)
+    sent = cost.sent if topology.single_node else leaving
+    return Work(cost.steps - direct_steps, sent, 2.0 * (cost.touched > 0), cost.touched, reduced)
+
+
+class _Carrier(Protocol):
+    """What moves the bytes of a call: a `Path`, or one of those for device memory; ``transport``: its name."""
 
     @property
     def transport(self) -> str: ...
@@ -100,7 +231,7 @@ class Choice:
     """
 
     algorithm: str
-    path: Carrier
+    path: _Carrier
     reason: str
 
     @property
@@ -134,27 +265,53 @@ class Signature:
         return cls(text, code, Arrival(text, code), waits)
 
 
+class Kind(NamedTuple):
+    """All of a call that decides its task, which calls of the same kind share.
+
+    Attributes:
+        collective: which.
+        shape: as the signature has it, with a star where ranks may differ; None: not all ranks know shape and dtype.
+        argument: what else the signature says.
+        dtype: of the elements that are reduced or moved.
+        algorithm: what the program asks for.
+        op: how they are reduced; without a meaning where nothing is.
+        root: of the collective, 0 where there is none.
+        nbytes: of the array; 0 where ranks may have arrays of different sizes.
+        counts: of a reduce-scatter, the elements for each rank.
+        row: elements in a row, where ranks exchange rows.
+        codec: the name of the format in which floats travel between nodes; None: as they are.
+    """
+
+    collective: Collective
+    shape: tuple[Any, ...] | None
+    argument: str
+    dtype: DType
+    algorithm: str | None
+    op: ReduceOp = SUM
+    root: int = 0
+    nbytes: int = 0
+    counts: tuple[int, ...] = ()
+    row: int = 1
+    codec: str | None = None
+
+
 class Task(NamedTuple):
     """What a path is asked to carry out: all calls of one kind, with the choice that was made for them.
 
     Attributes:
+        kind: of these calls.
         choice: by which algorithm, on which path.
         signature: what the ranks compare.
         problem: what was chosen for.
         dtype: of the elements that are reduced or moved: those of the arrays, or wider ones.
         op: how they are reduced; without a meaning where nothing is.
-        root: of the collective, 0 where there is none.
-        counts: of a reduce-scatter, the elements that each rank gets.
-        row: elements in a row, where ranks exchange rows.
         is_wide: whether the path reduces in another type than that of the arrays, or divides at the end.
     """
 
+    kind: Kind
     choice: Choice
     signature: Signature
     problem: Problem
     dtype: DType
     op: ReduceOp
-    root: int = 0
-    counts: tuple[int, ...] = ()
-    row: int = 1
     is_wide: bool = False

@@ -10,9 +10,8 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType
 from ringreduce.collectives.call import NCCL, Choice, Problem
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.devices import Devices, ordinal
-from ringreduce.collectives.planning import Planner
-from ringreduce.collectives.selection import explain, forced, names
+from ringreduce.collectives.operands import Devices, ordinal
+from ringreduce.collectives.selection import choose, explain, forced, names
 from ringreduce.collectives.tuning import Table
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
@@ -22,18 +21,15 @@ __all__ = ["Choices"]
 
 
 class Choices:
-    """The choices of one communicator, whose methods call these.
+    """The part of a `Communicator` that says which algorithm and path calls take, and why."""
 
-    Args:
-        context: the ranks.
-        planner: of their calls.
-        gpu: this rank's.
-    """
+    def __init__(self, context: Context, gpu: Devices) -> None:
+        self._context, self.gpu = context, gpu
+        self._table: Table | None = None
 
-    def __init__(self, context: Context, planner: Planner, gpu: Devices) -> None:
-        self._context, self._planner, self._gpu = context, planner, gpu
-
-    def names(self, collective: Collective | str, *, device: str | None = None) -> list[str]:
+    def algorithms(
+        self, collective: Collective | str = Collective.ALLREDUCE, *, device: str | None = None
+    ) -> list[str]:
         """Return the names of the algorithms that can run ``collective`` here.
 
         Args:
@@ -48,7 +44,7 @@ class Choices:
 
     def use(self, table: Table | None) -> None:
         """Choose from a tuning table from now on, None: by the built-in rules. All ranks must use the same."""
-        self._planner.table = table
+        self._table = table
         self._context.plans.forget()
 
     def choose(
@@ -69,9 +65,12 @@ class Choices:
             algorithm: as for `Communicator.allreduce`.
             op: as for `Communicator.allreduce`; without effect where nothing is reduced.
         """
-        return self._planner.choose(self._problem(collective, nbytes, dtype, op), algorithm)
+        return self._choice(self._problem(collective, nbytes, dtype, op), algorithm)
 
-    def on_device(self, dtype: Any, op: ReduceOp | str = SUM, algorithm: str | None = None) -> Choice:
+    def _choice(self, problem: Problem, algorithm: str | None) -> Choice:
+        return choose(problem, self._context.config, algorithm, self._table)
+
+    def path_on_device(self, dtype: Any, op: ReduceOp | str = SUM, algorithm: str | None = None) -> Choice:
         """Return what carries out an allreduce of arrays in device memory, once there was one with this ``algorithm``.
 
         Args:
@@ -82,13 +81,13 @@ class Choices:
         """
         if self._context.topology.size == 1:
             return self.choose(Collective.ALLREDUCE, 0, dtype, op=op)
-        return self._gpu.choice(DType.of(dtype), ReduceOp.parse(op), algorithm)
+        return self.gpu.choice(DType.of(dtype), ReduceOp.parse(op), algorithm)
 
-    def transport(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
+    def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
         """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ...
 
         Args:
-            algorithm: a name from `names`; ``"messages"``: of `Communicator.send` and its kind.
+            algorithm: a name from `algorithms`; ``"messages"``: of `Communicator.send` and its kind.
             collective: of the algorithm.
         """
         if algorithm == "messages":
@@ -121,16 +120,16 @@ class Choices:
         if device not in (None, "cpu"):
             ordinal(device)
             where = f"in device memory on {problem.topology.describe()}"
-            on_device = self._gpu.explain(problem.collective)
+            on_device = self.gpu.explain(problem.collective)
             return f"{problem.collective.value} of {problem.nbytes} bytes {where}: {on_device}"
-        why = explain(problem, self._context.config, self._planner.table)
-        return why + self._gpu.remark(problem.collective)
+        why = explain(problem, self._context.config, self._table)
+        return why + self.gpu.remark(problem.collective)
 
     def _problem(
         self, collective: Collective | str, nbytes: int, dtype: Any = np.float32, op: ReduceOp | str = SUM
     ) -> Problem:
         kind, count = _collective(collective), whole_number("nbytes", nbytes, 0)
-        return self._planner.problem(kind, count, DType.of(dtype), ReduceOp.parse(op))
+        return self._context.problem(kind, count, DType.of(dtype), ReduceOp.parse(op))
 
 
 def _collective(name: Collective | str) -> Collective:

@@ -11,16 +11,14 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, new
-from ringreduce.collectives.call import DETERMINISTIC, Call, Choice, Signature
+from ringreduce.collectives.call import DETERMINISTIC, Call, Signature
 from ringreduce.collectives.choices import Choices
 from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.devices import DevicesOf, NoDevices, ordinal
 from ringreduce.collectives.messaging import Messaging
-from ringreduce.collectives.operands import AnyOperand
+from ringreduce.collectives.operands import Devices, NoDevices, ordinal
 from ringreduce.collectives.running import MISSED, Runner
 from ringreduce.collectives.state import CommState
-from ringreduce.collectives.tuning import Table
 from ringreduce.common.arguments import array_shape
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.cleanup import close_all
@@ -38,7 +36,7 @@ A = TypeVar("A")
 _BARRIER = Signature.of("barrier", waits=False)
 
 
-class Communicator(Messaging):
+class Communicator(Messaging, Choices):
     """The collectives of one process set.
 
     The methods named after collectives, `meet`, `refuse` and `close` are collective: all ranks call them, in the same
@@ -90,15 +88,20 @@ class Communicator(Messaging):
         message_tallies: the same of messages from one rank to another.
     """
 
-    def __init__(self, context: Context, channel: Messages | None = None, devices: DevicesOf = NoDevices) -> None:
-        super().__init__(context, channel, CommState(context))
+    def __init__(
+        self,
+        context: Context,
+        channel: Messages | None = None,
+        devices: Callable[[Context, CommState], Devices] = NoDevices,
+    ) -> None:
+        state = CommState(context)
+        Messaging.__init__(self, context, channel, state)
+        Choices.__init__(self, context, devices(context, state))
         self.topology, self.size = context.topology, context.topology.size
         self.hosts, self.config = context.node.hosts, context.config
         self.library = context.messages.library
-        self.gpu = devices(context, self._state)
         self.tallies = {each.value: Tally() for each in Collective}
-        self._runner = Runner(context, self._state, self.gpu, self.tallies)
-        self._choices = Choices(context, self._runner.planner, self.gpu)
+        self._runner = Runner(context, state, self.gpu, self.tallies, self._choice)
 
     # ---- collectives ----
 
@@ -335,13 +338,7 @@ class Communicator(Messaging):
         """
         return self._runner.plan(call)
 
-    def allreduce_operands(
-        self, source: AnyOperand, target: AnyOperand, op: ReduceOp, algorithm: str | None = None
-    ) -> None:
-        """Do what `allreduce` does, for operands of equal shape and dtype: the same memory, or apart."""
-        self._runner.run(Call(Collective.ALLREDUCE, source, target, op, algorithm=algorithm))
-
-    # ---- buffers, and what would run ----
+    # ---- buffers ----
 
     def wait_patiently(self, when: Callable[[], bool]) -> None:
         """Sleep from the start of each wait, without polling, as long as ``when()`` holds; for `Engine`."""
@@ -388,32 +385,6 @@ class Communicator(Messaging):
         """
         self._state.require_open()
         return self._runner.operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]
-
-    def algorithms(
-        self, collective: Collective | str = Collective.ALLREDUCE, *, device: str | None = None
-    ) -> list[str]:
-        """See `Choices.names`."""
-        return self._choices.names(collective, device=device)
-
-    def use(self, table: Table | None) -> None:
-        """See `Choices.use`."""
-        self._choices.use(table)
-
-    def choose(self, *arguments: Any, **options: Any) -> Choice:
-        """See `Choices.choose`."""
-        return self._choices.choose(*arguments, **options)
-
-    def path_on_device(self, dtype: Any, op: ReduceOp | str = SUM, algorithm: str | None = None) -> Choice:
-        """See `Choices.on_device`."""
-        return self._choices.on_device(dtype, op, algorithm)
-
-    def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
-        """See `Choices.transport`."""
-        return self._choices.transport(algorithm, collective)
-
-    def explain(self, *arguments: Any, **options: Any) -> str:
-        """See `Choices.explain`."""
-        return self._choices.explain(*arguments, **options)
 
     # ---- the end ----
 

@@ -20,17 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import Call, Operand, address_of, narrow, widen
-from ringreduce.buffers.codecs import CODECS, Codec
-from ringreduce.buffers.dtypes import DType
+from ringreduce.buffers.codecs import Codec
 from ringreduce.collectives.call import Task
-from ringreduce.collectives.context import Context
-from ringreduce.collectives.messages import NodeSchedule
-from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.collectives.context import Context, NodeSchedule
+from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.common.partition import Partition, Segment, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.shared.arena import Location
 
-__all__ = ["CompressedAllreduce", "Feedback", "codec_for"]
+__all__ = ["Compressed", "Feedback"]
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -68,7 +66,7 @@ class Feedback:
         return float(np.sqrt(self._lost / self._meant)) if self._meant else 0.0
 
     def begin(self, sent: int, summed: int) -> None:
-        """Prepare for a call; for `CompressedAllreduce`. Errors of another length are forgotten."""
+        """Prepare for a call; for `Compressed`. Errors of another length are forgotten."""
         if self.sent is None or self.sent.size != sent:
             self.sent = np.zeros(sent, np.float32)
         if self.summed is None or self.summed.size != summed:
@@ -91,44 +89,16 @@ class Feedback:
             kept.fill(0.0)
 
 
-def codec_for(wire: str, dtype: DType, op: ReduceOp, *, deterministic: bool) -> Codec:
-    """Return the format in which an allreduce is to travel.
+class Compressed(BoundCall):
+    """The allreduce of one array, on several nodes; all calls of a kind share a schedule."""
 
-    Raises:
-        ConfigError: no format has this name, or settings forbid rounding, or the op does not allow it.
-        UnsupportedBufferError: the elements are no floats.
-    """
-    codec = CODECS.get(wire)
-    if codec is None:
-        raise ConfigError(f"unknown wire format {wire!r}; choose one of {', '.join(CODECS)}")
-    if deterministic:
-        raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so wire={wire!r} cannot be asked for")
-    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise ConfigError(f"{op.value} of rounded values makes no sense; wire formats are for sums and averages")
-    if dtype.kind != "float":
-        raise UnsupportedBufferError(f"wire formats are for floats, got {dtype.name}")
-    return codec
+    reusable = False
 
+    def __init__(self, context: Context, task: Task, codec: Codec, feedback: Feedback | None) -> None:
+        self._context, self._task, self._codec, self._feedback = context, task, codec, feedback
 
-class CompressedAllreduce:
-    """Carries out allreduces in wire formats on one process set that spans several nodes."""
-
-    transport = "messages"
-    #: It encodes every element twice, whatever the number of ranks.
-    algorithm = "hierarchical_direct"
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._shares_memory = max(len(each) for each in context.topology.nodes) > 1
-        self._staging: Floats = _NOTHING  # in the arena
-
-    def allreduce(self, codec: Codec, task: Task, source: Operand, target: Operand, feedback: Feedback | None) -> None:
-        """Reduce floats into ``target``, both flat: the same memory or apart from it.
-
-        Raises:
-            MismatchError, CollectiveTimeoutError, TransportError: see the communicator.
-        """
-        plain = source.dtype.name == "float32"
+    def run(self, source: Operand, place: Place) -> None:
+        target, plain = place(()), source.dtype.name == "float32"
         if source.dtype.half:
             work = widen(source.view, source.dtype)
         elif plain:
@@ -137,40 +107,47 @@ class CompressedAllreduce:
                 np.copyto(work, source.view)
         else:
             work = source.view.astype(np.float32)
-        self._run(codec, task, work, feedback)
+        self._reduce(work)
         if source.dtype.half:
             narrow(work, target.dtype, target.view)
         elif not plain:
             np.copyto(target.view, work, casting="same_kind")
 
-    def _run(self, codec: Codec, task: Task, data: Floats, feedback: Feedback | None) -> None:
+    def _reduce(self, data: Floats) -> None:
         """Reduce ``data`` in place: one-dimensional, contiguous."""
-        context = self._context
-        if not self._shares_memory:
-            context.meet(task.signature)
-            self._plan(codec, task, data.size, None).run(data, [], feedback)
-            return
-        work, location = data, context.arena.locate(address_of(data), data.nbytes)
-        if location is None:  # staged where the node can reach it
-            if self._staging.size < max(1, data.size):
-                self._staging = context.arena.array(max(4, data.nbytes)).view(np.float32)
-            work = self._staging[: data.size]
-            location = context.arena.locate(address_of(work), work.nbytes)
-            np.copyto(work, data)
-        others = context.meet_at_board(task.signature, location)
-        self._plan(codec, task, data.size, location).run(work, others, feedback)
-        context.board.barrier(task.signature.text)  # all have stored
+        context, signature = self._context, self._task.signature
+        work, location, others = data, None, list[int]()
+        shares_memory = len(context.topology.nodes) < context.topology.size
+        if shares_memory:
+            location = context.arena.locate(address_of(data), data.nbytes)
+            if location is None:  # staged where the node can reach it
+                work = context.scratch.shared(context.arena, max(4, data.nbytes)).view(np.float32)[: data.size]
+                location = context.arena.locate(address_of(work), work.nbytes)
+                np.copyto(work, data)
+            others = context.meet_at_board(signature, location)
+        else:
+            context.meet(signature)
+        key = "compressed", signature.code, location
+        make = partial(_Coded, context, self._codec, self._task, data.size, location)
+        context.plans.get(key, make).run(work, others, self._feedback)
+        if shares_memory:
+            context.board.barrier(signature.text)  # all have stored
         if work is not data:
             np.copyto(data, work)
 
-    def _plan(self, codec: Codec, task: Task, count: int, location: Location | None) -> _Coded:
-        """Return the plan for this location of the arena, or (None) for any memory, which no other rank touches."""
-        key = "compressed", task.signature.code, location
-        return self._context.plans.get(key, lambda: _Coded(self._context, codec, task, count, location))
-
 
 class _Coded:
-    """The allreduce of arrays of one length."""
+    """The schedule for arrays of one length, at a location of the arena or in any memory, which no other rank touches.
+
+    And what a rank encodes, sums up and decodes of its lane: the `Coding` of that schedule.
+
+    Args:
+        context: the ranks.
+        codec: the format.
+        task: what to do.
+        count: elements.
+        location: of the array; None: anywhere.
+    """
 
     reusable = True
 
@@ -181,17 +158,23 @@ class _Coded:
         limit = max(codec.block, limit // codec.block * codec.block)
         lanes = Partition.even(count, nlanes, codec.block).segment
         segments = _segments(lanes, nnodes, limit, codec.block)
-        self._coding: _Coding | None = None
-        local = topology.local_rank(rank)
+        self._codec, self._rank, self._data = codec, rank, _NOTHING
+        self._feedback: Feedback | None = None
+        self._factor = np.float32(1.0 / topology.size) if task.op is ReduceOp.AVERAGE else None
+        local, owned, largest = topology.local_rank(rank), list[slice](), 0
+        self._lane: slice | None = None
         if local < nlanes:
-            own = local * nnodes + sorted(topology.cross_group(rank)).index(rank)
-            owned = [segment[own] for segment in segments]
+            self._lane, own = lanes[local], local * nnodes + sorted(topology.cross_group(rank)).index(rank)
+            owned = [segment[own] for segment in segments]  # the parts that this rank sums up
             largest = max(part.stop - part.start for segment in segments for part in segment)
-            factor = 1.0 / topology.size if task.op is ReduceOp.AVERAGE else None
-            self._coding = _Coding(codec, rank, lanes[local], owned, largest, factor)
+        self._total, self._meant, self._arrived = (np.empty(largest, np.float32) for _ in range(3))
+        starts = np.cumsum([0, *(part.stop - part.start for part in owned)]).tolist()
+        places = zip(owned, pairwise(starts), strict=True)
+        self._kept = {part.start: slice(*place) for part, place in places if part.start < part.stop}
+        self._owned_count = starts[-1]
         memory = _NOTHING if location is None else context.arena.view(location, _NOTHING.dtype, count)
-        task = task._replace(choice=replace(task.choice, algorithm=CompressedAllreduce.algorithm))
-        self._schedule = NodeSchedule(context, task, memory, segments, self._coding)
+        task = task._replace(choice=replace(task.choice, algorithm="hierarchical_direct"))
+        self._schedule = NodeSchedule(context, task, memory, segments, None if self._lane is None else self)
 
     def run(self, data: Floats, others: list[int], feedback: Feedback | None) -> None:
         """Reduce in place.
@@ -201,66 +184,16 @@ class _Coded:
             others: where the arrays of the node's other ranks are, packed.
             feedback: of this array.
         """
-        if self._coding is not None:
-            self._coding.begin(data, feedback)
+        self._data, self._feedback = data, feedback
+        if feedback is not None and self._lane is not None:
+            feedback.begin(self._lane.stop - self._lane.start, self._owned_count)
         try:
             self._schedule.run(others)
         finally:
-            if self._coding is not None:
-                self._coding.end()
+            self._data, self._feedback = _NOTHING, None
 
     def close(self) -> None:
         self._schedule.close()
-
-
-def _segments(lanes: Segment, nnodes: int, limit: int, align: int) -> list[Segment]:
-    """Cut each lane into segments of ``nnodes`` blocks; a segment of the array holds one of each lane."""
-    cuts = [
-        [
-            tuple(slice(lane.start + block.start, lane.start + block.stop) for block in segment)
-            for segment in segments_of_buffer(lane.stop - lane.start, nnodes, limit, align)
-        ]
-        for lane in lanes
-    ]
-    return [tuple(chain.from_iterable(each)) for each in zip_longest(*cuts, fillvalue=(slice(0, 0),) * nnodes)]
-
-
-class _Coding:
-    """What a rank encodes, sums up and decodes of its lane.
-
-    Args:
-        codec: the format.
-        rank: this rank.
-        lane: the part of the array that this rank sends.
-        owned: the parts that it sums up, one in each segment.
-        largest: elements of the largest part that is encoded at once.
-        factor: what sums are multiplied by; None: nothing.
-    """
-
-    def __init__(
-        self, codec: Codec, rank: int, lane: slice, owned: Sequence[slice], largest: int, factor: float | None
-    ) -> None:
-        self._codec = codec
-        self._rank = rank
-        self._lane = lane
-        self._factor = None if factor is None else np.float32(factor)
-        starts = np.cumsum([0, *(part.stop - part.start for part in owned)]).tolist()
-        places = zip(owned, pairwise(starts), strict=True)
-        self._kept = {part.start: slice(*place) for part, place in places if part.start < part.stop}
-        self._owned_count = starts[-1]
-        self._data = _NOTHING
-        self._feedback: Feedback | None = None
-        self._total, self._meant, self._arrived = (np.empty(largest, np.float32) for _ in range(3))
-
-    def begin(self, data: Floats, feedback: Feedback | None) -> None:
-        """Set the array to work on, until `end`."""
-        self._data, self._feedback = data, feedback
-        if feedback is not None:
-            feedback.begin(self._lane.stop - self._lane.start, self._owned_count)
-
-    def end(self) -> None:
-        """Drop the array."""
-        self._data, self._feedback = _NOTHING, None
 
     def nbytes(self, part: slice) -> int:
         return self._codec.nbytes(part.stop - part.start)
@@ -282,6 +215,7 @@ class _Coding:
             self._codec.encode(values, target)
             return
         assert feedback.sent is not None
+        assert self._lane is not None
         kept = feedback.sent[part.start - self._lane.start : part.stop - self._lane.start]
         meant, arrived = self._meant[: values.size], self._arrived[: values.size]
         np.copyto(meant, values)
@@ -309,3 +243,15 @@ class _Coding:
         if feedback is not None:
             assert feedback.summed is not None
             feedback.measure(total, own, feedback.summed[self._kept[part.start]])
+
+
+def _segments(lanes: Segment, nnodes: int, limit: int, align: int) -> list[Segment]:
+    """Cut each lane into segments of ``nnodes`` blocks; a segment of the array holds one of each lane."""
+    cuts = [
+        [
+            tuple(slice(lane.start + block.start, lane.start + block.stop) for block in segment)
+            for segment in segments_of_buffer(lane.stop - lane.start, nnodes, limit, align)
+        ]
+        for lane in lanes
+    ]
+    return [tuple(chain.from_iterable(each)) for each in zip_longest(*cuts, fillvalue=(slice(0, 0),) * nnodes)]

@@ -1,35 +1,69 @@
-"""What the collectives of one process set share: ranks, transports, plans, and the rendezvous before each call."""
+"""What the collectives of one process set share: ranks, transports, plans, scratch, the rendezvous before each call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from ringreduce.algorithms import Collective, Schedule, schedule_for
-from ringreduce.buffers import DTYPES, Kernels, kernels_for
-from ringreduce.collectives.call import Signature
-from ringreduce.collectives.execution import STREAMS, BoundSchedule
-from ringreduce.collectives.memory import Coding, Memory
+from ringreduce.buffers import DTYPES, Call, DType, Kernels, kernels_for
+from ringreduce.collectives.call import Problem, Signature, Task
+from ringreduce.collectives.execution import STREAMS, BoundSchedule, Coding, Elements, Link, Memory
 from ringreduce.collectives.plan import Plans
 from ringreduce.common.call_sites import AbortReason, CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError
 from ringreduce.common.instruments import Instruments
 from ringreduce.common.partition import Segment
-from ringreduce.common.reduce_ops import MAX
+from ringreduce.common.reduce_ops import MAX, ReduceOp
 from ringreduce.common.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
 from ringreduce.transport.shared.board import Arrival, Board
+from ringreduce.transport.shared.direct import INNER_NBYTES
 from ringreduce.transport.shared.node import Node
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Context"]
+__all__ = ["Context", "NodeSchedule"]
+
+Array = npt.NDArray[Any]
+
+#: Segments are at least the largest that the settings allow, divided by this: a message costs 10 us of Python.
+_FEWER = 2
+
+
+class _Scratch:
+    """Memory that calls use one after the other: kernels with theirs, copies of private memory of other ranks."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[tuple[str, ReduceOp], Kernels] = {}
+        self._copies: dict[int, Array] = {}
+        self._block = self._shared = np.empty(0, np.uint8)
+
+    def shared(self, arena: Arena, nbytes: int) -> Array:
+        """Return memory of the arena."""
+        if self._shared.nbytes < nbytes:
+            self._shared = arena.array(nbytes)
+        return self._shared[:nbytes]
+
+    def copies(self, peer: int) -> Array:
+        """Return where a piece of a peer's private memory is copied, to be reduced."""
+        if peer not in self._copies:
+            self._copies[peer] = np.empty(INNER_NBYTES, np.uint8)
+        return self._copies[peer]
+
+    def block(self, dtype: np.dtype[Any], count: int) -> Array:
+        """Return memory in which a block is reduced before it is stored in a peer's private memory."""
+        nbytes = count * dtype.itemsize
+        if self._block.nbytes < nbytes:
+            self._block = np.empty(nbytes, np.uint8)
+        return self._block[:nbytes].view(dtype)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +79,7 @@ class Context:
         counts_decide: whether allreduce, reduce and broadcast take arrays of different shapes with as many elements.
         instruments: the observers of collectives and their steps.
         plans: of the calls of these ranks.
+        scratch: of these calls.
         rank: this rank.
         topology: which ranks share memory.
         arena: the memory that this rank shares with its node.
@@ -62,6 +97,7 @@ class Context:
     counts_decide: bool = False
     instruments: Instruments = field(default_factory=Instruments)
     plans: Plans = field(default_factory=Plans)
+    scratch: _Scratch = field(default_factory=_Scratch)
     rank: int = field(init=False)
     topology: Topology = field(init=False)
     arena: Arena = field(init=False)
@@ -80,39 +116,68 @@ class Context:
         if not self.single_node:
             self.waiter.watchers.append(self.agreement.watch)
 
+    def problem(self, collective: Collective, nbytes: int, dtype: DType, op: ReduceOp) -> Problem:
+        """Return a problem of these ranks; ``op`` matters where something is reduced."""
+        library = self.messages.offers_allreduce if self.messages.has_allreduce else None
+        return Problem(collective, nbytes, self.topology, dtype, op if collective.reduces else None, library)
+
+    # ---- binding ----
+
     def schedule(self, collective: Collective, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's steps."""
         return schedule_for(collective, algorithm, self.rank, self.topology, root)
 
+    def steps(self, task: Task) -> Schedule:
+        """Return this rank's steps in a task."""
+        return self.schedule(task.problem.collective, task.choice.algorithm, task.kind.root)
+
+    def kernels(self, dtype: DType, op: ReduceOp) -> Kernels:
+        """Return what reduces such elements of these ranks, with scratch of its own."""
+        key = dtype.name, op
+        found = self.scratch.kernels.get(key)
+        if found is None:
+            found = self.scratch.kernels[key] = kernels_for(dtype, op, self.topology.size)
+        return found
+
+    def link(self, signature: Signature) -> Link:
+        """Return how this rank sends, waits and reports in a call.
+
+        The tags follow from the signature, so that messages of two calls never match.
+        """
+        tag = 1 + signature.code % ((self.messages.max_tag - 1) // STREAMS - 1) * STREAMS
+        connection = self.messages, tag, self.instruments, self.agreement.absent
+        return Link(self.rank, self.waiter, signature.text, *connection)
+
     def bind(
         self,
-        collective: Collective,
-        algorithm: str,
+        task: Task,
         segments: Sequence[Segment],
         memory: Memory,
-        kernels: Kernels | None,
-        signature: Signature,
-        *,
-        root: int = 0,
+        kernels: Kernels | None = None,
         coding: Coding | None = None,
-        observed: bool = True,
     ) -> BoundSchedule:
-        """Bind this rank's steps to memory, with messages; arguments as for `BoundSchedule`."""
-        return BoundSchedule(
-            self.rank,
-            self.schedule(collective, algorithm, root),
-            segments,
-            memory,
-            kernels,
-            self.messages,
-            self.waiter,
-            signature.text,
-            # The first of `STREAMS` tags. They follow from the signature, so that messages of two calls never match.
-            1 + signature.code % ((self.messages.max_tag - 1) // STREAMS - 1) * STREAMS,
-            instruments=self.instruments if observed else None,
-            coding=coding,
-            absent=self.agreement.absent,
-        )
+        """Bind this rank's steps in a task to memory, with messages; arguments as for `BoundSchedule`."""
+        return BoundSchedule(self.steps(task), segments, memory, kernels, self.link(task.signature), coding)
+
+    def bind_on_node(self, task: Task, algorithm: str, segment: Segment, memory: Memory) -> list[Call]:
+        """Bind this rank's direct loads and stores; return the calls that carry them out."""
+        schedule = self.schedule(task.problem.collective, algorithm, task.kind.root)
+        link = Link(self.rank, self.waiter, task.signature.text)
+        return BoundSchedule(schedule, [segment], memory, self.kernels(task.dtype, task.op), link).calls
+
+    def segment_limit(self, data: Elements, largest: int) -> int:
+        """Return how many elements of a block travel at once: at most what the settings say, and at least half of it.
+
+        Between these limits, so many that each stream of a schedule has two segments.
+
+        Args:
+            data: the buffer.
+            largest: elements of its largest block, the same on all ranks.
+        """
+        most = self.config.segment_nbytes // data.itemsize
+        return max(1, min(most, max(most // _FEWER, -(-largest // (2 * STREAMS)))))
+
+    # ---- the rendezvous ----
 
     def meet(self, signature: Signature) -> None:
         """Wait until it is known that all ranks make this call, before any data is sent as messages.
@@ -165,9 +230,11 @@ class Context:
 
     def _barrier(self, signature: Signature) -> BoundSchedule:
         """Bind an allreduce of one byte, which no rank can end before all have begun it."""
-        memory, kernels = Memory(np.zeros(1, np.uint8)), kernels_for(DTYPES["uint8"], MAX, self.topology.size)
-        segments, kind = [(slice(0, 1),)], Collective.ALLREDUCE
-        return self.bind(kind, "recursive_doubling", segments, memory, kernels, signature, observed=False)
+        schedule = self.schedule(Collective.ALLREDUCE, "recursive_doubling")
+        kernels, memory = self.kernels(DTYPES["uint8"], MAX), Memory(np.zeros(1, np.uint8))
+        return BoundSchedule(
+            schedule, [(slice(0, 1),)], memory, kernels, self.link(signature)._replace(instruments=None)
+        )
 
     def recover(self, mismatch: MismatchError, number: int) -> None:
         """Go on after a mismatch between nodes: end the messages under way, agree on the count of calls. Collective.
@@ -190,6 +257,8 @@ class Context:
         self.agreement.resume(number)
         self.board.resume(max(each[1] for each in members), max(each[2] for each in members))
 
+    # ---- the end ----
+
     def leave(self, failure: BaseException | None = None) -> None:
         """Tell the others that this rank takes part in no further call. ``failure``: why; None: it shuts down."""
         why = AbortReason.after(failure)
@@ -209,3 +278,47 @@ class Context:
         self.waiter.forget()
         self.messages.close()
         self.arena.close()
+
+
+class NodeSchedule:
+    """A schedule on a buffer of this rank; bound again when a peer's buffer has moved since the last call.
+
+    Args:
+        context: the ranks.
+        task: what to do.
+        memory: this rank's buffer. It is kept, so it must not keep an array of the caller's alive.
+        segments: of the buffer.
+        coding: how blocks travel, see `BoundSchedule`; it divides averages itself.
+    """
+
+    def __init__(
+        self, context: Context, task: Task, memory: Array, segments: Sequence[Segment], coding: Coding | None = None
+    ) -> None:
+        self._context, self._task, self._memory = context, task, memory
+        self._segments, self._coding = segments, coding
+        self._others: list[int] = []
+        self._bound: BoundSchedule | None = None
+
+    def run(self, others: list[int]) -> None:
+        """Run it. ``others``: where the buffers of the node's other ranks are, packed; empty if none is touched."""
+        if self._bound is None or others != self._others:
+            self.close()
+            self._bound, self._others = self._bind(others), others
+        self._bound.run()
+
+    def close(self) -> None:
+        """Give back the messages."""
+        if self._bound is not None:
+            self._bound.close()
+            self._bound = None
+
+    def _bind(self, others: list[int]) -> BoundSchedule:
+        context, task, memory = self._context, self._task, self._memory
+        at_root = task.op is ReduceOp.AVERAGE and task.problem.collective is Collective.REDUCE
+        op = ReduceOp.SUM if at_root or self._coding is not None else task.op
+        peers = {
+            peer: context.arena.peer_view(peer, Location.unpack(place), memory.dtype, memory.size)
+            for peer, place in zip(context.board.peers, others, strict=False)
+        }
+        kernels = context.kernels(task.dtype, op)
+        return context.bind(task, self._segments, Memory(memory, peers), kernels, self._coding)

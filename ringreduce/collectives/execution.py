@@ -8,25 +8,26 @@ trees and hierarchies alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms.schedule import Schedule, Step, Transfer
-from ringreduce.buffers import Call, Kernels, address_of
-from ringreduce.collectives.memory import INNER_NBYTES, Coding, Memory, Scratch
+from ringreduce.buffers import Call, Kernels
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.instruments import Instruments
-from ringreduce.common.partition import Segment, pieces
+from ringreduce.common.partition import Segment
 from ringreduce.transport.messages import Messages, Request
+from ringreduce.transport.shared.direct import INNER_NBYTES, Views, load_and_store
 from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["STREAMS", "BoundSchedule"]
+__all__ = ["STREAMS", "BoundSchedule", "Coding", "Elements", "Link", "Memory"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -37,6 +38,87 @@ STREAMS = 4
 _LEFT_BEHIND = 1
 #: While blocks of at least so many bytes travel, a rank may nap, as other streams keep the link busy.
 _BULK_NBYTES = 64 << 10
+
+
+class Elements(Protocol):
+    """What a schedule needs of a buffer: its contiguous parts."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def itemsize(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> Array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a schedule's blocks are.
+
+    Attributes:
+        mine: this rank's buffer, one-dimensional; where something is loaded or stored directly, an array.
+        peers: the buffers of ranks whose memory can be touched, or copied at least, by rank.
+        peer_segments: by rank, where the blocks of a peer are that are elsewhere than here, for a single segment.
+        result: where loads and reductions put what they make, and from where it is stored to peers; also where steps
+            with messages combine by rank. None: ``mine``.
+        result_segments: where blocks are in the result; None: as in ``mine``.
+        peer_results: what stores go to, by rank; None: ``peers``.
+        copies: returns, for a peer, `INNER_NBYTES` bytes for copies of pieces of its private memory.
+        make_scratch: returns memory of the same kind for so many elements, to receive messages in; None: NumPy's.
+    """
+
+    mine: Elements
+    peers: Mapping[int, Array | PrivateMemory] = field(default_factory=dict)
+    peer_segments: Mapping[int, Segment] = field(default_factory=dict)
+    result: Array | None = None
+    result_segments: list[Segment] | None = None
+    peer_results: Mapping[int, Array | PrivateMemory] | None = None
+    copies: Callable[[int], Bytes] = lambda peer: np.empty(INNER_NBYTES, np.uint8)
+    make_scratch: Callable[[int], Array] | None = None
+
+
+class Coding(Protocol):
+    """How blocks are encoded in messages.
+
+    A part is where blocks are in the buffer. All methods but `nbytes` return a function, which works on what is there
+    when it is called.
+    """
+
+    def nbytes(self, part: slice) -> int:
+        """Return the bytes that an encoded part takes."""
+
+    def encode(self, part: slice, target: Bytes) -> Call:
+        """Return what encodes a part."""
+
+    def decode(self, source: Bytes, part: slice) -> Call:
+        """Return what overwrites a part with what was received."""
+
+    def combine(self, part: slice, arrived: Sequence[tuple[int, Bytes]], target: Bytes) -> Call:
+        """Return what reduces a part with what other ranks sent of it, (rank, bytes), in the order of ranks.
+
+        The part gets what the result decodes to, ``target`` the result, encoded.
+        """
+
+
+class Link(NamedTuple):
+    """What a schedule has besides memory: how this rank sends, waits and reports.
+
+    Attributes:
+        rank: this rank.
+        waiter: how it waits for messages.
+        signature: what the user called, for error messages.
+        messages: carries messages; None for a schedule without any.
+        tag: the first of `STREAMS` tags that no other call in flight uses.
+        instruments: the observers of steps; None: there are none.
+        absent: returns which ranks have not come to the call, for error messages; empty where that is not known.
+    """
+
+    rank: int
+    waiter: Waiter
+    signature: str
+    messages: Messages | None = None
+    tag: int = 0
+    instruments: Instruments | None = None
+    absent: Callable[[], str] = str
 
 
 @dataclass(slots=True)
@@ -53,11 +135,11 @@ class _Round:
     """
 
     name: str
-    requests: list[Request]
-    before: list[Call]
-    after: list[Call]
-    needed: list[Request]
-    kept: list[Request]
+    requests: list[Request] = field(default_factory=list)
+    before: list[Call] = field(default_factory=list)
+    after: list[Call] = field(default_factory=list)
+    needed: list[Request] = field(default_factory=list)
+    kept: list[Request] = field(default_factory=list)
 
 
 class BoundSchedule:
@@ -67,64 +149,44 @@ class BoundSchedule:
         calls: what a run does if the schedule has no messages: these calls, in order.
 
     Args:
-        rank: this rank.
-        schedule: its steps.
+        schedule: the steps of this rank.
         segments: the parts of the buffer that the schedule runs over, one after another in each of a few streams.
         memory: the buffers.
         kernels: how blocks are reduced. In an allreduce, the rank that completes a block of an average divides it. With
             messages, a reduce-scatter and a reduction to a root take sums, and the caller divides.
-        messages: what carries messages, None for a schedule without any.
-        waiter: how to wait for them.
-        signature: what the user called, for error messages.
-        tag: the first of `STREAMS` tags that no other call in flight uses.
-        instruments: the observers of steps; None: there are none.
+        link: what else this rank has.
         coding: how blocks travel in messages, for a schedule that combines them by rank; None: as they are. Only direct
             accesses look at ``memory`` then.
-        absent: returns which ranks have not come to the call, for error messages; empty where that is not known.
     """
 
     reusable = True
 
     def __init__(
         self,
-        rank: int,
         schedule: Schedule,
         segments: Sequence[Segment],
         memory: Memory,
         kernels: Kernels | None,
-        messages: Messages | None,
-        waiter: Waiter,
-        signature: str,
-        tag: int = 0,
-        *,
-        instruments: Instruments | None = None,
+        link: Link,
         coding: Coding | None = None,
-        absent: Callable[[], str] = str,
     ) -> None:
-        self._rank = rank
-        self._schedule = schedule
-        self._last = schedule.last_reductions()
-        self._kept_sends = schedule.kept_sends()
-        self._memory = memory
-        self._kernels = kernels
-        self._messages = messages
+        self._schedule, self._memory, self._kernels, self._coding = schedule, memory, kernels, coding
+        self._last, self._kept_sends = schedule.last_reductions(), schedule.kept_sends()
+        self._rank, self._messages, self._waiter = link.rank, link.messages, link.waiter
+        self._instruments = link.instruments or Instruments()
         largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
-        # Encoded blocks travel in small messages.
-        self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES
-        self._waiter = waiter
+        self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES  # encoded, messages are small
         # Not a bound method: that cycle would keep the caller's memory alive until the garbage collector runs.
-        self._waiting_for = partial(_waiting_for, schedule, signature, absent)
-        self._instruments = Instruments() if instruments is None else instruments
-        self._coding = coding
+        self._waiting_for = partial(_waiting_for, schedule, link.signature, link.absent)
         nstreams = min(STREAMS, len(segments))
         self._streams: list[list[_Round]] = [[] for _ in range(nstreams)]
         make = memory.make_scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
-        scratches = [(Scratch(make), Scratch(make)) for _ in range(nstreams)]
+        scratches = [(_Scratch(make), _Scratch(make)) for _ in range(nstreams)]
         self._requests: list[Request] = []
         try:
             for index, segment in enumerate(segments):
                 stream = index % nstreams
-                self._streams[stream] += self._bind(index, segment, tag + stream, *scratches[stream])
+                self._streams[stream] += self._bind(index, segment, link.tag + stream, *scratches[stream])
         except BaseException:
             self.close()
             raise
@@ -221,188 +283,132 @@ class BoundSchedule:
 
     # ---- binding ----
 
-    def _bind(self, index: int, segment: Segment, tag: int, scratch: Scratch, kept: Scratch) -> Iterator[_Round]:
+    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch, kept: _Scratch) -> Iterator[_Round]:
         kept.reset()
         known: dict[range, Bytes] = {}  # blocks that the step before has combined -> their encoding
-        for number, step in enumerate(self._schedule.steps, start=1):
-            name, last = f"step {number} of segment {index + 1}", self._last[number - 1]
+        for number, step in enumerate(self._schedule.steps):
+            name = f"step {number + 1} of segment {index + 1}"
             scratch.reset()
-            if not (step.sends or step.recvs):
-                yield _Round(name, [], list(self._direct_calls(step, last, index, segment)), [], [], [])
-                known.clear()
-            elif self._coding is None:
-                yield self._bind_plain(name, step, last, self._kept_sends[number - 1], index, segment, tag, scratch)
+            if step.sends or step.recvs:
+                yield from self._bind_messages(name, number, index, segment, tag, scratch, kept, known)
             else:
-                yield from self._bind_coded(name, step, segment, tag, scratch, kept, known)
+                yield _Round(name, before=list(self._direct_calls(step, self._last[number], index, segment)))
+                known.clear()
 
-    def _bind_plain(
+    def _bind_messages(
         self,
         name: str,
-        step: Step,
-        last: frozenset[int],
-        kept_sends: frozenset[Transfer],
+        number: int,
         index: int,
         segment: Segment,
         tag: int,
-        scratch: Scratch,
-    ) -> _Round:
-        memory, kernels = self._memory, self._kernels
-        mine, result = memory.mine, memory.mine if memory.result is None else memory.result
-        into = segment if memory.result_segments is None else memory.result_segments[index]
-        needed: list[Request] = []
-        kept: list[Request] = []
-        requests: list[Request] = []
-        for each, part in _parts(segment, step.sends):
-            requests.append(self._send(mine[part], each.peer, tag))
-            (kept if each in kept_sends else needed).append(requests[-1])
-        terms: dict[range, list[tuple[int, Array]]] = {}
-        for each, part in _parts(segment, step.recvs):
-            place = scratch.take(part.stop - part.start) if each.reduce else mine[part]
-            requests.append(self._recv(place, each.peer, tag))
-            needed.append(requests[-1])
-            if each.reduce:
-                terms.setdefault(each.blocks, []).append((each.peer, place))
-        after: list[Call] = []
-        for blocks, arrived in terms.items():
-            assert kernels is not None
-            target, complete = mine[_span(segment, blocks)], blocks.start in last
-            if step.by_rank:
-                after.append(self._combine(arrived, target, result[_span(into, blocks)], complete=complete))
-                continue
-            for number, (_, place) in enumerate(arrived, start=1):
-                after.append(kernels.fold(target, place, complete=complete and number == len(arrived)))
-        return _Round(name, requests, [], after, needed, kept)
-
-    def _bind_coded(
-        self,
-        name: str,
-        step: Step,
-        segment: Segment,
-        tag: int,
-        scratch: Scratch,
-        kept: Scratch,
+        scratch: _Scratch,
+        kept: _Scratch,
         known: dict[range, Bytes],
     ) -> Iterator[_Round]:
-        """Bind a step whose messages are encoded; a round before it encodes what it sends.
+        """Bind a step with messages; where they are encoded, a round before it encodes what it sends.
 
         Args:
-            name, step, segment, tag: as for `_bind_plain`.
+            name: of the round.
+            number, index: of the step and of the segment.
+            segment, tag: where and how it travels.
             scratch: lasts for this step.
             kept: lasts for this segment.
             known: blocks that the step before has combined -> their encoding; on return, those of this step.
         """
-        coding = self._coding
-        assert coding is not None
-        assert step.by_rank or not any(each.reduce for each in step.recvs), "terms are combined in the order of ranks"
-        encoding: list[Call] = []
-        requests: list[Request] = []
-        after: list[Call] = []
-        sent = dict(known)
+        step, coding, memory, mine = self._schedule.steps[number], self._coding, self._memory, self._memory.mine
+        messages, kernels, made, first = self._messages, self._kernels, self._requests, len(self._requests)
+        assert messages is not None
+        assert coding is None or step.by_rank or not any(each.reduce for each in step.recvs)
+        bound, encoding, sent = _Round(name), list[Call](), dict(known)
         known.clear()
         for each, part in _parts(segment, step.sends):
-            if each.blocks not in sent:
+            if coding is not None and each.blocks not in sent:
                 sent[each.blocks] = scratch.take(coding.nbytes(part))
                 encoding.append(coding.encode(part, sent[each.blocks]))
-            requests.append(self._send(sent[each.blocks], each.peer, tag))
-        terms: dict[range, list[tuple[int, Bytes]]] = {}
+            data = mine[part] if coding is None else sent[each.blocks]
+            stays = coding is None and each in self._kept_sends[number]
+            made.append(messages.send(data, each.peer, tag))
+            (bound.kept if stays else bound.needed).append(made[-1])
+        terms: dict[range, list[tuple[int, Array]]] = {}
         for each, part in _parts(segment, step.recvs):
-            place = scratch.take(coding.nbytes(part))
-            requests.append(self._recv(place, each.peer, tag))
+            if coding is not None:
+                place: Array = scratch.take(coding.nbytes(part))
+            else:
+                place = scratch.take(part.stop - part.start) if each.reduce else mine[part]
+            made.append(messages.recv(place, each.peer, tag))
+            bound.needed.append(made[-1])
             if each.reduce:
                 terms.setdefault(each.blocks, []).append((each.peer, place))
-            else:
-                after.append(coding.decode(place, part))
+            elif coding is not None:
+                bound.after.append(coding.decode(place, part))
+        bound.requests += made[first:]
+        into = segment if memory.result_segments is None else memory.result_segments[index]
         for blocks, arrived in terms.items():
             part = _span(segment, blocks)
-            known[blocks] = kept.take(coding.nbytes(part))
-            after.append(coding.combine(part, arrived, known[blocks]))
+            if coding is not None:
+                known[blocks] = kept.take(coding.nbytes(part))
+                bound.after.append(coding.combine(part, arrived, known[blocks]))
+                continue
+            assert kernels is not None
+            own, complete = mine[part], blocks.start in self._last[number]
+            if step.by_rank:
+                combine = kernels.combine(_by_rank([*arrived, (self._rank, own)]), complete=complete)
+                bound.after.append(
+                    partial(combine, own if memory.result is None else memory.result[_span(into, blocks)])
+                )
+                continue
+            for count, (_, place) in enumerate(arrived, start=1):
+                bound.after.append(kernels.fold(own, place, complete=complete and count == len(arrived)))
         if encoding:
-            yield _Round(f"{name}: encode", [], encoding, [], [], [])
-        yield _Round(name, requests, [], after, requests, [])
-
-    def _send(self, data: Array, peer: int, tag: int) -> Request:
-        assert self._messages is not None
-        self._requests.append(self._messages.send(data, peer, tag))
-        return self._requests[-1]
-
-    def _recv(self, data: Array, peer: int, tag: int) -> Request:
-        assert self._messages is not None
-        self._requests.append(self._messages.recv(data, peer, tag))
-        return self._requests[-1]
+            yield _Round(f"{name}: encode", before=encoding)
+        yield bound
 
     def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
-        """Load and store piece by piece, so that a piece is stored to the peers while it is in the cache."""
         memory = self._memory
         into = segment if memory.result_segments is None else memory.result_segments[index]
-        touched = list(dict.fromkeys(each.blocks for each in step.loads + step.stores))
-        for blocks in touched:
-            loads = [(each, self._remote(index, segment, each)) for each in step.loads if each.blocks == blocks]
-            stores = [(each.peer, self._stored(index, segment, each)) for each in step.stores if each.blocks == blocks]
+        stored_to = memory.peers if memory.peer_results is None else memory.peer_results
+        in_place = memory.result is None and memory.peer_results is None
+        for blocks in dict.fromkeys(each.blocks for each in step.loads + step.stores):
             result = (memory.mine if memory.result is None else memory.result)[_span(into, blocks)]
-            copies = [remote for each, remote in loads if not each.reduce]
-            complete = blocks.start in last
-            limit = INNER_NBYTES // result.itemsize if len(copies) < len(loads) or stores else result.size
-            for piece in pieces(0, result.size, max(1, limit)):
-                reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
-                if reducing:
-                    mine = memory.mine[_span(segment, blocks)][piece]
-                    everywhere = {peer for peer, _ in stores} == {peer for peer, _ in reducing}
-                    touchable = all(isinstance(remote, np.ndarray) for _, remote in reducing)
-                    in_place = memory.result is None and memory.peer_results is None
-                    if len(reducing) > 1 and everywhere and touchable and in_place:
-                        yield from self._combine_in_all(reducing, mine, complete=complete)
-                        continue
-                    # The same object, if it is the same memory: then NumPy need not find that out in each call.
-                    target = mine if memory.result is None else result[piece]
-                    yield from self._combine_here(reducing, mine, target, complete=complete)
-                for remote in copies:
-                    yield _copy(remote[piece], result[piece])
-                for _, remote in stores:
-                    if not _is_same(result[piece], remote[piece]):
-                        yield _store(result[piece], remote[piece])
+            loads: list[tuple[int, Any]] = [
+                (each.peer, memory.peers[each.peer][_span(memory.peer_segments.get(each.peer, segment), each.remote)])
+                for each in step.loads
+                if each.blocks == blocks
+            ]
+            combine = None
+            if step.by_rank:
+                assert self._kernels is not None
+                own = result if memory.result is None else memory.mine[_span(segment, blocks)]
+                loads = sorted([*loads, (self._rank, own)], key=itemgetter(0))
+                combine = partial(self._kernels.combine, complete=blocks.start in last)
+            stores = [
+                (each.peer, stored_to[each.peer][_span(segment, each.remote)])
+                for each in step.stores
+                if each.blocks == blocks
+            ]
+            yield from load_and_store(result, loads, stores, combine, memory.copies, in_place=in_place)
 
-    def _combine(
-        self, contributions: list[tuple[int, Array]], mine: Array, target: Array | None = None, *, complete: bool
-    ) -> Call:
-        """Bind a reduction of ``mine`` and the peers' views, in rank order on every rank, into a target or ``mine``."""
-        assert self._kernels is not None
-        ordered = sorted([*contributions, (self._rank, mine)], key=lambda each: each[0])
-        combine = self._kernels.combine([view for _, view in ordered], complete=complete)
-        return partial(combine, mine if target is None else target)
 
-    def _combine_here(
-        self, contributions: list[tuple[int, Array | PrivateMemory]], mine: Array, target: Array, *, complete: bool
-    ) -> Iterator[Call]:
-        """Reduce ``mine`` and the peers' views into a target; private memory is copied first."""
-        terms: list[tuple[int, Array]] = []
-        for peer, remote in contributions:
-            if isinstance(remote, PrivateMemory):
-                terms.append((peer, self._memory.copies(peer)[: mine.nbytes].view(mine.dtype)))
-                yield remote.copy_to(terms[-1][1])
-            else:
-                terms.append((peer, remote))
-        yield self._combine(terms, mine, target, complete=complete)
+class _Scratch:
+    """Memory in which one stream receives what is to be reduced; each step uses all of it again."""
 
-    def _combine_in_all(self, contributions: list[tuple[int, Any]], mine: Array, *, complete: bool) -> Iterator[Call]:
-        """Reduce into the view of the lowest rank, where the sum begins, and copy to all others, ``mine`` among them.
+    def __init__(self, make: Callable[[int], Array]) -> None:
+        self._make = make
+        self._chunks: list[Array] = []
+        self._taken = 0
 
-        The result goes to all of them anyway, and a sum that grows in a source takes no scratch from the cache.
-        """
-        assert self._kernels is not None
-        ordered = [view for _, view in sorted([*contributions, (self._rank, mine)], key=lambda each: each[0])]
-        yield partial(self._kernels.combine(ordered, complete=complete), ordered[0])
-        for view in ordered[1:]:
-            yield partial(np.copyto, view, ordered[0])
+    def reset(self) -> None:
+        self._taken = 0
 
-    def _remote(self, index: int, segment: Segment, access: Transfer) -> Array | PrivateMemory:
-        segments = self._memory.peer_segments.get(access.peer)
-        return self._memory.peers[access.peer][_span(segment if segments is None else segments[index], access.remote)]
-
-    def _stored(self, index: int, segment: Segment, access: Transfer) -> Array | PrivateMemory:
-        results = self._memory.peer_results
-        if results is None:
-            return self._remote(index, segment, access)
-        return results[access.peer][_span(segment, access.remote)]
+    def take(self, count: int) -> Array:
+        """Return ``count`` elements that no other `take` since the last `reset` has returned."""
+        if self._taken == len(self._chunks):
+            self._chunks.append(self._make(count))
+        elif self._chunks[self._taken].size < count:
+            self._chunks[self._taken] = self._make(count)
+        self._taken += 1
+        return self._chunks[self._taken - 1][:count]
 
 
 class _UnderWay(NamedTuple):
@@ -418,24 +424,16 @@ def _next(stream: Iterator[tuple[list[Request], list[Request]]]) -> list[_UnderW
     return [_UnderWay(stream, each, True) for each in needed] + [_UnderWay(stream, each, False) for each in kept]
 
 
-def _copy(source: Array | PrivateMemory, target: Array) -> Call:
-    return source.copy_to(target) if isinstance(source, PrivateMemory) else partial(np.copyto, target, source)
-
-
-def _store(source: Array, target: Array | PrivateMemory) -> Call:
-    return target.copy_from(source) if isinstance(target, PrivateMemory) else partial(np.copyto, target, source)
-
-
-def _is_same(source: Array, target: Array | PrivateMemory) -> bool:
-    """Return whether source and target are the same memory, so that nothing has to be stored."""
-    return isinstance(target, np.ndarray) and address_of(source) == address_of(target)
-
-
 def _waiting_for(schedule: Schedule, signature: str, absent: Callable[[], str]) -> str:
     if missing := absent():
         return missing
     peers = sorted({each.peer for step in schedule.steps for each in step.recvs + step.sends})
     return f"messages of {name_ranks(peers)} in {signature}"
+
+
+def _by_rank(terms: Views) -> list[Array]:
+    """Return memory of ranks in the order of the ranks."""
+    return [view for _, view in sorted(terms, key=itemgetter(0))]
 
 
 def _parts(segment: Segment, transfers: Iterable[Transfer]) -> list[tuple[Transfer, slice]]:

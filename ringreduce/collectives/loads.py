@@ -1,4 +1,7 @@
-"""Collectives on one node in which every rank loads what it needs from the inputs of the others."""
+"""Collectives on one node, but for allreduces: every rank loads what it needs from the inputs of the others.
+
+Reductions to a root that are large are shared out: every rank reduces a block, and stores it in the root's result.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,138 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import Call, Operand, address_of, unowned
 from ringreduce.collectives.call import Task
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.memory import Memory
-from ringreduce.collectives.plan import Place, Plan
+from ringreduce.collectives.execution import Memory
+from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
-from ringreduce.collectives.two_shot import BINDINGS, NodeScratch, bind_on_node
 from ringreduce.common.partition import Partition, Segment
 from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
 from ringreduce.transport.shared.board import MAILBOX_NBYTES, Arrival
+from ringreduce.transport.shared.private import PrivateMemory
 
-__all__ = ["Loads"]
+__all__ = ["plan_loads"]
 
 Array = npt.NDArray[Any]
 
 #: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An
 #: input in private memory is copied in any case, by the system at a price for each page: it is mailed if it fits.
 _MAILED_NBYTES = 16 << 10
+#: Blocks begin on cache lines: a line that two ranks write would travel between their cores.
+_LINE_NBYTES = 64
+#: Places of arrays that a plan is bound to at once.
+_BINDINGS = 64
+
+
+def plan_loads(
+    context: Context, task: Task, source: Operand, target: Operand | None, numbers: tuple[int, ...]
+) -> BoundCall:
+    """Find or make the plan of a collective on one node. It keeps neither source nor target alive."""
+    key = "loads", task.signature.code, source.address, source.view.size, numbers
+    # On one node the hierarchical algorithms are the two-shot, too.
+    if task.problem.collective is Collective.REDUCE and task.choice.algorithm != "load":
+        to = -1 if target is None else target.address
+        return context.plans.get((*key, to), lambda: _ToRoot(context, task, source, target))
+    return context.plans.get(key, lambda: _Loads(context, task, source, numbers))
+
+
+class _NodePlan(BoundCall):
+    """A plan for an input of this rank, which the others read where it is."""
+
+    def __init__(self, context: Context, task: Task, source: Operand) -> None:
+        self._context, self._task, self._board = context, task, context.board
+        self._instruments, self._text = context.instruments, task.signature.text
+        self._source = unowned(source.view, source.address)
+        #: What was bound, by the places of the arrays and what else that depends on.
+        self._bound: dict[tuple[int, ...], Any] = {}
+
+    def _keep(self, key: tuple[int, ...], bound: Any) -> Any:
+        if len(self._bound) >= _BINDINGS:
+            self._bound.clear()
+        self._bound[key] = bound
+        return bound
+
+    def _block(self) -> tuple[Block, Array]:
+        """Return memory in the arena that is as large as the input, also as an array."""
+        arena = self._context.arena
+        block = arena.allocate(self._source.nbytes)
+        return block, arena.view(block.location, self._source.dtype, self._source.size)
+
+    def close(self) -> None:
+        """Forget what was bound; to run it again binds again."""
+        self._bound.clear()
+
+
+class _ToRoot(_NodePlan):
+    """The reduction of one array to a root.
+
+    Each rank reduces its block into the root's result. Where that is private, the rank reduces into scratch and copies
+    from there, piece by piece. Arrays that no other rank can copy go through the arena.
+    """
+
+    def __init__(self, context: Context, task: Task, source: Operand, target: Operand | None) -> None:
+        super().__init__(context, task, source)
+        arena, signature = context.arena, task.signature
+        self._target = None if target is None else unowned(target.view, target.address)
+        where = NOWHERE if target is None else arena.place(target.address, target.nbytes)
+        self._arrival = Arrival(signature.text, signature.code, arena.place(source.address, source.nbytes), where)
+
+    def run(self, source: Operand, place: Place) -> None:
+        mine, room = self._arrival, self._target
+        blocks: list[Block] = []
+        if mine.source == NOWHERE:
+            block, copy = self._block()
+            np.copyto(copy, self._source)
+            blocks, mine = [block], mine._replace(source=block.location.packed)
+        if room is not None and mine.target == NOWHERE:
+            block, room = self._block()
+            blocks, mine = [*blocks, block], mine._replace(target=block.location.packed)
+        self._carry_out(mine, room)
+        if self._target is not None and room is not None and room is not self._target:
+            np.copyto(self._target, room)
+        for block in blocks:  # after a failure they stay: a rank that is late may still store there
+            self._context.arena.release(block)
+
+    def _carry_out(self, mine: Arrival, result: Array | None) -> None:
+        board, observed = self._board, self._instruments.observers
+        others = board.arrive(mine)
+        if observed:
+            self._instruments.step("publish and meet")
+        key = (mine.source, mine.target, *others)
+        calls = self._bound.get(key)
+        if calls is None:
+            calls = self._keep(key, self._bind(others, result))
+        for call in calls:
+            call()
+        if observed:
+            self._instruments.step("load and store")
+        board.barrier(self._text)
+        if observed:
+            self._instruments.step("barrier")
+
+    def _bind(self, others: list[int], result: Array | None) -> list[Call]:
+        context, source, root, peers = self._context, self._source, self._task.kind.root, self._board.peers
+        blocks = Partition.even(source.size, context.topology.size, _LINE_NBYTES // source.itemsize).segment
+        into, stored = blocks, None
+        if result is None:
+            number = peers.index(root)
+            present = partial(self._board.require_present, number, self._text)
+            there = context.arena.at(root, others[2 * number + 1], source.dtype, source.size, present)
+            stored = {root: there}
+            if isinstance(there, PrivateMemory):
+                own = blocks[context.rank]
+                into = tuple(slice(0, own.stop - own.start if each is own else 0) for each in blocks)
+                result = context.scratch.block(source.dtype, own.stop - own.start)
+            else:
+                result = there
+        places = zip(peers, others[::2], strict=True)
+        memory = Memory(
+            source,
+            {peer: context.arena.at(peer, place, source.dtype, source.size) for peer, place in places},
+            result=result,
+            result_segments=[into],
+            peer_results=stored,
+            copies=context.scratch.copies,
+        )
+        return context.bind_on_node(self._task, "two_shot", blocks, memory)
 
 
 class _Layout(NamedTuple):
@@ -64,29 +184,22 @@ class _Bound(NamedTuple):
     after: list[Call]
 
 
-class Loads(Plan):
+class _Loads(_NodePlan):
     """A collective for one array of this rank, and any result.
 
     Small inputs are in mailboxes; if all are, no rank has to wait until the others have read them.
 
     Args:
         context: the ranks.
-        scratch: of the path.
         task: what to do.
         source: this rank's input; it is not kept.
         numbers: what this rank tells the others when they meet; empty: all ranks know all.
     """
 
-    def __init__(
-        self, context: Context, scratch: NodeScratch, task: Task, source: Operand, numbers: tuple[int, ...]
-    ) -> None:
-        self._context, self._scratch, self._task = context, scratch, task
-        self._board, self._text = context.board, task.signature.text
-        self._source = unowned(source.view, source.address)
-        self._numbers, self._told = numbers, array("q", numbers)
-        self._layouts: dict[tuple[int, ...], _Layout] = {}  # by what the others have told
-        #: By the address of the result, the parity of the call, the places of the others and what they have told.
-        self._bound: dict[tuple[int, ...], _Bound] = {}
+    def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
+        super().__init__(context, task, source)
+        self._numbers, self._mine = numbers, array("q", numbers)
+        self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the numbers of the others
         self._box: list[Array] = []
         place = MAILED
         if _is_read(task, context.rank):
@@ -98,34 +211,35 @@ class Loads(Plan):
         self._arrival = Arrival(self._text, task.signature.code, place)
 
     def run(self, source: Operand, place: Place) -> None:
-        mine, copied = self._arrival, None
+        mine, block = self._arrival, None
         if self._box:
             self._box[self._board.number + 1 & 1][...] = self._source
         elif mine.source == NOWHERE:
-            copied = self._copied()
-            mine = mine._replace(source=copied.location.packed)
+            block, copy = self._block()
+            np.copyto(copy, self._source)
+            mine = mine._replace(source=block.location.packed)
         try:
             self._carry_out(place, mine)
         finally:
-            if copied is not None:
-                self._context.arena.release(copied)
+            if block is not None:
+                self._context.arena.release(block)
 
     def _carry_out(self, place: Place, mine: Arrival) -> None:
-        board, instruments, telling = self._board, self._context.instruments, self._told
-        if telling:
-            board.say(telling)
+        board, instruments, numbers = self._board, self._instruments, self._mine
+        if numbers:
+            board.say(numbers)
         others = board.arrive(mine)
-        told = (*board.said(len(telling)),) if telling else ()
-        layout = self._layouts.get(told)
+        theirs = (*board.said(len(numbers)),) if numbers else ()
+        layout = self._layouts.get(theirs)
         if layout is None:
-            layout = self._lay_out(told)
+            layout = self._lay_out(theirs)
         if instruments.observers:
             instruments.step("publish and meet")
         target = place(layout.received)
-        key = (target.address, board.number & 1, *others, *told)
+        key = (target.address, board.number & 1, *others, *theirs)
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bind(layout, key, target, mine.source)
+            bound = self._keep(key, self._bind(layout, others, target, mine.source))
         for call in bound.calls:
             call()
         if instruments.observers:
@@ -138,87 +252,73 @@ class Loads(Plan):
             call()
 
     def close(self) -> None:
-        """Forget what was bound; to run it again binds again."""
+        super().close()
         self._layouts.clear()
-        self._bound.clear()
 
-    def _lay_out(self, told: tuple[int, ...]) -> _Layout:
-        """Return where blocks are, given what the others have told; remember it."""
-        count = len(self._numbers)
-        everyone: list[tuple[int, ...]] = []
-        if count:
-            everyone = [told[start : start + count] for start in range(0, len(told), count)]
-            everyone.insert(self._context.rank, self._numbers)
-        if len(self._layouts) >= BINDINGS:
+    def _lay_out(self, theirs: tuple[int, ...]) -> _Layout:
+        """Return where blocks are, given the numbers of the others; remember it."""
+        count, rank = len(self._numbers), self._context.rank
+        everyone = [theirs[start : start + count] for start in range(0, len(theirs), count or 1)]
+        everyone.insert(rank, self._numbers)
+        if len(self._layouts) >= _BINDINGS:
             self._layouts.clear()
         lay_out = _LAYOUTS[self._task.problem.collective]
-        self._layouts[told] = lay_out(self._task, self._context.rank, self._source.size, everyone)
-        return self._layouts[told]
+        layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)
+        return layout
 
-    def _copied(self) -> Block:
-        arena = self._context.arena
-        block = arena.allocate(self._source.nbytes)
-        np.copyto(arena.view(block.location, self._source.dtype, self._source.size), self._source)
-        return block
-
-    def _bind(self, layout: _Layout, key: tuple[int, ...], target: Operand, published: int) -> _Bound:
-        """Bind what loads into a target; remember it under ``key``."""
-        context, board = self._context, self._board
-        source, result = self._source, unowned(target.view, target.address)
-        after: list[Call] = []
-        own = None if layout.own is None else (source[layout.own[0]], result[layout.own[1]])
-        in_its_place = own is not None and address_of(own[0]) == address_of(own[1])
+    def _bind(self, layout: _Layout, others: list[int], target: Operand, published: int) -> _Bound:
+        """Bind what loads into a target."""
+        context, board, source = self._context, self._board, self._source
+        result, own, after = unowned(target.view, target.address), layout.own, list[Call]()
+        in_its_place = own is not None and address_of(source[own[0]]) == address_of(result[own[1]])
         if own is not None and published != MAILED and not in_its_place and np.may_share_memory(source, result):
             # The others still read what this rank would overwrite.
             final, result = result, np.empty_like(result)
             after.append(partial(np.copyto, final, result))
-            own = None if layout.own is None else (source[layout.own[0]], result[layout.own[1]])
-        places = dict(zip(board.peers, key[2 : 2 + 2 * len(board.peers) : 2], strict=True))
+        calls: list[Call] = []
+        if own is not None and not in_its_place and source[own[0]].size:
+            calls.append(partial(np.copyto, result[own[1]], source[own[0]]))
         peers: dict[int, Any] = {}
         present: list[Call] = []
-        for peer, (size, _) in layout.peers.items():
-            if places[peer] == MAILED:
-                peers[peer] = board.mailboxes(key[1], source.dtype, (size,))[board.members.index(peer)]
-            else:
-                peers[peer] = context.arena.at(peer, places[peer], source.dtype, size)
-                if published == MAILED:  # no barrier shows that a peer has given up meanwhile
-                    present.append(partial(board.require_present, board.peers.index(peer), self._text))
-        calls: list[Call] = []
-        if own is not None and own[0].size and not in_its_place:
-            calls.append(partial(np.copyto, own[1], own[0]))
+        for number, peer in enumerate(board.peers):
+            if peer in layout.peers:
+                size, place = layout.peers[peer][0], others[2 * number]
+                if place == MAILED:
+                    boxes = board.mailboxes(board.number & 1, source.dtype, (size,))
+                    peers[peer] = boxes[board.members.index(peer)]
+                else:
+                    peers[peer] = context.arena.at(peer, place, source.dtype, size)
+                    if published == MAILED:  # no barrier shows that a peer has given up meanwhile
+                        present.append(partial(board.require_present, number, self._text))
         memory = Memory(
             source,
             peers,
-            {peer: [blocks] for peer, (_, blocks) in layout.peers.items()},
+            {peer: blocks for peer, (_, blocks) in layout.peers.items()},
             result=result,
             result_segments=[layout.result],
-            copies=self._scratch.copies,
+            copies=context.scratch.copies,
         )
-        algorithm = self._task.choice.algorithm
-        calls += bind_on_node(context, self._scratch, self._task, algorithm, layout.mine, memory)
-        if len(self._bound) >= BINDINGS:
-            self._bound.clear()
-        some_wait = any(place != MAILED for place in (published, *places.values()))
-        bound = self._bound[key] = _Bound(calls + present, some_wait, after)
-        return bound
+        calls += context.bind_on_node(self._task, self._task.choice.algorithm, layout.mine, memory)
+        some_wait = any(place != MAILED for place in (published, *others[::2]))
+        return _Bound(calls + present, some_wait, after)
 
 
 def _is_read(task: Task, rank: int) -> bool:
     """Return whether other ranks load from this rank's input."""
     collective = task.problem.collective
     if collective in (Collective.BROADCAST, Collective.SCATTER):
-        return rank == task.root
-    return not collective.rooted or rank != task.root
+        return rank == task.kind.root
+    return not collective.rooted or rank != task.kind.root
 
 
 def _lay_out_broadcast(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
-    whole, root = slice(0, count), task.root
+    whole, root = slice(0, count), task.kind.root
     peers = {} if rank == root else {root: (count, (whole,))}
     return _Layout([], (whole, whole) if rank == root else None, (whole,), (whole,), peers)
 
 
 def _lay_out_reduce(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
-    whole, root = slice(0, count), task.root
+    whole, root = slice(0, count), task.kind.root
     if rank != root:
         return _Layout([], None, (whole,), (slice(0, 0),), {})
     peers = {peer: (count, (whole,)) for peer in range(task.problem.topology.size) if peer != root}
@@ -226,45 +326,45 @@ def _lay_out_reduce(task: Task, rank: int, count: int, _: Sequence[tuple[int, ..
 
 
 def _lay_out_reduce_scatter(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
-    blocks = Partition.of_sizes(task.counts).segment
-    result = tuple(slice(0, each if block == rank else 0) for block, each in enumerate(task.counts))
-    peers = {peer: (count, blocks) for peer in range(len(task.counts)) if peer != rank}
+    blocks = Partition.of_sizes(task.kind.counts).segment
+    result = tuple(slice(0, each if block == rank else 0) for block, each in enumerate(task.kind.counts))
+    peers = {peer: (count, blocks) for peer in range(len(task.kind.counts)) if peer != rank}
     return _Layout([], None, blocks, result, peers)
 
 
-def _lay_out_allgather(task: Task, rank: int, _: int, told: Sequence[tuple[int, ...]]) -> _Layout:
-    rows = received_rows(task.signature.text, told, rank)
-    counts = [each * task.row for each in rows]
+def _lay_out_allgather(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
+    rows = received_rows(task.signature.text, numbers, rank)
+    counts = [each * task.kind.row for each in rows]
     result = Partition.of_sizes(counts).segment
     # A peer publishes its own block alone.
     peers = {peer: (count, (slice(0, count),) * len(counts)) for peer, count in enumerate(counts) if peer != rank}
     return _Layout(rows, (slice(0, counts[rank]), result[rank]), result, result, peers)
 
 
-def _lay_out_gather(task: Task, rank: int, count: int, told: Sequence[tuple[int, ...]]) -> _Layout:
-    if rank == task.root:
-        return _lay_out_allgather(task, rank, count, told)
-    nothing = (slice(0, 0),) * len(told)
-    return _Layout(received_rows(task.signature.text, told, task.root), None, nothing, nothing, {})
+def _lay_out_gather(task: Task, rank: int, count: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
+    if rank == task.kind.root:
+        return _lay_out_allgather(task, rank, count, numbers)
+    nothing = (slice(0, 0),) * len(numbers)
+    return _Layout(received_rows(task.signature.text, numbers, task.kind.root), None, nothing, nothing, {})
 
 
-def _lay_out_scatter(task: Task, rank: int, _: int, told: Sequence[tuple[int, ...]]) -> _Layout:
+def _lay_out_scatter(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
     """Return where parts are, in bytes."""
-    part = agreed_part(task.signature.text, told, task.root)
+    part = agreed_part(task.signature.text, numbers, task.kind.root)
     shape, dtype = part_of(part)
     nbytes = prod(shape) * dtype.itemsize
-    blocks = Partition.of_sizes([nbytes] * len(told)).segment
-    result = tuple(slice(0, nbytes if block == rank else 0) for block in range(len(told)))
-    if rank == task.root:
+    blocks = Partition.of_sizes([nbytes] * len(numbers)).segment
+    result = tuple(slice(0, nbytes if block == rank else 0) for block in range(len(numbers)))
+    if rank == task.kind.root:
         return _Layout(part, (blocks[rank], slice(0, nbytes)), blocks, result, {})
-    return _Layout(part, None, result, result, {task.root: (nbytes * len(told), blocks)})
+    return _Layout(part, None, result, result, {task.kind.root: (nbytes * len(numbers), blocks)})
 
 
-def _lay_out_alltoall(task: Task, rank: int, _: int, told: Sequence[tuple[int, ...]]) -> _Layout:
-    rows, ranks = received_rows(task.signature.text, told, rank), range(len(told))
-    sending = [Partition.of_sizes([rows_for(each, to) * task.row for to in ranks]) for each in told]
-    receiving = Partition.of_sizes([each * task.row for each in rows]).segment
-    nothing = (slice(0, 0),) * len(told)
+def _lay_out_alltoall(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
+    rows, ranks = received_rows(task.signature.text, numbers, rank), range(len(numbers))
+    sending = [Partition.of_sizes([rows_for(each, to) * task.kind.row for to in ranks]) for each in numbers]
+    receiving = Partition.of_sizes([each * task.kind.row for each in rows]).segment
+    nothing = (slice(0, 0),) * len(numbers)
     peers = {peer: (sending[peer].bounds[-1], sending[peer].segment + nothing) for peer in ranks if peer != rank}
     own = sending[rank].segment[rank], receiving[rank]
     return _Layout(rows, own, nothing + receiving, nothing + receiving, peers)

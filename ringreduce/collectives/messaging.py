@@ -2,78 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from ringreduce.buffers import Operand, operand_of, require_host
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.state import CommState
+from ringreduce.collectives.state import CallTimer, CommState
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError, MismatchError
-from ringreduce.common.instruments import Instruments, Tally
+from ringreduce.common.instruments import Tally
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.point_to_point import PointToPoint
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["CallTimer", "Messaging"]
-
-
-class CallTimer:
-    """The context of a collective that runs: tells the observers, counts the call, and passes errors on.
-
-    A class, as a generator for a context manager would take a microsecond of the three that a small call has.
-
-    Args:
-        instruments: the observers.
-        tally: counts the call.
-        collective, algorithm, nbytes: what runs.
-        fail: called with an error; None for messages from one rank to another, whose errors concern these two alone,
-            and which are not among the calls that all ranks make.
-
-    Attributes:
-        nbytes: of the call, for the tally; may change while it runs.
-    """
-
-    __slots__ = ("_algorithm", "_call", "_collective", "_fail", "_instruments", "_tally", "nbytes")
-
-    def __init__(
-        self,
-        instruments: Instruments,
-        tally: Tally,
-        collective: str,
-        algorithm: str,
-        nbytes: int,
-        fail: Callable[[BaseException], object] | None = None,
-    ) -> None:
-        self._fail, self._instruments, self._tally = fail, instruments, tally
-        self._collective = collective
-        self._algorithm = algorithm
-        self.nbytes = nbytes
-
-    def __enter__(self) -> None:
-        if self._instruments.observers:
-            self._instruments.tell("collective_started", self._collective, self._algorithm, self.nbytes)
-        self._call: list[Any] = [perf_counter(), 0.0, self._collective, self.nbytes]
-        if self._fail is not None:  # a call that is kept has the same number on all ranks
-            self._instruments.calls.append(self._call)
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            if self._fail is not None:
-                self._fail(error)
-            return
-        self._call[1] = ended = perf_counter()
-        seconds = ended - self._call[0]
-        tally = self._tally
-        tally.calls += 1
-        tally.nbytes += self.nbytes
-        tally.seconds += seconds
-        instruments = self._instruments
-        if instruments.observers:
-            instruments.tell("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
+__all__ = ["Messaging"]
 
 
 class Messaging:

@@ -1,22 +1,39 @@
-"""The arrays of a call: they are checked, brought to flat host memory, and back."""
+"""The arrays of a call: they are checked, brought to flat host memory, and back.
+
+`Devices` is the interface between collectives and device memory, which `ringreduce.gpu` implements.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, library_of, native, new, operand_of
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives.devices import Devices
+from ringreduce.collectives.call import Choice, Signature
 from ringreduce.collectives.rows import part_of
-from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.shared.arena import Arena
 
-__all__ = ["AnyOperand", "Maker", "Operands", "Result", "apart", "flat", "with_rows"]
+__all__ = [
+    "AnyOperand",
+    "Devices",
+    "Maker",
+    "NoDevices",
+    "Operands",
+    "Result",
+    "SegmentReducer",
+    "apart",
+    "flat",
+    "ordinal",
+    "with_rows",
+]
 
 #: Smaller results are in private memory: they go through mailboxes, or through a buffer of the plan.
 _LEAST_SHARED_NBYTES = 16 << 10
@@ -26,6 +43,115 @@ AnyOperand = Operand | DeviceOperand
 
 #: Makes an array of a shape and a dtype; returns it and its memory.
 Maker = Callable[[tuple[int, ...], DType], tuple[Any, AnyOperand]]
+
+
+class SegmentReducer(NamedTuple):
+    """Reduces segments of one length, in host memory.
+
+    Attributes:
+        choice: algorithm and path.
+        signature: what the ranks compare.
+        run: reduces one segment, in place.
+    """
+
+    choice: Choice
+    signature: Signature
+    run: Callable[[Operand], object]
+
+
+class Devices(Protocol):
+    """The device memory of one rank, in one communicator."""
+
+    def require_usable(self, number: int | None) -> None:
+        """Refuse a device that this rank cannot use, by its ordinal; None: the current one. Local.
+
+        Raises:
+            UnsupportedBufferError: there is no such device, or this rank has used another one.
+        """
+
+    def empty(self, number: int | None, shape: Sequence[int], dtype: DType) -> Any:
+        """Return an uninitialised array on a device, by its ordinal. Local.
+
+        Raises:
+            UnsupportedBufferError: as `require_usable` does.
+        """
+
+    def lend(
+        self, source: DeviceOperand, target: DeviceOperand, *, fetch: bool, store: bool
+    ) -> AbstractContextManager[tuple[Operand, Operand]]:
+        """Give host memory in place of two arrays; see `Operands.on_host`."""
+
+    def allreduce(
+        self,
+        source: DeviceOperand,
+        target: DeviceOperand,
+        op: ReduceOp,
+        algorithm: str | None,
+        reducers: Callable[[Sequence[slice]], Mapping[int, SegmentReducer]],
+        running: Callable[[str], AbstractContextManager[None]],
+    ) -> Choice:
+        """Reduce arrays, and return the choice that was made. Collective.
+
+        Args:
+            source: the input, of any layout.
+            target: the output, the same memory or other.
+            op: how.
+            algorithm: the one that the caller asked for, None for any.
+            reducers: returns what reduces segments in host memory, by their number of elements; called with the
+                segments, if the array goes through host memory.
+            running: returns the context in which an algorithm runs; called with its name.
+        """
+
+    def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
+        """Return the choice for such arrays, where there are several ranks. Local."""
+
+    def explain(self, collective: Collective) -> str:
+        """Say how such arrays are reduced, why, and what else could do it. Local."""
+
+    def remark(self, collective: Collective) -> str:
+        """Return a line to add to `Communicator.explain`; empty where no device memory was used. Local."""
+
+    def close(self) -> None:
+        """Give everything back. On all ranks, in any order."""
+
+    def abandon(self) -> None:
+        """Give up after a failure, without waiting for other ranks or the device. Local."""
+
+
+class NoDevices:
+    """A rank without devices: arrays in device memory are refused."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def _refuse(self, *arguments: object, **options: object) -> Any:
+        raise UnsupportedBufferError("this communicator was made without devices; it takes arrays in host memory")
+
+    require_usable = empty = lend = allreduce = choice = _refuse
+
+    def explain(self, collective: Collective) -> str:
+        return "arrays in device memory are refused"
+
+    def remark(self, collective: Collective) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+def ordinal(device: str) -> int | None:
+    """Return the number in ``"cuda:1"``; None for ``"cuda"``, the current GPU.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not (number.isdecimal() or device == "cuda"):
+        raise ConfigError(f"there are buffers on 'cpu', 'cuda', 'cuda:0', ...; got device={device!r}")
+    return int(number) if number else None
 
 
 class Operands:
@@ -42,57 +168,33 @@ class Operands:
         self._arena = arena
         self._shares_results = shares_results
 
-    def require_usable(self, operand: AnyOperand) -> None:
-        """Raise, before the ranks meet, if this rank cannot use an array.
-
-        Raises:
-            UnsupportedBufferError: the array is on another GPU than this rank's.
-        """
-        if isinstance(operand, DeviceOperand):
-            self._gpu.require_usable(operand.device)
-
-    def result(self, array: Any, source: AnyOperand, shape: tuple[int, ...], out: Any) -> Result:
-        """Return where a result of known shape goes: ``out``, which is checked, or a new array.
+    def result(self, array: Any, source: AnyOperand, shape: tuple[Any, ...], out: Any) -> Result:
+        """Return where a result goes: ``out``, which is checked, or a new array.
 
         Args:
             array: what the caller passed.
             source: its memory.
-            shape: of the result.
+            shape: of the result; with a star in place of the rows if other ranks decide how many there are.
             out: where the caller wants it, None for a new array.
 
         Raises:
-            UnsupportedBufferError: it cannot go there.
+            UnsupportedBufferError: it cannot go there, or this rank cannot use the arrays.
         """
         if isinstance(source, DeviceOperand):
-            self.require_usable(source)
+            self._gpu.require_usable(source.device)
+        by_rows = shape[:1] == ("*",)
         if out is None:
-            result = Result(self, self.maker(array, source))
-            result.make(shape, source.dtype)
+            result = Result(self, self.maker(array, source), row=shape[1:], dtype=source.dtype)
+            if not by_rows:
+                result.make(shape, source.dtype)
             return result
-        target = source if out is array else self.fitting(source, out)
-        if target.shape != shape or target.dtype is not source.dtype:
+        target = source if out is array else self._fitting(source, out)
+        fits = target.shape[1:] == shape[1:] and bool(target.shape) if by_rows else target.shape == shape
+        if not fits or target.dtype is not source.dtype:
+            expected = f"rows of shape {shape[1:]}" if by_rows else f"shape {shape}"
             raise UnsupportedBufferError(
                 f"out has shape {target.shape} and dtype {target.dtype.name}, "
-                f"the result has shape {shape} and dtype {source.dtype.name}"
-            )
-        target.require_writable()
-        return Result(self, out=out, operand=target)
-
-    def rows(self, array: Any, source: AnyOperand, out: Any) -> Result:
-        """Return where a result goes whose rows other ranks decide: ``out``, which is checked, or a new array.
-
-        Args, Raises:
-            as for `result`.
-        """
-        self.require_usable(source)
-        row = source.shape[1:]
-        if out is None:
-            return Result(self, self.maker(array, source), row=row, dtype=source.dtype)
-        target = self.fitting(source, out)
-        if not target.shape or target.shape[1:] != row or target.dtype is not source.dtype:
-            raise UnsupportedBufferError(
-                f"out has shape {target.shape} and dtype {target.dtype.name}, "
-                f"the result has rows of shape {row} and dtype {source.dtype.name}"
+                f"the result has {expected} and dtype {source.dtype.name}"
             )
         target.require_writable()
         return Result(self, out=out, operand=target)
@@ -119,14 +221,15 @@ class Operands:
 
         return make
 
-    def fitting(self, source: AnyOperand, out: Any) -> AnyOperand:
+    def _fitting(self, source: AnyOperand, out: Any) -> AnyOperand:
         """Return the memory of ``out``, if it can take a result of this source.
 
         Raises:
             UnsupportedBufferError: it cannot be used, or one is in host memory and the other in device memory.
         """
         target = operand_of(out)
-        self.require_usable(target)
+        if isinstance(target, DeviceOperand):
+            self._gpu.require_usable(target.device)
         if type(target) is not type(source):
             raise UnsupportedBufferError("array and out must both be in host memory or both in device memory")
         return target

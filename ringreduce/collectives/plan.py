@@ -17,23 +17,22 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ringreduce.buffers import Operand
-from ringreduce.collectives.call import Call
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.instruments import Tally
 
-__all__ = ["Kept", "Place", "Plan", "Plans", "Repeat"]
+__all__ = ["BoundCall", "Kept", "Place", "Plans", "Repeat", "unchanged"]
 
-#: Returns flat, contiguous memory for a result; called with what the other ranks give: see `Mover`.
+#: Returns flat, contiguous memory for a result; called with the rows that come from each rank; of a scatter, with what
+#: `ringreduce.collectives.rows.agreed_part` returns; of reductions and broadcasts, with nothing.
 Place = Callable[[Sequence[int]], Operand]
 
-#: The most plans of one communicator, and how many stay once there are more: those used last. Many go at a time, as all
-#: repeats go with them.
+#: The most plans of one communicator, and how many stay once there are more: those used last.
 _LIMIT, _STAY = 256, 192
 #: Choices of algorithm and path, which are a few hundred bytes each.
 _CHOICES = 4096
 
 
-class Plan(ABC):
+class BoundCall(ABC):
     """A call that is bound to algorithm, path and memory. It keeps no array of the caller's alive.
 
     Attributes:
@@ -69,6 +68,7 @@ class Repeat(NamedTuple):
         tally: counts the call.
         nbytes: of the call, for the tally.
         counts_result: whether the bytes of its result count instead, whose size other ranks decide.
+        plan: what it runs.
     """
 
     op: Any
@@ -79,13 +79,14 @@ class Repeat(NamedTuple):
     tally: Tally
     nbytes: int
     counts_result: bool
+    plan: BoundCall
 
 
 class Kept(Protocol):
-    """What the cache keeps: a `Plan`, or a schedule that several plans run.
+    """What the cache keeps: a `BoundCall`, or a schedule that several plans run.
 
     Attributes:
-        reusable: as for `Plan`.
+        reusable: as for `BoundCall`.
     """
 
     reusable: bool
@@ -124,11 +125,23 @@ class Plans:
         return plan  # type: ignore[no-any-return]
 
     def trim(self) -> None:
-        """Close the plans that were unused for longest, as there are too many. No call may be under way."""
+        """Close the plans that were unused for longest, as there are too many. No call may be under way.
+
+        A repeated call does not look its plan up, so plans count as used now as long as such a call may come.
+        """
         self.crowded = False
-        self.repeats.clear()  # some may run a plan that goes
+        repeats = self.repeats.copy()  # the end of an array may remove one at any time
+        repeated = {id(repeat.plan) for repeat in repeats.values()}
+        for key in [key for key, plan in self._plans.items() if id(plan) in repeated]:
+            self._plans.move_to_end(key)
+        closed = set()
         while len(self._plans) > _STAY:
-            self._plans.popitem(last=False)[1].close()
+            plan = self._plans.popitem(last=False)[1]
+            closed.add(id(plan))
+            plan.close()
+        for call, repeat in repeats.items():
+            if id(repeat.plan) in closed:
+                self.repeats.pop(call, None)
 
     def choice(self, kind: Hashable, make: Callable[[], C]) -> C:
         """Return what was chosen for a kind of call; choose if it is new."""
@@ -138,18 +151,6 @@ class Plans:
                 self._choices.clear()
             found = self._choices[kind] = make()
         return found
-
-    def keep(self, call: Call, run: Callable[[], Any], tally: Tally, nbytes: int, *, counts_result: bool) -> None:
-        """Remember how to repeat a call, for as long as its arrays live."""
-        array, out = call.array, call.out
-        key = id(array), id(out), call.collective.value, call.root
-
-        def forget(_: object) -> None:
-            self.repeats.pop(key, None)
-
-        is_array = _same(array, forget, written=out is array)
-        is_out = None if out is None or out is array else _same(out, forget, written=True)
-        self.repeats[key] = Repeat(call.op, call.algorithm, is_array, is_out, run, tally, nbytes, counts_result)
 
     def forget(self) -> None:
         """Forget all choices and repeats. Plans stay: after a failure, messages may still arrive in their memory."""
@@ -162,6 +163,14 @@ class Plans:
         plans = list(reversed(self._plans.values()))
         self._plans.clear()
         close_all(*(plan.close for plan in plans))
+
+
+def unchanged(
+    array: Any, out: Any, forget: Callable[[object], object]
+) -> tuple[Callable[[Any], bool], Callable[[Any], bool] | None]:
+    """Return `Repeat.is_array` and `Repeat.is_out` for the arrays of a call; ``forget`` is called when one is gone."""
+    is_out = None if out is None or out is array else _same(out, forget, written=True)
+    return _same(array, forget, written=out is array), is_out
 
 
 def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> Callable[[Any], bool]:

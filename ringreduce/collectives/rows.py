@@ -1,6 +1,6 @@
 """The numbers that ranks exchange in collectives to which each may give any number of rows, and what they mean.
 
-Every rank tells all others a few numbers when a call begins. First the rows of the array for its result; -1: one is
+Every rank sends all others a few numbers when a call begins. First the rows of the array for its result; -1: one is
 made as large as is needed. Then how many rows it gives: one number for all ranks, or one for each. In a scatter: the
 dtype of its part (-1: as the root has it), the number of dimensions, and the shape.
 """
@@ -20,26 +20,26 @@ _DTYPE_NAMES = tuple(DTYPES)
 
 
 def rows_for(numbers: Sequence[int], rank: int) -> int:
-    """Return how many rows a rank gets from the one that has told these numbers."""
+    """Return how many rows a rank gets from the one with these numbers."""
     return numbers[rank + 1] if len(numbers) > 2 else numbers[1]
 
 
-def received_rows(signature: str, told: Sequence[Sequence[int]], rank: int) -> list[int]:
+def received_rows(signature: str, everyone: Sequence[Sequence[int]], rank: int) -> list[int]:
     """Return how many rows a rank gets from each.
 
     Args:
         signature: of the call.
-        told: the numbers of all ranks, in rank order.
+        everyone: the numbers of all ranks, in rank order.
         rank: who gets the rows.
 
     Raises:
         MismatchError: on all ranks: on some, the array for the result is too small or too large.
     """
-    received = [[rows_for(each, rank) for each in told] for rank in range(len(told))]
-    if all(each[0] in (-1, sum(rows)) for each, rows in zip(told, received, strict=True)):
+    received = [[rows_for(each, rank) for each in everyone] for rank in range(len(everyone))]
+    if all(each[0] in (-1, sum(rows)) for each, rows in zip(everyone, received, strict=True)):
         return received[rank]
     texts = {}
-    for number, (each, rows) in enumerate(zip(told, received, strict=True)):
+    for number, (each, rows) in enumerate(zip(everyone, received, strict=True)):
         wrong = each[0] not in (-1, sum(rows))
         texts[number] = f"{signature}, out has {each[0]} rows, and the result {sum(rows)}" if wrong else signature
     raise MismatchError(texts)
@@ -57,21 +57,21 @@ def part_numbers(part: tuple[tuple[int, ...], DType] | None) -> tuple[int, ...]:
     return (kind, len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape)))
 
 
-def agreed_part(signature: str, told: Sequence[Sequence[int]], root: int) -> list[int]:
+def agreed_part(signature: str, everyone: Sequence[Sequence[int]], root: int) -> list[int]:
     """Return the part that every rank gets in a scatter, for `part_of`.
 
     Args:
         signature: of the call.
-        told: the numbers of all ranks, in rank order.
+        everyone: the numbers of all ranks, in rank order.
         root: which of them gives the parts.
 
     Raises:
         MismatchError: on all ranks: some expect other parts than the root gives.
     """
-    given = tuple(told[root])
-    if any(tuple(each) not in (given, _ANY_PART) for each in told):
+    given = tuple(everyone[root])
+    if any(tuple(each) not in (given, _ANY_PART) for each in everyone):
         texts = {}
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(everyone):
             shape, dtype = part_of(_part(each))
             wanted = "" if tuple(each) == _ANY_PART else f", parts of shape {shape_text(shape)}, {dtype.name}"
             texts[rank] = f"{signature[:-1]}{wanted})"

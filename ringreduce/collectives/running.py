@@ -1,34 +1,43 @@
-"""Runs calls: repeats one that was made before, or checks, plans and runs a new one."""
+"""Runs calls: repeats one that was made before, or checks it, chooses its algorithm and path, plans it and runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import Operand, as_given
-from ringreduce.buffers.codecs import Codec
+from ringreduce.buffers import DTYPES, Operand, as_given
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives.call import Call, Signature, Task
-from ringreduce.collectives.compressed import CompressedAllreduce
+from ringreduce.collectives.call import NCCL, Call, Choice, Kind, Path, Problem, Signature, Task
+from ringreduce.collectives.compressed import Compressed
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.devices import Devices, SegmentReducer
-from ringreduce.collectives.messaging import CallTimer
-from ringreduce.collectives.operands import Operands, apart, flat
-from ringreduce.collectives.planning import Planner, Prepared
-from ringreduce.collectives.rows import received_rows
-from ringreduce.collectives.state import CommState
-from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.collectives.loads import plan_loads
+from ringreduce.collectives.messages import plan_reduction
+from ringreduce.collectives.node_allreduce import plan_allreduce
+from ringreduce.collectives.operands import AnyOperand, Devices, Operands, Result, SegmentReducer, apart, flat
+from ringreduce.collectives.plan import BoundCall, Place, Repeat, unchanged
+from ringreduce.collectives.preparing import Prepared, prepare
+from ringreduce.collectives.rows import agreed_part, received_rows
+from ringreduce.collectives.selection import BY_NAME
+from ringreduce.collectives.state import CallTimer, CommState
+from ringreduce.collectives.transfers import plan_transfer
+from ringreduce.common.arguments import shape_text
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.instruments import Tally
+from ringreduce.common.reduce_ops import SUM
 
 __all__ = ["MISSED", "Runner"]
 
 #: What `Runner.repeat` returns, in place of a result, where it has nothing to repeat.
 MISSED: Any = object()
+
+#: Those in which all ranks' arrays have the same shape.
+_OF_ONE_SHAPE = (Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
 
 
 class Runner:
@@ -39,18 +48,23 @@ class Runner:
         state: whether calls may be made.
         gpu: this rank's device memory.
         tallies: what the calls of each collective add up to, by its name.
+        choose: returns the choice for a problem; called with the algorithm that the program asks for, if any.
 
     Attributes:
         operands: checks arrays and makes those of results.
-        planner: plans the calls.
     """
 
-    def __init__(self, context: Context, state: CommState, gpu: Devices, tallies: Mapping[str, Tally]) -> None:
-        self._context, self._state, self._gpu, self._tallies = context, state, gpu, tallies
+    def __init__(
+        self,
+        context: Context,
+        state: CommState,
+        gpu: Devices,
+        tallies: Mapping[str, Tally],
+        choose: Callable[[Problem, str | None], Choice],
+    ) -> None:
+        self._context, self._state, self._gpu, self._tallies, self._choose = context, state, gpu, tallies, choose
         self._plans, self._repeats, self._instruments = context.plans, context.plans.repeats, context.instruments
         self.operands = Operands(gpu, context.arena, shares_results=context.topology.size > 1)
-        self.planner = Planner(context, self.operands)
-        self._compressed = CompressedAllreduce(context)
 
     def run(self, call: Call) -> Any:
         """Make a call that is a value; see `make`."""
@@ -109,63 +123,25 @@ class Runner:
         self._state.require_open()
         if self._plans.crowded:
             self._plans.trim()
-        prepared = self.planner.prepare[call.collective](call)
-        source = prepared.source
-        if prepared.codec is not None:
-            if not self._context.topology.single_node:
-                return self._reduce_compressed(prepared, prepared.codec)
-            if call.feedback is not None:
-                call.feedback.begin(0, 0)
-        if isinstance(source, DeviceOperand) and call.collective is Collective.ALLREDUCE:
+        prepared = prepare(self._context, self.operands, call)
+        source, result = prepared.source, prepared.result
+        if isinstance(source, DeviceOperand) and call.collective is Collective.ALLREDUCE and prepared.codec is None:
             return self._reduce_on_device(prepared, source)
-        task = self.planner.task(prepared)
+        task = self._task(prepared.kind)
         timer = self._timer(prepared, task.choice.algorithm)
-        follows = call.collective is Collective.BROADCAST and self._context.rank != prepared.root
         with timer:
             if isinstance(source, Operand):
-                self._run(prepared, task, source, follows=follows)
+                again = self._run(prepared, task, source)
             else:
+                follows = call.collective is Collective.BROADCAST and self._context.rank != task.kind.root
                 with self.operands.on_host(source, fetch=not follows) as given:
-                    self._run(prepared, task, given, follows=follows)
-            if prepared.counts_result and prepared.result is not None:
-                assert prepared.result.operand is not None
-                timer.nbytes = prepared.result.operand.nbytes
-        return self._finish(prepared)
-
-    def _run(self, prepared: Prepared, task: Task, given: Operand, *, follows: bool) -> None:
-        """Find or make the plan of a call, and run it.
-
-        Args:
-            prepared, task: the call.
-            given: its input in host memory.
-            follows: whether it is a broadcast of another rank: then its result takes the place of its input.
-        """
-        planner, result = self.planner, prepared.result
-        target = None if result is None or result.operand is None else result.flat()
-        source = flat(given)
-        if follows:
-            assert target is not None
-            source = target
-        elif target is not None and prepared.is_apart:
-            source = apart(source, target, prepared.start)
-        plan = planner.plan(task, source, target, prepared.numbers)
-        try:
-            plan.run(source, prepared.place)
-        finally:
-            if not plan.reusable:
-                plan.close()
-        prepared.again = planner.again(prepared, task, source, plan)
-
-    def _finish(self, prepared: Prepared) -> Any:
-        """Return the result of a call that has run, and remember how to repeat it."""
-        call, result = prepared.call, prepared.result
-        counted, counts_result = prepared.counted, prepared.counts_result and call.out is None
-        if prepared.counts_result and result is not None and result.operand is not None:
-            counted = result.operand.nbytes
+                    again = self._run(prepared, task, given)
+            if prepared.counts_result and result is not None:
+                assert result.operand is not None
+                timer.nbytes = result.operand.nbytes
         repeatable = call.splits is None and call.compression is None
-        if prepared.again is not None and repeatable and self._state.open:  # another thread may have given up
-            tally = self._tallies[call.collective.value]
-            self._plans.keep(call, prepared.again, tally, counted, counts_result=counts_result)
+        if again is not None and repeatable and self._state.open:  # another thread may have given up
+            self._keep(prepared, timer.nbytes, *again)
         if result is None:
             return None
         out = result.finish()
@@ -173,45 +149,186 @@ class Runner:
             return out, list(result.rows)
         return as_given(call.array, out) if call.out is None and call.array is not None else out
 
+    def _run(self, prepared: Prepared, task: Task, given: Operand) -> tuple[BoundCall, Callable[[], Any]] | None:
+        """Find or make the plan of a call, and run it.
+
+        Args:
+            prepared, task: the call.
+            given: its input in host memory.
+
+        Returns:
+            The plan, and what makes the call again with the same arrays; None: it cannot be repeated.
+        """
+        result, kind = prepared.result, task.kind
+        target = None if result is None or result.operand is None else result.flat()
+        source = flat(given)
+        if kind.collective is Collective.BROADCAST and self._context.rank != kind.root:
+            assert target is not None
+            source = target  # what the root sends is received in the result
+        elif target is not None and prepared.copies_overlap:
+            source = apart(source, target, prepared.start)
+        if prepared.codec is None:
+            plan = self._plan_of(task, source, target, prepared.numbers)
+        else:
+            plan = Compressed(self._context, task, prepared.codec, prepared.call.feedback)
+        try:
+            plan.run(source, prepared.place)
+        finally:
+            if not plan.reusable:
+                plan.close()
+        again = self._again(prepared, task, source, plan)
+        return None if again is None else (plan, again)
+
     def _timer(self, prepared: Prepared, algorithm: str) -> CallTimer:
         collective = prepared.call.collective.value
         tally, fail = self._tallies[collective], self._state.fail
         return CallTimer(self._instruments, tally, collective, algorithm, prepared.counted, fail)
 
-    def _reduce_compressed(self, prepared: Prepared, codec: Codec) -> Any:
-        result, task = prepared.result, self.planner.compressed(prepared, codec)
-        assert result is not None
-        with self._timer(prepared, task.choice.algorithm), self.operands.on_host(prepared.source) as given:
-            target = result.flat()
-            source = apart(flat(given), target)
-            self._compressed.allreduce(codec, task, source, target, prepared.call.feedback)
-        return self._finish(prepared)
+    # ---- calls on device memory ----
 
     def _reduce_on_device(self, prepared: Prepared, source: DeviceOperand) -> Any:
-        result, call = prepared.result, prepared.call
+        result, kind = prepared.result, prepared.kind
         assert result is not None
         assert isinstance(result.operand, DeviceOperand)
         timer = partial(self._timer, prepared)
-        reducers = partial(self._segment_reducers, prepared)
-        self._gpu.allreduce(source, result.operand, prepared.op, call.algorithm, reducers, timer)
+        reducers = partial(self._segment_reducers, kind)
+        self._gpu.allreduce(source, result.operand, kind.op, kind.algorithm, reducers, timer)
         return result.out
 
-    def _segment_reducers(self, prepared: Prepared, parts: Sequence[slice]) -> dict[int, SegmentReducer]:
-        """Return, by their number of elements, what reduces segments of an array in device memory, in host memory."""
-        lengths = dict.fromkeys(part.stop - part.start for part in (parts[0], parts[-1]))
-        usual = next(iter(lengths))
-        tasks = {count: self.planner.segment(prepared, count, usual) for count in lengths}
-        return {
-            count: SegmentReducer(task.choice, task.signature, partial(self._reduce_segment, task))
-            for count, task in tasks.items()
-        }
+    def _segment_reducers(self, kind: Kind, parts: Sequence[slice]) -> dict[int, SegmentReducer]:
+        """Return, by their number of elements, what reduces segments of an array in device memory, in host memory.
+
+        The signatures say all that must agree about the whole array, so that a mismatch is seen at the first segment. A
+        shorter last segment has a signature of its own, as plans are found by signatures.
+        """
+        by_nccl = kind.algorithm == NCCL
+        if by_nccl and self._context.config.deterministic:
+            raise ConfigError("RINGREDUCE_DETERMINISTIC is set, so algorithm='nccl' cannot be asked for")
+        argument = f"{kind.op.value} in device memory{' by nccl' if by_nccl else ''}"
+        usual, last = (part.stop - part.start for part in (parts[0], parts[-1]))
+        reducers = {}
+        for count in dict.fromkeys((usual, last)):
+            task = self._task(
+                kind._replace(
+                    argument=argument if count == usual else f"{argument}, its last {count} elements",
+                    algorithm=None if by_nccl else kind.algorithm,
+                    nbytes=count * kind.dtype.itemsize,
+                )
+            )
+            reducers[count] = SegmentReducer(task.choice, task.signature, partial(self._reduce_segment, task))
+        return reducers
 
     def _reduce_segment(self, task: Task, segment: Operand) -> None:
         """Reduce a segment, in place, of an array in device memory that was copied to host memory."""
-        plan = self.planner.plan(task, segment, segment)
-        plan.run(segment, lambda rows: segment)
+        plan = self._plan_of(task, segment, segment)
+        plan.run(segment, partial(_constant, segment))
         if not plan.reusable:
             plan.close()
+
+    # ---- tasks and plans ----
+
+    def _task(self, kind: Kind) -> Task:
+        return self._plans.choice(kind, partial(self._chosen, kind))
+
+    def _chosen(self, kind: Kind) -> Task:
+        """Choose algorithm and path, and say what the ranks compare."""
+        context, shape = self._context, kind.shape
+        problem = context.problem(kind.collective, kind.nbytes, kind.dtype, kind.op)
+        if context.counts_decide and kind.collective in _OF_ONE_SHAPE and shape is not None:
+            shape = (prod(shape),)
+        if kind.codec is not None:
+            choice = Choice(f"direct as {kind.codec}", Path.MESSAGES, BY_NAME)
+            return Task(kind, choice, _signature(kind, choice, shape), problem, DTYPES["float32"], kind.op)
+        choice = self._choose(problem, kind.algorithm)
+        assert isinstance(choice.path, Path)
+        reduced = choice.path.as_reduced(problem)
+        signature = _signature(kind, choice, shape)
+        return Task(kind, choice, signature, problem, reduced.dtype, reduced.op or SUM, reduced is not problem)
+
+    def _plan_of(self, task: Task, source: Operand, target: Operand | None, numbers: tuple[int, ...] = ()) -> BoundCall:
+        """Find or make the plan of a task.
+
+        Args:
+            task: what to do.
+            source: this rank's input, flat.
+            target: its result, flat, where something is reduced; None on a rank that gets none.
+            numbers: what it sends the others, where something is moved.
+        """
+        context, path = self._context, task.choice.path
+        if path is Path.ALONE:
+            return _Copy(task, numbers)
+        if path is Path.ONE_SHOT or path is Path.SHARED:
+            if task.kind.collective is not Collective.ALLREDUCE:
+                return plan_loads(context, task, source, target, numbers)
+            assert target is not None
+            return plan_allreduce(context, task, source, target)
+        if task.problem.op is None:
+            return plan_transfer(context, task, source, numbers)
+        return plan_reduction(context, task, source, target)
+
+    # ---- calls that come again ----
+
+    def _keep(self, prepared: Prepared, nbytes: int, plan: BoundCall, run: Callable[[], Any]) -> None:
+        """Remember how to repeat a call, for as long as its arrays live."""
+        call, repeats = prepared.call, self._repeats
+        collective = call.collective.value
+        key = id(call.array), id(call.out), collective, call.root
+        same = unchanged(call.array, call.out, lambda _: repeats.pop(key, None))
+        counts_result = prepared.counts_result and call.out is None
+        tally = self._tallies[collective]
+        repeats[key] = Repeat(call.op, call.algorithm, *same, run, tally, nbytes, counts_result, plan)
+
+    def _again(self, prepared: Prepared, task: Task, source: Operand, plan: BoundCall) -> Callable[[], Any] | None:
+        """Return a function that makes a call again with the same arrays; None: the call cannot be repeated.
+
+        Args:
+            prepared: the call, which was made.
+            task: its task.
+            source: its input, as the plan has used it.
+            plan: its plan.
+        """
+        call, result, collective = prepared.call, prepared.result, task.kind.collective
+        follows = self._context.rank != task.kind.root and collective in (Collective.BROADCAST, Collective.SCATTER)
+        known = call.array is None or isinstance(call.array, np.ndarray) or hasattr(call.array, "data_ptr")
+        if not (plan.reusable and known and (follows or _is_all_of(prepared.source, source))):
+            return None
+        given = source.unowned()
+        if result is None:
+            return partial(plan.run, given, prepared.place)
+        operand = result.operand
+        if not isinstance(operand, Operand) or not operand.contiguous or operand.nbytes == 0:
+            return None
+        if call.out is None:
+            return self._into_new(prepared, task, given, plan)
+        if operand.is_copy:
+            return None
+        target = result.part(()) if collective is Collective.SCATTER else result.flat()
+        into = given if target.address == given.address and target.nbytes == given.nbytes else target.unowned()
+        return partial(plan.run, given, partial(_constant, into))
+
+    def _into_new(self, prepared: Prepared, task: Task, given: Operand, plan: BoundCall) -> Callable[[], Any]:
+        """Return a function that makes a call again, with a new array for the result."""
+        # It must not keep the call alive, which has the arrays.
+        array, collective, numbers = prepared.call.array, task.kind.collective, prepared.numbers
+        assert prepared.result is not None
+        assert prepared.result.operand is not None
+        shape, dtype = prepared.result.operand.shape, prepared.result.operand.dtype
+        make = self.operands.maker(0 if array is None else array)
+        follows = collective is Collective.BROADCAST and self._context.rank != task.kind.root
+
+        def again() -> Any:
+            result, source, found = Result(self.operands, make, row=shape[1:], dtype=dtype), given, plan
+            if (
+                not numbers
+            ):  # other ranks do not decide the shape; and the plan may be bound to the memory of the result
+                result.make(shape, dtype)
+                target = result.flat()
+                source = target if follows else given
+                found = self._plan_of(task, source, target)
+            found.run(source, result.part if collective is Collective.SCATTER else result.place)
+            return result.out
+
+        return again
 
     # ---- persistent collectives ----
 
@@ -223,22 +340,70 @@ class Runner:
 
     def _plan(self, name: str, call: Call) -> tuple[Call, str]:
         self._state.require_open()
-        prepared = self.planner.prepare[call.collective](call)
+        prepared = prepare(self._context, self.operands, call)
         result, source = prepared.result, prepared.source
         if isinstance(source, Operand) and source.is_copy:
             raise UnsupportedBufferError(
                 f"{name} takes an array, whose content may change from run to run; got a number, or a lazy conjugate"
             )
-        text = self.planner.task(prepared).signature.text
+        text = self._task(prepared.kind).signature.text
         signature = Signature.of(name + text.removeprefix(call.collective.value), waits=False)
         try:
             self._context.meet(signature)
             if prepared.numbers:
-                told = self.perform(Call(Collective.ALLGATHER, np.array([prepared.numbers]))).tolist()
-                rows = received_rows(signature.text, told, self._context.rank)
+                everyone = self.perform(Call(Collective.ALLGATHER, np.array([prepared.numbers]))).tolist()
+                rows = received_rows(signature.text, everyone, self._context.rank)
                 if result is not None and result.operand is None:
                     result.place(rows)
         except BaseException as error:
             self._state.fail(error)
             raise
         return (call if result is None else call._replace(out=result.out)), text
+
+
+class _Copy(BoundCall):
+    """What a rank does that is alone: its input is its result."""
+
+    reusable = False
+
+    def __init__(self, task: Task, numbers: tuple[int, ...]) -> None:
+        self._task, self._numbers = task, numbers
+
+    def run(self, source: Operand, place: Place) -> None:
+        task, rows = self._task, list[int]()
+        if task.kind.collective is Collective.SCATTER:
+            rows = agreed_part(task.signature.text, [self._numbers], 0)
+        elif self._numbers:
+            rows = received_rows(task.signature.text, [self._numbers], 0)
+        target = place(rows)
+        if target.address != source.address:
+            np.copyto(target.view, source.view)
+
+
+def _is_all_of(given: AnyOperand, used: Operand) -> bool:
+    """Return whether the input was used where the caller has it, without a copy, and has elements."""
+    own = isinstance(given, Operand) and given.contiguous and not given.is_copy and given.nbytes > 0
+    return own and isinstance(given, Operand) and given.address == used.address
+
+
+def _constant(target: Operand, rows: Sequence[int]) -> Operand:
+    return target
+
+
+def _signature(kind: Kind, choice: Choice, shape: tuple[object, ...] | None) -> Signature:
+    """Return the signature of a call; it depends on nothing that may differ between ranks."""
+    arguments = [kind.argument] if shape is None else [kind.argument, f"shape {shape_text(shape)}", kind.dtype.name]
+    if kind.algorithm is not None:
+        arguments.append(f"algorithm {kind.algorithm}")
+    text = f"{kind.collective.value}({', '.join(filter(None, arguments))})"
+    return Signature.of(text, waits=_waits(kind, choice, shape))
+
+
+def _waits(kind: Kind, choice: Choice, shape: tuple[object, ...] | None) -> bool:
+    """Return whether no rank can end a call before all have come to it; see `Signature`."""
+    if kind.collective in (Collective.GATHER, Collective.SCATTER):
+        return True  # all say how much they have, and hear it of all
+    if kind.collective.rooted or shape is None or choice.path is Path.LIBRARY or 0 in shape:
+        return False  # a rank that has its data goes on without the others; for an empty array nobody waits
+    # With fewer rows than ranks, some ranks get nothing of a reduce-scatter.
+    return kind.collective is not Collective.REDUCE_SCATTER or 0 not in kind.counts

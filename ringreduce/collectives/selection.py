@@ -12,10 +12,7 @@ from typing import NamedTuple
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
-from ringreduce.collectives.call import DETERMINISTIC, NCCL, VENDOR, Choice, Problem
-from ringreduce.collectives.messages import MessagePath, VendorPath
-from ringreduce.collectives.paths import path_for
-from ringreduce.collectives.shared import SharedMemoryPath
+from ringreduce.collectives.call import DETERMINISTIC, NCCL, VENDOR, Choice, Path, Problem, is_in_library, path_for
 from ringreduce.collectives.tuning import Table
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
@@ -264,7 +261,7 @@ def _holds(condition: str, topology: Topology) -> bool:
 
 def _choice(problem: Problem, name: str, reason: str) -> Choice:
     """Return the choice of an algorithm with its path, and say so if it is reduced in a wider type."""
-    if name == VENDOR and problem.topology.size > 1 and not VendorPath.takes(name, problem):
+    if name == VENDOR and problem.topology.size > 1 and not is_in_library(problem):
         assert problem.op is not None
         name = "recursive_doubling"
         reason = f"{reason}; the MPI library's own takes no {problem.op.value} of {problem.dtype.name}"
@@ -279,5 +276,5 @@ def _nbytes_reduced(problem: Problem) -> int:
     """Return the bytes that are reduced, which may be more than those of the array."""
     if problem.collective is not Collective.ALLREDUCE:
         return problem.nbytes
-    path = SharedMemoryPath if problem.topology.single_node else MessagePath
+    path = Path.SHARED if problem.topology.single_node else Path.MESSAGES
     return path.as_reduced(problem).nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,42 +13,37 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import Operand, address_of, unowned
 from ringreduce.collectives.call import Signature, Task
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.execution import STREAMS, BoundSchedule
-from ringreduce.collectives.memory import Elements, Memory
-from ringreduce.collectives.plan import Place, Plan
+from ringreduce.collectives.execution import BoundSchedule, Elements, Memory
+from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.rows import agreed_part, received_rows
-from ringreduce.common.partition import Partition, segments_across_blocks, segments_of_blocks, segments_of_buffer
+from ringreduce.common.partition import (
+    Partition,
+    Segment,
+    segments_across_blocks,
+    segments_of_blocks,
+    segments_of_buffer,
+)
 
-__all__ = ["TRANSFERS", "Transfer", "segment_limit"]
+__all__ = ["plan_transfer"]
 
 Array = npt.NDArray[Any]
 
-#: Segments are at least the largest that the settings allow, divided by this: a message costs 10 us of Python.
-_FEWER = 2
+
+def plan_transfer(context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> BoundCall:
+    """Find or make the plan of a movement. It keeps the source not alive."""
+    make = _TRANSFERS[task.problem.collective]
+    key = "messages", task.signature.code, task.choice.algorithm, source.address, source.view.size, numbers
+    return context.plans.get(key, lambda: make(context, task, source, numbers))
 
 
-def segment_limit(context: Context, data: Elements, largest: int) -> int:
-    """Return how many elements of a block travel at once: at most what the settings say, and at least half of it.
-
-    Between these limits, so many that each stream of a schedule has two segments.
-
-    Args:
-        context: has the setting.
-        data: the buffer.
-        largest: elements of its largest block, the same on all ranks.
-    """
-    most = context.config.segment_nbytes // data.itemsize
-    return max(1, min(most, max(most // _FEWER, -(-largest // (2 * STREAMS)))))
-
-
-class Transfer(Plan):
+class _Transfer(BoundCall):
     """A movement as messages.
 
     Args:
         context: the ranks.
         task: what to do.
         source: this rank's input, flat; it is not kept.
-        numbers: what this rank tells the others about it; see `ringreduce.collectives.rows`.
+        numbers: what this rank sends the others about it; see `ringreduce.collectives.rows`.
     """
 
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
@@ -64,7 +59,7 @@ class Transfer(Plan):
     def _move(self, place: Place) -> None:
         """Move the data, after the ranks have met."""
 
-    def _told(self) -> list[list[int]]:
+    def _exchange(self) -> list[list[int]]:
         """Return the numbers of all ranks, in rank order."""
         context, signature, count = self._context, self._task.signature, len(self._numbers)
         key = "numbers", signature.code, count
@@ -82,75 +77,73 @@ class Transfer(Plan):
         finally:
             schedule.close()
 
-    def _bind(self, segments: Any, memory: Elements) -> BoundSchedule:
-        task = self._task
-        collective, algorithm = task.problem.collective, task.choice.algorithm
-        return self._context.bind(collective, algorithm, segments, Memory(memory), None, task.signature, root=task.root)
+    def _bind(self, segments: Sequence[Segment], memory: Elements) -> BoundSchedule:
+        return self._context.bind(self._task, segments, Memory(memory))
 
 
-class _Broadcast(Transfer):
+class _Broadcast(_Transfer):
     def _move(self, place: Place) -> None:
         context, task, source = self._context, self._task, self._source
 
         def bind() -> BoundSchedule:
-            nblocks = context.schedule(Collective.BROADCAST, task.choice.algorithm, task.root).nblocks
-            limit = segment_limit(context, source, source.size // nblocks)
+            nblocks = context.steps(task).nblocks
+            limit = context.segment_limit(source, source.size // nblocks)
             return self._bind(segments_of_buffer(source.size, nblocks, limit), source)
 
-        self._run(bind, task.root, self._where)
+        self._run(bind, task.kind.root, self._where)
         target = place(())
         if target.address != self._where:
             np.copyto(target.view, source)
 
 
-class _Allgather(Transfer):
+class _Allgather(_Transfer):
     def _move(self, place: Place) -> None:
         context, task = self._context, self._task
-        rows = received_rows(task.signature.text, self._told(), context.rank)
-        partition, target = Partition.of_sizes([each * task.row for each in rows]), place(rows)
+        rows = received_rows(task.signature.text, self._exchange(), context.rank)
+        partition, target = Partition.of_sizes([each * task.kind.row for each in rows]), place(rows)
         _copy(self._source, target.view[partition.segment[context.rank]])
 
         def bind() -> BoundSchedule:
             memory = unowned(target.view, target.address)
-            limit = segment_limit(context, memory, max(rows) * task.row)
+            limit = context.segment_limit(memory, max(rows) * task.kind.row)
             return self._bind(segments_of_blocks(partition, limit), memory)
 
         self._run(bind, target.address, *rows)
 
 
-class _Alltoall(Transfer):
+class _Alltoall(_Transfer):
     def _move(self, place: Place) -> None:
         context, task = self._context, self._task
-        told = self._told()
-        rows = received_rows(task.signature.text, told, context.rank)
+        everyone = self._exchange()
+        rows = received_rows(task.signature.text, everyone, context.rank)
         given = self._numbers[1:] if len(self._numbers) > 2 else self._numbers[1:] * context.topology.size
-        sending, receiving = [each * task.row for each in given], [each * task.row for each in rows]
+        sending, receiving = [each * task.kind.row for each in given], [each * task.kind.row for each in rows]
         target, rank = place(rows), context.rank
         own = Partition.of_sizes(receiving).segment[rank]
         np.copyto(target.view[own], self._source[Partition.of_sizes(sending).segment[rank]])
 
         def bind() -> BoundSchedule:
-            largest = max(max(each[1:]) for each in told) * task.row
+            largest = max(max(each[1:]) for each in everyone) * task.kind.row
             memory = _Joined(self._source, unowned(target.view, target.address))
             both = Partition.of_sizes([*sending, *receiving])
-            return self._bind(segments_of_blocks(both, segment_limit(context, target.view, largest), largest), memory)
+            return self._bind(segments_of_blocks(both, context.segment_limit(target.view, largest), largest), memory)
 
-        counts = {count for each in told for count in each[1:]}
+        counts = {count for each in everyone for count in each[1:]}
         if len(counts) == 1:
             self._run(bind, self._where, target.address, *counts)
         else:
             self._run(bind)  # the numbers mostly differ from call to call
 
 
-class _Gather(Transfer):
+class _Gather(_Transfer):
     def _move(self, place: Place) -> None:
         context, task, source = self._context, self._task, self._source
-        rows = received_rows(task.signature.text, self._told(), task.root)
-        partition = Partition.of_sizes([each * task.row for each in rows])
+        rows = received_rows(task.signature.text, self._exchange(), task.kind.root)
+        partition = Partition.of_sizes([each * task.kind.row for each in rows])
         own = partition.segment[context.rank]
         memory: Elements = _Part(source, own.start)
         where: tuple[int, ...] = (self._where, *rows)
-        if context.rank == task.root:
+        if context.rank == task.kind.root:
             target = place(rows)
             _copy(source, target.view[own])
             memory, where = unowned(target.view, target.address), (target.address, *rows)
@@ -161,16 +154,16 @@ class _Gather(Transfer):
         self._run(lambda: self._bind(_across(context, partition, memory), memory), *where)
 
 
-class _Scatter(Transfer):
+class _Scatter(_Transfer):
     def _move(self, place: Place) -> None:
         context, task = self._context, self._task
-        target = place(agreed_part(task.signature.text, self._told(), task.root))
+        target = place(agreed_part(task.signature.text, self._exchange(), task.kind.root))
         partition = Partition.of_sizes([target.count] * context.topology.size)
         own = partition.segment[context.rank]
         memory: Elements = _Part(unowned(target.view, target.address), own.start)
         where: tuple[int, ...] = (target.address, target.count)
         work: Array | None = None
-        if context.rank == task.root:
+        if context.rank == task.kind.root:
             memory = work = self._source
             where = self._where, target.count
         elif _hands_on(context, task):
@@ -181,7 +174,7 @@ class _Scatter(Transfer):
             _copy(work[own], target.view)
 
 
-TRANSFERS: dict[Collective, type[Transfer]] = {
+_TRANSFERS: dict[Collective, type[_Transfer]] = {
     Collective.BROADCAST: _Broadcast,
     Collective.ALLGATHER: _Allgather,
     Collective.ALLTOALL: _Alltoall,
@@ -200,13 +193,14 @@ class _Exchange:
         self._everyone = np.empty((size, count), np.int64)
         self._mine = self._everyone[context.rank]
         memory, segments = Memory(self._everyone.reshape(-1)), [Partition.of_sizes([count] * size).segment]
-        self._schedule = context.bind(Collective.ALLGATHER, "direct", segments, memory, None, signature)
+        schedule = context.schedule(Collective.ALLGATHER, "direct")
+        self._schedule = BoundSchedule(schedule, segments, memory, None, context.link(signature))
 
     def run(self, numbers: tuple[int, ...]) -> list[list[int]]:
         self._mine[:] = numbers
         self._schedule.run()
-        told: list[list[int]] = self._everyone.tolist()
-        return told
+        everyone: list[list[int]] = self._everyone.tolist()
+        return everyone
 
     def close(self) -> None:
         self._schedule.close()
@@ -242,12 +236,12 @@ class _Joined:
 
 
 def _across(context: Context, partition: Partition, memory: Elements) -> Any:
-    return segments_across_blocks(partition, segment_limit(context, memory, partition.bounds[-1]))
+    return segments_across_blocks(partition, context.segment_limit(memory, partition.bounds[-1]))
 
 
 def _hands_on(context: Context, task: Task) -> bool:
     """Return whether this rank receives blocks that it sends on."""
-    steps = context.schedule(task.problem.collective, task.choice.algorithm, task.root).steps
+    steps = context.steps(task).steps
     return any(step.sends for step in steps) and any(step.recvs for step in steps)
 
 

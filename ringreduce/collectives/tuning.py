@@ -1,7 +1,7 @@
-"""Measured choices: a cost model fitted to a machine, and a table of what ran fastest there, for allreduce.
+"""Measured choices: a cost model of a machine, and a table of what ran fastest there, for allreduce.
 
 Everything here is a value that is computed from other values, so ranks that hold the same table choose alike; only
-`Table.save` and `Table.load` touch a file. `ringreduce.bench.tune` makes tables.
+`Table.save` and `Table.load` touch a file. `ringreduce.bench.tune` makes tables, `ringreduce.bench.fitting` models.
 
 The model is the alpha-beta-gamma model in which the algorithms state their cost (Thakur, Rabenseifner and Gropp,
 doi:10.1177/1094342005051521), with two terms more for ranks that share memory:
@@ -21,25 +21,18 @@ import os
 import stat
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
-from ringreduce.collectives.call import Problem
-from ringreduce.collectives.path import Work
-from ringreduce.collectives.paths import path_for
+from ringreduce.collectives.call import Problem, Work, path_for
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 
-__all__ = ["Candidate", "Decision", "Key", "Model", "Row", "Sample", "Table", "fit", "format_seconds", "work"]
-
-Vector = npt.NDArray[np.float64]
+__all__ = ["Candidate", "Decision", "Key", "Model", "Row", "Table", "format_seconds", "is_ours", "work"]
 
 #: Format of the file; files of other formats are not read.
 _FORMAT = 2
@@ -53,18 +46,6 @@ _MOST_DIGITS = 20
 _TOLD = 200
 #: The algorithm of the next smaller size is kept unless another one is faster by this factor: noise must not decide.
 _HYSTERESIS = 1.05
-#: Seconds per byte reduced, at most: a processor that shares a core reduces faster. Algorithms that send more often
-#: reduce more too, and without a limit a fit can take a slow network for a slow processor.
-_MOST_GAMMA = 1e-9
-
-
-class Sample(NamedTuple):
-    """One measured time: the slowest rank's, of one allreduce of ``nbytes`` bytes per rank."""
-
-    algorithm: str
-    nbytes: int
-    topology: Topology
-    seconds: float
 
 
 def work(algorithm: str, nbytes: int, topology: Topology) -> Work:
@@ -105,7 +86,7 @@ class Model:
         Raises:
             ConfigError: there is no such algorithm, or it cannot run there.
         """
-        if not _is_ours(algorithm) and self.vendor_alpha + self.vendor_beta > 0:
+        if not is_ours(algorithm) and self.vendor_alpha + self.vendor_beta > 0:
             return self.vendor_alpha + self.vendor_beta * nbytes
         parameters = (self.alpha, self.beta, self.sync, self.copy, self.gamma)
         return sum(factor * each for factor, each in zip(work(algorithm, nbytes, topology), parameters, strict=True))
@@ -120,65 +101,9 @@ class Model:
         return seconds * there / here if here > 0 and there > 0 else seconds
 
 
-def fit(samples: Iterable[Sample]) -> Model:
-    """Return the model that explains measured times best.
-
-    It minimises the sum of squares of relative errors, so that microseconds count as much as milliseconds, and no
-    parameter is negative. A parameter on which nothing measured depends is 0, gamma is at most a nanosecond per byte.
-
-    Args:
-        samples: an algorithm that is none of ours is the MPI library's.
-    """
-    ours: list[Sample] = []
-    vendor: list[Sample] = []
-    for each in samples:
-        (ours if _is_ours(each.algorithm) else vendor).append(each)
-    factors, seconds = [work(*each[:3]) for each in ours], [each.seconds for each in ours]
-    *parts, gamma = _least_squares(factors, seconds, len(Work._fields))
-    if gamma > _MOST_GAMMA:
-        gamma = _MOST_GAMMA
-        known = [each.reduced * gamma for each in factors]
-        parts = _least_squares([each[:-1] for each in factors], seconds, len(parts), known)
-    whole = _least_squares([(1.0, each.nbytes) for each in vendor], [each.seconds for each in vendor], 2)
-    return Model(*[*parts, gamma, *whole])
-
-
-def _is_ours(algorithm: str) -> bool:
+def is_ours(algorithm: str) -> bool:
+    """Return whether an allreduce algorithm is none of the MPI library."""
     return algorithm in algorithms.names(Collective.ALLREDUCE)
-
-
-def _least_squares(
-    factors: Sequence[Sequence[float]], seconds: Sequence[float], count: int, known: Sequence[float] | None = None
-) -> list[float]:
-    """Solve for ``count`` non-negative parameters, in the sense of least squares of relative errors.
-
-    The best non-negative solution is the best unrestricted one of some subset of the parameters, the rest being 0;
-    there are few, so all are tried. Among equals, the one with the fewest parameters.
-
-    Args:
-        factors: of the parameters, for each sample.
-        seconds: for each sample.
-        count: of parameters.
-        known: seconds of each sample that are explained already; None: none.
-    """
-    best = [0.0] * count
-    if not factors:
-        return best
-    matrix = np.array(factors, np.float64) / np.array(seconds)[:, None]
-    scale = np.linalg.norm(matrix, axis=0)
-    target: Vector = 1 - np.array(known or [0.0] * len(factors)) / np.array(seconds)
-    least = float(np.sum(target**2))  # the error when all are 0
-    for size in range(1, count + 1):
-        for subset in itertools.combinations(np.flatnonzero(scale), size):
-            chosen = list(subset)
-            columns = matrix[:, chosen] / scale[chosen]
-            solution: Vector = np.linalg.lstsq(columns, target, rcond=None)[0]
-            error = float(np.sum((columns @ solution - target) ** 2))
-            if (solution >= 0).all() and error < least - 1e-12 * len(factors):
-                least, best = error, [0.0] * count
-                for column, value in zip(chosen, solution / scale[chosen], strict=True):
-                    best[column] = float(value)
-    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +322,7 @@ class Table:
     def _works_alike(self, algorithm: str, *sizes: int) -> bool:
         """Return whether an algorithm takes the same path at these sizes; the MPI library's is not known."""
         calls = [Problem(Collective.ALLREDUCE, nbytes, self.key.topology) for nbytes in sizes]
-        return not _is_ours(algorithm) or len({path_for(algorithm, call) for call in calls}) == 1
+        return not is_ours(algorithm) or len({path_for(algorithm, call) for call in calls}) == 1
 
     def _winners(self) -> list[str]:
         """Return what runs at each measured size: the fastest, or what runs at the size before if that is close."""
@@ -472,8 +397,8 @@ def _parse(document: Mapping[str, Any]) -> Table:
     for row in rows:
         _require(0 < len(row.medians) == len(row.candidates), f"no algorithm, or one twice, at {row.nbytes} bytes")
         for name in row.medians:
-            _require(name in runnable or not _is_ours(name), f"algorithm {name!r} cannot run there")
-            known = _is_ours(name) or model.vendor_alpha + model.vendor_beta > 0
+            _require(name in runnable or not is_ours(name), f"algorithm {name!r} cannot run there")
+            known = is_ours(name) or model.vendor_alpha + model.vendor_beta > 0
             _require(known, f"nothing is known about algorithm {name!r}")
     return Table(Key(topology, **key), model, rows, _number(document["busy_cores"], "no number of cores"))
 

@@ -175,7 +175,7 @@ class Reduction(Operation):
             array = self.sources[0]
             executor.communicator.allreduce(array, self.op, out=array)  # repeated with the same object, it is fastest
         else:
-            executor.communicator.allreduce_operands(self.given[0], self.taken[0], self.op)
+            executor.communicator.allreduce(self.given[0], self.op, out=self.taken[0])
         for each in together:
             try:
                 each.result = each.targets if each.after is None else each.after()

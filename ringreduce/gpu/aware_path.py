@@ -28,8 +28,7 @@ from ringreduce.buffers import Call, DType, address_of
 from ringreduce.buffers.device_driver import Arithmetic, Driver, Stream
 from ringreduce.collectives.call import Signature
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.execution import BoundSchedule
-from ringreduce.collectives.memory import Memory
+from ringreduce.collectives.execution import BoundSchedule, Memory
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import TransportError
 from ringreduce.common.partition import segments_of_buffer
@@ -150,10 +149,9 @@ class AwareAllreduce(OnDevice):
 
         sums = _Sums(self._driver, arithmetic, context.topology.size, self._finish)
         mine = scratch(arithmetic.count)
-        nblocks = context.schedule(Collective.ALLREDUCE, self.algorithm).nblocks
-        segments = segments_of_buffer(arithmetic.count, nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
-        memory = Memory(mine, make_scratch=scratch)
-        plan = context.bind(Collective.ALLREDUCE, self.algorithm, segments, memory, sums, signature)
+        schedule = context.schedule(Collective.ALLREDUCE, self.algorithm)
+        segments = segments_of_buffer(arithmetic.count, schedule.nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
+        plan = BoundSchedule(schedule, segments, Memory(mine, make_scratch=scratch), sums, context.link(signature))
         return _Plan(address_of(mine), plan)
 
     def _piece(self, number: int, nbytes: int) -> Array:

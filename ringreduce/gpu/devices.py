@@ -17,7 +17,7 @@ from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device
 from ringreduce.buffers.device_driver import Arithmetic, Driver
 from ringreduce.collectives.call import DETERMINISTIC, NCCL, Choice, Signature
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.devices import SegmentReducer
+from ringreduce.collectives.operands import SegmentReducer
 from ringreduce.collectives.state import CommState
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import gpu_switches

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import Operand, like, operand_of, require_host
-from ringreduce.collectives import close_all
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.call_sites import CallSite, Stack, program_stack
+from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.common.processes import Forked

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ringreduce.collectives import Context, close_all
+from ringreduce.collectives import Context
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.call_sites import CallSite
+from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import Forked

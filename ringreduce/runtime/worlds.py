@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives import close_all
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.tuning import Key, Table
 from ringreduce.common.call_sites import AbortReason, refusal
+from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import (
     CollectiveError,

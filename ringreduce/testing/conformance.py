@@ -11,11 +11,8 @@ import numpy.typing as npt
 from ringreduce.algorithms import Collective, schedule_for
 from ringreduce.buffers import DTYPES
 from ringreduce.collectives import Choice
+from ringreduce.collectives.call import Path
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.collectives.messages import HierarchicalPath, MessagePath, VendorPath
-from ringreduce.collectives.one_shot import OneShotPath
-from ringreduce.collectives.path import SelfPath
-from ringreduce.collectives.shared import SharedMemoryPath
 from ringreduce.common.instruments import Instrument
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.testing.samples import expected, sample
@@ -199,16 +196,16 @@ class _Watch(Instrument):
     def check(self, communicator: Communicator, collective: Collective, choice: Choice, root: int = 0) -> None:
         """Hold it to what was chosen."""
         assert self.name == f"{collective.value} by {choice.algorithm}"
-        if choice.path in (HierarchicalPath, MessagePath):
+        if choice.path in (Path.HIERARCHICAL, Path.MESSAGES):
             schedule = schedule_for(collective, choice.algorithm, communicator.rank, communicator.topology, root)
             found = {int(step.split()[1]) for step in self.steps if step.startswith("step ")}
             assert found == set(range(1, len(schedule.steps) + 1)), (choice, self.steps)
             return
         first: dict[object, set[str]] = {
-            SelfPath: set(),
-            OneShotPath: {"post and meet"},
-            SharedMemoryPath: {"meet", "stage and meet", "publish and meet"},
-            VendorPath: {"the library's own allreduce"},
+            Path.ALONE: set(),
+            Path.ONE_SHOT: {"post and meet"},
+            Path.SHARED: {"meet", "stage and meet", "publish and meet"},
+            Path.LIBRARY: {"the library's own allreduce"},
         }
         assert set(self.steps[:1]) <= first[choice.path], (choice, self.steps)
 

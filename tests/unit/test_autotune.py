@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from ringreduce.algorithms import Collective, names
+from ringreduce.bench.fitting import Sample, fit
 from ringreduce.bench.tune import distinct
 from ringreduce.collectives import Work
-from ringreduce.collectives.tuning import Candidate, Key, Model, Row, Sample, Table, fit, format_seconds, work
+from ringreduce.collectives.tuning import Candidate, Key, Model, Row, Table, format_seconds, work
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 from ringreduce.transport.shared.board import MAILBOX_NBYTES

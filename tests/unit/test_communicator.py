@@ -769,6 +769,28 @@ def test_a_bound_call_outlives_its_plan() -> None:
     assert run_ranks(2, body) == [6.0, 6.0]
 
 
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_the_plan_of_a_repeated_call_stays(node_size: int | None) -> None:
+    """Where there are too many plans, those go whose arrays are gone, and not one that is only repeated."""
+
+    def body(communicator: rr.Communicator) -> None:
+        first, memory, repeats = communicator.empty(5000), [], communicator._context.plans.repeats
+        communicator.allreduce(first, out=first)
+        (plan,) = [repeat.plan for repeat in repeats.values()]
+        for turn in range(300):
+            memory.append(communicator.empty(5000))
+            view = memory[-1][:]
+            communicator.allreduce(view, out=view)
+            del view
+            first[:] = turn
+            communicator.allreduce(first, out=first)
+            assert (first == 2 * turn).all()
+            assert [repeat.plan for repeat in repeats.values()] == [plan]
+        assert len(communicator._context.plans._plans) < 300
+
+    run_ranks(2, body, node_size=node_size)
+
+
 @pytest.mark.parametrize("name", ["allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"])
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_new_results_that_are_kept_leave_few_plans(node_size: int | None, name: str) -> None:

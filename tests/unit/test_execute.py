@@ -9,8 +9,7 @@ import pytest
 
 from ringreduce.algorithms import Collective, schedule_for
 from ringreduce.buffers import DTYPES, kernels_for
-from ringreduce.collectives.execution import BoundSchedule
-from ringreduce.collectives.memory import Memory
+from ringreduce.collectives.execution import BoundSchedule, Link, Memory
 from ringreduce.common.errors import CollectiveTimeoutError
 from ringreduce.common.partition import Partition, segments_of_buffer
 from ringreduce.common.reduce_ops import SUM, ReduceOp
@@ -35,14 +34,11 @@ def allreduce(
         schedule = schedule_for(Collective.ALLREDUCE, algorithm, rank, Topology.uniform(size, 1))
         mine = inputs[rank].copy()
         plan = BoundSchedule(
-            rank,
             schedule,
             segments_of_buffer(count, schedule.nblocks, limit),
             Memory(mine),
             kernels_for(FLOAT32, op, size),
-            messages,
-            Waiter(20.0, crowded=True),
-            "test",
+            Link(rank, Waiter(20.0, crowded=True), "test", messages),
         )
         for _ in range(runs):
             mine[:] = inputs[rank]
@@ -140,7 +136,7 @@ def test_a_plan_without_messages_touches_memory_alone() -> None:
         memory = Memory(buffers[rank], {1 - rank: buffers[1 - rank]})
         segments = [Partition.even(10, schedule.nblocks).segment]
         kernels = kernels_for(FLOAT32, SUM, 2)
-        BoundSchedule(rank, schedule, segments, memory, kernels, None, Waiter(1.0), "test").run()
+        BoundSchedule(schedule, segments, memory, kernels, Link(rank, Waiter(1.0), "test")).run()
     assert [buffer.tolist() for buffer in buffers] == [[100.0 + index for index in range(10)]] * 2
 
 
@@ -152,7 +148,8 @@ def test_waiting_in_vain_names_the_peers(limit: int) -> None:
     mine = np.ones(30, np.float32)
     segments = segments_of_buffer(30, schedule.nblocks, limit)
     kernels = kernels_for(FLOAT32, SUM, 3)
-    plan = BoundSchedule(0, schedule, segments, Memory(mine), kernels, messages, Waiter(0.001), "allreduce of thirty")
+    link = Link(0, Waiter(0.001), "allreduce of thirty", messages)
+    plan = BoundSchedule(schedule, segments, Memory(mine), kernels, link)
     error = caught(plan.run)
     assert isinstance(error, CollectiveTimeoutError)
     assert "messages of ranks 1-2 in allreduce of thirty" in str(error)
@@ -178,14 +175,11 @@ def test_requests_are_given_back() -> None:
 
     messages = Counting(MemoryWorld(3).messages(0))
     make: Callable[[str], BoundSchedule] = lambda name: BoundSchedule(  # noqa: E731
-        0,
         schedule_for(Collective.ALLREDUCE, name, 0, Topology.uniform(3, 1)),
         segments_of_buffer(30, schedule_for(Collective.ALLREDUCE, name, 0, Topology.uniform(3, 1)).nblocks, 2),
         Memory(np.ones(30, np.float32)),
         kernels_for(FLOAT32, SUM, 3),
-        messages,
-        Waiter(1.0),
-        "test",
+        Link(0, Waiter(1.0), "test", messages),
     )
     for name in MESSAGE_ALGORITHMS:
         make(name).close()

@@ -1,0 +1,246 @@
+"""The arguments of calls, checked: before any other rank knows of the call, and without moving data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import numpy as np
+
+from ringreduce.algorithms import Collective
+from ringreduce.buffers import DTYPES, DType, Operand, operand_of, require_host
+from ringreduce.buffers.codecs import CODECS, Codec
+from ringreduce.collectives.call import Call, Kind
+from ringreduce.collectives.context import Context
+from ringreduce.collectives.operands import AnyOperand, Operands, Result, flat, with_rows
+from ringreduce.collectives.plan import Place
+from ringreduce.collectives.rows import part_numbers
+from ringreduce.common.arguments import row_counts, shown, whole_number
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.partition import Partition
+from ringreduce.common.reduce_ops import SUM, ReduceOp
+
+__all__ = ["Prepared", "prepare"]
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A call whose arguments are checked.
+
+    Attributes:
+        call: the call.
+        source: this rank's input.
+        result: where its result goes; None: it gets none.
+        kind: what the call has in common with others.
+        counted: the bytes of this call for tallies and observers.
+        counts_result: whether these are the bytes of the result instead, once it is there: other ranks decide its size.
+        numbers: what this rank sends the others when they begin; see `ringreduce.collectives.rows`.
+        start: the element of the result at which the input may begin, where it may be a part of the result; None: it
+            may not.
+        copies_overlap: whether an input that shares other memory with the result is copied before; if not, the plan
+            takes care.
+        codec: of the format in which elements travel between nodes; None: as they are.
+        again: set once the call was made: repeats it; None: it cannot be repeated.
+    """
+
+    call: Call
+    source: AnyOperand
+    result: Result | None
+    kind: Kind
+    counted: int
+    counts_result: bool = False
+    numbers: tuple[int, ...] = ()
+    start: int | None = 0
+    copies_overlap: bool = True
+    codec: Codec | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where the result goes, for the plan."""
+        if self.result is None:
+            return partial(_nowhere, Operand(np.empty(0, self.kind.dtype.storage), self.kind.dtype))
+        return self.result.part if self.call.collective is Collective.SCATTER else self.result.place
+
+
+def _nowhere(nothing: Operand, rows: Sequence[int]) -> Operand:
+    return nothing
+
+
+def prepare(ranks: Context, operands: Operands, call: Call) -> Prepared:
+    """Check the arguments of a call. Local.
+
+    Raises:
+        ConfigError, UnsupportedBufferError: what is wrong with them.
+    """
+    if not (call.algorithm is None or isinstance(call.algorithm, str)):
+        raise ConfigError(f"algorithm must be a name, got {shown(call.algorithm)}")
+    return _PREPARE[call.collective](ranks, operands, call)
+
+
+def _root(ranks: Context, root: object) -> int:
+    """Return the number of a rank.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    number = whole_number("root", root)
+    if not 0 <= number < ranks.topology.size:
+        raise ConfigError(f"root must be a rank, 0 to {ranks.topology.size - 1}, got {number}")
+    return number
+
+
+def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
+    op = call.op if isinstance(call.op, ReduceOp) else ReduceOp.parse(call.op)
+    source, codec, argument = operand_of(call.array), None, op.value
+    if call.deterministic:
+        other = f"wire={call.compression!r}" if call.algorithm is None else f"algorithm={call.algorithm!r}"
+        raise ConfigError(f"give deterministic=True or {other}, not both")
+    if call.compression is not None:
+        if call.algorithm is not None:
+            raise ConfigError(
+                f"a wire format is an algorithm of its own; give wire={call.compression!r} or algorithm, not both"
+            )
+        codec = _codec(call.compression, source.dtype, op, deterministic=ranks.config.deterministic)
+        if not ranks.single_node:
+            argument = f"{op.value} as {codec.name}{'' if call.feedback is None else ' with feedback'}"
+        else:
+            codec = None
+            if call.feedback is not None:
+                call.feedback.begin(0, 0)
+    result, nbytes = operands.result(call.array, source, source.shape, call.out), source.nbytes
+    format_name = None if codec is None else codec.name
+    kind = Kind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes, codec=format_name)
+    return Prepared(call, source, result, kind, nbytes, codec=codec)
+
+
+def _codec(wire: str, dtype: DType, op: ReduceOp, *, deterministic: bool) -> Codec:
+    """Return the format in which an allreduce is to travel.
+
+    Raises:
+        ConfigError: no format has this name, or settings forbid rounding, or the op does not allow it.
+        UnsupportedBufferError: the elements are no floats.
+    """
+    codec = CODECS.get(wire) if isinstance(wire, str) else None
+    if codec is None:
+        raise ConfigError(f"unknown wire format {wire!r}; choose one of {', '.join(CODECS)}")
+    if deterministic:
+        raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so wire={wire!r} cannot be asked for")
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ConfigError(f"{op.value} of rounded values makes no sense; wire formats are for sums and averages")
+    if dtype.kind != "float":
+        raise UnsupportedBufferError(f"wire formats are for floats, got {dtype.name}")
+    return codec
+
+
+def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
+    root, op = _root(ranks, call.root), ReduceOp.parse(call.op)
+    source = require_host(operand_of(call.array), "reduce")
+    result = None
+    if ranks.rank == root:
+        result = operands.result(call.array, source, source.shape, call.out)
+    argument, nbytes = f"{op.value}, root {root}", source.nbytes
+    kind = Kind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, root, nbytes)
+    return Prepared(call, source, result, kind, nbytes)
+
+
+def _reduce_scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
+    op, source = ReduceOp.parse(call.op), with_rows(call.array, "reduce_scatter")
+    parts, row = Partition.first_larger(source.shape[0], ranks.topology.size).segment, prod(source.shape[1:])
+    lengths = [part.stop - part.start for part in parts]
+    result = operands.result(call.array, source, (lengths[ranks.rank], *source.shape[1:]), call.out)
+    counts, nbytes = tuple([each * row for each in lengths]), source.nbytes
+    kind = Kind(call.collective, source.shape, op.value, source.dtype, call.algorithm, op, 0, nbytes, counts)
+    return Prepared(call, source, result, kind, nbytes, start=-sum(counts[: ranks.rank]))
+
+
+def _broadcast(ranks: Context, operands: Operands, call: Call) -> Prepared:
+    root, source = _root(ranks, call.root), operand_of(call.array)
+    result, nbytes = operands.result(call.array, source, source.shape, call.out), source.nbytes
+    kind = Kind(call.collective, source.shape, f"root {root}", source.dtype, call.algorithm, SUM, root, nbytes)
+    return Prepared(call, source, result, kind, nbytes)
+
+
+def _allgather(ranks: Context, operands: Operands, call: Call) -> Prepared:
+    prepared = _exchanging(operands, call, with_rows(call.array, "allgather"))
+    prepared.counted *= ranks.topology.size
+    return prepared
+
+
+def _alltoall(ranks: Context, operands: Operands, call: Call) -> Prepared:
+    source = with_rows(call.array, "alltoall")
+    prepared = _exchanging(operands, call, source, row_counts(call.splits, source.shape[0], ranks.topology.size))
+    prepared.counts_result, prepared.start, prepared.copies_overlap = False, None, True
+    return prepared
+
+
+def _gather(ranks: Context, operands: Operands, call: Call) -> Prepared:
+    root, source = _root(ranks, call.root), require_host(with_rows(call.array, "gather"), "gather")
+    if ranks.rank == root:
+        prepared = _exchanging(operands, call, source, root=root)
+        prepared.counted *= ranks.topology.size
+        return prepared
+    return _exchanging(None, call, source, root=root)
+
+
+def _exchanging(
+    operands: Operands | None, call: Call, source: AnyOperand, rows: Sequence[int] = (), root: int | None = None
+) -> Prepared:
+    """Prepare a collective to which ranks give any number of rows.
+
+    Args:
+        operands: finds where the result goes; None: this rank gets none.
+        call: the call.
+        source: its input.
+        rows: for each rank; empty: all of them, for whoever gets them.
+        root: of the collective.
+    """
+    shape, argument = ("*", *source.shape[1:]), "" if root is None else f"root {root}"
+    result = None if operands is None else operands.result(call.array, source, shape, call.out)
+    numbers = (-1 if result is None else result.room, *(rows or source.shape[:1]))
+    kind = Kind(
+        *(call.collective, shape, argument, source.dtype, call.algorithm),
+        root=root or 0,
+        row=prod(shape[1:]),
+    )
+    return Prepared(call, source, result, kind, source.nbytes, result is not None, numbers, copies_overlap=False)
+
+
+def _scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
+    root, array = _root(ranks, call.root), call.array
+    given, part = None, None
+    if array is not None:
+        given = require_host(with_rows(array, "scatter"), "scatter")
+        rows, size = given.shape[0], ranks.topology.size
+        if rows % size:
+            raise ConfigError(f"scatter: {rows} rows do not divide into {size} equal parts")
+        part = (rows // size, *given.shape[1:]), given.dtype
+    elif ranks.rank == root:
+        raise ConfigError("scatter: the root has to pass an array")
+    result = Result(operands, operands.maker(0 if array is None else array))
+    if call.out is not None and given is not None and part is not None:
+        result = operands.result(array, given, part[0], call.out)
+    elif call.out is not None:
+        target = require_host(operand_of(call.out), "scatter")
+        target.require_writable()
+        result, part = Result(operands, out=call.out, operand=target), (target.shape, target.dtype)
+    source = Operand(np.empty(0, np.uint8), DTYPES["uint8"])
+    if given is not None and ranks.rank == root:
+        whole, is_copy = flat(given), given.is_copy or not given.contiguous
+        source = Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address, is_copy=is_copy)
+    counted = source.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
+    kind = Kind(call.collective, None, f"root {root}", source.dtype, call.algorithm, root=root)
+    return Prepared(call, source, result, kind, counted, source.nbytes == 0, part_numbers(part), copies_overlap=False)
+
+
+_PREPARE: dict[Collective, Callable[[Context, Operands, Call], Prepared]] = {
+    Collective.ALLREDUCE: _allreduce,
+    Collective.REDUCE: _reduce,
+    Collective.REDUCE_SCATTER: _reduce_scatter,
+    Collective.BROADCAST: _broadcast,
+    Collective.ALLGATHER: _allgather,
+    Collective.GATHER: _gather,
+    Collective.SCATTER: _scatter,
+    Collective.ALLTOALL: _alltoall,
+}
