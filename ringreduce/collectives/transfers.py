@@ -124,7 +124,7 @@ class _Alltoall(_Transfer):
 
         def bind() -> BoundSchedule:
             largest = max(max(each[1:]) for each in everyone) * task.kind.row
-            memory = _Joined(self._source, unowned(target.view, target.address))
+            memory = _Parts((0, self._source), (self._source.size, unowned(target.view, target.address)))
             both = Partition.of_sizes([*sending, *receiving])
             return self._bind(segments_of_blocks(both, context.segment_limit(target.view, largest), largest), memory)
 
@@ -141,7 +141,7 @@ class _Gather(_Transfer):
         rows = received_rows(task.signature.text, self._exchange(), task.kind.root)
         partition = Partition.of_sizes([each * task.kind.row for each in rows])
         own = partition.segment[context.rank]
-        memory: Elements = _Part(source, own.start)
+        memory: Elements = _Parts((own.start, source))
         where: tuple[int, ...] = (self._where, *rows)
         if context.rank == task.kind.root:
             target = place(rows)
@@ -160,7 +160,7 @@ class _Scatter(_Transfer):
         target = place(agreed_part(task.signature.text, self._exchange(), task.kind.root))
         partition = Partition.of_sizes([target.count] * context.topology.size)
         own = partition.segment[context.rank]
-        memory: Elements = _Part(unowned(target.view, target.address), own.start)
+        memory: Elements = _Parts((own.start, unowned(target.view, target.address)))
         where: tuple[int, ...] = (target.address, target.count)
         work: Array | None = None
         if context.rank == task.kind.root:
@@ -206,33 +206,20 @@ class _Exchange:
         self._schedule.close()
 
 
-class _Part:
-    """The part that this rank has of an array, addressed by positions in the whole; no other part is asked for.
+class _Parts:
+    """Parts of a whole as one, without a copy: all that is asked for is within one of them.
 
     Args:
-        part: its elements.
-        start: of the first of them in the whole.
+        parts: (its first position in the whole, its elements), in the order of positions; of one dtype.
     """
 
-    def __init__(self, part: Array, start: int) -> None:
-        self._part, self._start = part, start
-        self.dtype, self.itemsize = part.dtype, part.itemsize
+    def __init__(self, *parts: tuple[int, Array]) -> None:
+        self._parts = parts[::-1]
+        self.dtype, self.itemsize = parts[0][1].dtype, parts[0][1].itemsize
 
     def __getitem__(self, part: slice) -> Array:
-        return self._part[part.start - self._start : part.stop - self._start]
-
-
-class _Joined:
-    """Two arrays as one, without a copy: every part that is asked for is within one of them."""
-
-    def __init__(self, first: Array, second: Array) -> None:
-        self._first, self._second = first, second
-        self.dtype, self.itemsize = first.dtype, first.itemsize
-
-    def __getitem__(self, part: slice) -> Array:
-        if part.stop <= self._first.size:
-            return self._first[part]
-        return self._second[part.start - self._first.size : part.stop - self._first.size]
+        start, elements = next(each for each in self._parts if each[0] <= part.start)
+        return elements[part.start - start : part.stop - start]
 
 
 def _across(context: Context, partition: Partition, memory: Elements) -> Any:

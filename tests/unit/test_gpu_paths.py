@@ -174,7 +174,7 @@ def test_operands_may_be_kept() -> None:
         kept = DeviceOperand.of(array)
         assert kept is not None
         array.stream = None
-        communicator.allreduce_operands(kept, kept, ReduceOp.SUM)
+        communicator.allreduce(kept, ReduceOp.SUM, out=kept)
         assert communicator.path_on_device("float32").algorithm == "staged"
         assert_equal(array.get(kept.stream), np.arange(11, dtype=np.float32) * 2)
 
