@@ -194,7 +194,7 @@ class Context:
         """Tell the others, in place of a call, that this rank cannot make it, so that it ends for all.
 
         Args:
-            reason: what they hear in place of a signature, the collective first.
+            reason: what they get in place of a signature, the collective first.
 
         Raises:
             MismatchError: on all ranks.
@@ -202,7 +202,7 @@ class Context:
         self.calls.refuse(reason)
 
     def meet_at_board(self, signature: Signature, location: Location | None) -> list[int]:
-        """Do what `meet` does, and tell the others of the node where this rank's buffer is.
+        """Do what `meet` does, and publish to the node where this rank's buffer is.
 
         Returns:
             Where the buffers of the other ranks of the node are, packed, in the order of ``board.peers``; `NOWHERE`

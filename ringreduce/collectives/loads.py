@@ -193,7 +193,7 @@ class _Loads(_NodePlan):
         context: the ranks.
         task: what to do.
         source: this rank's input; it is not kept.
-        numbers: what this rank tells the others when they meet; empty: all ranks know all.
+        numbers: what this rank sends the others when the call begins; empty: all ranks know all.
     """
 
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:

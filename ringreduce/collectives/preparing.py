@@ -42,7 +42,6 @@ class Prepared:
         copies_overlap: whether an input that shares other memory with the result is copied before; if not, the plan
             takes care.
         codec: of the format in which elements travel between nodes; None: as they are.
-        again: set once the call was made: repeats it; None: it cannot be repeated.
     """
 
     call: Call
@@ -193,7 +192,7 @@ def _exchanging(
         operands: finds where the result goes; None: this rank gets none.
         call: the call.
         source: its input.
-        rows: for each rank; empty: all of them, for whoever gets them.
+        rows: for each rank; empty: all of them, for every rank that gets a result.
         root: of the collective.
     """
     shape, argument = ("*", *source.shape[1:]), "" if root is None else f"root {root}"

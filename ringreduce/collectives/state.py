@@ -2,13 +2,13 @@
 
 | what ended a call on this rank                       | the other ranks             | calls after it               |
 |------------------------------------------------------|-----------------------------|------------------------------|
-| its own arguments, before another rank knew of the   | are told why in place of    | go on                        |
+| its own arguments, before another rank knew of the   | get the reason in place of  | go on                        |
 | call                                                 | the call, and end it, too   |                              |
 | a mismatch, after which the ranks are in step        | know it, too                | go on; between nodes, after  |
 |                                                      |                             | all have given up together   |
 |                                                      |                             | what was under way           |
-| anything else: which calls belong together is no     | are told not to wait for    | are refused                  |
-| longer known                                         | this rank                   |                              |
+| anything else: which calls belong together is no     | do not wait for this rank   | are refused                  |
+| longer known                                         |                             |                              |
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CommState:
         """Make a call that the program asks for, unless another one is under way.
 
         Args:
-            collective: what the other ranks are told if this one cannot make it.
+            collective: its name, which the other ranks get with the reason if this one cannot make it.
             carry_out: makes the call, with the arguments; passes `fail` every error after the call has begun to run.
             arguments: for that.
         """
@@ -100,7 +100,7 @@ class CommState:
         try:
             return carry_out(*arguments)
         except Exception as error:
-            if self._unheard(error):
+            if self._is_local(error):
                 self._refuse(collective, error)
             raise
 
@@ -124,14 +124,14 @@ class CommState:
         """
         _require_alone(error)
         self._behind = begun
-        if self._unheard(error):
+        if self._is_local(error):
             self.quiet.run(self._refuse, collective, error)
         else:
             self.break_off(error)
 
     def fail(self, error: BaseException) -> None:
         """Decide what an error that has ended a call means for later calls; see the module."""
-        if not self._unheard(error):
+        if not self._is_local(error):
             self.break_off(error)
 
     def break_off(self, error: BaseException) -> None:
@@ -140,10 +140,10 @@ class CommState:
         if isinstance(error, MismatchError) and error.in_step and not self._context.single_node:
             try:
                 self._context.recover(error, self.calls.number)
-            except BaseException as lost:  # also what a signal handler raises: messages are under way still
+            except BaseException as raised:  # also what a signal handler raises: messages are under way still
                 error.in_step = False
-                self.give_up(lost)
-                if not isinstance(lost, RingReduceError):
+                self.give_up(raised)
+                if not isinstance(raised, RingReduceError):
                     raise
                 return
         shares = len(self._context.topology.nodes) < self._context.topology.size
@@ -174,8 +174,8 @@ class CommState:
         self._context.plans.forget()
         self._context.leave()
 
-    def _unheard(self, error: BaseException) -> bool:
-        """Return whether a call has failed on this rank alone, before any other rank has heard of it."""
+    def _is_local(self, error: BaseException) -> bool:
+        """Return whether a call has failed on this rank alone, before any other rank knows of it."""
         begun = self.calls.number != self._behind
         ours = isinstance(error, Exception) and not isinstance(error, CollectiveError)
         return ours and self.open and not begun
@@ -196,7 +196,7 @@ class CommState:
 
 
 class CallTimer:
-    """The context of a collective that runs: tells the observers, counts the call, and passes errors on.
+    """The context of a collective that runs: calls the observers, counts the call, and passes errors on.
 
     A class, as a generator for a context manager would take a microsecond of the three that a small call has.
 
