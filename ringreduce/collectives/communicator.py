@@ -17,7 +17,7 @@ from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.messaging import Messaging
 from ringreduce.collectives.operands import Devices, NoDevices, ordinal
-from ringreduce.collectives.running import MISSED, Runner
+from ringreduce.collectives.running import Runner
 from ringreduce.collectives.state import CommState
 from ringreduce.common.arguments import array_shape
 from ringreduce.common.call_sites import AbortReason
@@ -148,11 +148,9 @@ class Communicator(Messaging, Choices):
         if deterministic and algorithm is None and compression is None:
             algorithm, deterministic = DETERMINISTIC, False
         if not (deterministic or compression):
-            repeated = self._runner.repeat("allreduce", array, out, op, algorithm)
-            if repeated is not MISSED:
-                return repeated  # type: ignore[no-any-return]
+            return self._runner.make("allreduce", array, out, op, algorithm)  # type: ignore[no-any-return]
         call = Call(Collective.ALLREDUCE, array, out, op, 0, None, algorithm, deterministic, compression, feedback)
-        return self._state.call("allreduce", self._runner.perform, call)  # type: ignore[no-any-return]
+        return self._runner.run(call)  # type: ignore[no-any-return]
 
     def reduce_scatter(self, array: A, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> A:
         """Reduce arrays over all ranks and give every rank its part of the result.
@@ -287,8 +285,7 @@ class Communicator(Messaging, Choices):
         """
         if splits is None:
             return self._runner.make("alltoall", array, out, None, algorithm)
-        call = Call(Collective.ALLTOALL, array, out, None, 0, splits, algorithm)
-        return self._state.call("alltoall", self._runner.perform, call)
+        return self._runner.run(Call(Collective.ALLTOALL, array, out, None, 0, splits, algorithm))
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

@@ -114,7 +114,7 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     return Prepared(call, source, result, kind, nbytes, codec=codec)
 
 
-def _codec(wire: str, dtype: DType, op: ReduceOp, *, deterministic: bool) -> Codec:
+def _codec(wire: Any, dtype: DType, op: ReduceOp, *, deterministic: bool) -> Codec:
     """Return the format in which an allreduce is to travel.
 
     Raises:

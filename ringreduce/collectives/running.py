@@ -31,10 +31,7 @@ from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.instruments import Tally
 from ringreduce.common.reduce_ops import SUM
 
-__all__ = ["MISSED", "Runner"]
-
-#: What `Runner.repeat` returns, in place of a result, where it has nothing to repeat.
-MISSED: Any = object()
+__all__ = ["Runner"]
 
 #: Those in which all ranks' arrays have the same shape.
 _OF_ONE_SHAPE = (Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
@@ -67,28 +64,18 @@ class Runner:
         self.operands = Operands(gpu, context.arena, shares_results=context.topology.size > 1)
 
     def run(self, call: Call) -> Any:
-        """Make a call that is a value; see `make`."""
+        """Make a call that is a value."""
         collective = call.collective.value
-        if call.splits is None and call.compression is None:
-            repeated = self.repeat(collective, call.array, call.out, call.op, call.algorithm, call.root)
-            if repeated is not MISSED:
-                return repeated
-        return self._state.call(collective, self.perform, call)
+        if call.splits is None and not (call.deterministic or call.compression):
+            return self.make(collective, call.array, call.out, call.op, call.algorithm, call.root)
+        return self._state.call(collective, self._perform, call)
 
     def make(
         self, collective: str, array: Any, out: Any, op: Any = None, algorithm: str | None = None, root: Any = 0
     ) -> Any:
         """Make a call: repeat it if it was made with the same arrays before. Arguments are those of `Call`."""
-        if type(root) is int:
-            repeated = self.repeat(collective, array, out, op, algorithm, root)
-            if repeated is not MISSED:
-                return repeated
-        call = Call(Collective(collective), array, out, op, root, None, algorithm)
-        return self._state.call(collective, self.perform, call)
-
-    def repeat(self, collective: str, array: Any, out: Any, op: Any, algorithm: str | None, root: Any = 0) -> Any:
-        """Make a call again that was made with the same arrays before; return `MISSED` if none was."""
-        repeat, instruments = self._repeats.get((id(array), id(out), collective, root)), self._instruments
+        repeat = self._repeats.get((id(array), id(out), collective, root)) if type(root) is int else None
+        instruments = self._instruments
         if (
             repeat is None
             or repeat.op is not op
@@ -98,7 +85,8 @@ class Runner:
             or instruments.observers
             or self._plans.crowded  # a repeat into a new array makes plans, too
         ):
-            return MISSED
+            call = Call(Collective(collective), array, out, op, root, None, algorithm)
+            return self._state.call(collective, self._perform, call)
         state, tally, nbytes = self._state, repeat.tally, repeat.nbytes
         begun = state.calls.number
         started = perf_counter()
@@ -118,7 +106,7 @@ class Runner:
         tally.seconds += ended - started
         return result
 
-    def perform(self, call: Call) -> Any:
+    def _perform(self, call: Call) -> Any:
         """Check, choose, plan and run a call; remember how to repeat it."""
         self._state.require_open()
         if self._plans.crowded:
@@ -351,7 +339,7 @@ class Runner:
         try:
             self._context.meet(signature)
             if prepared.numbers:
-                everyone = self.perform(Call(Collective.ALLGATHER, np.array([prepared.numbers]))).tolist()
+                everyone = self._perform(Call(Collective.ALLGATHER, np.array([prepared.numbers]))).tolist()
                 rows = received_rows(signature.text, everyone, self._context.rank)
                 if result is not None and result.operand is None:
                     result.place(rows)
