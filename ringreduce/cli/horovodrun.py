@@ -24,6 +24,11 @@ __all__ = ["Plan", "help_text", "main", "read"]
 #: Holds a package ``horovod`` that is ringreduce's; see `ringreduce.horovod.alias`.
 _HOROVOD = Path(ringreduce.__file__).parent / "horovod" / "_path"
 _NAMED = {name: option for option in OPTIONS for name in option.names}
+#: Of a file of ``--config-file``: what its sections add to the names of their options.
+_SECTIONS = {
+    **dict.fromkeys(("params", "library_options"), ""),
+    **{"timeline": "timeline_", "stall_check": "stall_check_", "autotune": "autotune_", "logging": "log_"},
+}
 _RUN_ELASTIC = {"--min-np", "--max-np", "--host-discovery-script", "--slots", "--reset-limit", "--cooldown"}
 
 
@@ -156,9 +161,7 @@ def _is_number(text: str) -> bool:
 
 def _read_file(path: str, plan: Plan) -> None:
     """Read a file of ``--config-file``: sections, and indented ``key: value`` lines in them, as Horovod's YAML has."""
-    taken = [option for option in OPTIONS if option.kind not in ("file", "show")]
-    options = {option.names[-1].strip("-").replace("-", "_"): option for option in taken}
-    options |= {option.place: option for option in taken if option.place}
+    options = {key: option for option in OPTIONS if option.kind not in ("file", "show") for key in option.keys}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -173,7 +176,7 @@ def _read_file(path: str, plan: Plan) -> None:
             raise ConfigError(f"--config-file {path}, line {number}: expected key: value, got {line.strip()[:60]!r}")
         key, value = key.replace("-", "_"), value.strip("\"'")
         if not text[0].isspace():
-            section = "" if value else f"{key}."
+            section = "" if value else _SECTIONS.get(key, f"{key}.")
         if value and value.lower() not in ("null", "~", "none"):
             _take_line(plan, f"{path}: {key}", options, section + key, value)
 
@@ -183,9 +186,9 @@ def _take_line(plan: Plan, place: str, options: Mapping[str, Option], key: str, 
         if value.lower() != "gloo":  # MPI is what there is
             return
         key, value = "use_gloo", "true"
-    if key == "stall_check.enabled":
+    if key == "stall_check_enabled":
         key, value = "no_stall_check", {"true": "false", "false": "true"}.get(value.lower(), value)
-    option = options.get(key)
+    option = options.get(key.removesuffix("_enabled"))
     if option is None:
         plan.warnings.append(f"{place} is not known, and not used")
     elif option.value:

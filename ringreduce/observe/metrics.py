@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.instruments import EngineTally
 
-__all__ = ["Counted", "Metrics", "Total", "openmetrics"]
+__all__ = ["Metrics", "Total", "openmetrics"]
 
 #: Of OpenMetrics: a family's name, its type, what it means, and its values with their labels.
 Family = tuple[str, str, str, Iterable[tuple[Mapping[str, str], float]]]
@@ -54,19 +54,6 @@ class Total:
     calls: int
     nbytes: int
     seconds: float
-
-
-class Counted(Protocol):
-    """The counters of an engine; see `ringreduce.engine.Engine`."""
-
-    @property
-    def communicator(self) -> Communicator: ...
-
-    @property
-    def tally(self) -> EngineTally: ...
-
-    @property
-    def waited_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +133,23 @@ class Metrics:
         return self.overlapped_s / self.operations_s if self.operations_s else 0.0
 
     @classmethod
-    def of(cls, communicators: Iterable[Communicator], engines: Sequence[tuple[Counted, Sequence[int]]]) -> Metrics:
+    def of(
+        cls, communicators: Iterable[Communicator], engines: Sequence[tuple[EngineTally, float, Sequence[int]]]
+    ) -> Metrics:
         """Add up the counters of this process.
 
         Args:
-            communicators: those of blocking calls.
-            engines: those of asynchronous operations, each with its ranks of the world.
+            communicators: those of blocking calls, and those of engines.
+            engines: of each, what it has done, how long the program has waited for it (seconds), and its ranks of the
+                world.
         """
-        carriers = [*communicators, *(engine.communicator for engine, _ in engines)]
-        counted = [{**each.tallies, **each.message_tallies} for each in carriers]
+        counted = [{**each.tallies, **each.message_tallies} for each in communicators]
         totals = {
             name: Total(*(sum(getattr(each[name], field.name) for each in counted) for field in fields(Total)))
             for name in (counted[0] if counted else ())
         }
-        tallies = [engine.tally for engine, _ in engines]
-        heard = [(engine.tally.late, ranks) for engine, ranks in engines if engine.tally.late is not None]
+        tallies = [tally for tally, _, _ in engines]
+        heard = [(tally.late, ranks) for tally, _, ranks in engines if tally.late is not None]
         late, ranks = max(heard, default=((0.0, 0, 0.0), ()))
         return cls(
             collectives={name: total for name, total in totals.items() if total.calls},
@@ -168,7 +157,7 @@ class Metrics:
             batches=sum(each.batches for each in tallies),
             operations_s=sum(each.seconds for each in tallies),
             overlapped_s=sum(each.overlapped_s for each in tallies),
-            waited_s=sum(engine.waited_s for engine, _ in engines),
+            waited_s=sum(waited_s for _, waited_s, _ in engines),
             late_rank=ranks[late[1]] if heard else None,
             late_s=late[2],
         )

@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
@@ -34,6 +33,7 @@ class Observer:
         followers: called when a trace begins, with the row of the program, and with None before it ends. May grow.
 
     Attributes:
+        recorder: what this rank does, and has done last.
         audit: the record of this run; on rank 0, if the settings ask for one.
         status: what `ringreduce top` reads, unless the settings turn it off.
         steps, samples: how many training steps and samples the program has told of.
@@ -55,7 +55,7 @@ class Observer:
         self._clock = clock
         self._config = config
         self._followers = followers
-        self._recorder = FlightRecorder(rank, size, config.dump, neighbours)
+        self.recorder = FlightRecorder(rank, size, config.dump, neighbours)
         self._timeline: Timeline | None = None
         self._ended: dict[str, Timeline] = {}  # the last trace of each file; other ranks may go on with it
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
@@ -83,19 +83,14 @@ class Observer:
         if self._config.status:
             try:
                 self.status = StatusFile(
-                    self._clock.job[:8], self._rank, self._recorder, metrics, lambda: (self.steps, self.samples)
+                    self._clock.job[:8], self._rank, self.recorder, metrics, lambda: (self.steps, self.samples)
                 )
             except (ConfigError, OSError) as error:
                 _log.info("`ringreduce top` does not see this rank: %s", error)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The first error after which no call was possible in something that this rank is a member of."""
-        return self._recorder.failure
-
     def watch(self, observed: Observed) -> None:
         """Observe this rank as a member of one thing more."""
-        self._recorder.watch(observed)
+        self.recorder.watch(observed)
         self._attach(observed)
 
     def detach(self) -> None:
@@ -103,10 +98,6 @@ class Observer:
         for instruments, track in self._tracks:
             instruments.remove(track)
         self._tracks.clear()
-
-    def dump(self, folder: str | os.PathLike[str]) -> Path:
-        """Write down what this rank has done last; see `FlightRecorder.dump`."""
-        return self._recorder.dump(folder)
 
     def end_audit(self, error: str | None) -> None:
         """Record that this world ends, and why; the first reason counts."""
@@ -133,7 +124,7 @@ class Observer:
         host = platform.node()
         self._timeline = Timeline(path, self._clock, self._ntimelines, self._rank, host, mark_batches=mark_batches)
         self._ended.pop(os.path.abspath(path), None)
-        for each in self._recorder.observed:
+        for each in self.recorder.observed:
             self._attach(each)
         for follow in self._followers:
             follow(self._timeline.program())

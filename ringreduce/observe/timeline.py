@@ -23,6 +23,7 @@ import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -44,6 +45,8 @@ _PAUSE = 20.0  # until the file is made again, as a multiple of what that takes
 _PATIENCE_S = 5.0  # of the end of a trace, for what is being written
 
 Event = dict[str, Any]
+#: Takes down what the program does: a name, from one time of `perf_counter` to another, and more by name.
+Program = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +157,10 @@ class Timeline:
         return Track(self, self._row(name), place, member, size)
 
     def program(self) -> Program:
-        """Return the row of the program."""
+        """Return what writes to the row of the program."""
         if self._program is None:
             self._program = self._row("program")
-        return Program(self, self._program)
+        return partial(self.span, track=self._program)
 
     def _row(self, name: str) -> int:
         number = next(self._rows)
@@ -265,18 +268,6 @@ class _Operation:
     phase: str
     submitted_s: float
     parts: Sequence[str] = ()
-
-
-class Program:
-    """The row of a trace that shows what the program does."""
-
-    def __init__(self, timeline: Timeline, number: int) -> None:
-        self._timeline = timeline
-        self._number = number
-
-    def span(self, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
-        """Take down that the program did something from one time of `perf_counter` to another."""
-        self._timeline.span(name, begin_s, end_s, self._number, **arguments)
 
 
 class Track(Instrument):

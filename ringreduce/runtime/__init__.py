@@ -192,7 +192,7 @@ def failure() -> BaseException | None:
     Frameworks that pass on errors from C++ turn them into others; this tells what they were.
     """
     own = _process.own()
-    return None if own is None else own.observer.failure
+    return None if own is None else own.observer.recorder.failure
 
 
 def recoveries() -> int:
@@ -360,7 +360,7 @@ def dump(folder: str | os.PathLike[str]) -> Path:
     own = _process.own()
     if own is None:
         raise ConfigError("there is nothing to write down: this process is no rank, or init() was not called")
-    return own.observer.dump(folder)
+    return own.observer.recorder.dump(folder)
 
 
 def config() -> Config:

@@ -176,7 +176,7 @@ class Process:
         if own is not None and own.config.dump is not None and not self._dumping:  # signals come in each other's midst
             self._dumping = True
             with suppress(OSError):
-                own.observer.dump(own.config.dump)
+                own.observer.recorder.dump(own.config.dump)
             self._dumping = False
 
     def _borrowed(self, settings: Config) -> BorrowedWorld | None:

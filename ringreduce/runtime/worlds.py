@@ -101,7 +101,9 @@ class World:
         members = [each for each in self.sets.values() if each.included()]
         communicators = [each.communicator for each in members]
         communicators += [each.communicator for each in self._groups if not each.closed]
-        return Metrics.of(communicators, [(each.engine, each.ranks or []) for each in members])
+        communicators += [each.engine.communicator for each in members]
+        engines = [(each.engine.tally, each.engine.waited_s, each.ranks or []) for each in members]
+        return Metrics.of(communicators, engines)
 
     def _register(self, process_set: ProcessSet, ranks: list[int], parts: Parts | None, barred: str = "") -> None:
         self._last_set += 1

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.framework import EMPTY, FILLED, MOVABLE, Hooks, Memory, Watcher
+from ringreduce.training.framework import EMPTY, FILLED, MOVABLE, Hooks, Watcher
+from ringreduce.training.host import HOST, ArraySpec, HostMemory
 from ringreduce.training.optimizer import Options, Training
 
 __all__ = ["RATE", "Toy"]
@@ -25,11 +26,12 @@ _Floats = npt.NDArray[Any]
 RATE = 0.25
 
 
-class _Weight:
+class _Weight(ArraySpec):
     """A parameter, and who watches its gradient."""
 
     def __init__(self, value: _Floats) -> None:
-        self.value, self.shape, self.dtype = value, value.shape, value.dtype
+        super().__init__(value.shape, value.dtype)
+        self.value = value
         self.grad: _Floats | None = None
         self.hooks: list[_Hook] = []
 
@@ -57,33 +59,20 @@ class _Slot:
         return FILLED if gradient is self.place else EMPTY if gradient is None else MOVABLE
 
 
-class _Weights(Memory, Hooks):
-    """The gradients of the toy."""
-
-    def kind(self, parameter: _Weight) -> tuple[str, int]:
-        return parameter.dtype.name, parameter.value.nbytes
+class _Weights(HostMemory, Hooks):
+    """The gradients of the toy, which weights keep."""
 
     def lay_out(
         self, communicator: Communicator, parameters: Sequence[_Weight], starts: Sequence[int]
-    ) -> tuple[Any, list[_Slot]]:
+    ) -> tuple[Any, list[Any]]:
         memory = communicator.empty(starts[-1], np.uint8)
         memory[:] = 0
-        pieces = [memory[start:][: each.value.nbytes] for start, each in zip(starts, parameters, strict=False)]
+        pieces = [memory[start:][: each.nbytes] for start, each in zip(starts, parameters, strict=False)]
         slots = [
             _Slot(each, piece.view(each.dtype).reshape(each.shape))
             for each, piece in zip(parameters, pieces, strict=True)
         ]
         return memory.view(parameters[0].dtype), slots
-
-    def pack(self, places: Sequence[_Floats], gradients: Sequence[_Floats | None]) -> None:
-        for place, gradient in zip(places, gradients, strict=True):
-            place[...] = 0 if gradient is None else gradient
-
-    def clone(self, array: _Floats) -> _Floats:
-        return np.copy(array)
-
-    def scale(self, array: _Floats, factor: float) -> None:
-        array *= factor
 
     def watch(self, parameter: _Weight, watcher: Watcher, record: Any) -> list[_Hook]:
         parameter.hooks.append(_Hook(parameter, weakref.ref(watcher), record))
@@ -91,20 +80,6 @@ class _Weights(Memory, Hooks):
 
     def checksum(self, parameters: Sequence[_Weight]) -> int:
         return zlib.crc32(b"".join(parameter.value.tobytes() for parameter in parameters))
-
-    def checksum_of_gradients(self, gradients: Sequence[_Floats | None]) -> int:
-        return zlib.crc32(repr([None if each is None else each.tobytes() for each in gradients]).encode())
-
-    def is_finite(self, gradient: _Floats) -> bool:
-        return bool(np.isfinite(gradient).all())
-
-    # What agreement between the ranks asks of an `Arrays`.
-
-    def device_of(self, arrays: Sequence[_Weight]) -> None:
-        return None
-
-    def place(self, array: _Weight) -> str:
-        return "cpu"
 
 
 class Toy:
@@ -118,8 +93,7 @@ class Toy:
     ) -> None:
         self.named = [(name, _Weight(value.copy())) for name, value in values.items()]
         self.steps = 0  # that have begun to change the weights
-        weights: Any = _Weights  # which is as much of an `Arrays` as is asked for here
-        self.training = Training("Toy", process_set, weights(), lambda _: _Weights())
+        self.training = Training("Toy", process_set, HOST, lambda _: _Weights())
         with self.training.checking("Toy"):
             parameters = [weight for _, weight in self.named]
             checked = Options(**options).checked(self.training.communicator.config, parameters)

@@ -24,7 +24,7 @@ class _Phases:
     """Watches the thread on which it is made, and writes to a trace.
 
     Args:
-        program: the row of the trace.
+        program: writes to the row of the trace.
     """
 
     def __init__(self, program: Program) -> None:
@@ -63,7 +63,7 @@ class _Phases:
         self._depth -= 1
         if self._depth:
             return
-        self._program.span("forward", self._forward_s, perf_counter(), module=type(module).__name__)
+        self._program("forward", self._forward_s, perf_counter(), module=type(module).__name__)
         first = next((each for each in _tensors(output) if each.requires_grad), None)
         if first is not None:
             first.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
@@ -74,7 +74,7 @@ class _Phases:
         engine = torch.autograd.Variable._execution_engine
 
         def end() -> None:
-            self._program.span("backward", begin, perf_counter())
+            self._program("backward", begin, perf_counter())
 
         # What others want to have done at the end of the pass, DDP for one, is done before.
         engine.queue_callback(lambda: engine.queue_callback(end))
@@ -85,12 +85,12 @@ class _Phases:
     def _update_ends(self, optimizer: object, arguments: object, options: object) -> None:
         self._updated_s = perf_counter()
         self._begun_s = self._begun_s or self._update_s
-        self._program.span("optimizer", self._update_s, self._updated_s, optimizer=type(optimizer).__name__)
+        self._program("optimizer", self._update_s, self._updated_s, optimizer=type(optimizer).__name__)
 
     def _end_step(self) -> None:
         """End the training step, if there was an update in it."""
         if self._updated_s is not None and self._begun_s is not None:
-            self._program.span(f"step {self._steps}", self._begun_s, self._updated_s, step=self._steps)
+            self._program(f"step {self._steps}", self._begun_s, self._updated_s, step=self._steps)
             self._steps += 1
             self._begun_s, self._updated_s = self._updated_s, None
 

@@ -461,7 +461,7 @@ def test_arrows_lead_to_where_operations_run(path: Path, begin: Callable[..., Ti
     """One begins where the program submitted the operation; one more leads from a late rank to each that has waited."""
     timelines = [begin(rank) for rank in range(3)]
     for timeline in timelines:
-        timeline.program().span("step 0", 0.0, 1.0, step=0)
+        timeline.program()("step 0", 0.0, 1.0, step=0)
         track = timeline.track("row", "world", timeline._rank, 3)
         for late in (True, False):
             track.operation_submitted("grad")
