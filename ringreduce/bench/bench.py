@@ -26,7 +26,7 @@ from ringreduce.bench.results import Bound, Machine, Report, Result, Row, Settin
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["Bench", "describe_machine", "exit_code", "run"]
+__all__ = ["Bench", "describe_machine", "run"]
 
 _PROBES = 3  # timed calls of each candidate for the bound
 _POISON = 0xFF  # a NaN in every float type, -1 or the largest number in the others
@@ -35,9 +35,10 @@ _POISON = 0xFF  # a NaN in every float type, -1 or the largest number in the oth
 def run(
     world: Communicator,
     settings: Settings,
-    write: Callable[[str], None],
+    write: Callable[[str], None] | None,
     device: Device | None = None,
     progress: Callable[[int, int], None] | None = None,
+    head: bool = True,
     read: Callable[[], Usage] = usage,
 ) -> Report:
     """Measure everything that ``settings`` ask for; collective.
@@ -45,9 +46,10 @@ def run(
     Args:
         world: the ranks to measure.
         settings: equal on all ranks.
-        write: gets the text, row by row, on rank 0.
+        write: gets the text, row by row, on rank 0; None: nobody does.
         device: where the arrays are; None: as the settings have it.
         progress: is told after each case how many have been measured, and of how many; 0: there is no end.
+        head: whether the text begins with the lines before the first result.
         read: reads how much time processes took, for tests.
 
     Returns:
@@ -57,7 +59,7 @@ def run(
         ConfigError: an algorithm, peer or root that is not there; on every rank, before anything is measured.
         UnsupportedBufferError: arrays on a GPU are asked for, and it or CuPy is missing.
     """
-    show = write if world.rank == 0 else lambda text: None
+    show = write if write is not None and world.rank == 0 else lambda text: None
     writer = WRITERS[settings.format](settings)
     _check(world, settings)
     if device is None:
@@ -66,7 +68,8 @@ def run(
         peers = [stack.enter_context(contextlib.closing(PEERS[name](world, device))) for name in settings.peers]
         bench, rows = Bench(world, settings, peers, device), []
         machine = describe_machine(world, device)
-        show(writer.head(machine))
+        if head:
+            show(writer.head(machine))
         noise = Noise(world, read)
         plan = list(bench.plan())
         for cycle in range(settings.cycles) if settings.cycles else itertools.count():
@@ -79,11 +82,6 @@ def run(
         report = Report(settings, machine, tuple(rows), bounds, noise.look().text)
         show(writer.foot(report))
     return report
-
-
-def exit_code(report: Report) -> int:
-    """Return 1 if any element was wrong, else 0."""
-    return 1 if report.nwrong else 0
 
 
 class Bench:

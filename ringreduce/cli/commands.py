@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,11 @@ from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_n
 from ringreduce.bench.formats import WRITERS, to_json
 from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
-from ringreduce.bench.progress import Progress
 from ringreduce.bench.results import Report, Settings
 from ringreduce.common.config import parse_nbytes
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["bench", "explain", "tune"]
+__all__ = ["Progress", "bench", "explain", "tune"]
 
 
 class _Nbytes(click.ParamType[int]):
@@ -70,27 +71,35 @@ def _say_if_busy(name: str, busy: str) -> None:
         click.echo(f"bench {name}: {busy}: these are not the times of this machine at rest", err=True)
 
 
+class Progress:
+    """Says on standard error how much is done, a few seconds apart.
+
+    Args:
+        of: what the lines begin with.
+        clock: returns seconds since some time or other.
+    """
+
+    def __init__(self, of: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._of, self._clock = of, clock
+        self._began = self._said = clock()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take note that so many parts of all are done."""
+        now = self._clock()
+        if now - self._said < _EVERY_S or done == total:
+            return
+        self._said = now
+        left_s = (now - self._began) / done * (total - done)
+        sys.stderr.write(f"ringreduce: {self._of}: {done} of {total} measured, about {left_s:.0f} s to go\n")
+        sys.stderr.flush()
+
+
 def _write(text: str) -> None:
     click.echo(text, nl=False)
 
 
-def _ignore(text: str) -> None:
-    pass
-
-
-class _LaterCsv:
-    """Writes all but what comes first: the names of columns, which stand there already."""
-
-    def __init__(self) -> None:
-        self._is_head = True
-
-    def __call__(self, text: str) -> None:
-        if not self._is_head:
-            _write(text)
-        self._is_head = False
-
-
 _NBYTES = _Nbytes()
+_EVERY_S = 5.0  # between two lines about the progress
 _WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
 Examples:
@@ -253,7 +262,7 @@ def bench(**options: Any) -> int:
             Path(page).write_text(plots.page(reports), encoding="utf-8")
         for path in filter(None, (settings.output_file, plot, page)):
             click.echo(f"bench: wrote {path}", err=True)
-    return max(map(benchmark.exit_code, reports))
+    return int(any(report.nwrong for report in reports))
 
 
 def _reports(settings: Settings) -> list[Report]:
@@ -263,9 +272,10 @@ def _reports(settings: Settings) -> list[Report]:
     names, reports = wanted if several else [settings.collective], []
     for number, name in enumerate(names, 1):
         progress = Progress(f"bench {name}, collective {number} of {len(names)}")
-        write = _ignore if several and as_json else _LaterCsv() if settings.format == "csv" and number > 1 else _write
+        write = None if several and as_json else _write
         told = progress if as_json and world.rank == 0 else None  # nothing of JSON is seen until the end
-        reports.append(benchmark.run(world, replace(settings, collective=name), write, progress=told))
+        head = settings.format != "csv" or number == 1
+        reports.append(benchmark.run(world, replace(settings, collective=name), write, progress=told, head=head))
         _say_if_busy(name, reports[-1].busy)
     if several and as_json and world.rank == 0:
         _write(json.dumps([report.as_dict() for report in reports], indent=1) + "\n")

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError, name_ranks
+from ringreduce.doctor.dumps import waits
 from ringreduce.doctor.tables import table
-from ringreduce.doctor.waits import waits
 from ringreduce.observe.flight_recorder import Snapshot
 from ringreduce.observe.metrics import openmetrics
 from ringreduce.observe.status import read_all

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.doctor.dumps import main_stack
-from ringreduce.doctor.waits import sets_of
+from ringreduce.doctor.dumps import main_stack, sets_of
 
 __all__ = ["PREFIX", "write"]
 

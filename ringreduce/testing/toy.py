@@ -63,7 +63,7 @@ class _Weights(HostMemory, Hooks):
     """The gradients of the toy, which weights keep."""
 
     def lay_out(
-        self, communicator: Communicator, parameters: Sequence[_Weight], starts: Sequence[int]
+        self, communicator: Communicator, parameters: Sequence[Any], starts: Sequence[int]
     ) -> tuple[Any, list[Any]]:
         memory = communicator.empty(starts[-1], np.uint8)
         memory[:] = 0
