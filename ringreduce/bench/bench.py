@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import itertools
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-import ringreduce
 from ringreduce.bench.cases import COLLECTIVES, Case, sizes
 from ringreduce.bench.contenders import Ours
 from ringreduce.bench.devices import Device, OnDevice, OnHost
@@ -24,7 +21,9 @@ from ringreduce.bench.peers import PEERS, Peer, mpi_library
 from ringreduce.bench.reference import Reference, rest_value
 from ringreduce.bench.results import Bound, Machine, Report, Result, Row, Settings
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
+from ringreduce.observe.audit import loaded_versions
 
 __all__ = ["Bench", "describe_machine", "run"]
 
@@ -195,14 +194,8 @@ class Bench:
 
 def describe_machine(world: Communicator, device: Device) -> Machine:
     """Collect what a reader of the figures has to know about where they came from."""
-    versions = {"ringreduce": ringreduce.__version__, "python": platform.python_version()}
-    for package in ("numpy", "mpi4py", "torch", "ml_dtypes"):
-        if package in sys.modules:
-            versions[package] = importlib.metadata.version(package)
-    if device.describe() is not None and "cupy" in sys.modules:
-        versions["cupy"] = sys.modules["cupy"].__version__  # its distributions have other names
     return Machine(
-        versions=versions,
+        versions={"ringreduce": VERSION, "python": platform.python_version(), **loaded_versions()},
         mpi_library=mpi_library(),
         nranks=world.size,
         placement=world.topology.describe(),

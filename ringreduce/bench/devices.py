@@ -38,10 +38,6 @@ class OnHost:
         """Return an uninitialised uint8 array; ``shared``: a communication buffer."""
         return self._world.empty(nbytes, np.uint8) if shared else np.empty(nbytes, np.uint8)
 
-    def new(self, count: int, dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised array that no peer can reach."""
-        return np.empty(count, dtype)
-
     def store(self, array: Any, write: Callable[[Array], object]) -> None:
         """Let ``write`` fill an array: itself or, if that is out of its reach, a NumPy array that is copied there."""
         write(array)
@@ -113,10 +109,6 @@ class OnDevice:
         values = np.empty(array.shape, array.dtype)
         self.down(values, array)
         return values
-
-    def new(self, count: int, dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised array that no peer can reach."""
-        return self._tools.empty(count * dtype.itemsize).view(dtype)
 
     def down(self, target: Array, source: Any) -> None:
         """Copy to the host; returns when that is done."""

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,12 +88,12 @@ class MpiPeer:
         if case.collective.point_to_point:
             new = room(case, None if new_results else result)
             return Contender("mpi", source, pattern(case, rank, self._messages(), source, new))
-        call, before, after = self._call(case, source, in_place=one)
+        call = self._call(case, source, in_place=one)
         if new_results:
 
             def into_new() -> Any:
                 fresh = np.empty(case.output_count, case.dtype) if gets else None
-                call(*before, fresh, *after)
+                call(fresh)
                 return fresh
 
             return Contender("mpi", source, into_new)
@@ -101,7 +102,7 @@ class MpiPeer:
             passed, result = source, source[: case.count]
         elif case.collective.name == "scatter" and rank == case.root:
             passed = self._mpi.IN_PLACE
-        return Contender("mpi", source, giving(result if gets else None, call, *before, passed, *after))
+        return Contender("mpi", source, giving(result if gets else None, call, passed))
 
     def close(self) -> None:
         self._comm.Free()
@@ -109,29 +110,27 @@ class MpiPeer:
     def _new(self, count: int, dtype: np.dtype[Any]) -> Array:
         return np.empty(count, dtype)
 
-    def _call(
-        self, case: Case, source: Array, *, in_place: bool
-    ) -> tuple[Callable[..., object], tuple[Any, ...], tuple[Any, ...]]:
-        """Return what carries out a collective, and its arguments before and after the one for the result."""
-        comm, root, op = self._comm, case.root, self._ops.get(case.op)
-        at_root, given = comm.rank == root, self._mpi.IN_PLACE if in_place else source
+    def _call(self, case: Case, source: Array, *, in_place: bool) -> Callable[[Any], object]:
+        """Return what carries out a collective, given where the result goes."""
+        comm, root, name = self._comm, case.root, case.collective.name
+        if name == "broadcast":
+            bcast: Callable[[Any], object] = partial(comm.Bcast, root=root)
 
-        def broadcast(result: Array) -> None:
-            if at_root:
-                np.copyto(result, source)
-            comm.Bcast(result, root)
+            def broadcast(result: Array) -> None:
+                if comm.rank == root:
+                    np.copyto(result, source)
+                bcast(result)
 
-        calls: dict[str, tuple[Callable[..., object], tuple[Any, ...], tuple[Any, ...]]] = {
-            "allreduce": (comm.Allreduce, (given,), (op,)),
-            "reduce_scatter": (comm.Reduce_scatter_block, (given,), (op,)),
-            "allgather": (comm.Allgather, (given,), ()),
-            "broadcast": (comm.Bcast, (), (root,)) if in_place else (broadcast, (), ()),
-            "alltoall": (comm.Alltoall, (source,), ()),
-            "reduce": (comm.Reduce, (given if at_root else source,), (op, root)),
-            "gather": (comm.Gather, (given if at_root else source,), (root,)),
-            "scatter": (comm.Scatter, (source if at_root else None,), (root,)),
-        }
-        return calls[case.collective.name]
+            return bcast if in_place else broadcast
+        given: Any = source
+        if case.collective.rooted and comm.rank != root:
+            given = None if name == "scatter" else source
+        elif in_place and name != "scatter":
+            given = self._mpi.IN_PLACE
+        options = {"root": root} if case.collective.rooted else {}
+        options |= {"op": self._ops[case.op]} if case.collective.reduces else {}
+        method = comm.Reduce_scatter_block if name == "reduce_scatter" else getattr(comm, name.capitalize())
+        return partial(method, given, **options)
 
     def _messages(self) -> Messages:
         comm, wait = self._comm, self._mpi.Request.Waitall
@@ -182,8 +181,8 @@ class GlooPeer:
         row, rank = TYPES[case.type_name], dist.get_rank()
         if row.name not in self._TYPES or (case.op_name and case.op is AVERAGE):
             return None
-        source = self._device.new(case.input_count, case.dtype)
-        result = source if case.collective.overwrites else self._device.new(case.output_count, case.dtype)
+        source = _new(self._device, case.input_count, case)
+        result = source if case.collective.overwrites else _new(self._device, case.output_count, case)
         given, got = _tensor(source, row), _tensor(result, row)
         if case.collective.point_to_point:
             carry_out: tuple[Any, ...] = (pattern(case, rank, _gloo_messages(), given, lambda: got),)
@@ -257,8 +256,8 @@ class StagedMpi(MpiPeer):
         inner = super().contender(case)
         if inner is None:
             return None
-        device, source = self._device, self._device.new(case.input_count, case.dtype)
-        result = source if case.collective.overwrites else device.new(case.output_count, case.dtype)
+        device, source = self._device, _new(self._device, case.input_count, case)
+        result = source if case.collective.overwrites else _new(device, case.output_count, case)
 
         def call() -> Any:
             device.down(inner.source, source)
@@ -335,6 +334,11 @@ def mpi_library() -> str | None:
     from ringreduce.transport.mpi import library
 
     return library()
+
+
+def _new(device: Device, count: int, case: Case) -> Any:
+    """Return an uninitialised array that no peer can reach."""
+    return device.empty(count * case.dtype.itemsize, shared=False).view(case.dtype)
 
 
 def _tensor(array: Any, row: DType) -> Any:

@@ -36,7 +36,7 @@ from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 
-__all__ = ["AuditRecord", "fingerprint", "require_facts"]
+__all__ = ["AuditRecord", "fingerprint", "loaded_versions", "require_facts"]
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,12 @@ class AuditRecord:
             hosts.setdefault(host, []).append(rank)
         facts = {
             "command": sys.orig_argv,
-            "versions": _versions(library),
+            "versions": {
+                "ringreduce": VERSION,
+                "Python": platform.python_version(),
+                **loaded_versions(),
+                "MPI": library,
+            },
             "settings": {each.name: getattr(config, each.name) for each in fields(Config)},
             "size": messages.size,
             "hosts": hosts,
@@ -131,14 +136,11 @@ class AuditRecord:
             self.append_or_log("end", {"error": error})
 
 
-def _versions(library: str) -> dict[str, str]:
-    """Return the versions of what runs here."""
-    found = {"ringreduce": VERSION, "Python": platform.python_version(), "numpy": np.__version__, "MPI": library}
-    for name in ("mpi4py", "torch", "cupy"):
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if version is not None:
-            found[name] = str(version)
-    return found
+def loaded_versions() -> dict[str, str]:
+    """Return the versions of those packages that matter and are loaded."""
+    packages = ("numpy", "mpi4py", "torch", "ml_dtypes", "cupy")
+    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+    return {name: str(version) for name, version in loaded.items() if version is not None}
 
 
 def require_facts(event: Any, facts: Mapping[str, Any]) -> None:
