@@ -127,9 +127,9 @@ class MpiPeer:
             given = None if name == "scatter" else source
         elif in_place and name != "scatter":
             given = self._mpi.IN_PLACE
-        options = {"root": root} if case.collective.rooted else {}
+        options: dict[str, Any] = {"root": root} if case.collective.rooted else {}
         options |= {"op": self._ops[case.op]} if case.collective.reduces else {}
-        method = comm.Reduce_scatter_block if name == "reduce_scatter" else getattr(comm, name.capitalize())
+        method = getattr(comm, "Reduce_scatter_block" if name == "reduce_scatter" else name.capitalize())
         return partial(method, given, **options)
 
     def _messages(self) -> Messages:
