@@ -61,12 +61,25 @@ class Operation:
         done: whether it has ended; the result or the error is set before this becomes true.
         result: what `Engine.wait` returns.
         error: what it raises instead.
+        refused: whether it has ended because the ranks submitted different ones under its name: none has begun.
         withdrawn: whether it has ended because this rank has withdrawn it.
         record: of `Instruments.operations`.
         parts: returns the names of what it is over, for observers; None: its own name says all.
     """
 
-    __slots__ = ("_title", "done", "error", "name", "parts", "record", "result", "signature", "stack", "withdrawn")
+    __slots__ = (
+        "_title",
+        "done",
+        "error",
+        "name",
+        "parts",
+        "record",
+        "refused",
+        "result",
+        "signature",
+        "stack",
+        "withdrawn",
+    )
 
     def __init__(self, name: str, signature: OperationSignature, stack: Stack | None = None) -> None:
         self.name = name
@@ -74,7 +87,7 @@ class Operation:
         if stack is None:  # the lines of operations with a name are not compared: one is enough for people
             stack = program_stack() if name.endswith(_UNNAMED) else program_stack(1)
         self.stack = stack
-        self.done = self.withdrawn = False
+        self.done = self.refused = self.withdrawn = False
         self.parts: Callable[[], Sequence[str]] | None = None
         self.result: Any = None
         self.error: BaseException | None = None

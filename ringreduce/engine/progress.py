@@ -198,7 +198,10 @@ class Progress:
         name = refused.name
         if not is_unnamed(name):
             texts = {rank: f"{name}: {text}" for rank, text in refused.values.items()}
-            self._pending.end(self._pending.take([name]), MismatchError(texts))
+            own = self._pending.take([name])
+            for operation in own:
+                operation.refused = True
+            self._pending.end(own, MismatchError(texts))
             return
         queue = self._pending.queues.get(name)  # it stays there, to be ended with all others if this fails
         mine = CallSite.at("", queue[0].stack).to_json() if queue else b""

@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.errors import MismatchError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine import Engine, Gather, InPlaceAllreduce, Operation
 
-__all__ = ["ADDED", "CHANGED", "WAITS", "Ranks", "Record", "is_refused"]
+__all__ = ["ADDED", "CHANGED", "WAITS", "Ranks", "Record"]
 
 #: How a bucket stands that may be reduced before the step, as a rank says it of each of its gradients; 0: it is
 #: reduced, or not to be. A pass has added to the gradient since; the program has written to it; the step is to reduce
@@ -26,19 +25,24 @@ _NUMBER_NBYTES = 4
 
 
 class Ranks:
-    """Collectives for reducers of compressed buckets, as operations of an engine: ranks that have joined take part.
+    """Collectives of one optimizer, as operations of an engine: ranks that have joined take part.
+
+    Reducers of compressed buckets call those that a `Communicator` has, too.
 
     Args:
         engine: carries them out.
         name: the optimizer's.
-        title: what errors call these operations.
+        described: the optimizer, for errors.
+        where: what errors call these operations: the step, or the backward pass.
 
     Attributes:
+        engine, name, described: the arguments.
         seconds: spent in them so far, waiting for others included.
     """
 
-    def __init__(self, engine: Engine, name: str, title: str) -> None:
-        self._engine, self._name, self._title = engine, name, title
+    def __init__(self, engine: Engine, name: str, described: str, where: str) -> None:
+        self.engine, self.name, self.described = engine, name, described
+        self._title = f"the {where} of {described}"
         self.rank, self.size = engine.communicator.rank, engine.communicator.size
         self.empty = engine.communicator.empty
         self.seconds = 0.0
@@ -46,11 +50,11 @@ class Ranks:
     def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> None:
         """Reduce an array in place; see `InPlaceAllreduce`."""
         assert out is array, "buckets are reduced where they are"
-        self.run(InPlaceAllreduce(f"{self._name}, {len(array)}", f"a part of {self._name}", op, [array]))
+        self.run(InPlaceAllreduce(f"{self.name}, {len(array)}", f"a part of {self.name}", op, [array]))
 
     def allgather(self, rows: Any) -> Any:
         """Return the rows of all ranks, one after the other; see `Gather`."""
-        (gathered,) = self.run(Gather(f"{self._name}, rows", f"rows of {self._name}", [rows]))
+        (gathered,) = self.run(Gather(f"{self.name}, rows", f"rows of {self.name}", [rows]))
         return gathered
 
     def run(self, operation: Operation) -> Any:
@@ -58,7 +62,7 @@ class Ranks:
         operation.title = self._title
         started = perf_counter()
         try:
-            return self._engine.run(operation)
+            return self.engine.run(operation)
         finally:
             self.seconds += perf_counter() - started
 
@@ -124,8 +128,3 @@ class Record:
         """Return whether ranks have signed different numbers."""
         said, complement = self._fields[name]
         return bool(((said ^ complement) != 255).any() and (said | complement).any())
-
-
-def is_refused(error: MismatchError, operation: InPlaceAllreduce) -> bool:
-    """Return whether an operation has not begun, as the ranks have submitted different ones under its name."""
-    return all(text.startswith(f"{operation.name}: ") for text in error.values.values())

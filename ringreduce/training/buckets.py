@@ -11,18 +11,36 @@ tasks. While it does, the bucket writes nothing to that place, and is reduced in
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.common.reduce_ops import AVERAGE
+from ringreduce.engine import Gather, InPlaceAllreduce
 from ringreduce.engine.coordinator import fuse
+from ringreduce.training.agreement import Ranks
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
-from ringreduce.training.framework import EMPTY, FILLED, MOVABLE, OUTGROWN, Hooks, Memory, Removable
+from ringreduce.training.framework import (
+    DENSE,
+    EMPTY,
+    FILLED,
+    KEPT,
+    MOVABLE,
+    OUTGROWN,
+    Hooks,
+    Memory,
+    Named,
+    Removable,
+    Slot,
+    Sparse,
+)
 from ringreduce.training.options import Options
 
-__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets", "names_in"]
+__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets"]
 
 #: Gradients of at least so many bytes are collected as soon as the backward pass has made them. From this size on,
 #: glibc's malloc hands freed memory back to the kernel, so that gradients which live until they are cleared cost a page
@@ -32,15 +50,14 @@ LARGE_NBYTES = 128 << 10
 #: Gradients begin on cache lines.
 ALIGNMENT_NBYTES = 64
 
-
 _GONE = -1  # the number of a parameter that the optimizer has no more
 
 
 class Bucket:
     """Some gradients in one piece of communication memory.
 
-    Its methods take the gradients of its parameters as a list, in the order of the slots, and change the list where
-    the gradient becomes another array: mostly the place.
+    Its methods take the gradients of all parameters as a list, and change the list where a gradient becomes another
+    array: mostly the place.
 
     Args:
         memory: the gradients'.
@@ -64,7 +81,7 @@ class Bucket:
         self.flat, self.slots = memory.lay_out(communicator, parameters, starts)
         itemsize = starts[-1] // max(len(self.flat), 1) or 1
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
-        self.numbers: list[int] = []
+        self.numbers = list(range(len(self.slots)))
         self.reducer: Reducer | WireState | None = None
         self.hooks: list[Removable] = []
 
@@ -79,9 +96,9 @@ class Bucket:
         return self.reducer.wire if isinstance(self.reducer, WireState) else None
 
     @property
-    def feedbacks(self) -> list[Feedback]:
-        """What rounding to that format keeps, for an operation on this bucket."""
-        return [self.reducer.feedback] if isinstance(self.reducer, WireState) else []
+    def travels(self) -> tuple[str | None, bool]:
+        """What is equal for buckets that travel together: the format, and whether they are in host memory."""
+        return self.wire, self._memory.streams.is_on_host(self.flat)
 
     def retire(self) -> None:
         """Remove the hooks; the bucket is of no use any more."""
@@ -91,35 +108,22 @@ class Bucket:
 
     def look(self, gradients: Sequence[Any]) -> list[int]:
         """Return how each gradient and its place are; see `FILLED`."""
-        return [slot.look(gradient) for slot, gradient in zip(self.slots, gradients, strict=True)]
+        return [slot.look(gradients[number]) for number, slot in zip(self.numbers, self.slots, strict=True)]
 
-    def change(self, gradients: list[Any], how: Callable[[list[Any]], object]) -> None:
-        """Let a method of this bucket change those of all gradients that are its own."""
-        mine = [gradients[number] for number in self.numbers]
-        how(mine)
-        for number, gradient in zip(self.numbers, mine, strict=True):
-            gradients[number] = gradient
-
-    def collect(self, gradients: list[Any], *, zeros: bool = False) -> list[int]:
-        """Move the gradients to their places that can be; return where they were, as `look` does.
+    def collect(self, *, zeros: bool = False) -> list[int]:
+        """Move what the parameters have as ``grad`` to its places, where it can be; return how all were before.
 
         Args:
-            gradients: see the class.
             zeros: whether places of parameters without a gradient become zeros, if all others are in theirs then.
         """
-        looks = self.look(gradients)
-        self.move(gradients, [index for index, found in enumerate(looks) if found == MOVABLE])
+        looks = [slot.look(slot.parameter.grad) for slot in self.slots]
+        moving = [slot for slot, found in zip(self.slots, looks, strict=True) if found == MOVABLE]
+        if moving:
+            self._memory.pack([slot.place for slot in moving], [slot.parameter.grad for slot in moving])
+            for slot in moving:
+                slot.parameter.grad = slot.place
         if zeros and max(looks, default=0) <= EMPTY:
-            self._clear([index for index, found in enumerate(looks) if found == EMPTY])
-        return looks
-
-    def collect_own(self, *, zeros: bool = False) -> list[int]:
-        """Collect what the parameters have as ``grad``; see `collect`. Those that have none keep None."""
-        gradients = [slot.parameter.grad for slot in self.slots]
-        looks = self.collect(gradients, zeros=zeros)
-        for slot, gradient, found in zip(self.slots, gradients, looks, strict=True):
-            if found == MOVABLE:
-                slot.parameter.grad = gradient
+            self._clear([slot for slot, found in zip(self.slots, looks, strict=True) if found == EMPTY])
         return looks
 
     def collect_at_once(self, hooks: Hooks, moved: dict[int, tuple[int, int]]) -> None:
@@ -134,7 +138,7 @@ class Bucket:
             return
 
         def collect() -> None:
-            for slot, found in zip(self.slots, self.collect_own(), strict=True):
+            for slot, found in zip(self.slots, self.collect(), strict=True):
                 if found == MOVABLE:
                     moved[id(slot.parameter)] = id(slot.place), hooks.version(slot.place)
 
@@ -144,79 +148,69 @@ class Bucket:
                 # remain between freed large ones, and malloc could reuse neither.
                 self.hooks += hooks.after_adding(slot.parameter, collect)
 
-    def fill(self, gradients: list[Any], used: frozenset[int]) -> None:
+    def fill(self, gradients: list[Any], found: bytes) -> None:
         """Put the gradient of every used parameter in its place, zeros where this rank has none.
 
         Args:
             gradients: see the class.
-            used: ids of the parameters that have a dense gradient on some rank.
+            found: of each, what the ranks have: `DENSE` if some rank has a dense gradient, and none a sparse one.
         """
         elsewhere, missing = [], []
-        for index, (slot, found) in enumerate(zip(self.slots, self.look(gradients), strict=True)):
-            if id(slot.parameter) not in used:  # no rank has a gradient, or some rank has a sparse one
-                if gradients[index] is slot.place:
-                    gradients[index] = self._memory.clone(slot.place)
-                missing.append(index)
-            elif found == FILLED:
+        for number, slot, look in zip(self.numbers, self.slots, self.look(gradients), strict=True):
+            if found[number] != DENSE:  # no rank has a gradient, or some rank has a sparse one
+                if gradients[number] is slot.place:
+                    gradients[number] = self._memory.clone(slot.place)
+                missing.append(slot)
+            elif look == FILLED:
                 continue
-            elif gradients[index] is not None and gradients[index] is not slot.place:
-                elsewhere.append(index)
+            elif gradients[number] is not None and gradients[number] is not slot.place:
+                elsewhere.append((number, slot))
             else:
-                missing.append(index)
-                gradients[index] = slot.place
-        self.move(gradients, elsewhere)
+                missing.append(slot)
+                gradients[number] = slot.place
+        self._move(gradients, elsewhere)
         self._clear(missing)
 
-    def adopt(self, gradients: list[Any], used: frozenset[int]) -> None:
-        """Make places the gradients of used parameters that had none when `collect` made zeros of them."""
-        for index, slot in enumerate(self.slots):
-            if gradients[index] is None and id(slot.parameter) in used:
-                gradients[index] = slot.place
-
-    def holds(self, parameters: frozenset[int]) -> bool:
-        """Return whether some of these parameters, by id, have their place here."""
-        return any(id(slot.parameter) in parameters for slot in self.slots)
+    def adopt(self, gradients: list[Any], found: bytes) -> None:
+        """Make places the gradients of used parameters (see `fill`) that had none when `collect` made zeros of them."""
+        for number, slot in zip(self.numbers, self.slots, strict=True):
+            if gradients[number] is None and found[number] == DENSE:
+                gradients[number] = slot.place
 
     def apart(self) -> Bucket:
         """Return a bucket for the same gradients in memory of its own."""
         made = Bucket(self._memory, [slot.parameter for slot in self.slots], self._communicator)
-        made.reducer = self.reducer
+        made.reducer, made.numbers = self.reducer, self.numbers
         return made
 
-    def take_back(self, gradients: list[Any], apart: Bucket, before: Sequence[Any]) -> None:
+    def take_back(self, gradients: list[Any], apart: Bucket, before: Mapping[int, Any]) -> None:
         """Take the gradients out of a bucket that `apart` returned: to their places here if they were there before.
 
         Args:
             gradients: see the class.
             apart: filled and reduced.
-            before: the gradients before ``apart`` was filled.
+            before: its gradients, by number, before ``apart`` was filled.
         """
-        for index, slot in enumerate(apart.slots):
-            if gradients[index] is slot.place:
-                gradients[index] = self._memory.clone(slot.place)
-        self.move(gradients, [index for index, slot in enumerate(self.slots) if before[index] is slot.place])
+        for number, slot in zip(self.numbers, apart.slots, strict=True):
+            if gradients[number] is slot.place:
+                gradients[number] = self._memory.clone(slot.place)
+        here = zip(self.numbers, self.slots, strict=True)
+        self._move(gradients, [(number, slot) for number, slot in here if before[number] is slot.place])
 
-    def move(self, gradients: list[Any], indices: Sequence[int]) -> None:
-        """Move some gradients to their places."""
-        if indices:
-            places = [self.slots[index].place for index in indices]
-            self._memory.pack(places, [gradients[index] for index in indices])
-            for index, place in zip(indices, places, strict=True):
-                gradients[index] = place
+    def _move(self, gradients: list[Any], moving: Sequence[tuple[int, Slot]]) -> None:
+        """Move some gradients, of which the numbers are given, to their places."""
+        if moving:
+            self._memory.pack([slot.place for _, slot in moving], [gradients[number] for number, _ in moving])
+            for number, slot in moving:
+                gradients[number] = slot.place
 
-    def _clear(self, indices: Sequence[int]) -> None:
-        if indices:
-            self._memory.pack([self.slots[index].place for index in indices], [None] * len(indices))
-
-
-def names_in(buckets: Sequence[Bucket], named: Callable[[], Sequence[tuple[str, Any]]]) -> list[str]:
-    """Return the names of the parameters whose gradients are in some buckets, given those of all."""
-    names = {id(parameter): name for name, parameter in named()}
-    return [names.get(id(slot.parameter), "a parameter that is gone") for bucket in buckets for slot in bucket.slots]
+    def _clear(self, slots: Sequence[Slot]) -> None:
+        if slots:
+            self._memory.pack([slot.place for slot in slots], [None] * len(slots))
 
 
 class Buckets:
-    """The buckets of one optimizer.
+    """The buckets of one optimizer: makes them, and reduces what the ranks have agreed to reduce.
 
     A parameter gets its place in the first reduction in which some rank has a gradient for it. All ranks learn of that
     in the same reduction and so make the same buckets, whether a parameter was there from the start, was added or
@@ -224,16 +218,19 @@ class Buckets:
 
     Args:
         memory: the gradients'.
-        communicator: makes the memory of buckets.
-        options: of the optimizer, checked.
+        ranks: carry operations out.
+        named: returns names and parameters.
+        options: settled; the same on all ranks.
 
     Attributes:
+        memory, ranks, options: the arguments.
         layout: a checksum of which parameter is where; equal on ranks whose buckets are.
         moved: as for `Bucket.collect_at_once`.
     """
 
-    def __init__(self, memory: Memory, communicator: Communicator, options: Options) -> None:
-        self._memory, self._communicator, self._options = memory, communicator, options
+    def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named], options: Options) -> None:
+        self.memory, self.ranks, self.options = memory, ranks, options
+        self._named = named
         self._buckets: list[Bucket] = []
         self._placed: set[int] = set()
         self._saved: dict[int, State] = {}
@@ -243,29 +240,26 @@ class Buckets:
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def update(self, parameters: Sequence[Any], dense: Sequence[Any]) -> list[Bucket]:
+    def update(self, parameters: Sequence[Any], found: bytes) -> list[Bucket]:
         """Drop buckets of parameters that are gone or have changed; place those that have no bucket.
 
         Args:
-            parameters: all of the optimizer's, in registration order.
-            dense: those that have a dense gradient on some rank.
+            parameters: all of the optimizer's, in registration order; as for `number`, which was called before.
+            found: as for `Bucket.fill`.
 
         Returns:
             The buckets that were dropped or made.
         """
-        self.number(parameters)
         changed = [
             bucket
             for bucket in self._buckets
-            if OUTGROWN in bucket.look([None] * len(bucket.slots)) or _GONE in bucket.numbers
+            if _GONE in bucket.numbers or any(slot.look(None) == OUTGROWN for slot in bucket.slots)
         ]
         for bucket in changed:
             self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
             bucket.retire()
             self._buckets.remove(bucket)
+        dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == DENSE]
         changed += self._place([parameter for parameter in dense if id(parameter) not in self._placed])
         if changed:
             self.number(parameters)
@@ -308,9 +302,9 @@ class Buckets:
             self._give_reducer(number, bucket)
 
     def _give_reducer(self, number: int, bucket: Bucket) -> None:
-        compression = self._options.compression
+        compression = self.options.compression
         if has_reducers(compression) and reduces(compression, bucket.flat.dtype):
-            shapes = [self._memory.shape_in_memory(slot.place) for slot in bucket.slots]
+            shapes = [self.memory.shape_in_memory(slot.place) for slot in bucket.slots]
             bucket.reducer = compression.reducer(shapes, bucket.places)
             if (saved := self._saved.pop(number, None)) is not None:
                 bucket.reducer.load_state_dict(saved)
@@ -320,19 +314,121 @@ class Buckets:
         unique = list({id(parameter): parameter for parameter in reversed(parameters)}.values())
         items: list[tuple[Hashable, int]] = []
         for parameter in unique:
-            kind, nbytes = self._memory.kind(parameter)
-            group = self._options.groups.get(id(parameter))
+            kind, nbytes = self.memory.kind(parameter)
+            group = self.options.groups.get(id(parameter))
             items.append(((kind, group), _padded(nbytes) if group is None else 0))  # a group's bucket is never full
         made = []
-        for members in fuse(items, self._options.bucket_nbytes):
-            bucket = Bucket(self._memory, [unique[index] for index in members], self._communicator)
+        for members in fuse(items, self.options.bucket_nbytes):
+            bucket = Bucket(self.memory, [unique[index] for index in members], self.ranks.engine.communicator)
             self._give_reducer(len(self._buckets), bucket)
             self._buckets.append(bucket)
             self._placed.update(id(slot.parameter) for slot in bucket.slots)
-            if isinstance(self._memory, Hooks):
-                bucket.collect_at_once(self._memory, self.moved)
+            if isinstance(self.memory, Hooks):
+                bucket.collect_at_once(self.memory, self.moved)
             made.append(bucket)
         return made
+
+    # ---- reductions, collective ----
+
+    def reduce(self, reduced: Sequence[Bucket], gradients: list[Any], found: bytes, active: int) -> None:
+        """Fill the buckets of used parameters and reduce them: together, but one by one those that have a `Reducer`.
+
+        Args:
+            reduced: buckets that are reduced already.
+            gradients: of all parameters; changed where another array takes the place of one.
+            found: as for `Bucket.fill`.
+            active: how many ranks contribute.
+        """
+        together: defaultdict[tuple[str | None, bool], list[Bucket]] = defaultdict(list)
+        taken_back = []
+        for bucket in self._buckets:
+            if bucket in reduced or not any(found[number] == DENSE for number in bucket.numbers):
+                continue
+            target = bucket
+            if KEPT in bucket.look(gradients):
+                target = bucket.apart()
+                taken_back.append((bucket, target, {number: gradients[number] for number in bucket.numbers}))
+            target.fill(gradients, found)
+            if isinstance(target.reducer, WireState) or target.reducer is None:
+                together[target.travels].append(target)
+            else:
+                self._compress(target.reducer, target.flat, active)
+        for buckets in together.values():
+            self._together(buckets)
+        for bucket, target, before in taken_back:
+            bucket.take_back(gradients, target, before)
+
+    def sparse(self, parameter: Any, gradient: Any, sparse_dims: int, active: int) -> Any:
+        """Sum or average a gradient that is sparse on some rank: gather what the ranks have, make nothing dense."""
+        memory, name = self.memory, self.ranks.name
+        if not isinstance(memory, Sparse):
+            raise UnsupportedBufferError("sparse gradients are not supported on this rank")
+        rows = memory.rows(parameter, gradient, sparse_dims)
+        gather = Gather(f"{name}, sparse", f"a sparse gradient of {name}", rows, memory.streams.around(rows))
+        places, values = self.ranks.run(gather)
+        return memory.of_rows(parameter, places, values, self._divisor(active))
+
+    def operation(
+        self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], **early: Any
+    ) -> InPlaceAllreduce:
+        """Return the reduction of buckets.
+
+        Args:
+            name: as for `InPlaceAllreduce`.
+            text: likewise.
+            buckets: they travel in one format.
+            sent: what travels of each.
+            early: of a reduction before the step: ``speculative`` and ``within``, as for `InPlaceAllreduce`.
+        """
+        operation = InPlaceAllreduce(
+            name,
+            text,
+            self.options.op,
+            sent,
+            wire=buckets[0].wire,
+            feedbacks=[each.reducer.feedback for each in buckets if isinstance(each.reducer, WireState)],
+            **(early or {"within": self.memory.streams.around(sent)}),
+        )
+        operation.parts = partial(self._names_in, buckets)
+        return operation
+
+    def _names_in(self, buckets: Sequence[Bucket]) -> list[str]:
+        """Return the names of the parameters whose gradients are in some buckets."""
+        names = {id(parameter): name for name, parameter in self._named()}
+        return [names.get(id(slot.parameter), "a parameter that is gone") for each in buckets for slot in each.slots]
+
+    def _together(self, buckets: Sequence[Bucket]) -> None:
+        factor, compressor = self.options.predivide_factor, self.options.compressor
+        flats = [bucket.flat for bucket in buckets]
+        self._scale(flats, 1.0 / factor)
+        compressed = [(flat, None) if compressor is None else compressor.compress(flat) for flat in flats]
+        wire, name = buckets[0].wire, self.ranks.name
+        sent = [each for each, _ in compressed]
+        text = f"{len(flats)} buckets of {name}"
+        self.ranks.run(self.operation(f"{name}, buckets" + (f" in {wire}" if wire else ""), text, buckets, sent))
+        for flat, (each, context) in zip(flats, compressed, strict=True):
+            if each is not flat:
+                self.memory.pack([flat], [compressor.decompress(each, context)])
+        self._scale(flats, factor)
+
+    def _compress(self, reducer: Reducer, flat: Any, active: int) -> None:
+        factor, divisor = self.options.predivide_factor, self._divisor(active)
+        plain = factor == 1.0 and divisor == self.ranks.size  # then the reducer itself averages
+        self._scale([flat], 1.0 / factor)
+        with self.memory.streams.on_host(flat) as values:
+            reducer.reduce(self.ranks, values, average=plain)
+        self._scale([flat], 1.0 if plain else factor / divisor)
+
+    def _scale(self, flats: Sequence[Any], factor: float) -> None:
+        if factor != 1.0:
+            for flat in flats:
+                self.memory.scale(flat, factor)
+
+    def _divisor(self, active: int) -> int:
+        """Return by which number the sum over the active ranks is divided."""
+        if self.options.op is not AVERAGE:
+            return 1
+        return self.ranks.engine.communicator.config.conventions.averaged_over(active, self.ranks.size)
 
 
 def _padded(nbytes: int) -> int:

@@ -2,52 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
-from ringreduce.training.framework import Memory
+from ringreduce.training.agreement import Ranks
+from ringreduce.training.framework import Memory, Named
 
 __all__ = ["Checks"]
 
 _log = logging.getLogger(__name__)
 
 _FIRST_STEPS = 3  # that compare the ranks' gradients
-
-
-class _Ranks(Protocol):
-    rank: int
-    size: int
-
-    def allgather(self, rows: Any) -> Any: ...
+_SHOWN = 3  # differences in a warning
 
 
 class Checks:
-    """What the settings ask to be looked at before the gradients of a step are reduced.
+    """What the settings ask to be looked at before the gradients of a step are reduced, and what rank 0 warns of.
 
     Args:
         memory: the gradients'.
         ranks: whose allgather tells all ranks what each has found.
         named: returns names and parameters, the same ones on all ranks.
-        described: the optimizer, for errors.
-        config: the settings.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        ranks: _Ranks,
-        named: Callable[[], Sequence[tuple[str, Any]]],
-        described: str,
-        config: Config,
-    ) -> None:
-        self._memory, self._ranks, self._named, self._described = memory, ranks, named, described
+    def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named]) -> None:
+        self._memory, self._ranks, self._named, self._described = memory, ranks, named, ranks.described
+        config = ranks.engine.communicator.config
         self._weights_every, self._finite_every = config.check_weights_every, config.check_finite_every
         self._compares_data = config.check_data and ranks.size > 1
 
@@ -130,3 +117,58 @@ class Checks:
                     self._described,
                     _FIRST_STEPS,
                 )
+
+    # ---- what reducers find ----
+
+    def warn_of_changes(self, *, in_backward: bool) -> None:
+        """Let rank 0 say that the program changes gradients before they are averaged."""
+        if self._ranks.rank == 0 and not in_backward:
+            _log.warning(
+                "%s: gradients were changed between the backward pass and the step, on each rank its own, before they "
+                "were averaged. To clip or look at averages, call synchronize() first and step within "
+                'skip_synchronize(), or give DistributedOptimizer(..., reduce_in="backward")',
+                self._described,
+            )
+
+    def warn_of_weights(self, step: int) -> None:
+        """Let rank 0 say that the ranks' weights differ before a step."""
+        if self._ranks.rank == 0 and step == 0:
+            _log.warning(
+                "the ranks begin with different weights, and will end with different ones; call broadcast_parameters("
+                "model.state_dict(), root_rank=0) before the first step"
+            )
+        elif self._ranks.rank == 0:
+            _log.warning(
+                "%s: the ranks have different weights by now. Is a gradient written to through .data or NumPy between "
+                "the backward pass and the step (overlap=False allows that), or are weights changed on some ranks?",
+                self._described,
+            )
+
+    def warn_of_settings(self, mine: Mapping[str, str]) -> None:
+        """Let rank 0 say which hyper-parameters differ between ranks. Collective."""
+        said = json.dumps([self._ranks.rank, mine]) + "\n"
+        everyone = self._ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
+        if self._ranks.rank == 0:
+            _log.warning("%s", _differences(dict(map(json.loads, everyone.tobytes().decode().splitlines()))))
+
+
+def _differences(said: Mapping[int, Mapping[str, str]]) -> str:
+    """Return a warning that says which hyper-parameters differ between ranks.
+
+    Args:
+        said: for ranks, the hyper-parameters by name.
+    """
+    different = []
+    for name in dict.fromkeys(name for each in said.values() for name in each):
+        ranks: dict[str, list[int]] = {}
+        for rank, each in said.items():
+            ranks.setdefault(each.get(name, "missing"), []).append(rank)
+        if len(ranks) > 1:
+            values = ", ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items())
+            different.append(f"{name} is {values}")
+    more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+    return (
+        "the ranks step with different hyper-parameters, and end with different weights: "
+        f"{'; '.join(different[:_SHOWN])}{more}. All ranks must change them alike: a schedule that follows the loss, "
+        "for example, takes the loss averaged with allreduce"
+    )

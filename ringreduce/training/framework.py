@@ -60,12 +60,16 @@ __all__ = [
     "Handover",
     "Hooks",
     "Memory",
+    "Named",
     "Removable",
     "Slot",
     "Sparse",
     "Streams",
     "Watcher",
 ]
+
+#: Names and parameters, in registration order.
+Named = Sequence[tuple[str, Any]]
 
 _Result = TypeVar("_Result")
 

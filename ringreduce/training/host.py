@@ -1,12 +1,11 @@
-"""What frameworks share whose arrays nobody may write to: NumPy views of them, and gradients that come as lists."""
+"""What frameworks share whose arrays nobody may write to: NumPy views of them, and of their gradients."""
 
 from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,13 +13,9 @@ import numpy as np
 
 from ringreduce.buffers import DType, Operand, typed
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.runtime import global_process_set
-from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import EMPTY, FILLED, KEPT, MOVABLE, STUCK, Arrays, Memory
-from ringreduce.training.optimizer import Options, Training
-from ringreduce.training.parameters import Named
 
-__all__ = ["HOST", "ArraySpec", "HostArrays", "HostMemory", "ListTraining"]
+__all__ = ["HOST", "ArraySpec", "HostArrays", "HostMemory"]
 
 
 class HostArrays(Arrays):
@@ -159,59 +154,3 @@ class HostMemory(Memory):
 
     def is_finite(self, gradient: Any) -> bool:
         return bool(np.isfinite(gradient).all())
-
-
-class ListTraining:
-    """Reduces lists of NumPy arrays over the ranks: gradients of frameworks that compute them as values. Collective.
-
-    Args:
-        kind: what errors call it.
-        named: names and specs; equal on all ranks.
-        process_set: the ranks that train together.
-        settings: returns the hyper-parameters, as text by name, which the ranks compare now and then.
-        options: of `Options`. Nothing overlaps, and ``reduce_in="backward"`` is the same as ``"step"``.
-
-    Raises:
-        ConfigError: an option is wrong; the other ranks get a `MismatchError`.
-        MismatchError: the ranks have different names, shapes, dtypes or options.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        named: Named,
-        process_set: ProcessSet = global_process_set,
-        settings: Callable[[], Mapping[str, str]] | None = None,
-        **options: Any,
-    ) -> None:
-        self.training = Training(kind, process_set, HOST, lambda _: HostMemory())
-        with self.training.checking(kind):
-            checked = Options(**options).checked(self.training.communicator.config, [each for _, each in named])
-        self.training.begin(kind, partial(list, named), checked, settings)
-
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the averages, or sums, of gradients over the ranks. Collective.
-
-        Args:
-            gradients: one array, or None, for each spec; they are only read. Gradients that a rank lacks count as
-                zeros there; what no rank has stays None.
-
-        Returns:
-            Arrays that keep their values while they are held, or views of them.
-
-        Raises:
-            as `GradientReducer.reduce`.
-        """
-        self.training.rejoin()
-        reducer = self.training.reducer
-        reduced = reducer.reduce(gradients)
-        reducer.stepped += 1
-        return reduced
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Training.state_dict`."""
-        return self.training.state_dict()
-
-    def load_state_dict(self, rank: int, size: int, buckets: Mapping[int, Any]) -> None:
-        """See `Training.load_state_dict`."""
-        self.training.load_state_dict(rank, size, buckets)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -18,18 +19,148 @@ from ringreduce.common.arguments import CheckingArguments, whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.engine import CollectiveOp, Engine, Operation, Reduction
-from ringreduce.runtime import config
+from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
+from ringreduce.training.buckets import Buckets
 from ringreduce.training.compression import State
-from ringreduce.training.framework import Arrays, Hooks, Memory
-from ringreduce.training.gradients import Gradients
-from ringreduce.training.options import Options
-from ringreduce.training.parameters import Named, require_same_arrays
+from ringreduce.training.framework import Arrays, Hooks, Memory, Named, Removable
+from ringreduce.training.host import HOST, HostMemory
+from ringreduce.training.options import Options, checked_names
+from ringreduce.training.overlap import Overlap
+from ringreduce.training.parameters import require_same_arrays
 from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.requests import set_to_tell
+from ringreduce.training.stages import GradientState
 from ringreduce.transport.memory import MemoryWorld
 
-__all__ = ["Named", "Options", "Training", "checked_names"]
+__all__ = ["Gradients", "ListTraining", "Named", "Options", "Training", "checked_names"]
+
+_numbers = itertools.count()
+_NOTHING_TO_DO = nullcontext()
+
+
+class Gradients:
+    """The gradients that parameters keep in an attribute ``grad``: finds, watches and replaces them.
+
+    They are reduced before the step or in the backward pass. The parameters' hooks call this as a `Watcher`.
+
+    Args:
+        hooks: the framework's.
+        reducer: reduces them.
+
+    Attributes:
+        number: greater than those of optimizers that were made earlier.
+        reducer: the same.
+        overlap: reduces buckets during the backward pass.
+        before_adding, added: see `Watcher`.
+    """
+
+    def __init__(self, hooks: Hooks, reducer: GradientReducer) -> None:
+        self._framework, self.reducer = hooks, reducer
+        self.number = next(_numbers)
+        self._in_backward = reducer.options.in_backward
+        self.overlap = reducer.early = Overlap(hooks, reducer.buckets, reducer.checks)
+        self.before_adding, self.added = self.overlap.before_adding, self.overlap.added
+        self._hooks: list[Removable] = []
+        self.watch()
+        # The parameters keep their hooks, and the finalizer keeps what it retires; neither keeps this object.
+        self._finalizer = weakref.finalize(self, _retire, reducer.buckets, self.overlap, self._hooks)
+        self._finalizer.atexit = False
+
+    def retire(self) -> None:
+        """Watch no parameter any more, and let go of buckets. Local.
+
+        To drop the last reference is not enough after a failure: the finalizer keeps the engine, and with it the error
+        whose traceback may hold this object.
+        """
+        self._finalizer()
+
+    # ---- what frameworks' hooks call ----
+
+    def pass_ended(self, nested: bool = False) -> None:
+        """See `Watcher`; with ``in_backward``, reduce the gradients after the last declared pass.
+
+        Args:
+            nested: whether it was made within another one, as by a checkpoint. The end of that one may go unheard, so
+                where one pass makes a step, what this one has added is reduced at once.
+        """
+        passes, declared = self.overlap.pass_ended(nested), self.overlap.declared
+        complete = declared == 1 if nested else passes >= declared
+        if self._in_backward and complete and not self.overlap.suspends:
+            self.reduce()
+
+    # ---- what optimizers call ----
+
+    def stepped(self) -> None:
+        """To be called when the optimizer has made a step."""
+        self.reducer.stepped += 1
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step has gradients to reduce; without ``in_backward``, always."""
+        return not self._in_backward or any(self.overlap.fresh(self._parameters()))
+
+    def reduce(self) -> None:
+        """Replace the gradients by their average or sum over the ranks. Collective.
+
+        Raises:
+            what `GradientReducer.reduce` raises.
+        """
+        reducer, parameters = self.reducer, self._parameters()
+        fresh = self.overlap.fresh(parameters) if self._in_backward else None
+        gradients = [parameter.grad for parameter in parameters]
+        try:
+            for parameter, before, after in zip(parameters, gradients, reducer.reduce(gradients, fresh), strict=True):
+                if before is not after:
+                    parameter.grad = after
+        finally:
+            if self._in_backward:
+                for record in self.overlap.watched.values():
+                    record.reduced()
+        if self._hooks or self.overlap.watching or self._in_backward:
+            self.watch()
+
+    def clearing(self) -> AbstractContextManager[None]:
+        """Return a context in which to clear the gradients; it first ends reductions that are under way."""
+        return self._clearing() if self.overlap.watching or self._in_backward else _NOTHING_TO_DO
+
+    @contextmanager
+    def _clearing(self) -> Iterator[None]:
+        self.overlap.stop()
+        yield
+        self.overlap.cleared()
+        self.watch()  # a parameter may take gradients by now that took none
+
+    def watch(self) -> None:
+        """Watch gradients that are not watched yet, as long as overlap or ``in_backward`` need it."""
+        overlap = self.overlap
+        if not (overlap.watching or self._in_backward):
+            _remove(self._hooks)
+            overlap.watched.clear()
+        elif self.reducer.ranks.size > 1:
+            for parameter in self._parameters():
+                if id(parameter) not in overlap.watched:
+                    record = GradientState(parameter)
+                    if hooks := self._framework.watch(parameter, self, record):
+                        self._hooks += hooks
+                        overlap.watched[id(parameter)] = record
+
+    # ---- inside ----
+
+    def _parameters(self) -> list[Any]:
+        return [parameter for _, parameter in self.reducer.named()]
+
+
+def _remove(hooks: list[Removable]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+
+
+def _retire(buckets: Buckets, overlap: Overlap, hooks: list[Removable]) -> None:
+    overlap.abandon()
+    buckets.clear()
+    _remove(hooks)
 
 
 class Training:
@@ -226,30 +357,57 @@ class Training:
         self._engine: Engine = ranks.engine
 
 
-def checked_names(parameters: Sequence[Any], named: Any) -> dict[int, str]:
-    """Return the name of each parameter, by id; nothing if none were given.
+class ListTraining:
+    """Reduces lists of NumPy arrays over the ranks: gradients of frameworks that compute them as values. Collective.
 
     Args:
-        parameters: all of the optimizer's.
-        named: names and parameters, as pairs or as a mapping; None.
+        kind: what errors call it.
+        named: names and specs; equal on all ranks.
+        process_set: the ranks that train together.
+        settings: returns the hyper-parameters, as text by name, which the ranks compare now and then.
+        options: of `Options`. Nothing overlaps, and ``reduce_in="backward"`` is the same as ``"step"``.
 
     Raises:
-        ConfigError: it is neither; or names are missing or used twice.
+        ConfigError: an option is wrong; the other ranks get a `MismatchError`.
+        MismatchError: the ranks have different names, shapes, dtypes or options.
     """
-    if named is None:
-        return {}
-    if isinstance(named, Mapping):
-        named = named.items()
-    pairs: list[Any] = list(named) if isinstance(named, Iterable) else [named]
-    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise ConfigError("named_parameters must be (name, parameter) pairs, as from model.named_parameters()")
-    twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-    if twice:
-        raise ConfigError(f"named_parameters uses names more than once: {', '.join(twice)}")
-    names = {id(parameter): name for name, parameter in pairs}
-    unnamed = sum(id(parameter) not in names for parameter in parameters)
-    if unnamed:
-        raise ConfigError(
-            f"named_parameters leaves {unnamed} of the optimizer's parameters without a name; name all or none"
-        )
-    return names
+
+    def __init__(
+        self,
+        kind: str,
+        named: Named,
+        process_set: ProcessSet = global_process_set,
+        settings: Callable[[], Mapping[str, str]] | None = None,
+        **options: Any,
+    ) -> None:
+        self.training = Training(kind, process_set, HOST, lambda _: HostMemory())
+        with self.training.checking(kind):
+            checked = Options(**options).checked(self.training.communicator.config, [each for _, each in named])
+        self.training.begin(kind, partial(list, named), checked, settings)
+
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the averages, or sums, of gradients over the ranks. Collective.
+
+        Args:
+            gradients: one array, or None, for each spec; they are only read. Gradients that a rank lacks count as
+                zeros there; what no rank has stays None.
+
+        Returns:
+            Arrays that keep their values while they are held, or views of them.
+
+        Raises:
+            as `GradientReducer.reduce`.
+        """
+        self.training.rejoin()
+        reducer = self.training.reducer
+        reduced = reducer.reduce(gradients)
+        reducer.stepped += 1
+        return reduced
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Training.state_dict`."""
+        return self.training.state_dict()
+
+    def load_state_dict(self, rank: int, size: int, buckets: Mapping[int, Any]) -> None:
+        """See `Training.load_state_dict`."""
+        self.training.load_state_dict(rank, size, buckets)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.training.compression import has_reducers, signature_of
 
-__all__ = ["Adasum", "Op", "Options", "ReproducibleSum", "chosen_op"]
+__all__ = ["Adasum", "Op", "Options", "ReproducibleSum", "checked_names", "chosen_op"]
 
 #: Adaptive summation, see `ringreduce.collectives.adasum`.
 Adasum = "adasum"
@@ -180,3 +181,32 @@ def _checked_groups(parameters: Sequence[Any], groups: Any) -> dict[int, int]:
                 raise ConfigError(f"a parameter is in groups {found[id(parameter)]} and {index}; it can be in one")
             found[id(parameter)] = index
     return found
+
+
+def checked_names(parameters: Sequence[Any], named: Any) -> dict[int, str]:
+    """Return the name of each parameter, by id; nothing if none were given.
+
+    Args:
+        parameters: all of the optimizer's.
+        named: names and parameters, as pairs or as a mapping; None.
+
+    Raises:
+        ConfigError: it is neither; or names are missing or used twice.
+    """
+    if named is None:
+        return {}
+    if isinstance(named, Mapping):
+        named = named.items()
+    pairs: list[Any] = list(named) if isinstance(named, Iterable) else [named]
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise ConfigError("named_parameters must be (name, parameter) pairs, as from model.named_parameters()")
+    twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+    if twice:
+        raise ConfigError(f"named_parameters uses names more than once: {', '.join(twice)}")
+    names = {id(parameter): name for name, parameter in pairs}
+    unnamed = sum(id(parameter) not in names for parameter in parameters)
+    if unnamed:
+        raise ConfigError(
+            f"named_parameters leaves {unnamed} of the optimizer's parameters without a name; name all or none"
+        )
+    return names

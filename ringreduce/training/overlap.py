@@ -12,7 +12,7 @@ The versions of the gradients show whether it did, and the ranks tell each other
 
 * Overlap begins after two steps in which no rank has changed a gradient by itself and all have made the declared number
   of passes. A program that changes its gradients (it clips them, say) gets no overlap, and a warning. Unless a program
-  asks for it, overlap then goes on and off in turns of some steps (`Trial`), and stays off if that was quicker.
+  asks for it, overlap then goes on and off in turns of some steps (`OverlapProbe`), and stays off if that was quicker.
 * Autograd has added to a gradient again: if its bucket was not reduced yet, it is withdrawn. If it was, averages are
   averaged again, which gives the same as if all had been added up first; a sum is refused.
 * Gradients were cleared and computed anew: if so on all ranks, they are reduced again. If only on some, or if anything
@@ -31,14 +31,55 @@ from ringreduce.common.reduce_ops import SUM
 from ringreduce.engine import InPlaceAllreduce
 from ringreduce.training.agreement import ADDED, WAITS, Record
 from ringreduce.training.buckets import Bucket, Buckets
-from ringreduce.training.framework import EMPTY, Hooks
-from ringreduce.training.reducer import GradientReducer
-from ringreduce.training.stages import STANDING, UNKNOWN, Event, Fate, Stage, Travelling, Watched, what_is_wrong
-from ringreduce.training.trial import Trial
+from ringreduce.training.checks import Checks
+from ringreduce.training.framework import EMPTY, Handover, Hooks
+from ringreduce.training.stages import (
+    NEXT,
+    STANDING,
+    UNKNOWN,
+    Event,
+    Fate,
+    GradientState,
+    OverlapProbe,
+    Stage,
+    what_is_wrong,
+)
 
 __all__ = ["Overlap"]
 
 _STEPS = 2  # so many alike before overlap begins
+
+
+class BucketState:
+    """A bucket that is to be reduced during the backward pass.
+
+    Attributes:
+        bucket: the bucket.
+        handover: see `Streams.handover`.
+        members: its parameters.
+        missing: how many of them have not been added to as often as expected.
+        stage: where it is.
+        part: its reduction, while it is under way.
+    """
+
+    __slots__ = ("bucket", "generation", "handover", "members", "missing", "number", "part", "stage")
+
+    def __init__(
+        self, number: int, bucket: Bucket, members: Sequence[GradientState], handover: Handover | None
+    ) -> None:
+        self.number, self.bucket, self.members, self.handover = number, bucket, members, handover
+        self.generation = 0  # how often all ranks have withdrawn it; a part of its name
+        self.stage = Stage.FILLING
+        self.part: InPlaceAllreduce | None = None
+        self.meet(Event.STEPPED)
+
+    def meet(self, event: Event) -> None:
+        """Go on to the next stage."""
+        self.stage = NEXT[self.stage, event]
+        if self.stage is not Stage.UNDER_WAY:
+            self.part = None
+        if event is Event.STEPPED or (event is Event.CLEARED and self.part is None):
+            self.missing = sum(member.expected > 0 for member in self.members)  # wait for all gradients again
 
 
 class Overlap:
@@ -48,10 +89,10 @@ class Overlap:
 
     Args:
         hooks: the framework's.
-        reducer: of the optimizer's gradients. Its option ``overlap`` says whether buckets are to be reduced during the
-            backward pass; None: if that makes steps quicker, which the first steps try out. If not, some steps are
-            watched, to warn a program that changes its gradients. Where gradients must be this rank's own until the
-            step, nothing overlaps.
+        buckets: the optimizer's. Their option ``overlap`` says whether they are to be reduced during the backward
+            pass; None: if that makes steps quicker, which the first steps try out. If not, some steps are watched, to
+            warn a program that changes its gradients.
+        checks: where gradients must be this rank's own until the step, nothing overlaps.
 
     Attributes:
         wanted: whether buckets are, or may be, reduced during the backward pass; the same on all ranks.
@@ -62,31 +103,31 @@ class Overlap:
         declared: how many backward passes come before each step; the same on all ranks.
     """
 
-    def __init__(self, hooks: Hooks, reducer: GradientReducer) -> None:
-        options, engine = reducer.options, reducer.engine
-        self._hooks, self._engine, self._reducer = hooks, engine, reducer
-        self._moved = reducer.buckets.moved
+    def __init__(self, hooks: Hooks, buckets: Buckets, checks: Checks) -> None:
+        options, engine = buckets.options, buckets.ranks.engine
+        self._hooks, self._engine, self._all = hooks, engine, buckets
+        self._moved = buckets.moved
         self._op = options.op
         plain = options.predivide_factor == 1.0 and options.compressor is None
-        can = engine.threaded and plain and not reducer.checks.needs_own_gradients
+        can = engine.threaded and plain and not checks.needs_own_gradients
         self.wanted = can and options.overlap is not False
-        self._trial = Trial() if can and options.overlap is None else None
+        self._probe = OverlapProbe() if can and options.overlap is None else None
         self.begun = False
         self.watching = True
         self.suspends = False
         self.declared = options.passes
         self._alike = 0  # steps in a row
         self._joins = engine.joins
-        self.watched: dict[int, Watched] = {}  # by the id of the parameter
-        self._buckets: list[Travelling] = []
-        self._travelling: dict[int, Travelling] = {}  # the same, by the id of the parameter
-        self._pending: list[Watched] = []  # were added to, and hooks of the program may still run
+        self.watched: dict[int, GradientState] = {}  # by the id of the parameter
+        self._buckets: list[BucketState] = []
+        self._travelling: dict[int, BucketState] = {}  # the same, by the id of the parameter
+        self._pending: list[GradientState] = []  # were added to, and hooks of the program may still run
         self._passes = 0
         self._lock = threading.RLock()
 
     # ---- the backward pass ----
 
-    def before_adding(self, record: Watched) -> None:
+    def before_adding(self, record: GradientState) -> None:
         """Withdraw, or wait for, the reduction of a gradient that is about to be added to."""
         travelling = self._travelling.get(id(record.parameter))
         if travelling is None or travelling.part is None:
@@ -100,7 +141,7 @@ class Overlap:
                 record.parameter.grad = place  # what comes is added to that
                 record.fate = Fate.NONE
 
-    def added(self, record: Watched) -> None:
+    def added(self, record: GradientState) -> None:
         """Record that a gradient was added to."""
         with self._lock:
             self._count_additions()
@@ -175,7 +216,7 @@ class Overlap:
                     each.look(self._hooks, self._moved)
                 record.changed[0] = any(each.fate >= Fate.CHANGED for each in added)
             record.again[0] = any(each.fresh and each.summed == each.gradient for each in self.watched.values())
-            record.slower[0] = self._trial is not None and self._trial.slower
+            record.slower[0] = self._probe is not None and self._probe.slower
             for index, parameter in enumerate(parameters) if self.wanted and self._travelling else ():
                 if (travelling := self._travelling.get(id(parameter))) is None:
                     continue
@@ -229,16 +270,15 @@ class Overlap:
         if wrong:
             self.end()
             raise ConfigError(
-                f"{wrong} Gradients of {self._reducer.described} are lost, and nothing overlaps from here on"
+                f"{wrong} Gradients of {self._all.ranks.described} are lost, and nothing overlaps from here on"
             )
         return reduced
 
-    def next_step(self, record: Record, buckets: Buckets, *, again: bool, everyone: bool) -> bool:
+    def next_step(self, record: Record, *, again: bool, everyone: bool) -> bool:
         """Prepare for the next step; return whether overlap is given up because a program changes its gradients.
 
         Args:
             record: what all ranks have said.
-            buckets: as they are now.
             again: whether the next steps have to show again that they are alike. The same on all ranks.
             everyone: whether no rank has joined.
         """
@@ -253,24 +293,24 @@ class Overlap:
             if record.changed.any():
                 self.end()
                 return True
-            if self._trial is not None and self._trial.over and everyone:  # ranks that have joined did not hear of it
-                self._trial = None
+            if self._probe is not None and self._probe.over and everyone:  # ranks that have joined did not hear of it
+                self._probe = None
                 if record.slower.any():
                     self.wanted = False
                     self.end()
                     return False
-            # Steps that differ do not end overlap, nor the turns without it of a trial.
+            # Steps that differ do not end overlap, nor the turns without it of a probe.
             differs = record.unlike.any() and not (self.wanted and self._alike >= _STEPS - 1)
             self._alike = 0 if again or joined or differs else self._alike + 1
             self.begun = self.wanted and self._alike >= _STEPS - 1
-            if self._trial is not None:
-                self._trial.end_step(counts=self.begun and everyone)
-                self.begun = self.begun and self._trial.on
+            if self._probe is not None:
+                self._probe.end_step(counts=self.begun and everyone)
+                self.begun = self.begun and self._probe.on
             if not self.wanted and self._alike >= _STEPS:
                 self.end()
                 return False
-            if self.wanted and [each.bucket for each in self._buckets] != list(buckets):
-                self._take(buckets)
+            if self.wanted and [each.bucket for each in self._buckets] != list(self._all):
+                self._take_buckets()
             for travelling in self._buckets:
                 travelling.meet(Event.STEPPED)
             return False
@@ -306,16 +346,14 @@ class Overlap:
 
     # ---- inside; the lock is held ----
 
-    def _take(self, buckets: Buckets) -> None:
+    def _take_buckets(self) -> None:
+        streams, watched = self._all.memory.streams, self.watched
         self._buckets = [
-            Travelling(
-                number,
-                bucket,
-                [self.watched[id(slot.parameter)] for slot in bucket.slots],
-                self._reducer.memory.streams.handover(bucket.flat),
+            BucketState(
+                number, bucket, [watched[id(slot.parameter)] for slot in bucket.slots], streams.handover(bucket.flat)
             )
-            for number, bucket in enumerate(buckets)
-            if not bucket.is_compressed and all(id(slot.parameter) in self.watched for slot in bucket.slots)
+            for number, bucket in enumerate(self._all)
+            if not bucket.is_compressed and all(id(slot.parameter) in watched for slot in bucket.slots)
         ]
         self._travelling = {id(member.parameter): each for each in self._buckets for member in each.members}
 
@@ -338,13 +376,13 @@ class Overlap:
                 if travelling.missing == 0 and self.begun and travelling.stage is Stage.FILLING:
                     self._submit(travelling)
 
-    def _submit(self, travelling: Travelling) -> None:
+    def _submit(self, travelling: BucketState) -> None:
         bucket, members = travelling.bucket, travelling.members
         given = any(not each.times and each.parameter.grad is not None for each in members)
         filled = False
         if not given and self._joins == self._engine.joins:
             with nullcontext() if travelling.handover is None else travelling.handover.filling():
-                filled = max(bucket.collect_own(zeros=True), default=0) <= EMPTY
+                filled = max(bucket.collect(zeros=True), default=0) <= EMPTY
         if filled:
             for record in members:
                 record.fate = Fate.MISSING if record.parameter.grad is None else Fate.NONE
@@ -358,21 +396,21 @@ class Overlap:
                 travelling.part = part
         travelling.meet(Event.HELD_BACK if travelling.part is None else Event.SUBMITTED)
 
-    def _part(self, travelling: Travelling) -> InPlaceAllreduce:
-        reducer, handover = self._reducer, travelling.handover
+    def _part(self, travelling: BucketState) -> InPlaceAllreduce:
+        ranks, handover = self._all.ranks, travelling.handover
         again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
-        part = reducer.reductions.operation(
-            f"{reducer.name}, bucket {travelling.number}, after {self._joins} joins{again}",
-            f"a bucket of {reducer.name}",
+        part = self._all.operation(
+            f"{ranks.name}, bucket {travelling.number}, after {self._joins} joins{again}",
+            f"a bucket of {ranks.name}",
             [travelling.bucket],
             [travelling.bucket.flat],
             speculative=True,
             within=None if handover is None else handover.working,
         )
-        part.title = f"a bucket of {reducer.described}"
+        part.title = f"a bucket of {ranks.described}"
         return part
 
-    def _keep_out(self, travelling: Travelling) -> bool:
+    def _keep_out(self, travelling: BucketState) -> bool:
         """Withdraw a bucket, or wait for it; return whether it was reduced."""
         if travelling.part is None:
             return False

@@ -7,7 +7,7 @@ learning rates differ.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
@@ -15,18 +15,13 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.errors import ConfigError, MismatchError, name_ranks
+from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.framework import Arrays
+from ringreduce.training.framework import Arrays, Named
 from ringreduce.training.objects import gather
 from ringreduce.training.requests import PreparingArrays, dtype_name
 
-__all__ = ["broadcast_parameters", "differences", "hyperparameters", "require_same_arrays"]
-
-_SHOWN = 3
-
-#: Names and parameters, in registration order.
-Named = Sequence[tuple[str, Any]]
+__all__ = ["broadcast_parameters", "hyperparameters", "require_same_arrays"]
 
 
 def require_same_arrays(
@@ -154,25 +149,3 @@ def _in_words(value: Any) -> str | None:
         parts = [_in_words(each) for each in value]
         return None if None in parts else f"({', '.join(map(str, parts))})"
     return str(value) if value is None or isinstance(value, (bool, int, float, complex, str)) else None
-
-
-def differences(said: Mapping[int, Mapping[str, str]]) -> str:
-    """Return a warning that says which hyper-parameters differ between ranks.
-
-    Args:
-        said: for ranks, the hyper-parameters by name.
-    """
-    different = []
-    for name in dict.fromkeys(name for each in said.values() for name in each):
-        ranks: dict[str, list[int]] = {}
-        for rank, each in said.items():
-            ranks.setdefault(each.get(name, "missing"), []).append(rank)
-        if len(ranks) > 1:
-            values = ", ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items())
-            different.append(f"{name} is {values}")
-    more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-    return (
-        "the ranks step with different hyper-parameters, and end with different weights: "
-        f"{'; '.join(different[:_SHOWN])}{more}. All ranks must change them alike: a schedule that follows the loss, "
-        "for example, takes the loss averaged with allreduce"
-    )

@@ -9,40 +9,23 @@ ranks hear of it, and all agree first. The more often that happens, the longer t
 
 from __future__ import annotations
 
-import json
-import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import MAX, SUM
 from ringreduce.engine import Engine, InPlaceAllreduce
-from ringreduce.training.agreement import Ranks, Record, is_refused
+from ringreduce.training.agreement import Ranks, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
 from ringreduce.training.compression import State
-from ringreduce.training.framework import (
-    DENSE,
-    FILLED,
-    MOVABLE,
-    NO_GRADIENT,
-    SPARSE,
-    UNSUPPORTED,
-    Memory,
-    Slot,
-)
+from ringreduce.training.framework import DENSE, FILLED, MOVABLE, NO_GRADIENT, SPARSE, UNSUPPORTED, Memory, Named, Slot
 from ringreduce.training.options import Options
-from ringreduce.training.parameters import Named, differences
-from ringreduce.training.reductions import Early, Reductions
+from ringreduce.training.overlap import Overlap
 
 __all__ = ["GradientReducer"]
-
-_log = logging.getLogger(__name__)
 
 
 class _Repeat(NamedTuple):
@@ -81,8 +64,9 @@ class GradientReducer:
             and so on, as that takes a while.
 
     Attributes:
+        memory, named, options: the arguments.
         ranks: its collectives.
-        reductions: its buckets'.
+        buckets: its buckets.
         early: what reduces buckets before the step; None: nothing.
         stepped: so many steps the optimizer has made; counted anew when all ranks have joined.
     """
@@ -97,15 +81,12 @@ class GradientReducer:
         options: Options,
         settings: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
-        self.memory, self.engine, self.named, self.options = memory, engine, named, options
-        self.described = f"{kind} over {over}"
-        self.name = engine.new_name(f"DistributedOptimizer over {over},")
-        where = "backward pass" if options.in_backward else "step"
-        self.ranks = Ranks(engine, self.name, f"the {where} of {self.described}")
-        self.buckets = Buckets(memory, engine.communicator, options)
-        self.reductions = Reductions(memory, engine, self.ranks, self.name, named, options)
-        self.checks = Checks(memory, self.ranks, named, self.described, engine.communicator.config)
-        self.early: Early | None = None
+        self.memory, self.named, self.options = memory, named, options
+        name = engine.new_name(f"DistributedOptimizer over {over},")
+        self.ranks = Ranks(engine, name, f"{kind} over {over}", "backward pass" if options.in_backward else "step")
+        self.buckets = Buckets(memory, self.ranks, named, options)
+        self.checks = Checks(memory, self.ranks, named)
+        self.early: Overlap | None = None
         self.stepped = 0
         self._settings = settings
         self._steps = 0  # calls of `reduce` on this rank, counted anew when all ranks have joined
@@ -134,8 +115,8 @@ class GradientReducer:
         found = self.memory.found(reduced)
         if self.ranks.size == 1:
             return reduced
-        if self._joins != self.engine.joins:
-            self._joins, self._steps, self.stepped = self.engine.joins, 1, 0  # ranks that had joined made fewer
+        if self._joins != self.ranks.engine.joins:
+            self._joins, self._steps, self.stepped = self.ranks.engine.joins, 1, 0  # ranks that had joined made fewer
             self.checks.after_join()
         parameters = [parameter for _, parameter in self.named()]
         self._refused = False
@@ -190,8 +171,9 @@ class GradientReducer:
 
     def _repeats(self, last: _Repeat, parameters: Sequence[Any], gradients: list[Any], found: bytes) -> bool:
         """Reduce the buckets as in the last step; return False if a rank does something else, and nothing was done."""
-        same = found == last.found and len(parameters) == len(last.parameters)
-        if not (same and self._steps & (self._steps + 1)) or not all(map(is_, parameters, last.parameters)):
+        if found != last.found or self._looks_closer or len(parameters) != len(last.parameters):
+            return False
+        if not all(map(is_, parameters, last.parameters)):
             return False
         places, moving = [], []
         for number, slot in last.slots:
@@ -206,7 +188,7 @@ class GradientReducer:
             for number, place in zip(moving, places, strict=True):
                 gradients[number] = place
         text = f"{last.text}, {self.stepped - self._steps}" if self.options.in_backward else last.text
-        operation = self.reductions.operation(f"{self.name}, step", text, last.buckets, last.flats)
+        operation = self.buckets.operation(f"{self.ranks.name}, step", text, last.buckets, last.flats)
         try:
             self.ranks.run(operation)
         except MismatchError as error:
@@ -218,7 +200,7 @@ class GradientReducer:
 
     def _heed(self, error: MismatchError, operation: InPlaceAllreduce) -> None:
         """Take note that some ranks would repeat a step, and others not; raise any other error."""
-        if self._refused or not is_refused(error, operation):
+        if self._refused or not operation.refused:
             raise error
         self._refused = True
         self._alike, self._patience, self._last = 0, 2 * self._patience, None
@@ -238,9 +220,9 @@ class GradientReducer:
             and len(slots) == sum(found) > 0  # all that have a gradient have a place
             and max(found) == DENSE
             and not any(bucket.is_compressed for bucket in buckets)
-            and len({self.reductions.travels(bucket) for bucket in buckets}) == 1
+            and len({bucket.travels for bucket in buckets}) == 1
         ):
-            text = f"a step of {self.name} like the last, {zlib.crc32(found, self.buckets.layout):08x}"
+            text = f"a step of {self.ranks.name} like the last, {zlib.crc32(found, self.buckets.layout):08x}"
             self._last = _Repeat(found, parameters, buckets, [each.flat for each in buckets], slots, text)
 
     # ---- any other step ----
@@ -249,29 +231,23 @@ class GradientReducer:
         record, active = self._agree(parameters, found)
         if self.options.in_backward and record.again.any():
             raise ConfigError(
-                f"a backward pass has added to sums over the ranks, of {self.described}: clear them first, make all "
-                "passes of a step but the last within no_sync(), or declare them with backward_passes_per_step"
+                f"a backward pass has added to sums over the ranks, of {self.ranks.described}: clear them first, make "
+                "all passes of a step but the last within no_sync(), or declare them with backward_passes_per_step"
             )
         self.buckets.number(parameters)
         reduced = [] if self.early is None else self.early.conclude(record, active)
         everyone = record.found.tobytes()
-        dense = [parameter for parameter, state in zip(parameters, everyone, strict=True) if state == DENSE]
-        used = frozenset(map(id, dense))
         for bucket in reduced:
-            bucket.change(gradients, partial(bucket.adopt, used=used))
-        moved = self.buckets.update(parameters, dense)
-        self.reductions.reduce(
-            [bucket for bucket in self.buckets if bucket not in reduced and bucket.holds(used)], gradients, used, active
-        )
+            bucket.adopt(gradients, everyone)
+        moved = self.buckets.update(parameters, everyone)
+        self.buckets.reduce(reduced, gradients, everyone, active)
         for number, state in enumerate(everyone):
             if state >= SPARSE:
-                gradients[number] = self.reductions.sparse(
-                    parameters[number], gradients[number], state - SPARSE, active
-                )
+                gradients[number] = self.buckets.sparse(parameters[number], gradients[number], state - SPARSE, active)
         if self.early is not None:
             again = bool(moved) or record.is_again or self.checks.needs_own_gradients_in(self._steps + 1)
-            if self.early.next_step(record, self.buckets, again=again, everyone=active == self.ranks.size):
-                self._warn_of_changes()
+            if self.early.next_step(record, again=again, everyone=active == self.ranks.size):
+                self.checks.warn_of_changes(in_backward=self.options.in_backward)
         self._remember(parameters, everyone)
 
     def _agree(self, parameters: Sequence[Any], found: bytes) -> tuple[Record, int]:
@@ -283,7 +259,7 @@ class GradientReducer:
         overlaps = self.early is not None and self.early.wanted
         record = self._record
         if record is None or record.key != (len(found), overlaps):
-            record = self._record = Record(self.engine.communicator, len(found), overlaps)
+            record = self._record = Record(self.ranks.engine.communicator, len(found), overlaps)
         record.begin(found)
         if self.early is not None:
             self.early.report(record, parameters)
@@ -303,8 +279,8 @@ class GradientReducer:
     def _exchange(self, record: Record) -> int:
         """Make the record that of all ranks; return how many contribute to the step."""
         while True:
-            text = f"the gradients of {self.name}"
-            operation = InPlaceAllreduce(f"{self.name}, step", text, MAX, [record.memory])
+            text = f"the gradients of {self.ranks.name}"
+            operation = InPlaceAllreduce(f"{self.ranks.name}, step", text, MAX, [record.memory])
             try:
                 self.ranks.run(operation)
             except MismatchError as error:
@@ -316,12 +292,13 @@ class GradientReducer:
         """Warn of what differs between the ranks, or raise."""
         if record.differs("weights"):
             self._compares = False
-            self._warn_of_weights()
+            self.checks.warn_of_weights(self._steps)
         if settings is not None and record.differs("settings"):
-            self._warn_of_settings(settings)
+            self._settings = None  # once
+            self.checks.warn_of_settings(settings)
         if record.differs("stepped"):
             raise ConfigError(
-                f"the ranks make the backward passes of different steps of {self.described}: with "
+                f"the ranks make the backward passes of different steps of {self.ranks.described}: with "
                 'reduce_in="backward" every rank makes the same passes before each step, and each of them adds to a '
                 "gradient of the optimizer"
             )
@@ -334,35 +311,3 @@ class GradientReducer:
                 "nor on a GPU that can be used (one for each process), or of a layout that is neither strided nor "
                 "sparse COO, on some rank"
             )
-
-    # ---- warnings ----
-
-    def _warn_of_changes(self) -> None:
-        if self.ranks.rank == 0 and not self.options.in_backward:
-            _log.warning(
-                "%s: gradients were changed between the backward pass and the step, on each rank its own, before they "
-                "were averaged. To clip or look at averages, call synchronize() first and step within "
-                'skip_synchronize(), or give DistributedOptimizer(..., reduce_in="backward")',
-                self.described,
-            )
-
-    def _warn_of_weights(self) -> None:
-        if self.ranks.rank == 0 and self._steps == 0:
-            _log.warning(
-                "the ranks begin with different weights, and will end with different ones; call broadcast_parameters("
-                "model.state_dict(), root_rank=0) before the first step"
-            )
-        elif self.ranks.rank == 0:
-            _log.warning(
-                "%s: the ranks have different weights by now. Is a gradient written to through .data or NumPy between "
-                "the backward pass and the step (overlap=False allows that), or are weights changed on some ranks?",
-                self.described,
-            )
-
-    def _warn_of_settings(self, mine: Mapping[str, str]) -> None:
-        """Let rank 0 say which hyper-parameters differ between ranks, once."""
-        self._settings = None
-        said = json.dumps([self.ranks.rank, mine]) + "\n"
-        everyone = self.ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
-        if self.ranks.rank == 0:
-            _log.warning("%s", differences(dict(map(json.loads, everyone.tobytes().decode().splitlines()))))

@@ -1,23 +1,26 @@
-"""Buckets that may be reduced before the step: where they are, and what has become of their gradients since."""
+"""Buckets that may be reduced before the step: where they are, what has become of their gradients, and if it pays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.engine import InPlaceAllreduce
 from ringreduce.training.agreement import ADDED, CHANGED
-from ringreduce.training.buckets import Bucket
-from ringreduce.training.framework import Handover, Hooks
+from ringreduce.training.framework import Hooks
 
-__all__ = ["NEXT", "STANDING", "UNKNOWN", "Event", "Fate", "Stage", "Travelling", "Watched", "what_is_wrong"]
+__all__ = ["NEXT", "STANDING", "UNKNOWN", "Event", "Fate", "GradientState", "OverlapProbe", "Stage", "what_is_wrong"]
 
 UNKNOWN = -1  # in place of the id of a gradient
+
+_TURNS = 6
+_STEPS_OF_TURN = 6  # the first one, in which things change, does not count
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -67,7 +70,7 @@ STANDING = {Fate.ADDED: ADDED, Fate.CHANGED: CHANGED}
 
 
 @dataclass(slots=True, eq=False)
-class Watched:
+class GradientState:
     """A parameter whose gradient is watched.
 
     Attributes:
@@ -125,36 +128,6 @@ class Watched:
         return id(gradient), 0 if gradient is None else hooks.version(gradient)
 
 
-class Travelling:
-    """A bucket that is to be reduced during the backward pass.
-
-    Attributes:
-        bucket: the bucket.
-        handover: see `Streams.handover`.
-        members: its parameters.
-        missing: how many of them have not been added to as often as expected.
-        stage: where it is.
-        part: its reduction, while it is under way.
-    """
-
-    __slots__ = ("bucket", "generation", "handover", "members", "missing", "number", "part", "stage")
-
-    def __init__(self, number: int, bucket: Bucket, members: Sequence[Watched], handover: Handover | None) -> None:
-        self.number, self.bucket, self.members, self.handover = number, bucket, members, handover
-        self.generation = 0  # how often all ranks have withdrawn it; a part of its name
-        self.stage = Stage.FILLING
-        self.part: InPlaceAllreduce | None = None
-        self.meet(Event.STEPPED)
-
-    def meet(self, event: Event) -> None:
-        """Go on to the next stage."""
-        self.stage = NEXT[self.stage, event]
-        if self.stage is not Stage.UNDER_WAY:
-            self.part = None
-        if event is Event.STEPPED or (event is Event.CLEARED and self.part is None):
-            self.missing = sum(member.expected > 0 for member in self.members)  # wait for all gradients again
-
-
 def what_is_wrong(standing: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, *, everyone: bool, sums: bool) -> str:
     """Return what is wrong with a bucket that was reduced during the backward pass; empty if nothing is.
 
@@ -181,3 +154,46 @@ def what_is_wrong(standing: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags
             f"backward_passes_per_step, or {remedy}"
         )
     return ""
+
+
+class OverlapProbe:
+    """Finds out whether overlap makes steps quicker: times steps with it and without it, in turn.
+
+    All ranks count the same steps. They time their own: as they wait for each other in every step, the slowest decides
+    what all of them see.
+
+    Attributes:
+        on: whether the next step is one with it.
+        over: whether it has been tried out.
+    """
+
+    def __init__(self) -> None:
+        self.on, self.over = True, False
+        self._times: dict[bool, list[float]] = {True: [], False: []}
+        self._count = 0
+        self._ended_s = 0.0
+        self._times_next = False
+
+    def end_step(self, *, counts: bool) -> None:
+        """End a step.
+
+        Args:
+            counts: whether it was with it, or without, as `on` said. If not, the next one, which may have to catch up,
+                is not timed either.
+        """
+        if not counts:
+            self._times_next = False
+            return
+        now = perf_counter()
+        if self._times_next:
+            self._times[self.on].append(now - self._ended_s)
+        self._ended_s = now
+        self._count += 1
+        self._times_next = self._count % _STEPS_OF_TURN > 0
+        self.over = self._count >= _TURNS * _STEPS_OF_TURN
+        self.on = self._count // _STEPS_OF_TURN % 2 == 0
+
+    @property
+    def slower(self) -> bool:
+        """Whether it is over, and steps with it have taken longer."""
+        return self.over and all(self._times.values()) and median(self._times[True]) > median(self._times[False])

@@ -11,7 +11,8 @@ import pytest
 
 from ringreduce.testing.toy import RATE, Toy
 from ringreduce.testing.training import CHECKS, Trainee
-from ringreduce.training.host import ArraySpec, ListTraining
+from ringreduce.training.host import ArraySpec
+from ringreduce.training.optimizer import ListTraining
 
 
 class Torch:

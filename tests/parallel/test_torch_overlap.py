@@ -16,7 +16,7 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
 from ringreduce.training.buckets import LARGE_NBYTES  # noqa: E402
-from ringreduce.training.trial import Trial  # noqa: E402
+from ringreduce.training.stages import OverlapProbe  # noqa: E402
 
 STEPS = 6
 BUCKET_NBYTES = 256  # several buckets
@@ -580,7 +580,7 @@ def test_overlap_between_nodes_is_tried_out(
     nodes_of_one: None, monkeypatch: pytest.MonkeyPatch, slower_rank: int | None, uneven: bool
 ) -> None:
     """Steps are made with it and without; it stays unless it makes them slower on a rank, and changes no number."""
-    monkeypatch.setattr(Trial, "slower", property(lambda _: hvd.rank() == slower_rank))
+    monkeypatch.setattr(OverlapProbe, "slower", property(lambda _: hvd.rank() == slower_rank))
     seen: list[bool] = []
 
     def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
-from ringreduce.training.agreement import ADDED, CHANGED, Record, is_refused
+from ringreduce.training.agreement import ADDED, CHANGED, Record
 from ringreduce.training.host import ArraySpec, HostMemory
 from ringreduce.training.options import Options
 from ringreduce.training.reducer import GradientReducer
@@ -148,17 +148,6 @@ def test_a_true_mismatch_is_one_error_for_all() -> None:
 
     first, second = run_engines(2, train)
     assert first == second
-
-
-def test_only_what_the_negotiation_has_refused_is_tried_again() -> None:
-    """An error of a collective that has begun is not."""
-
-    class Named:
-        name = "SGD 1, step"
-
-    operation: Any = Named()
-    assert is_refused(rr.MismatchError({0: "SGD 1, step: one", 1: "SGD 1, step: other"}), operation)
-    assert not is_refused(rr.MismatchError({0: "allreduce of one", 1: "SGD 1, step: other"}), operation)
 
 
 @pytest.mark.parametrize("said", list(itertools.product([None, 0, 1, 2**32 - 1], repeat=2)))

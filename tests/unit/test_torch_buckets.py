@@ -14,8 +14,7 @@ from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
 from ringreduce.training.buckets import LARGE_NBYTES, Bucket
 from ringreduce.training.framework import EMPTY, FILLED, KEPT
-from ringreduce.training.gradients import Gradients
-from ringreduce.training.options import Options
+from ringreduce.training.optimizer import Gradients, Options
 from ringreduce.training.reducer import GradientReducer
 
 torch = pytest.importorskip("torch")
@@ -79,7 +78,7 @@ def test_a_kept_place_is_noticed(keep: Any) -> None:
     parameter = torch.zeros(2, 2, requires_grad=True)
     bucket = make_bucket(parameter)
     parameter.grad = torch.ones(2, 2)
-    bucket.collect_own()
+    bucket.collect()
     kept = keep(parameter.grad)
     assert looks(bucket) == [FILLED]
     parameter.grad = None

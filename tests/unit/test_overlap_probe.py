@@ -1,4 +1,4 @@
-"""A trial does something in turn and not, and finds out which is quicker."""
+"""A probe makes steps with overlap and without it in turn, and finds out which are quicker."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from ringreduce.training import trial
-from ringreduce.training.trial import Trial
+from ringreduce.training import stages
+from ringreduce.training.stages import OverlapProbe
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, bool], float]], tuple[Trial, list[bool]]]:
-    """Return what runs a trial whose steps take what a function of their number and of `Trial.on` says, in seconds."""
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, bool], float]], tuple[OverlapProbe, list[bool]]]:
+    """Return what runs a probe: its steps take seconds by their number and by whether they are with overlap."""
 
-    def run_trial(seconds: Callable[[int, bool], float]) -> tuple[Trial, list[bool]]:
-        tried, now, turns = Trial(), 0.0, []
-        monkeypatch.setattr(trial, "perf_counter", lambda: now)
+    def run_trial(seconds: Callable[[int, bool], float]) -> tuple[OverlapProbe, list[bool]]:
+        tried, now, turns = OverlapProbe(), 0.0, []
+        monkeypatch.setattr(stages, "perf_counter", lambda: now)
         for number in itertools.count():
             if tried.over:
                 return tried, turns
@@ -47,8 +47,8 @@ def test_few_odd_steps_do_not_decide(run) -> None:
 
 def test_a_step_that_is_left_out_is_charged_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither to the step after it; and a trial in which nothing could be timed finds nothing slower."""
-    tried, now = Trial(), 0.0
-    monkeypatch.setattr(trial, "perf_counter", lambda: now)
+    tried, now = OverlapProbe(), 0.0
+    monkeypatch.setattr(stages, "perf_counter", lambda: now)
     while not tried.over:
         now += 1.0 if tried.on else 1.2
         tried.end_step(counts=True)
