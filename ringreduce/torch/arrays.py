@@ -19,7 +19,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.torch.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
 from ringreduce.training.objects import REDUCERS
-from ringreduce.training.requests import PreparingArrays, dtype_name
+from ringreduce.training.requests import RequestBuilder, dtype_name
 
 __all__ = ["TENSORS", "Tensors", "preparing"]
 
@@ -189,7 +189,7 @@ _KEPT = _KeptStorages()
 TENSORS = Tensors()
 
 #: A context in which tensors become a request: ``preparing("allreduce", name, process_set)``.
-preparing = partial(PreparingArrays, TENSORS)
+preparing = partial(RequestBuilder, arrays=TENSORS)
 
 
 class _Differentiable(torch.autograd.Function):

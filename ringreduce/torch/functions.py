@@ -13,7 +13,7 @@ from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.wrapping import parameters_of
 from ringreduce.training import parameters
 from ringreduce.training.objects import allgather_object, broadcast_object
-from ringreduce.training.requests import Preparing
+from ringreduce.training.requests import RequestBuilder
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -35,7 +35,7 @@ def broadcast_parameters(params: _Parameters, root_rank: int = 0, process_set: P
         ConfigError: something in ``params`` is neither a tensor nor a pair, or the names cannot be ordered.
         MismatchError: the tensors differ between ranks in more than their values; nothing was overwritten then.
     """
-    with Preparing("broadcast_parameters", None, process_set):
+    with RequestBuilder("broadcast_parameters", None, process_set):
         given = params.state_dict() if isinstance(params, torch.nn.Module) else params
     parameters.broadcast_parameters(TENSORS, given, root_rank, process_set)
 
@@ -62,7 +62,7 @@ def broadcast_optimizer_state(
         ConfigError: this is no optimizer.
         ValueError: the parameter groups of this rank differ from the root's in number or length.
     """
-    with Preparing("broadcast_object", None, process_set):
+    with RequestBuilder("broadcast_object", None, process_set):
         if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "load_state_dict")):
             raise ConfigError(
                 f"broadcast_optimizer_state takes an optimizer, got one of type {type(optimizer).__name__}; "

@@ -307,7 +307,7 @@ def sparse_allreduce_async(
             rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
             return torch.div(total, communicator.size, rounding_mode=rounding)
 
-        request = prepare.call_on(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, [indices, values])
+        request = prepare.call(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, [indices, values])
     return request.submit()
 
 

@@ -14,7 +14,7 @@ from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set, is_initialized
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.ops import allgather, allreduce
-from ringreduce.training.requests import Preparing, require_process_set
+from ringreduce.training.requests import RequestBuilder, require_process_set
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -68,7 +68,7 @@ class SyncBatchNorm(_BatchNorm):
         """Return the normalised batch, of the shape, dtype and memory format of ``input``: (rows, channels, ...)."""
         of_batch = self.training or self.running_mean is None
         ranks = self._ranks() if of_batch else None
-        with nullcontext() if ranks is None else Preparing("allgather", None, ranks):
+        with nullcontext() if ranks is None else RequestBuilder("allgather", None, ranks):
             self._check_input_dim(input)
         if ranks is None:
             if of_batch:

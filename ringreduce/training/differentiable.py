@@ -29,7 +29,7 @@ from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine import Engine
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays
-from ringreduce.training.requests import Op, Preparing, PreparingArrays, ReproducibleSum, Request
+from ringreduce.training.requests import Op, ReproducibleSum, Request, RequestBuilder
 
 __all__ = ["Differentiable"]
 
@@ -57,9 +57,9 @@ class Differentiable:
     def allreduce(
         self, values: _Values, op: Op, prescale: float = 1.0, postscale: float = 1.0, wire: str | None = None
     ) -> _Values:
-        """Reduce arrays into new ones; see `PreparingArrays.allreduce`."""
+        """Reduce arrays into new ones; see `RequestBuilder.allreduce`."""
 
-        def prepared(prepare: PreparingArrays, sources: _Values) -> Request:
+        def prepared(prepare: RequestBuilder, sources: _Values) -> Request:
             targets = prepare.new_like(sources)
             return prepare.allreduce(sources, targets, op, prescale, postscale, wire=wire)
 
@@ -97,7 +97,7 @@ class Differentiable:
         """Send so many rows to each rank; return what came, and how many rows came from each."""
         received: list[int] = []
 
-        def prepared(prepare: PreparingArrays, sources: _Values) -> Request:
+        def prepared(prepare: RequestBuilder, sources: _Values) -> Request:
             return prepare.alltoall(sources[0], rows, came)
 
         def came(result: Any, counts: list[int]) -> Any:
@@ -112,7 +112,7 @@ class Differentiable:
     def reducescatter(self, values: _Values, op: Op, prescale: float, postscale: float) -> _Values:
         """Reduce arrays into this rank's parts."""
 
-        def prepared(prepare: PreparingArrays, sources: _Values) -> Request:
+        def prepared(prepare: RequestBuilder, sources: _Values) -> Request:
             return prepare.reducescatter(sources, op, prescale, postscale, list)
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
@@ -128,14 +128,14 @@ class Differentiable:
     def _flow(
         self,
         kind: str,
-        prepared: Callable[[PreparingArrays, _Values], Request],
+        prepared: Callable[[RequestBuilder, _Values], Request],
         adjoint: Callable[[Differentiable, _Values], _Values],
         values: _Values,
     ) -> _Values:
         """Carry out a request for arrays, so that gradients flow through it by its adjoint."""
 
         def run(sources: _Values) -> _Values:
-            with PreparingArrays(self._arrays, kind, self._name, self._process_set) as prepare:
+            with RequestBuilder(kind, self._name, self._process_set, self._arrays) as prepare:
                 request = prepared(prepare, sources)
             result = request.carry_out()
             return result if isinstance(result, list) else [result]
@@ -159,7 +159,7 @@ class Differentiable:
             everyone = communicator.allgather(np.array([rows], np.int64))
             return [int(start) for start in everyone[: communicator.rank].sum(0)]
 
-        with Preparing("allgather", f"{self._name} rows", self._process_set) as prepare:
+        with RequestBuilder("allgather", f"{self._name} rows", self._process_set) as prepare:
             request = prepare.call(f"rows of {len(rows)} arrays", run)
         starts: list[int] = request.carry_out()
         return starts

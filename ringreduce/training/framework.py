@@ -4,7 +4,7 @@ A framework has arrays and, for training, parameters with gradients. `Arrays` de
 latter; `ringreduce.torch.arrays` and `ringreduce.torch.gradients` are complete, `ringreduce.testing.toy` is small. With
 an `Arrays`, a collective of the binding is a few lines:
 
-    preparing = partial(PreparingArrays, ARRAYS)  # of ringreduce.training.requests
+    preparing = partial(RequestBuilder, arrays=ARRAYS)  # of ringreduce.training.requests
 
     def allreduce_async(array, name=None, op=AVERAGE, process_set=global_process_set):
         with preparing("allreduce", name, process_set) as prepare:

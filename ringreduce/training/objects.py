@@ -26,7 +26,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.requests import Preparing
+from ringreduce.training.requests import RequestBuilder
 
 __all__ = ["REDUCERS", "allgather_object", "broadcast_object", "gather"]
 
@@ -55,7 +55,7 @@ def broadcast_object(
     Raises:
         ConfigError: the object does not pickle, or is larger than ``RINGREDUCE_OBJECT_LIMIT``. Raised on all ranks.
     """
-    with Preparing("broadcast_object", _named("broadcast_object", name), process_set) as prepare:
+    with RequestBuilder("broadcast_object", _named("broadcast_object", name), process_set) as prepare:
         root = process_set.rank_of(root_rank)
         is_root = process_set.rank() == root
         mine: list[npt.NDArray[np.uint8]] = []
@@ -80,7 +80,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         ConfigError: some rank's object does not pickle, or all of them together are larger than
             ``RINGREDUCE_OBJECT_LIMIT``. Raised on all ranks.
     """
-    with Preparing("allgather_object", _named("allgather_object", name), process_set) as prepare:
+    with RequestBuilder("allgather_object", _named("allgather_object", name), process_set) as prepare:
         mine = _packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
         request = prepare.call("allgather_object", lambda communicator: _gather(communicator, *mine))
     return [pickle.loads(part) for part in request.carry_out()]
@@ -93,7 +93,7 @@ def gather(communicator: Communicator, obj: Any) -> list[Any]:
 
 
 def _named(kind: str, name: str | None) -> str | None:
-    return f"{kind} {name}" if isinstance(name, str) else name  # `Preparing` refuses what is no name
+    return f"{kind} {name}" if isinstance(name, str) else name  # `RequestBuilder` refuses what is no name
 
 
 def _packed(pack: Callable[[], bytes]) -> tuple[bytes, Exception | None]:

@@ -19,7 +19,7 @@ from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays, Named
 from ringreduce.training.objects import gather
-from ringreduce.training.requests import PreparingArrays, dtype_name
+from ringreduce.training.requests import RequestBuilder, dtype_name
 
 __all__ = ["broadcast_parameters", "hyperparameters", "require_same_arrays"]
 
@@ -79,14 +79,14 @@ def broadcast_parameters(arrays: Arrays, params: Any, root_rank: int, process_se
         for _, array in named:
             communicator.broadcast(array, root, out=array)
 
-    with PreparingArrays(arrays, "broadcast_parameters", None, process_set) as prepare:
+    with RequestBuilder("broadcast_parameters", None, process_set, arrays) as prepare:
         named = _named(arrays, params)
         root = process_set.rank_of(root_rank)
         if not process_set.included():
             return
         values = [array for _, array in named]
         prepare.require_usable([], values)
-        request = prepare.call_on(f"broadcast_parameters(root {root})", run, values)
+        request = prepare.call(f"broadcast_parameters(root {root})", run, values)
     request.carry_out()
     for value in values:
         arrays.changed(value)

@@ -1,7 +1,7 @@
 """Requests: operations that are checked and only have to be started.
 
-A binding turns the arguments of a call into a request within a context, `Preparing` or `PreparingArrays`. What it then
-returns to the program is the `Handle` of `Request.submit` or the result of `Request.carry_out`.
+A binding turns the arguments of a call into a request within a context, a `RequestBuilder`. What it then returns to the
+program is the `Handle` of `Request.submit` or the result of `Request.carry_out`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays
 from ringreduce.training.handles import Handle, join, poll, synchronize
+from ringreduce.training.host import HOST
 from ringreduce.training.options import Adasum, Op, ReproducibleSum, chosen_op
 
 __all__ = [
     "Adasum",
     "Handle",
     "Op",
-    "Preparing",
-    "PreparingArrays",
     "ReproducibleSum",
     "Request",
+    "RequestBuilder",
     "barrier",
     "chosen_op",
     "dtype_name",
@@ -52,7 +52,7 @@ _LEAST_SHARED_NBYTES = 1 << 20
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when all ranks of the set have called it. Collective."""
-    with Preparing("barrier", None, process_set) as prepare:
+    with RequestBuilder("barrier", None, process_set) as prepare:
         request = prepare.call("barrier", lambda communicator: None)
     request.carry_out()
 
@@ -67,32 +67,29 @@ class Request(NamedTuple):
         operation: what is done; a `CollectiveOp` if arrays are on a device.
         process_set: the ranks that take part.
         unique: whether its name must not be under way already.
-        arrays: the framework's, if it reads or writes arrays.
-        touched: these, but for new results in host memory.
+        arrays: the framework's.
+        touched: the arrays that it reads or writes, but for new results in host memory.
         on_device: whether a device is to do it in order with the caller's stream.
     """
 
     operation: Operation
     process_set: ProcessSet
     unique: bool
-    arrays: Arrays | None = None
-    touched: Sequence[Any] = ()
+    arrays: Arrays
+    touched: Sequence[Any]
     on_device: bool = False
 
     def submit(self) -> Handle:
         """Start it; on another stream than the caller's."""
-        engine, operation, finish, release = self.process_set.engine, self.operation, None, None
-        if self.arrays is not None:
-            release = self.arrays.keep_in_place(self.touched)
+        engine, operation, finish = self.process_set.engine, self.operation, None
+        release = self.arrays.keep_in_place(self.touched)
         if self.on_device:
-            assert self.arrays is not None
             assert isinstance(operation, CollectiveOp)
             operation.run, finish = self.arrays.beside_callers_stream(operation.run, self.touched)
         try:
             engine.submit(operation, unique=self.unique)
         except BaseException:
-            if release is not None:
-                release()
+            release()
             raise
         return Handle(operation, engine, finish, release)
 
@@ -103,32 +100,33 @@ class Request(NamedTuple):
         """
         operation = self.operation
         if self.on_device:
-            assert self.arrays is not None
             assert isinstance(operation, CollectiveOp)
             operation.run = self.arrays.on_callers_stream(operation.run, self.arrays.device_of(self.touched))
         return self.process_set.engine.run(operation, unique=self.unique)
 
 
-class Preparing(CheckingArguments):
-    """A context in which the arguments of an operation become a request.
+class RequestBuilder(CheckingArguments):
+    """A context in which the arguments of a collective become a request.
 
     If that fails on this rank, the operation ends on the others with the reason as its error, and the next ones match
-    again.
+    again. Every method raises `ConfigError` or `UnsupportedBufferError` at once for arguments that cannot be used.
 
     Args:
         kind: of collective; operations without a name are counted by it.
         name: that the program gave the operation; None: operations without a name match in the order of submission.
         process_set: the ranks that take part.
+        arrays: the framework's.
 
     Raises:
         ConfigError: the name is neither text nor None (ranks that gave none hear of it); or this is no process set, or
             one that is not registered (all ranks hear of it).
     """
 
-    __slots__ = ("_key", "_named", "_process_set")
+    __slots__ = ("_arrays", "_key", "_named", "_process_set")
 
-    def __init__(self, kind: str, name: Any, process_set: Any) -> None:  # not by that of the base: a call less
-        self._name, self._text, self._process_set = kind, None, process_set
+    # Not by the method of the base: a call less.
+    def __init__(self, kind: str, name: Any, process_set: Any, arrays: Arrays = HOST) -> None:
+        self._name, self._text, self._process_set, self._arrays = kind, None, process_set, arrays
         self._named = isinstance(name, str)
         self._key = name if self._named else unnamed(kind)
         right = self._named or name is None
@@ -142,31 +140,21 @@ class Preparing(CheckingArguments):
         with suppress(ConfigError):  # outside of the set, or no world: there is nobody to tell
             set_to_tell(self._process_set).engine.refuse(Refusal(self._key, self._name, error))
 
-    def call(self, text: str, run: Callable[[Communicator], Any]) -> Request:
+    def call(
+        self, text: str, run: Callable[[Communicator], Any], sources: Sequence[Any] = (), targets: Sequence[Any] = ()
+    ) -> Request:
         """Return a request to run a function of blocking collectives, under the stall watch.
 
         Args:
             text: what this rank wants; must agree on all ranks.
             run: takes the communicator; returns the result.
+            sources, targets: the arrays that it reads and writes.
         """
-        return Request(CollectiveOp(self._key, text, run), self._process_set, self._named)
-
-
-class PreparingArrays(Preparing):
-    """A context in which arrays become the request for a collective.
-
-    Every method raises `ConfigError` or `UnsupportedBufferError` at once for arguments that cannot be used.
-
-    Args:
-        arrays: the framework's.
-        kind, name, process_set: as for `Preparing`.
-    """
-
-    __slots__ = ("_arrays",)
-
-    def __init__(self, arrays: Arrays, kind: str, name: str | None, process_set: ProcessSet) -> None:
-        self._arrays = arrays
-        super().__init__(kind, name, process_set)
+        touched = [*sources, *targets]
+        on_device = self._arrays.device_of(touched) is not None
+        touched = touched if on_device else sources
+        operation = CollectiveOp(self._key, text, run)
+        return Request(operation, self._process_set, self._named, self._arrays, touched, on_device)
 
     def allreduce(
         self,
@@ -219,7 +207,7 @@ class PreparingArrays(Preparing):
             reduce(communicator, sources=given, targets=targets)
             return targets if after is None else after()
 
-        return self.call_on(text, run, sources, targets)
+        return self.call(text, run, sources, targets)
 
     def new_like(self, sources: Sequence[Any]) -> list[Any]:
         """Return new arrays for results, of the same shapes, strides and dtypes, in the same place."""
@@ -241,7 +229,7 @@ class PreparingArrays(Preparing):
         def run(communicator: Communicator) -> Any:
             return result([communicator.allgather(each) for each in sources])
 
-        return self.call_on(f"allgather({in_words(*sources, any_rows=True)})", run, sources)
+        return self.call(f"allgather({in_words(*sources, any_rows=True)})", run, sources)
 
     def broadcast(self, values: Any, root: int, in_place: Any = None) -> Request:
         """Return a request to broadcast from a rank of the set.
@@ -259,7 +247,7 @@ class PreparingArrays(Preparing):
             communicator.broadcast(values, root, out=values)
             return self._arrays.changed(in_place)
 
-        return self.call_on(f"broadcast(root {root}, {in_words(values)})", run, [values])
+        return self.call(f"broadcast(root {root}, {in_words(values)})", run, [values])
 
     def alltoall(self, values: Any, rows: list[int], result: Callable[[Any, list[int]], Any]) -> Request:
         """Return a request to send so many rows to each rank; ``result`` is given what came, and rows from each."""
@@ -268,7 +256,7 @@ class PreparingArrays(Preparing):
         def run(communicator: Communicator) -> Any:
             return result(*communicator.alltoall(values, rows))
 
-        return self.call_on(f"alltoall({in_words(values, any_rows=True)})", run, [values])
+        return self.call(f"alltoall({in_words(values, any_rows=True)})", run, [values])
 
     def reducescatter(
         self,
@@ -298,7 +286,7 @@ class PreparingArrays(Preparing):
             return result(parts)
 
         text = f"reducescatter({kind.value}, {in_words(*sources)}, scaled by {prescale} and {postscale})"
-        return self.call_on(text, run, sources)
+        return self.call(text, run, sources)
 
     def _scaled(self, op: Op, postscale: float, sources: Sequence[Any]) -> tuple[Op, float]:
         """Return the op and the factor with which these arrays are reduced, for those that the caller gave."""
@@ -306,16 +294,6 @@ class PreparingArrays(Preparing):
             return op, postscale
         conventions: Conventions = self._process_set.engine.communicator.config.conventions
         return conventions.scaled_average(postscale, self._process_set.size())
-
-    def call_on(
-        self, text: str, run: Callable[[Communicator], Any], sources: Sequence[Any], targets: Sequence[Any] = ()
-    ) -> Request:
-        """Return a request as `call` does, for a function that reads and writes arrays."""
-        touched = [*sources, *targets]
-        on_device = self._arrays.device_of(touched) is not None
-        return self.call(text, run)._replace(
-            arrays=self._arrays, touched=touched if on_device else sources, on_device=on_device
-        )
 
     def row_counts(self, array: Any, splits: Any) -> list[int]:
         """Return how many rows of an array go to each rank of the set in an alltoall; None: equal parts."""

@@ -10,7 +10,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.training.host import HostArrays
-from ringreduce.training.requests import Adasum, PreparingArrays, ReproducibleSum, poll, synchronize
+from ringreduce.training.requests import Adasum, ReproducibleSum, RequestBuilder, poll, synchronize
 
 Run = Callable[[Any], Any]
 
@@ -56,8 +56,8 @@ def arrays(request: pytest.FixtureRequest) -> NumpyArrays:
     return NumpyArrays(request.param)
 
 
-def preparing(arrays: Any, kind: str, name: str | None = None) -> PreparingArrays:
-    return PreparingArrays(arrays, kind, name, rr.global_process_set)
+def preparing(arrays: Any, kind: str, name: str | None = None) -> RequestBuilder:
+    return RequestBuilder(kind, name, rr.global_process_set, arrays)
 
 
 def test_allreduces(arrays: Any, world: rr.Communicator) -> None:
