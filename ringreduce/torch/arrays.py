@@ -158,6 +158,14 @@ class _KeptStorages:
 
 
 def _forbid_to_resize(storage: Any) -> None:
+    if (flag := _resizable_flag()) is None:
+        _show_to_numpy(storage)
+    else:
+        ctypes.c_bool.from_address(storage._cdata + flag).value = False
+
+
+def _show_to_numpy(storage: Any) -> None:
+    """Let NumPy see a storage, which torch never resizes again then."""
     torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
 
 
@@ -174,7 +182,7 @@ def _resizable_flag() -> int | None:
     """
     storage: Any = torch.empty(1, device="cpu").untyped_storage()
     before = ctypes.string_at(storage._cdata, _STORAGE_NBYTES)
-    _forbid_to_resize(storage)
+    _show_to_numpy(storage)
     after = ctypes.string_at(storage._cdata, _STORAGE_NBYTES)
     changed = [index for index, pair in enumerate(zip(before, after, strict=True)) if pair == (1, 0)]
     if len(changed) != 1 or not hasattr(torch._C, "_storage_Use_Count"):
