@@ -26,6 +26,7 @@ and nobody knows which of its next operations belong to the others'.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ class Coordinator:
         self._grouped: set[int] = set()
         self._apart: set[int] = set()
         self._breaks: Counter[int] = Counter()
-        self._last_number = 0
+        self._next = itertools.count(1)
         self._joined: list[int] = []
         self._heard_s = 0.0  # when a rank last submitted something or joined
         self._over = False  # a rank takes part in nothing any more, or did not come: nothing can run then
@@ -183,10 +184,6 @@ class Coordinator:
             for member, signature in self._operations(number):
                 self._claims[member].setdefault(rank, deque()).append(_Claim(signature, group, since))
 
-    def _open_all(self) -> None:
-        for name in list(self._whole_of):
-            self._open(name)
-
     def _claim(self, rank: int, name: str, claim: _Claim) -> None:
         self._open(name)
         self._claims[name].setdefault(rank, deque()).append(claim)
@@ -254,16 +251,12 @@ class Coordinator:
                 self._seen.popitem(last=False)
             return [named.name, named.signature.encode()]
         del self._seen[named]
-        number = self._next_number()
+        number = next(self._next)
         self._numbers[named] = number
         self._named[number] = named
         self._names[number] = (named.name,)
         notes.append(["number", number, named.name, named.signature.encode()])
         return number
-
-    def _next_number(self) -> int:
-        self._last_number += 1
-        return self._last_number
 
     # ---- the plan ----
 
@@ -275,22 +268,20 @@ class Coordinator:
             for number in numbers
             if times[number] == 1 and number not in self._grouped and self._breaks[number] < _BREAKS
         ]
-        kinds = [self._kind(number) for number in free]
+        items: list[tuple[Hashable, int]] = []
+        for number in free:  # of one kind and dtype each, or they were not fusible
+            signature = self._named[number].signature
+            ((dtype, count),) = signature.counts
+            items.append(((signature.op, dtype), count * DType.of(dtype).itemsize))
         notes: list[Note] = []
-        for members in fuse(kinds, self._fusion_nbytes):
+        for members in fuse(items, self._fusion_nbytes):
             if len(members) > 1:
-                group = self._next_number()
+                group = next(self._next)
                 self._groups[group] = tuple(free[index] for index in members)
                 self._names[group] = tuple(name for name, _ in self._operations(group))
                 self._grouped.update(self._groups[group])
                 notes.append(["group", group, *self._groups[group]])
         return notes
-
-    def _kind(self, number: int) -> tuple[tuple[str, str], int]:
-        """Return the kind of an operation (only equal ones are fused), and its size (bytes)."""
-        signature = self._named[number].signature
-        ((dtype, count),) = signature.counts
-        return (signature.op, dtype), count * DType.of(dtype).itemsize
 
     def _ungroup(self, group: int) -> list[Note]:
         if group in self._apart:
@@ -303,7 +294,8 @@ class Coordinator:
     # ---- ranks that join, withdraw or leave ----
 
     def _join(self, rank: int) -> list[Note]:
-        self._open_all()
+        for name in list(self._whole_of):
+            self._open(name)
         self._joined.append(rank)
         # Of a name that was submitted several times, all may be ready now.
         notes = self._decide(

@@ -219,7 +219,6 @@ ABOVE: dict[str, dict[str, int]] = {
     "lines of a function": {"launcher/function.py run": 61},
     "methods of a class that is no public name": {
         "elastic/handlers.py HandlingState": 29,
-        "engine/coordinator.py Coordinator": 23,
         "gpu/cupy_driver.py CupyDriver": 22,
         "runtime/groups.py Group": 33,
         "runtime/process.py Process": 24,
