@@ -26,7 +26,6 @@ and nobody knows which of its next operations belong to the others'.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -72,7 +71,7 @@ class Coordinator:
         self._grouped: set[int] = set()
         self._apart: set[int] = set()
         self._breaks: Counter[int] = Counter()
-        self._next = itertools.count(1)
+        self._last_number = 0
         self._joined: list[int] = []
         self._heard_s = 0.0  # when a rank last submitted something or joined
         self._over = False  # a rank takes part in nothing any more, or did not come: nothing can run then
@@ -251,7 +250,8 @@ class Coordinator:
                 self._seen.popitem(last=False)
             return [named.name, named.signature.encode()]
         del self._seen[named]
-        number = next(self._next)
+        self._last_number += 1
+        number = self._last_number
         self._numbers[named] = number
         self._named[number] = named
         self._names[number] = (named.name,)
@@ -269,14 +269,15 @@ class Coordinator:
             if times[number] == 1 and number not in self._grouped and self._breaks[number] < _BREAKS
         ]
         items: list[tuple[Hashable, int]] = []
-        for number in free:  # of one kind and dtype each, or they were not fusible
+        for number in free:  # each reduces elements of one dtype, or it could not be fused
             signature = self._named[number].signature
             ((dtype, count),) = signature.counts
             items.append(((signature.op, dtype), count * DType.of(dtype).itemsize))
         notes: list[Note] = []
         for members in fuse(items, self._fusion_nbytes):
             if len(members) > 1:
-                group = next(self._next)
+                self._last_number += 1
+                group = self._last_number
                 self._groups[group] = tuple(free[index] for index in members)
                 self._names[group] = tuple(name for name, _ in self._operations(group))
                 self._grouped.update(self._groups[group])

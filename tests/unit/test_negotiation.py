@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringreduce.common.call_sites import AbortReason
+from ringreduce.common.config import Config
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.decisions import (
     Expired,
@@ -29,6 +30,7 @@ from ringreduce.engine.decisions import (
     Waiting,
     Withdrawn,
 )
+from ringreduce.engine.exchange import Exchange
 from ringreduce.engine.participant import Participant
 
 SIZES = [1, 2, 3, 4]
@@ -580,3 +582,39 @@ def test_what_is_speculative_runs_without_ranks_that_have_joined() -> None:
     coordinator, guess = Coordinator(2, 1 << 20), ["new", "part", GUESS.encode()]
     assert coordinator.hear(1, guess) == []
     assert coordinator.hear(0, ["join"]) == [["run", [["part", GUESS.encode()]], 1]]
+
+
+class Channel:
+    """Messages that have come, and those that were posted."""
+
+    def __init__(self) -> None:
+        self.came: deque[tuple[int, bytes]] = deque()
+        self.posted: list[tuple[int, Any]] = []
+
+    def poll(self) -> tuple[int, bytes] | None:
+        return self.came.popleft() if self.came else None
+
+    def post(self, message: bytes, rank: int) -> None:
+        self.posted.append((rank, marshal.loads(message)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_follows_from_one_message_travels_as_one(size: int) -> None:
+    """A rank runs what it has heard before it reads on: of two messages, the second would wait for what the first runs,
+    on a rank that waits itself until the second is read.
+    """
+    channel: Any = Channel()
+    exchange = Exchange(channel, 0, size, Config(), lambda: 0.0)
+    notes = [["new", name, summed().encode()] for name in "abc"]
+    exchange.tell(notes)
+    channel.came += [(rank, marshal.dumps(notes)) for rank in range(1, size)]
+    for last in [False] * (size - 2) + [True]:
+        assert exchange.poll()
+        assert len(channel.posted) == (size - 1 if last else 0)
+    decided = [["run", [[name, summed().encode()]], size] for name in "abc"]
+    assert [rank for rank, _ in channel.posted] == list(range(1, size))
+    assert all(message == channel.posted[0][1] for _, message in channel.posted)
+    assert [
+        [kind, [list(entry) for entry in entries], active] for kind, entries, active in channel.posted[0][1]
+    ] == decided
+    assert [run.names for run in exchange.decisions if isinstance(run, Run)] == [["a"], ["b"], ["c"]]
