@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.framework import EMPTY, FILLED, MOVABLE, Hooks, Watcher
+from ringreduce.training.framework import EMPTY, IN_PLACE, MOVABLE, Hooks, Watcher
 from ringreduce.training.host import HOST, ArraySpec, HostMemory
 from ringreduce.training.optimizer import Options, Training
 
@@ -56,7 +56,7 @@ class _Slot:
 
     def look(self, gradient: _Floats | None) -> int:
         # Never kept, as nobody counts who holds an array.
-        return FILLED if gradient is self.place else EMPTY if gradient is None else MOVABLE
+        return IN_PLACE if gradient is self.place else EMPTY if gradient is None else MOVABLE
 
 
 class _Weights(HostMemory, Hooks):

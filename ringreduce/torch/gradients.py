@@ -20,16 +20,16 @@ from torch.utils.hooks import RemovableHandle
 from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
-from ringreduce.torch.streams import Handover, current_stream, gpu_of, on_host, working_on
+from ringreduce.torch.streams import StreamSync, current_stream, gpu_of, on_host, working_on
 from ringreduce.training.framework import (
+    ALIASED,
     DENSE,
     EMPTY,
-    FILLED,
-    KEPT,
+    IN_PLACE,
     MOVABLE,
     NO_GRADIENT,
-    OUTGROWN,
     SPARSE,
+    STALE,
     STUCK,
     UNSUPPORTED,
     Hooks,
@@ -86,13 +86,13 @@ class Slot:
         parameter = self.parameter
         moved = parameter.is_cuda is not self._on_gpu
         if moved or parameter.dtype != self._dtype or parameter.shape != self.place.shape:
-            return OUTGROWN
+            return STALE
         if self.place.data_ptr() != self._address:
-            return KEPT
+            return ALIASED
         if gradient is self.place:
-            return FILLED
+            return IN_PLACE
         if self._references() > self._unshared:
-            return KEPT
+            return ALIASED
         if gradient is None:
             return EMPTY
         plain = gradient.layout is torch.strided and not gradient.requires_grad
@@ -127,9 +127,9 @@ class TorchStreams(Streams):
         with on_host([flat]) as (lent,):
             yield lent.numpy()
 
-    def handover(self, flat: torch.Tensor) -> Handover | None:
+    def sync(self, flat: torch.Tensor) -> StreamSync | None:
         device = gpu_of([flat])
-        return None if device is None else Handover(device, self._communicator)
+        return None if device is None else StreamSync(device, self._communicator)
 
     def around(self, arrays: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]] | None:
         device = gpu_of(arrays)

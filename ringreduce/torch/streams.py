@@ -24,7 +24,7 @@ from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
 
 __all__ = [
-    "Handover",
+    "StreamSync",
     "beside_this_stream",
     "current_stream",
     "gpu_of",
@@ -136,7 +136,7 @@ def beside_this_stream(
     return run_beside, finish
 
 
-class Handover:
+class StreamSync:
     """The order around a buffer that the program fills, again and again, and that is worked on beside the program.
 
     Args:

@@ -25,12 +25,12 @@ from ringreduce.engine.coordinator import fuse
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
 from ringreduce.training.framework import (
+    ALIASED,
     DENSE,
     EMPTY,
-    FILLED,
-    KEPT,
+    IN_PLACE,
     MOVABLE,
-    OUTGROWN,
+    STALE,
     Hooks,
     Memory,
     Named,
@@ -107,7 +107,7 @@ class Bucket:
         self.hooks.clear()
 
     def look(self, gradients: Sequence[Any]) -> list[int]:
-        """Return how each gradient and its place are; see `FILLED`."""
+        """Return how each gradient and its place are; see `IN_PLACE`."""
         return [slot.look(gradients[number]) for number, slot in zip(self.numbers, self.slots, strict=True)]
 
     def collect(self, *, zeros: bool = False) -> list[int]:
@@ -161,7 +161,7 @@ class Bucket:
                 if gradients[number] is slot.place:
                     gradients[number] = self._memory.clone(slot.place)
                 missing.append(slot)
-            elif look == FILLED:
+            elif look == IN_PLACE:
                 continue
             elif gradients[number] is not None and gradients[number] is not slot.place:
                 elsewhere.append((number, slot))
@@ -253,7 +253,7 @@ class Buckets:
         changed = [
             bucket
             for bucket in self._buckets
-            if _GONE in bucket.numbers or any(slot.look(None) == OUTGROWN for slot in bucket.slots)
+            if _GONE in bucket.numbers or any(slot.look(None) == STALE for slot in bucket.slots)
         ]
         for bucket in changed:
             self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
@@ -345,7 +345,7 @@ class Buckets:
             if bucket in reduced or not any(found[number] == DENSE for number in bucket.numbers):
                 continue
             target = bucket
-            if KEPT in bucket.look(gradients):
+            if ALIASED in bucket.look(gradients):
                 target = bucket.apart()
                 taken_back.append((bucket, target, {number: gradients[number] for number in bucket.numbers}))
             target.fill(gradients, found)

@@ -46,24 +46,24 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import ReduceOp
 
 __all__ = [
+    "ALIASED",
     "DENSE",
     "EMPTY",
-    "FILLED",
-    "KEPT",
+    "IN_PLACE",
     "MOVABLE",
     "NO_GRADIENT",
-    "OUTGROWN",
     "SPARSE",
+    "STALE",
     "STUCK",
     "UNSUPPORTED",
     "Arrays",
-    "Handover",
     "Hooks",
     "Memory",
     "Named",
     "Removable",
     "Slot",
     "Sparse",
+    "StreamSync",
     "Streams",
     "Watcher",
 ]
@@ -180,7 +180,7 @@ NO_GRADIENT, DENSE, SPARSE, UNSUPPORTED = 0, 1, 2, 255
 #: What `Slot.look` returns: the gradient is in its place; it can be copied there without loss; there is none; the
 #: program holds the place, or a view of it, though it is not the gradient now; it cannot be copied without loss; the
 #: parameter has another shape, dtype or device than when the place was made.
-FILLED, MOVABLE, EMPTY, KEPT, STUCK, OUTGROWN = range(6)
+IN_PLACE, MOVABLE, EMPTY, ALIASED, STUCK, STALE = range(6)
 
 
 class Slot(Protocol):
@@ -195,7 +195,7 @@ class Slot(Protocol):
     place: Any
 
     def look(self, gradient: Any) -> int:
-        """Return one of `FILLED` to `OUTGROWN`; `KEPT` comes before `STUCK`, and `OUTGROWN` before all others."""
+        """Return one of `IN_PLACE` to `STALE`; `ALIASED` comes before `STUCK`, and `STALE` before all others."""
 
 
 class Watcher(Protocol):
@@ -221,7 +221,7 @@ class Watcher(Protocol):
         """
 
 
-class Handover(Protocol):
+class StreamSync(Protocol):
     """Orders the work on a bucket on a GPU: the backward pass fills it on one stream, and it is reduced on another."""
 
     def mark(self) -> None:
@@ -262,7 +262,7 @@ class Streams:
         """Lend a bucket as a NumPy array: itself, or a copy that is copied back in the end."""
         return nullcontext(flat)
 
-    def handover(self, flat: Any) -> Handover | None:
+    def sync(self, flat: Any) -> StreamSync | None:
         """Return what orders the work on a bucket between streams; None: nothing has to."""
         return None
 

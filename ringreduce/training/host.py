@@ -13,7 +13,7 @@ import numpy as np
 
 from ringreduce.buffers import DType, Operand, typed
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.training.framework import EMPTY, FILLED, KEPT, MOVABLE, STUCK, Arrays, Memory
+from ringreduce.training.framework import ALIASED, EMPTY, IN_PLACE, MOVABLE, STUCK, Arrays, Memory
 
 __all__ = ["HOST", "ArraySpec", "HostArrays", "HostMemory"]
 
@@ -111,9 +111,9 @@ class _Slot:
 
     def look(self, gradient: Any) -> int:
         if gradient is self.place:
-            return FILLED
+            return IN_PLACE
         if self._references() > self._unshared:
-            return KEPT
+            return ALIASED
         if gradient is None:
             return EMPTY
         return MOVABLE if (gradient.dtype, gradient.shape) == (self.place.dtype, self.place.shape) else STUCK

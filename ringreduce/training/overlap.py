@@ -32,7 +32,7 @@ from ringreduce.engine import InPlaceAllreduce
 from ringreduce.training.agreement import ADDED, WAITS, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
-from ringreduce.training.framework import EMPTY, Handover, Hooks
+from ringreduce.training.framework import EMPTY, Hooks, StreamSync
 from ringreduce.training.stages import (
     NEXT,
     STANDING,
@@ -55,19 +55,17 @@ class BucketState:
 
     Attributes:
         bucket: the bucket.
-        handover: see `Streams.handover`.
+        sync: see `Streams.sync`.
         members: its parameters.
         missing: how many of them have not been added to as often as expected.
         stage: where it is.
         part: its reduction, while it is under way.
     """
 
-    __slots__ = ("bucket", "generation", "handover", "members", "missing", "number", "part", "stage")
+    __slots__ = ("bucket", "generation", "members", "missing", "number", "part", "stage", "sync")
 
-    def __init__(
-        self, number: int, bucket: Bucket, members: Sequence[GradientState], handover: Handover | None
-    ) -> None:
-        self.number, self.bucket, self.members, self.handover = number, bucket, members, handover
+    def __init__(self, number: int, bucket: Bucket, members: Sequence[GradientState], sync: StreamSync | None) -> None:
+        self.number, self.bucket, self.members, self.sync = number, bucket, members, sync
         self.generation = 0  # how often all ranks have withdrawn it; a part of its name
         self.stage = Stage.FILLING
         self.part: InPlaceAllreduce | None = None
@@ -147,8 +145,8 @@ class Overlap:
             self._count_additions()
             self._pending.append(record)
             travelling = self._travelling.get(id(record.parameter))
-            if travelling is not None and travelling.handover is not None:
-                travelling.handover.mark()
+            if travelling is not None and travelling.sync is not None:
+                travelling.sync.mark()
 
     def pass_ended(self, nested: bool) -> int:
         """Record the end of a backward pass; return how many there were since the last step.
@@ -252,8 +250,8 @@ class Overlap:
                     travelling.generation += 1
                     continue
                 assert part is not None and part.done, "all ranks have submitted it before the step"
-                if travelling.handover is not None:
-                    travelling.handover.come_back()
+                if travelling.sync is not None:
+                    travelling.sync.come_back()
                 failure = failure or part.error
                 standing, cleared, kept = (
                     record.standing[numbers],
@@ -350,7 +348,7 @@ class Overlap:
         streams, watched = self._all.memory.streams, self.watched
         self._buckets = [
             BucketState(
-                number, bucket, [watched[id(slot.parameter)] for slot in bucket.slots], streams.handover(bucket.flat)
+                number, bucket, [watched[id(slot.parameter)] for slot in bucket.slots], streams.sync(bucket.flat)
             )
             for number, bucket in enumerate(self._all)
             if not bucket.is_compressed and all(id(slot.parameter) in watched for slot in bucket.slots)
@@ -381,7 +379,7 @@ class Overlap:
         given = any(not each.times and each.parameter.grad is not None for each in members)
         filled = False
         if not given and self._joins == self._engine.joins:
-            with nullcontext() if travelling.handover is None else travelling.handover.filling():
+            with nullcontext() if travelling.sync is None else travelling.sync.filling():
                 filled = max(bucket.collect(zeros=True), default=0) <= EMPTY
         if filled:
             for record in members:
@@ -397,7 +395,7 @@ class Overlap:
         travelling.meet(Event.HELD_BACK if travelling.part is None else Event.SUBMITTED)
 
     def _part(self, travelling: BucketState) -> InPlaceAllreduce:
-        ranks, handover = self._all.ranks, travelling.handover
+        ranks, sync = self._all.ranks, travelling.sync
         again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
         part = self._all.operation(
             f"{ranks.name}, bucket {travelling.number}, after {self._joins} joins{again}",
@@ -405,7 +403,7 @@ class Overlap:
             [travelling.bucket],
             [travelling.bucket.flat],
             speculative=True,
-            within=None if handover is None else handover.working,
+            within=None if sync is None else sync.working,
         )
         part.title = f"a bucket of {ranks.described}"
         return part
@@ -417,8 +415,8 @@ class Overlap:
         if not travelling.part.done:
             self.abandon()  # all at once: an answer may take a while
         if self._engine.settle(travelling.part):
-            if travelling.handover is not None:
-                travelling.handover.come_back()
+            if travelling.sync is not None:
+                travelling.sync.come_back()
             return True
         travelling.meet(Event.WITHDRAWN)
         return False

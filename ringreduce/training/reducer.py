@@ -21,7 +21,17 @@ from ringreduce.training.agreement import Ranks, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
 from ringreduce.training.compression import State
-from ringreduce.training.framework import DENSE, FILLED, MOVABLE, NO_GRADIENT, SPARSE, UNSUPPORTED, Memory, Named, Slot
+from ringreduce.training.framework import (
+    DENSE,
+    IN_PLACE,
+    MOVABLE,
+    NO_GRADIENT,
+    SPARSE,
+    UNSUPPORTED,
+    Memory,
+    Named,
+    Slot,
+)
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
 
@@ -181,7 +191,7 @@ class GradientReducer:
             if look == MOVABLE:
                 places.append(slot.place)
                 moving.append(number)
-            elif look != FILLED:
+            elif look != IN_PLACE:
                 return False
         if moving:
             self.memory.pack(places, [gradients[number] for number in moving])

@@ -13,7 +13,7 @@ import ringreduce as rr
 from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
 from ringreduce.training.buckets import LARGE_NBYTES, Bucket
-from ringreduce.training.framework import EMPTY, FILLED, KEPT
+from ringreduce.training.framework import ALIASED, EMPTY, IN_PLACE
 from ringreduce.training.optimizer import Gradients, Options
 from ringreduce.training.reducer import GradientReducer
 
@@ -80,9 +80,9 @@ def test_a_kept_place_is_noticed(keep: Any) -> None:
     parameter.grad = torch.ones(2, 2)
     bucket.collect()
     kept = keep(parameter.grad)
-    assert looks(bucket) == [FILLED]
+    assert looks(bucket) == [IN_PLACE]
     parameter.grad = None
-    assert looks(bucket) == [KEPT]
+    assert looks(bucket) == [ALIASED]
     del kept
     assert looks(bucket) == [EMPTY]
 

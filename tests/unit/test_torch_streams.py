@@ -92,48 +92,48 @@ def test_each_communicator_has_its_own_stream(cuda: TorchStreams) -> None:
 def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -> None:
     """A buffer is filled after all streams that contribute, worked on when filled, filled again when worked on."""
     world: Any = World()
-    handover = streams.Handover(torch.device("cuda", 0), world)
+    sync = streams.StreamSync(torch.device("cuda", 0), world)
     other = cuda.Stream()
     other.enqueue("gradient of another stream")
     with cuda.stream(other):
-        handover.mark()
-    handover.mark()
-    with handover.filling():
+        sync.mark()
+    sync.mark()
+    with sync.filling():
         assert "gradient of another stream" in cuda.main.enqueue("first filling")
-    with handover.working():
+    with sync.working():
         assert "first filling" in cuda.current_stream().enqueue("first work")
     assert "first work" not in cuda.main.before
-    with handover.filling():
+    with sync.filling():
         assert "first work" in cuda.main.enqueue("second filling")
-    with handover.working():
+    with sync.working():
         cuda.current_stream().enqueue("second work")
-    handover.come_back()
+    sync.come_back()
     assert "second work" in cuda.main.before
 
 
 def test_a_rank_that_has_filled_nothing_can_work(cuda: TorchStreams) -> None:
     """As one that has joined: it waits for nothing."""
     world: Any = World()
-    handover = streams.Handover(torch.device("cuda", 0), world)
-    with handover.working():
+    sync = streams.StreamSync(torch.device("cuda", 0), world)
+    with sync.working():
         assert cuda.current_stream().enqueue("work") == frozenset()
 
 
 def test_work_that_fails_is_over_as_well(cuda: TorchStreams) -> None:
     """The next filling comes after what it has enqueued."""
     world: Any = World()
-    handover = streams.Handover(torch.device("cuda", 0), world)
-    with handover.filling():
+    sync = streams.StreamSync(torch.device("cuda", 0), world)
+    with sync.filling():
         pass
 
     def fail() -> None:
-        with handover.working():
+        with sync.working():
             cuda.current_stream().enqueue("half of the work")
             raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"):
         fail()
-    with handover.filling():
+    with sync.filling():
         assert "half of the work" in cuda.main.enqueue("second filling")
 
 
