@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _UNNAMED = " without a name"
+_PACKED_NBYTES = 32 << 10  # up to here two copies, through a buffer that is used again, are quicker than a new plan
 
 
 class RefusedError(Exception):
@@ -181,14 +182,16 @@ class Reduction(Operation):
         except Exception as error:
             executor.communicator.refuse("allreduce", error)
             raise RefusedError(error) from error
-        if len(run.operations) > 1 or len(self.sources) > 1 or run.active < executor.size:
+        is_new = self.targets is not self.sources  # then a call of its own would have to be planned
+        small = is_new and self.given[0].nbytes <= _PACKED_NBYTES
+        if small or len(run.operations) > 1 or len(self.sources) > 1 or run.active < executor.size:
             pairs = [pair for each in together for pair in zip(each.given, each.taken, strict=True)]
             executor.reduce_packed(self.op, run.totals, pairs, run.active)
-        elif self.targets is self.sources:
+        elif is_new:
+            executor.communicator.allreduce(self.given[0], self.op, out=self.taken[0])
+        else:
             array = self.sources[0]
             executor.communicator.allreduce(array, self.op, out=array)  # repeated with the same object, it is fastest
-        else:
-            executor.communicator.allreduce(self.given[0], self.op, out=self.taken[0])
         for each in together:
             try:
                 each.result = each.targets if each.after is None else each.after()

@@ -6,7 +6,6 @@ import ctypes
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +23,9 @@ from ringreduce.training.requests import RequestBuilder, dtype_name
 __all__ = ["TENSORS", "Tensors", "preparing"]
 
 _STORAGE_NBYTES = 80  # of torch's C++ object for a storage, as far as its flags go at most
+
+#: How many things hold the storage at an address. Private to torch.
+_holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
 
 class Tensors:
@@ -58,9 +60,11 @@ class Tensors:
         kept = [each for array in arrays if array.is_cpu and (each := _KEPT.keep(array)) is not None]
 
         def release() -> None:
-            with suppress(IndexError):  # two threads may see that the operation has ended
-                while True:
+            try:
+                while kept:
                     _KEPT.release(kept.pop())
+            except IndexError:  # two threads have seen that the operation has ended
+                pass
 
         return release
 
@@ -132,16 +136,17 @@ class _KeptStorages:
             storage: Any = tensor.untyped_storage()
         except RuntimeError:  # sparse, or without memory
             return None
+        address = storage._cdata
         with self._lock:
-            uses = self._uses.get(storage._cdata)
-            if uses is None:
-                if not storage.resizable():
-                    return None
+            uses = self._uses.get(address)
+            if uses is not None:
+                uses.append(uses[0])
+            elif not storage.resizable():
+                return None
+            else:
                 _forbid_to_resize(storage)
-                uses = self._uses[storage._cdata] = []
-            use = _Use(storage, uses[0].holders if uses else _holders(storage))
-            uses.append(use)
-            return use
+                uses = self._uses[address] = [_Use(storage, _holders(address))]
+            return uses[0]
 
     def release(self, use: _Use) -> None:
         """Take note that an operation has ended."""
@@ -153,7 +158,7 @@ class _KeptStorages:
                 return
             del self._uses[address]
             # What holds it since then may be an array of NumPy, for whose sake torch never resizes it again.
-            if (flag := _resizable_flag()) is not None and _holders(use.storage) <= use.holders:
+            if (flag := _resizable_flag()) is not None and _holders(address) <= use.holders:
                 ctypes.c_bool.from_address(address + flag).value = True
 
 
@@ -167,11 +172,6 @@ def _forbid_to_resize(storage: Any) -> None:
 def _show_to_numpy(storage: Any) -> None:
     """Let NumPy see a storage, which torch never resizes again then."""
     torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-
-
-def _holders(storage: Any) -> int:
-    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else count(storage._cdata)
 
 
 @cache

@@ -150,10 +150,9 @@ class RequestBuilder(CheckingArguments):
             run: takes the communicator; returns the result.
             sources, targets: the arrays that it reads and writes.
         """
-        touched = [*sources, *targets]
-        on_device = self._arrays.device_of(touched) is not None
-        touched = touched if on_device else sources
-        operation = CollectiveOp(self._key, text, run)
+        both = [*sources, *targets]
+        on_device = self._arrays.device_of(both) is not None
+        operation, touched = CollectiveOp(self._key, text, run), both if on_device else sources
         return Request(operation, self._process_set, self._named, self._arrays, touched, on_device)
 
     def allreduce(
