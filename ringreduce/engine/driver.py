@@ -39,9 +39,6 @@ class Driver:
         guard: entered by the progress thread for as long as it lives: what it calls back must not wait for it.
         followers: whether other ranks may wait for this one before it has submitted anything.
         threads, clock: as for `Engine`.
-
-    Attributes:
-        threads: the argument.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class Driver:
         threads: bool,
         clock: Callable[[], float],
     ) -> None:
-        self.threads = threads
+        self._threads = threads
         self._progress = progress
         self._pending = pending
         self._guard = guard
@@ -193,7 +190,7 @@ class Driver:
     # ---- the progress thread ----
 
     def _start(self) -> None:
-        if self.threads:
+        if self._threads:
             self._thread = threading.Thread(target=self._run_thread, name="ringreduce", daemon=True)
             self._thread.start()
 

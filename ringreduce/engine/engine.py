@@ -13,7 +13,6 @@ from typing import Any
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import CollectiveError, ConfigError, RingReduceError
-from ringreduce.common.instruments import EngineTally
 from ringreduce.engine.driver import Driver
 from ringreduce.engine.exchange import Exchange
 from ringreduce.engine.operations import Operation, Refusal, Withdrawal, WithdrawnError
@@ -33,6 +32,11 @@ class Engine:
         find_lost: returns the error about a rank that is gone, given what this one does; None if none is.
         threads: whether a progress thread may run operations. If not, they run only while the program waits for one.
         clock: in seconds; it does not go back.
+
+    Attributes:
+        communicator: the argument.
+        tally: what the engine has done so far.
+        threaded: whether operations go on while nobody waits for them.
     """
 
     def __init__(
@@ -44,9 +48,10 @@ class Engine:
         threads: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._communicator = communicator
+        self.communicator, self.threaded = communicator, threads
         self._guard = ReentrancyGuard()
         self._pending = PendingOperations(communicator.instruments)
+        self.tally = self._pending.tally
         exchange = Exchange(channel, communicator.rank, communicator.size, communicator.config, clock)
         self._progress = Progress(communicator, exchange, self._pending, find_lost, clock)
         self._driver = Driver(
@@ -61,23 +66,9 @@ class Engine:
         self._names: Counter[str] = Counter()  # by kind
 
     @property
-    def communicator(self) -> Communicator:
-        return self._communicator
-
-    @property
-    def tally(self) -> EngineTally:
-        """What the engine has done so far."""
-        return self._pending.tally
-
-    @property
     def joins(self) -> int:
         """How often all ranks have joined; the same on all ranks once a join has returned."""
         return self._progress.joins
-
-    @property
-    def threaded(self) -> bool:
-        """Whether operations go on while nobody waits for them."""
-        return self._driver.threads
 
     @property
     def waited_s(self) -> float:

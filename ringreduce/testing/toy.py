@@ -6,17 +6,15 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.framework import EMPTY, IN_PLACE, MOVABLE, Hooks, Watcher
+from ringreduce.training.framework import Hooks, Watcher
 from ringreduce.training.host import HOST, ArraySpec, HostMemory
 from ringreduce.training.optimizer import Options, Training
 
@@ -47,32 +45,8 @@ class _Hook(NamedTuple):
         self.weight.hooks.remove(self)
 
 
-@dataclass
-class _Slot:
-    """A weight, and the place of its gradient."""
-
-    parameter: _Weight
-    place: _Floats
-
-    def look(self, gradient: _Floats | None) -> int:
-        # Never kept, as nobody counts who holds an array.
-        return IN_PLACE if gradient is self.place else EMPTY if gradient is None else MOVABLE
-
-
 class _Weights(HostMemory, Hooks):
     """The gradients of the toy, which weights keep."""
-
-    def lay_out(
-        self, communicator: Communicator, parameters: Sequence[Any], starts: Sequence[int]
-    ) -> tuple[Any, list[Any]]:
-        memory = communicator.empty(starts[-1], np.uint8)
-        memory[:] = 0
-        pieces = [memory[start:][: each.nbytes] for start, each in zip(starts, parameters, strict=False)]
-        slots = [
-            _Slot(each, piece.view(each.dtype).reshape(each.shape))
-            for each, piece in zip(parameters, pieces, strict=True)
-        ]
-        return memory.view(parameters[0].dtype), slots
 
     def watch(self, parameter: _Weight, watcher: Watcher, record: Any) -> list[_Hook]:
         parameter.hooks.append(_Hook(parameter, weakref.ref(watcher), record))

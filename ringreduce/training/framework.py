@@ -75,7 +75,7 @@ _Result = TypeVar("_Result")
 
 
 class Arrays(Protocol):
-    """The arrays of a framework.
+    """The arrays of a framework. The defaults are those of one whose arrays are in host memory and keep their place.
 
     Attributes:
         expected: what errors call one of its arrays: ``"a torch tensor"``.
@@ -97,6 +97,7 @@ class Arrays(Protocol):
 
     def without_graph(self, array: Any) -> Any:
         """Return an array of the same memory that no gradient flows through: itself if none does."""
+        return array
 
     def empty_like(self, array: Any) -> Any:
         """Return an uninitialised array of the same shape, strides and dtype, in the same place."""
@@ -117,9 +118,11 @@ class Arrays(Protocol):
             What ends that, once the operation has ended; calling it again does nothing. Where the memory of arrays
             never changes, neither does anything.
         """
+        return lambda: None
 
     def changed(self, array: Any) -> Any:
         """Return an array that a collective has overwritten, after telling the framework so if it keeps versions."""
+        return array
 
     def differentiable(
         self,
@@ -135,22 +138,27 @@ class Arrays(Protocol):
                 once, before ``run``, if a gradient may be asked for; otherwise never.
             arrays: of any number.
         """
+        return run(arrays)
 
-    # What follows is for devices with streams. A framework on the host alone returns None, "cpu", the arrays and `run`.
+    # What follows is for devices with streams.
 
     def device_of(self, arrays: Sequence[Any]) -> Any | None:
         """Return the device on which some of the arrays are; None: all are in host memory."""
+        return None
 
     def place(self, array: Any) -> str:
         """Return the kind of device that an array is on, as mismatches say it: ``"cpu"`` or ``"cuda"``."""
+        return "cpu"
 
     def on_host(self, arrays: Sequence[Any]) -> AbstractContextManager[Sequence[Any]]:
         """Return a context that lends the arrays in host memory: themselves, or copies that are copied back."""
+        return nullcontext(arrays)
 
     def reduce_on_device(
         self, communicator: Communicator, op: ReduceOp, sources: Sequence[Any], targets: Sequence[Any]
     ) -> None:
         """Reduce arrays of which some are on a device, each into its target."""
+        raise AssertionError("there is no device")
 
     def on_callers_stream(
         self, run: Callable[[Communicator], _Result], device: Any
@@ -159,6 +167,7 @@ class Arrays(Protocol):
 
         For operations that the caller waits for.
         """
+        return run
 
     def beside_callers_stream(
         self, run: Callable[[Communicator], _Result], arrays: Sequence[Any]
@@ -172,6 +181,7 @@ class Arrays(Protocol):
         Returns:
             The function, and one that takes its result and makes the stream that is current then wait for it.
         """
+        return run, lambda result: result
 
 
 #: What `Memory.found` returns. A sparse gradient is `SPARSE` plus the number of its sparse dimensions.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -19,7 +18,7 @@ __all__ = ["HOST", "ArraySpec", "HostArrays", "HostMemory"]
 
 
 class HostArrays(Arrays):
-    """NumPy arrays, as an `Arrays`. Without a device, nothing is asked of one."""
+    """NumPy arrays, as an `Arrays`."""
 
     expected, conversion = "a NumPy array", "np.asarray(...)"
 
@@ -30,9 +29,6 @@ class HostArrays(Arrays):
         operand = Operand.of(array)
         if writable:
             operand.require_writable()
-
-    def without_graph(self, array: Any) -> Any:
-        return array
 
     def empty_like(self, array: Any) -> Any:
         return np.empty_like(array)
@@ -47,38 +43,6 @@ class HostArrays(Arrays):
             np.copyto(target, source.astype(np.float64) * factor, casting="unsafe")
         else:
             np.multiply(source, source.dtype.type(factor), out=target)
-
-    def keep_in_place(self, arrays: Sequence[Any]) -> Callable[[], object]:
-        return lambda: None  # the memory of a NumPy array does not change
-
-    def changed(self, array: Any) -> Any:
-        return array
-
-    def differentiable(
-        self,
-        run: Callable[[Sequence[Any]], Sequence[Any]],
-        rule: Callable[[], Callable[[Sequence[Any]], Sequence[Any]]],
-        arrays: Sequence[Any],
-    ) -> Sequence[Any]:
-        return run(arrays)
-
-    def device_of(self, arrays: Sequence[Any]) -> Any | None:
-        return None
-
-    def place(self, array: Any) -> str:
-        return "cpu"
-
-    def on_host(self, arrays: Sequence[Any]) -> AbstractContextManager[Sequence[Any]]:
-        return nullcontext(arrays)
-
-    def reduce_on_device(self, communicator: Communicator, op: Any, sources: Sequence[Any], targets: Any) -> None:
-        raise AssertionError("there is no device")
-
-    def on_callers_stream(self, run: Any, device: Any) -> Any:
-        return run
-
-    def beside_callers_stream(self, run: Any, arrays: Sequence[Any]) -> Any:
-        return run, lambda result: result
 
 
 HOST = HostArrays()
