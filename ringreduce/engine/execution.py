@@ -62,7 +62,7 @@ class Executor:
             elif wire is None:
                 operand = Operand.of(array)
                 view = operand.flat()
-                self._average_over(divisor, operand.dtype, view.size, [(view, view)])
+                self._reduce(op, operand.dtype, view.size, [(view, view)], divisor)
             else:
                 self.communicator.allreduce(array, SUM, out=array, wire=wire, feedback=feedback)
                 divide(Operand.of(array).flat(), divisor)
@@ -83,11 +83,7 @@ class Executor:
             pairs.setdefault(source.dtype.name, []).append((source.view, target.view))
         divisor = self._divisor(op, active)
         for name, count in totals.items():
-            dtype, mine = DType.of(name), pairs.get(name, [])
-            if divisor:
-                self._average_over(divisor, dtype, count, mine)
-            else:
-                self._reduce(op, dtype, count, mine)
+            self._reduce(op, DType.of(name), count, pairs.get(name, []), divisor)
 
     def _divisor(self, op: ReduceOp, active: int) -> int:
         """Return by which number a sum must be divided where the communicator's average is over too many ranks, or 0.
@@ -99,8 +95,10 @@ class Executor:
         divisor = self.communicator.config.conventions.averaged_over(active, self.size)
         return divisor if divisor < self.size else 0
 
-    def _reduce(self, op: ReduceOp, dtype: DType, count: int, pairs: Sequence[_Pair]) -> None:
-        instruments = self.communicator.instruments
+    def _reduce(self, op: ReduceOp, dtype: DType, count: int, pairs: Sequence[_Pair], divisor: int) -> None:
+        """Reduce sources into their targets, through one buffer. With a divisor, the sum is divided by that."""
+        communicator = self.communicator
+        instruments = communicator.instruments
         shapes = tuple([source.shape for source, _ in pairs]) or ((count,),)
         buffer = self._buffer(dtype, count, shapes)
         for part, (source, _) in zip(buffer.parts, pairs, strict=False):
@@ -109,28 +107,17 @@ class Executor:
             buffer.parts[0][:] = _neutral(op, dtype)
         if instruments.observers:
             instruments.step(f"pack {len(pairs)} arrays")
-        self.communicator.allreduce(buffer.array, op, out=buffer.array)
+        if divisor:
+            total = widen(buffer.flat, dtype) if dtype.half or dtype.integral else buffer.flat  # wide enough for a sum
+            communicator.allreduce(total, SUM, out=total)
+            (divide_toward_zero if total.dtype.kind in "iu" else divide)(total, divisor)
+            narrow(total, dtype, buffer.flat)
+        else:
+            communicator.allreduce(buffer.array, op, out=buffer.array)
         for part, (_, target) in zip(buffer.parts, pairs, strict=False):
             np.copyto(target, part)
         if instruments.observers:
             instruments.step(f"unpack {len(pairs)} arrays")
-
-    def _average_over(self, divisor: int, dtype: DType, count: int, pairs: Sequence[_Pair]) -> None:
-        """Average over fewer ranks than there are: sum in a dtype wide enough, then divide by their number."""
-        own: npt.NDArray[Any] = np.zeros(count, dtype.storage)
-        parts = _cut(own, [source.shape for source, _ in pairs])
-        for part, (source, _) in zip(parts, pairs, strict=True):
-            np.copyto(part, source)
-        exact = dtype.half or dtype.integral
-        total = widen(own, dtype) if exact else own
-        self.communicator.allreduce(total, SUM, out=total)
-        if total.dtype.kind in "iu":
-            divide_toward_zero(total, divisor)
-        else:
-            divide(total, divisor)
-        narrow(total, dtype, own)
-        for part, (_, target) in zip(parts, pairs, strict=True):
-            np.copyto(target, part)
 
     def _buffer(self, dtype: DType, count: int, shapes: tuple[tuple[int, ...], ...]) -> _Buffer:
         """Return a communication buffer; the same one for equal arguments, since a repeated call is fastest then."""
@@ -140,9 +127,10 @@ class Executor:
             self._buffers.move_to_end(key)
             return found
         memory = self.communicator.empty(count * dtype.itemsize, np.uint8)
-        made = _Buffer(typed(memory, dtype), _cut(memory.view(dtype.storage), shapes), memory.nbytes)
+        flat = memory.view(dtype.storage)
+        made = _Buffer(typed(memory, dtype), flat, _cut(flat, shapes))
         self._buffers[key] = made
-        while len(self._buffers) > 1 and sum(each.nbytes for each in self._buffers.values()) > _BUFFERS_NBYTES:
+        while len(self._buffers) > 1 and sum(each.flat.nbytes for each in self._buffers.values()) > _BUFFERS_NBYTES:
             self._buffers.popitem(last=False)
         return made
 
@@ -152,13 +140,13 @@ class _Buffer(NamedTuple):
 
     Attributes:
         array: all of it, for the communicator.
-        parts: its storage, cut into the shapes of the arrays that are packed into it.
-        nbytes: of it.
+        flat: its storage.
+        parts: the same, cut into the shapes of the arrays that are packed into it.
     """
 
     array: Any
+    flat: npt.NDArray[Any]
     parts: list[npt.NDArray[Any]]
-    nbytes: int
 
 
 def _cut(flat: npt.NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[npt.NDArray[Any]]:
