@@ -118,7 +118,7 @@ class Overlap:
         self._joins = engine.joins
         self.watched: dict[int, GradientState] = {}  # by the id of the parameter
         self._buckets: list[BucketState] = []
-        self._travelling: dict[int, BucketState] = {}  # the same, by the id of the parameter
+        self._state_of: dict[int, BucketState] = {}  # the same, by the id of the parameter
         self._pending: list[GradientState] = []  # were added to, and hooks of the program may still run
         self._passes = 0
         self._lock = threading.RLock()
@@ -127,15 +127,15 @@ class Overlap:
 
     def before_adding(self, record: GradientState) -> None:
         """Withdraw, or wait for, the reduction of a gradient that is about to be added to."""
-        travelling = self._travelling.get(id(record.parameter))
-        if travelling is None or travelling.part is None:
+        state = self._state_of.get(id(record.parameter))
+        if state is None or state.part is None:
             return
         with self._lock:
-            if not self._keep_out(travelling):
+            if not self._keep_out(state):
                 return
             record.look(self._hooks, self._moved)
             if record.fate is Fate.MISSING and record.parameter.grad is None:
-                place = next(slot.place for slot in travelling.bucket.slots if slot.parameter is record.parameter)
+                place = next(slot.place for slot in state.bucket.slots if slot.parameter is record.parameter)
                 record.parameter.grad = place  # what comes is added to that
                 record.fate = Fate.NONE
 
@@ -144,9 +144,9 @@ class Overlap:
         with self._lock:
             self._count_additions()
             self._pending.append(record)
-            travelling = self._travelling.get(id(record.parameter))
-            if travelling is not None and travelling.sync is not None:
-                travelling.sync.mark()
+            state = self._state_of.get(id(record.parameter))
+            if state is not None and state.sync is not None:
+                state.sync.mark()
 
     def pass_ended(self, nested: bool) -> int:
         """Record the end of a backward pass; return how many there were since the last step.
@@ -174,8 +174,8 @@ class Overlap:
         """Withdraw, or wait for, all reductions that are under way."""
         with self._lock:
             self._count_additions()
-            for travelling in self._buckets:
-                self._keep_out(travelling)
+            for state in self._buckets:
+                self._keep_out(state)
 
     def cleared(self) -> None:
         """Record that the program has cleared all gradients, since `stop`: passes before that do not count."""
@@ -184,9 +184,9 @@ class Overlap:
             for record in self.watched.values():
                 record.summed = record.times = 0
                 record.fresh = False
-            for travelling in self._buckets:
-                travelling.meet(Event.CLEARED)
-                for record in travelling.members if travelling.part is not None else ():
+            for state in self._buckets:
+                state.meet(Event.CLEARED)
+                for record in state.members if state.part is not None else ():
                     record.fate = Fate.CLEARED
                     record.remember(self._hooks)
 
@@ -215,10 +215,10 @@ class Overlap:
                 record.changed[0] = any(each.fate >= Fate.CHANGED for each in added)
             record.again[0] = any(each.fresh and each.summed == each.gradient for each in self.watched.values())
             record.slower[0] = self._probe is not None and self._probe.slower
-            for index, parameter in enumerate(parameters) if self.wanted and self._travelling else ():
-                if (travelling := self._travelling.get(id(parameter))) is None:
+            for index, parameter in enumerate(parameters) if self.wanted and self._state_of else ():
+                if (state := self._state_of.get(id(parameter))) is None:
                     continue
-                if travelling.part is None:
+                if state.part is None:
                     record.standing[index] = WAITS
                     continue
                 each = self.watched[id(parameter)]
@@ -242,16 +242,16 @@ class Overlap:
         if not (record.standing.any() or record.cleared.any() or record.kept.any()):
             return reduced
         with self._lock:
-            for travelling in self._buckets:
-                numbers, part = travelling.bucket.numbers, travelling.part
+            for state in self._buckets:
+                numbers, part = state.bucket.numbers, state.part
                 if min(numbers) < 0 or (record.standing[numbers] == WAITS).any():
                     if part is not None:  # the program has removed a parameter; or a rank waits
                         self._engine.withdraw([part])
-                    travelling.generation += 1
+                    state.generation += 1
                     continue
                 assert part is not None and part.done, "all ranks have submitted it before the step"
-                if travelling.sync is not None:
-                    travelling.sync.come_back()
+                if state.sync is not None:
+                    state.sync.come_back()
                 failure = failure or part.error
                 standing, cleared, kept = (
                     record.standing[numbers],
@@ -262,7 +262,7 @@ class Overlap:
                     standing, cleared, kept, everyone=part.active == active, sums=self._op is SUM
                 )
                 if not (standing == ADDED).any() and not cleared.any():
-                    reduced.append(travelling.bucket)
+                    reduced.append(state.bucket)
         if failure is not None:
             raise failure
         if wrong:
@@ -287,7 +287,7 @@ class Overlap:
             joined, self._joins = self._joins != self._engine.joins, self._engine.joins
             if joined:  # ranks that had joined have not counted what was withdrawn since
                 self._buckets.clear()
-                self._travelling.clear()
+                self._state_of.clear()
             if record.changed.any():
                 self.end()
                 return True
@@ -309,8 +309,8 @@ class Overlap:
                 return False
             if self.wanted and [each.bucket for each in self._buckets] != list(self._all):
                 self._take_buckets()
-            for travelling in self._buckets:
-                travelling.meet(Event.STEPPED)
+            for state in self._buckets:
+                state.meet(Event.STEPPED)
             return False
 
     def forget_step(self) -> None:
@@ -326,7 +326,7 @@ class Overlap:
         self.forget_step()
         self.begun = self.watching = False
         self._buckets.clear()
-        self._travelling.clear()
+        self._state_of.clear()
 
     def abandon(self) -> None:
         """Withdraw what is under way; takes no lock, for finalizers."""
@@ -338,9 +338,9 @@ class Overlap:
             self.abandon()
             self.forget_step()
             self.begun, self._alike = False, 0
-            for travelling in self._buckets:
-                travelling.generation += 1
-                travelling.meet(Event.STEPPED)
+            for state in self._buckets:
+                state.generation += 1
+                state.meet(Event.STEPPED)
 
     # ---- inside; the lock is held ----
 
@@ -353,7 +353,7 @@ class Overlap:
             for number, bucket in enumerate(self._all)
             if not bucket.is_compressed and all(id(slot.parameter) in watched for slot in bucket.slots)
         ]
-        self._travelling = {id(member.parameter): each for each in self._buckets for member in each.members}
+        self._state_of = {id(member.parameter): each for each in self._buckets for member in each.members}
 
     def _count_additions(self) -> None:
         """Count the additions after which the program's hooks have run by now; submit buckets that are complete."""
@@ -364,59 +364,59 @@ class Overlap:
             if self.suspends:
                 continue
             record.times += 1
-            travelling = self._travelling.get(id(record.parameter))
-            if travelling is None:
+            state = self._state_of.get(id(record.parameter))
+            if state is None:
                 continue
-            if travelling.part is not None:
+            if state.part is not None:
                 record.meet(Fate.ADDED)
             elif record.times == record.expected:
-                travelling.missing -= 1
-                if travelling.missing == 0 and self.begun and travelling.stage is Stage.FILLING:
-                    self._submit(travelling)
+                state.missing -= 1
+                if state.missing == 0 and self.begun and state.stage is Stage.FILLING:
+                    self._submit(state)
 
-    def _submit(self, travelling: BucketState) -> None:
-        bucket, members = travelling.bucket, travelling.members
+    def _submit(self, state: BucketState) -> None:
+        bucket, members = state.bucket, state.members
         given = any(not each.times and each.parameter.grad is not None for each in members)
         filled = False
         if not given and self._joins == self._engine.joins:
-            with nullcontext() if travelling.sync is None else travelling.sync.filling():
+            with nullcontext() if state.sync is None else state.sync.filling():
                 filled = max(bucket.collect(zeros=True), default=0) <= EMPTY
         if filled:
             for record in members:
                 record.fate = Fate.MISSING if record.parameter.grad is None else Fate.NONE
                 record.remember(self._hooks)
-            part = self._part(travelling)
+            part = self._part(state)
             try:
                 self._engine.submit(part)
             except (ConfigError, ShutdownError, TransportError):
                 pass  # this rank has joined, or the engine has ended: the step will raise it
             else:
-                travelling.part = part
-        travelling.meet(Event.HELD_BACK if travelling.part is None else Event.SUBMITTED)
+                state.part = part
+        state.meet(Event.HELD_BACK if state.part is None else Event.SUBMITTED)
 
-    def _part(self, travelling: BucketState) -> InPlaceAllreduce:
-        ranks, sync = self._all.ranks, travelling.sync
-        again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
+    def _part(self, state: BucketState) -> InPlaceAllreduce:
+        ranks, sync = self._all.ranks, state.sync
+        again = f", {state.generation} times withdrawn" if state.generation else ""
         part = self._all.operation(
-            f"{ranks.name}, bucket {travelling.number}, after {self._joins} joins{again}",
+            f"{ranks.name}, bucket {state.number}, after {self._joins} joins{again}",
             f"a bucket of {ranks.name}",
-            [travelling.bucket],
-            [travelling.bucket.flat],
+            [state.bucket],
+            [state.bucket.flat],
             speculative=True,
             within=None if sync is None else sync.working,
         )
         part.title = f"a bucket of {ranks.described}"
         return part
 
-    def _keep_out(self, travelling: BucketState) -> bool:
+    def _keep_out(self, state: BucketState) -> bool:
         """Withdraw a bucket, or wait for it; return whether it was reduced."""
-        if travelling.part is None:
+        if state.part is None:
             return False
-        if not travelling.part.done:
+        if not state.part.done:
             self.abandon()  # all at once: an answer may take a while
-        if self._engine.settle(travelling.part):
-            if travelling.sync is not None:
-                travelling.sync.come_back()
+        if self._engine.settle(state.part):
+            if state.sync is not None:
+                state.sync.come_back()
             return True
-        travelling.meet(Event.WITHDRAWN)
+        state.meet(Event.WITHDRAWN)
         return False
