@@ -6,7 +6,7 @@ import html
 import io
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,22 +19,36 @@ from ringreduce.common.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["curves", "figure", "page", "require_matplotlib", "save"]
+__all__ = ["curves", "figure", "html_page", "html_table", "page", "require_matplotlib", "save"]
 
 #: Of curves: ours, then peers by name, and the bound.
 _COLOURS = {"mpi": "#f58518", "gloo": "#e45756", "nccl": "#72b7b2", "bound": "#9d9d9d"}
 _OURS = ("#4c78a8", "#54a24b", "#b279a2", "#9d755d", "#2f4b7c", "#7a5195")
 _SUFFIXES = (".png", ".svg", ".pdf")
 
-_HEAD = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>ringreduce bench</title><style>
-body { font: 14px system-ui, sans-serif; margin: 2em; max-width: 70em; }
-td, th { text-align: right; padding: 2px 10px; }
-svg { max-width: 100%; height: auto; }
-</style></head><body><h1>ringreduce bench</h1>
+Curve = dict[int, float]  # microseconds by size in bytes
+
+
+def html_page(title: str, body: str) -> str:
+    """Return a page that needs nothing else."""
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
+body {{ font: 14px system-ui, sans-serif; margin: 2em; max-width: 70em; }}
+td, th {{ text-align: right; padding: 2px 10px; }}
+svg {{ max-width: 100%; height: auto; }}
+i {{ display: inline-block; width: 1em; height: 1em; margin: 0 .4em 0 1em; vertical-align: middle; }}
+</style></head><body>
+<h1>{html.escape(title)}</h1>
+{body}
+</body></html>
 """
 
-Curve = dict[int, float]  # microseconds by size in bytes
+
+def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of a page."""
+    lines = [("th", headings), *(("td", row) for row in rows)]
+    cells = ("".join(f"<{tag}>{html.escape(each)}</{tag}>" for each in row) for tag, row in lines)
+    return f"<table>{''.join(f'<tr>{each}</tr>' for each in cells)}</table>"
 
 
 def require_matplotlib(path: str | None = None) -> None:
@@ -137,24 +151,20 @@ def page(reports: Sequence[Report]) -> str:
     parts += [f"<p>{report.settings.collective}: {html.escape(report.busy)}</p>" for report in reports if report.busy]
     parts += [_section(report) for report in reports]
     parts.append(f"<p>Wrong elements: {sum(report.nwrong or 0 for report in reports)}</p>")
-    return f"{_HEAD}{''.join(parts)}\n</body></html>\n"
+    return html_page("ringreduce bench", "".join(parts))
 
 
 def _section(report: Report) -> str:
     name, peers = report.settings.collective, report.settings.peers
     heads = ["size", "time (us)", "busbw (GB/s)", "algorithm", "transport", "bound", *(f"vs {each}" for each in peers)]
-    rows = [_cells("td", [cells_of(row, peers)[head] for head in heads]) for row in report.rows]
+    rows = ([cells_of(row, peers)[head] for head in heads] for row in report.rows)
     text = io.StringIO()
     figure(report).savefig(text, format="svg")
     svg = text.getvalue()[text.getvalue().index("<svg") :]
     # Several pictures share a page: the ids of one must not be those of another.
     for reference in ('id="', 'href="#', "url(#"):
         svg = svg.replace(reference, f"{reference}{name}-")
-    return f"<h2>{name}</h2>{svg}<table>{_cells('th', heads)}{''.join(rows)}</table>"
-
-
-def _cells(tag: str, texts: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(each)}</{tag}>" for each in texts) + "</tr>"
+    return f"<h2>{name}</h2>{svg}{html_table(heads, rows)}"
 
 
 def _lost(report: Report) -> Iterator[str]:

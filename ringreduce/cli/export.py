@@ -9,8 +9,9 @@ import click
 
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.files import replace_file, require_own
 from ringreduce.common.launch import launch
-from ringreduce.elastic.store import CommitStore, replace_file, require_own
+from ringreduce.elastic.store import CommitStore
 
 __all__ = ["command"]
 

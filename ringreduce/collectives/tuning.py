@@ -20,7 +20,6 @@ import math
 import os
 import stat
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.collectives.call import Problem, Work, path_for
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.files import replace_file
 from ringreduce.common.topology import Topology
 
 __all__ = ["Candidate", "Decision", "Key", "Model", "Row", "Table", "format_seconds", "is_ours", "work"]
@@ -270,14 +270,7 @@ class Table:
         """
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".tuning-")
-            try:
-                with open(descriptor, "w", encoding="utf-8") as file:
-                    file.write(self.to_json())
-                os.replace(name, path)
-            except BaseException:
-                os.unlink(name)
-                raise
+            replace_file(path, lambda file: file.write(self.to_json().encode()))
         except OSError as error:
             raise ConfigError(f"the tuning table cannot be written: {error}") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -13,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from ringreduce.bench.cases import format_nbytes
+from ringreduce.bench.plots import html_page, html_table
 from ringreduce.common.errors import ConfigError
 from ringreduce.doctor.tables import table
 from ringreduce.observe.trace_file import collect
@@ -223,9 +223,7 @@ def to_html(found: dict[str, Any], title: str) -> str:
             x += width
         y += 26
     legend = "".join(f'<span><i style="background:{colour}"></i>{part}</span>' for part, colour in PARTS.items())
-    headings, cells = _cells(found)
-    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
-    numbers = f"<table><tr>{''.join(f'<th>{each}</th>' for each in headings)}</tr>{rows}</table>"
+    numbers = html_table(*_cells(found))
     steps = f"""<p>Where the time of a training step went on each rank: medians in milliseconds.</p>
 <svg width="780" height="{y}" role="img" aria-label="time of a step by part">{"".join(bars)}</svg>
 <p>{legend}</p>
@@ -234,13 +232,4 @@ def to_html(found: dict[str, Any], title: str) -> str:
 optimizer. last: in how many steps the rank was the last to end its backward pass; late: by how much it came after the
 first one, on average.</p>"""
     calls = f"<p>Collectives on each rank. There are no training steps in this trace.</p>\n{numbers}"
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
-body {{ font: 14px system-ui, sans-serif; margin: 2em; }}
-td, th {{ text-align: right; padding: 2px 10px; }}
-i {{ display: inline-block; width: 1em; height: 1em; margin: 0 .4em 0 1em; vertical-align: middle; }}
-</style></head><body>
-<h1>{html.escape(title)}</h1>
-{steps if found["ranks"] else calls}
-</body></html>
-"""
+    return html_page(title, steps if found["ranks"] else calls)

@@ -18,9 +18,9 @@ import numpy as np
 
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.files import create_file, own_folder
 from ringreduce.common.launch import launch
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
-from ringreduce.elastic.store import create_file, own_folder
 from ringreduce.observe.audit import fingerprint
 from ringreduce.runtime import audited, rank, record, size
 from ringreduce.training.epochs import EpochDivision

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ringreduce.common.config import VERSION
+from ringreduce.common.files import create_file, own_folder, replace_file
 
-__all__ = ["CommitStore", "create_file", "own_folder", "replace_file", "require_own"]
+__all__ = ["CommitStore"]
 
 _log = logging.getLogger(__name__)
 
@@ -176,53 +177,6 @@ class CommitStore:
             found = _NAME.fullmatch(each.name)
             if found and found[2] == part and int(found[1]) < kept[0]:
                 each.unlink(missing_ok=True)
-
-
-def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file that is there as a whole or not at all, whenever the machine stops; readable by its owner alone.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with create_file(new) as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def own_folder(folder: Path) -> None:
-    """Make a folder for this user alone, if there is none.
-
-    Raises:
-        OSError: it cannot be made; or other users may write to it, and what is read from it may be unpickled.
-    """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    require_own(folder)
-
-
-def require_own(folder: Path) -> None:
-    """Raise an OSError if other users may write to a folder."""
-    found = folder.stat()
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
-    if found.st_mode & 0o022:
-        raise PermissionError(f"other users may write to {folder}; chmod go-w {folder}")
-
-
-def create_file(path: Path) -> BinaryIO:
-    """Open a new file for its owner alone, in place of what a process of the same number has left there."""
-    path.unlink(missing_ok=True)
-    return open(path, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
 
 
 def _open(path: Path) -> BinaryIO:

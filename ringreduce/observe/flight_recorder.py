@@ -36,6 +36,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common import processes
 from ringreduce.common.call_sites import place_of
 from ringreduce.common.errors import CollectiveTimeoutError
+from ringreduce.common.files import replace_file
 
 __all__ = ["FlightRecorder", "Observed", "Snapshot", "write"]
 
@@ -168,10 +169,7 @@ def write(path: Path, said: Mapping[str, Any], indent: int | None = None) -> Non
         OSError: it cannot be written.
     """
     new = path.with_suffix(f".{os.getpid()}-{next(_numbers)}")  # a signal handler may write in the midst of this
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
-        json.dump(said, file, indent=indent)
-    os.replace(new, path)
+    replace_file(path, lambda file: file.write(json.dumps(said, indent=indent).encode()), new=new, durable=False)
 
 
 def _calls(communicator: Communicator, brief: bool) -> list[dict[str, Any]]:

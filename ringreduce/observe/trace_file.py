@@ -18,6 +18,10 @@ import os
 import shutil
 import stat
 from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from ringreduce.common.files import replace_file
 
 __all__ = ["TraceFile", "collect"]
 
@@ -41,7 +45,7 @@ class TraceFile:
         job, _, number = name.rpartition(" ")
         self._folder = _folder_of(self._path, f"{job[:8]}-{number}")
         self._part = os.path.join(self._folder, str(rank))
-        self._new = os.path.join(self._folder, f"new.{rank}")
+        self._new = Path(self._folder, f"new.{rank}")
         self._lock: int | None = None
         self._begun = self._finished = False
 
@@ -166,20 +170,17 @@ class TraceFile:
             return  # it has been moved since
         if head == self._head and size == len(head) + sum(size for _, size, _ in parts) + len(_CLOSING):
             return
-        try:
-            with open(self._new, "wb", opener=_open_private) as file:
-                file.write(self._head + _SEPARATOR)
-                for path, size, _ in parts:
-                    if size:
-                        with open(path, "rb") as part, mmap.mmap(part.fileno(), 0, access=mmap.ACCESS_READ) as text:
-                            file.write(memoryview(text)[: text.rfind(b"\n") + 1])  # a killed rank may have cut an event
-                file.seek(-len(_SEPARATOR), os.SEEK_END)
-                file.write(_CLOSING)
-            os.replace(self._new, self._path)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(self._new)
-            raise
+
+        def write(file: BinaryIO) -> None:
+            file.write(self._head + _SEPARATOR)
+            for path, size, _ in parts:
+                if size:
+                    with open(path, "rb") as part, mmap.mmap(part.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                        file.write(memoryview(text)[: text.rfind(b"\n") + 1])  # a killed rank may have cut an event
+            file.seek(-len(_SEPARATOR), os.SEEK_END)
+            file.write(_CLOSING)
+
+        replace_file(Path(self._path), write, new=self._new, durable=False)
 
 
 def collect(path: str | os.PathLike[str]) -> None:
@@ -229,7 +230,3 @@ def _read_head(path: str, length: int = len(_OPENING)) -> tuple[bytes, int]:
         return head, found.st_size
     finally:
         os.close(descriptor)
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.elastic.store import replace_file
+from ringreduce.common.files import replace_file
 from ringreduce.runtime import rank_and_size
 from ringreduce.torch.elastic.generators import Generators
 from ringreduce.torch.functions import allgather_object, broadcast_object

@@ -1,0 +1,67 @@
+"""Files of this user's alone, which are whole at any time, and folders that nobody else writes to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["create_file", "own_folder", "replace_file", "require_own"]
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Open a new file for its owner alone, in place of what a process of the same number has left there."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
+
+
+def replace_file(
+    path: Path, write: Callable[[BinaryIO], object], *, new: Path | None = None, durable: bool = True
+) -> None:
+    """Write a file that is there as a whole or not at all; readable by its owner alone.
+
+    Args:
+        path: of the file.
+        write: writes what it is to hold.
+        new: where that is written first; None: to a hidden file beside it.
+        durable: whether it is so whenever the machine stops, too.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    new = new or path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with create_file(new) as file:
+            write(file)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def own_folder(folder: Path) -> None:
+    """Make a folder for this user alone, if there is none.
+
+    Raises:
+        OSError: it cannot be made; or other users may write to it, and what is read from it may be unpickled.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own(folder)
+
+
+def require_own(folder: Path) -> None:
+    """Raise an OSError if other users may write to a folder."""
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
+    if found.st_mode & 0o022:
+        raise PermissionError(f"other users may write to {folder}; chmod go-w {folder}")
