@@ -7,7 +7,7 @@ problem, so all ranks get the same answers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -75,8 +75,6 @@ class Problem:
         op: how they are reduced; None where nothing is.
         library: called with (elements, name of the dtype, op), returns whether the MPI library's own allreduce takes
             them; None where there is no library.
-        averages_integers: whether this is an average of integers: summed in a wider type, and divided at the end.
-        wants_wider: whether it must be reduced in a wider type where several ranks reduce, one after the other.
     """
 
     collective: Collective
@@ -85,19 +83,6 @@ class Problem:
     dtype: DType = DTYPES["float32"]
     op: ReduceOp | None = None
     library: Callable[[int, str, ReduceOp], bool] | None = None
-    averages_integers: bool = field(init=False)
-    wants_wider: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        averages = self.op is ReduceOp.AVERAGE and self.dtype.integral
-        object.__setattr__(self, "averages_integers", averages)
-        object.__setattr__(self, "wants_wider", averages or (self.op is not None and self.dtype.half))
-
-    def widened(self) -> Problem:
-        """Return the same problem on elements of the wider type (see `ringreduce.buffers.wider`)."""
-        wide = wider(self.dtype)
-        op = ReduceOp.SUM if self.averages_integers else self.op
-        return replace(self, nbytes=-(-self.nbytes * wide.itemsize // self.dtype.itemsize), dtype=wide, op=op)
 
 
 class Work(NamedTuple):
@@ -159,7 +144,13 @@ class Path(Enum):
 
     def as_reduced(self, problem: Problem) -> Problem:
         """Return the problem as this path reduces it: in its own dtype, or in a wider one."""
-        return problem.widened() if problem.wants_wider and not self.reduces_at_once else problem
+        dtype, op = problem.dtype, problem.op
+        averages_integers = op is ReduceOp.AVERAGE and dtype.integral
+        if self.reduces_at_once or not (averages_integers or (op is not None and dtype.half)):
+            return problem
+        wide = wider(dtype)
+        nbytes = -(-problem.nbytes * wide.itemsize // dtype.itemsize)
+        return replace(problem, nbytes=nbytes, dtype=wide, op=ReduceOp.SUM if averages_integers else op)
 
 
 def path_for(algorithm: str, problem: Problem) -> Path:
@@ -302,7 +293,6 @@ class Task(NamedTuple):
         kind: of these calls.
         choice: by which algorithm, on which path.
         signature: what the ranks compare.
-        problem: what was chosen for.
         dtype: of the elements that are reduced or moved: those of the arrays, or wider ones.
         op: how they are reduced; without a meaning where nothing is.
         is_wide: whether the path reduces in another type than that of the arrays, or divides at the end.
@@ -311,7 +301,6 @@ class Task(NamedTuple):
     kind: Kind
     choice: Choice
     signature: Signature
-    problem: Problem
     dtype: DType
     op: ReduceOp
     is_wide: bool = False

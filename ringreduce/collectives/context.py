@@ -129,7 +129,7 @@ class Context:
 
     def steps(self, task: Task) -> Schedule:
         """Return this rank's steps in a task."""
-        return self.schedule(task.problem.collective, task.choice.algorithm, task.kind.root)
+        return self.schedule(task.kind.collective, task.choice.algorithm, task.kind.root)
 
     def kernels(self, dtype: DType, op: ReduceOp) -> Kernels:
         """Return what reduces such elements of these ranks, with scratch of its own."""
@@ -161,7 +161,7 @@ class Context:
 
     def bind_on_node(self, task: Task, algorithm: str, segment: Segment, memory: Memory) -> list[Call]:
         """Bind this rank's direct loads and stores; return the calls that carry them out."""
-        schedule = self.schedule(task.problem.collective, algorithm, task.kind.root)
+        schedule = self.schedule(task.kind.collective, algorithm, task.kind.root)
         link = Link(self.rank, self.waiter, task.signature.text)
         return BoundSchedule(schedule, [segment], memory, self.kernels(task.dtype, task.op), link).calls
 
@@ -314,7 +314,7 @@ class NodeSchedule:
 
     def _bind(self, others: list[int]) -> BoundSchedule:
         context, task, memory = self._context, self._task, self._memory
-        at_root = task.op is ReduceOp.AVERAGE and task.problem.collective is Collective.REDUCE
+        at_root = task.op is ReduceOp.AVERAGE and task.kind.collective is Collective.REDUCE
         op = ReduceOp.SUM if at_root or self._coding is not None else task.op
         peers = {
             peer: context.arena.peer_view(peer, Location.unpack(place), memory.dtype, memory.size)

@@ -45,7 +45,7 @@ def plan_loads(
     """Find or make the plan of a collective on one node. It keeps neither source nor target alive."""
     key = "loads", task.signature.code, source.address, source.view.size, numbers
     # On one node the hierarchical algorithms are the two-shot, too.
-    if task.problem.collective is Collective.REDUCE and task.choice.algorithm != "load":
+    if task.kind.collective is Collective.REDUCE and task.choice.algorithm != "load":
         to = -1 if target is None else target.address
         return context.plans.get((*key, to), lambda: _ToRoot(context, task, source, target))
     return context.plans.get(key, lambda: _Loads(context, task, source, numbers))
@@ -258,11 +258,11 @@ class _Loads(_NodePlan):
     def _lay_out(self, theirs: tuple[int, ...]) -> _Layout:
         """Return where blocks are, given the numbers of the others; remember it."""
         count, rank = len(self._numbers), self._context.rank
-        everyone = [theirs[start : start + count] for start in range(0, len(theirs), count or 1)]
+        everyone = [theirs[number * count :][:count] for number in range(len(self._board.peers))]
         everyone.insert(rank, self._numbers)
         if len(self._layouts) >= _BINDINGS:
             self._layouts.clear()
-        lay_out = _LAYOUTS[self._task.problem.collective]
+        lay_out = _LAYOUTS[self._task.kind.collective]
         layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)
         return layout
 
@@ -305,7 +305,7 @@ class _Loads(_NodePlan):
 
 def _is_read(task: Task, rank: int) -> bool:
     """Return whether other ranks load from this rank's input."""
-    collective = task.problem.collective
+    collective = task.kind.collective
     if collective in (Collective.BROADCAST, Collective.SCATTER):
         return rank == task.kind.root
     return not collective.rooted or rank != task.kind.root
@@ -317,11 +317,11 @@ def _lay_out_broadcast(task: Task, rank: int, count: int, _: Sequence[tuple[int,
     return _Layout([], (whole, whole) if rank == root else None, (whole,), (whole,), peers)
 
 
-def _lay_out_reduce(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
+def _lay_out_reduce(task: Task, rank: int, count: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
     whole, root = slice(0, count), task.kind.root
     if rank != root:
         return _Layout([], None, (whole,), (slice(0, 0),), {})
-    peers = {peer: (count, (whole,)) for peer in range(task.problem.topology.size) if peer != root}
+    peers = {peer: (count, (whole,)) for peer in range(len(numbers)) if peer != root}
     return _Layout([], None, (whole,), (whole,), peers)
 
 

@@ -35,7 +35,7 @@ def plan_reduction(context: Context, task: Task, source: Operand, target: Operan
     if task.choice.path is Path.LIBRARY:
         return plans.get(("library", task.signature.code), lambda: _LibraryReduction(context, task))
     key = "messages", task.signature.code, task.choice.algorithm
-    if task.problem.collective is Collective.REDUCE_SCATTER:
+    if task.kind.collective is Collective.REDUCE_SCATTER:
         assert target is not None
         if task.is_wide or not all(step.by_rank for step in context.steps(task).steps):
             return plans.get(key, lambda: _ReduceScatter(context, task, np.empty(count, task.dtype.storage), None))
@@ -74,7 +74,7 @@ class _LibraryReduction(BoundCall):
             context.instruments.step("the library's own allreduce")
         if task.op is ReduceOp.AVERAGE:
             divide(work, context.topology.size)
-        _store(work, task, target)
+        _store(context, work, task, target)
 
 
 class _Reduction(BoundCall):
@@ -99,7 +99,7 @@ class _Reduction(BoundCall):
         else:
             assert self._location is not None
             self._work = arena.view(self._location, task.dtype.storage, count)
-        collective = task.problem.collective
+        collective = task.kind.collective
         self._wants_result = collective is Collective.ALLREDUCE or context.rank == task.kind.root
         self._divides = collective is Collective.REDUCE and task.op is ReduceOp.AVERAGE  # else the schedule does
         nblocks = context.steps(task).nblocks
@@ -120,7 +120,7 @@ class _Reduction(BoundCall):
             if self._divides:
                 divide(work, context.topology.size)
             if self._own is not None:
-                _store(work, self._task, place(()))
+                _store(context, work, self._task, place(()))
 
     def close(self) -> None:
         self._schedule.close()
@@ -165,7 +165,7 @@ class _ReduceScatter(BoundCall):
         if self._task.op is ReduceOp.AVERAGE:
             divide(self._own, self._context.topology.size)
         if self._target is None:
-            _store(self._own, self._task, place(()))
+            _store(self._context, self._own, self._task, place(()))
 
     def close(self) -> None:
         self._schedule.close()
@@ -179,11 +179,11 @@ def _load(source: Operand, task: Task, work: Array) -> None:
         np.copyto(work, source.view)
 
 
-def _store(work: Array, task: Task, target: Operand) -> None:
+def _store(context: Context, work: Array, task: Task, target: Operand) -> None:
     """Copy a result to its array; averages of integers are still sums, and are divided here."""
     if task.is_wide:
-        if task.problem.averages_integers:
-            divide_toward_zero(work, task.problem.topology.size)
+        if task.op is not task.kind.op:
+            divide_toward_zero(work, context.topology.size)
         narrow(work, target.dtype, target.view)
     elif work is not target.view:
         np.copyto(target.view, work)

@@ -226,12 +226,12 @@ class Runner:
             shape = (prod(shape),)
         if kind.codec is not None:
             choice = Choice(f"direct as {kind.codec}", Path.MESSAGES, BY_NAME)
-            return Task(kind, choice, _signature(kind, choice, shape), problem, DTYPES["float32"], kind.op)
+            return Task(kind, choice, _signature(kind, choice, shape), DTYPES["float32"], kind.op)
         choice = self._choose(problem, kind.algorithm)
         assert isinstance(choice.path, Path)
         reduced = choice.path.as_reduced(problem)
-        signature = _signature(kind, choice, shape)
-        return Task(kind, choice, signature, problem, reduced.dtype, reduced.op or SUM, reduced is not problem)
+        signature, is_wide = _signature(kind, choice, shape), reduced is not problem
+        return Task(kind, choice, signature, reduced.dtype, reduced.op or SUM, is_wide)
 
     def _plan_of(self, task: Task, source: Operand, target: Operand | None, numbers: tuple[int, ...] = ()) -> BoundCall:
         """Find or make the plan of a task.
@@ -250,7 +250,7 @@ class Runner:
                 return plan_loads(context, task, source, target, numbers)
             assert target is not None
             return plan_allreduce(context, task, source, target)
-        if task.problem.op is None:
+        if not task.kind.collective.reduces:
             return plan_transfer(context, task, source, numbers)
         return plan_reduction(context, task, source, target)
 

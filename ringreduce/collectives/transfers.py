@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 def plan_transfer(context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> BoundCall:
     """Find or make the plan of a movement. It keeps the source not alive."""
-    make = _TRANSFERS[task.problem.collective]
+    make = _TRANSFERS[task.kind.collective]
     key = "messages", task.signature.code, task.choice.algorithm, source.address, source.view.size, numbers
     return context.plans.get(key, lambda: make(context, task, source, numbers))
 
