@@ -194,6 +194,7 @@ class _Coded:
 
     def close(self) -> None:
         self._schedule.close()
+        del self._schedule  # it refers to this, and a cycle would keep its memory until the garbage collector runs
 
     def nbytes(self, part: slice) -> int:
         return self._codec.nbytes(part.stop - part.start)
