@@ -191,10 +191,11 @@ class Operands:
         target = source if out is array else self._fitting(source, out)
         fits = target.shape[1:] == shape[1:] and bool(target.shape) if by_rows else target.shape == shape
         if not fits or target.dtype is not source.dtype:
-            expected = f"rows of shape {shape[1:]}" if by_rows else f"shape {shape}"
+            had, made = target.dtype.name, source.dtype.name
             raise UnsupportedBufferError(
-                f"out has shape {target.shape} and dtype {target.dtype.name}, "
-                f"the result has {expected} and dtype {source.dtype.name}"
+                f"out has shape {target.shape} and dtype {had}, the result has rows of shape {shape[1:]} and dtype {made}"
+                if by_rows
+                else f"out has shape {target.shape} and dtype {had}, the result has shape {shape} and dtype {made}"
             )
         target.require_writable()
         return Result(self, out=out, operand=target)
