@@ -191,9 +191,9 @@ class Operands:
         target = source if out is array else self._fitting(source, out)
         fits = target.shape[1:] == shape[1:] and bool(target.shape) if by_rows else target.shape == shape
         if not fits or target.dtype is not source.dtype:
-            had, made = target.dtype.name, source.dtype.name
+            rows, had, made = shape[1:], target.dtype.name, source.dtype.name
             raise UnsupportedBufferError(
-                f"out has shape {target.shape} and dtype {had}, the result has rows of shape {shape[1:]} and dtype {made}"
+                f"out has shape {target.shape} and dtype {had}, the result has rows of shape {rows} and dtype {made}"
                 if by_rows
                 else f"out has shape {target.shape} and dtype {had}, the result has shape {shape} and dtype {made}"
             )
