@@ -26,7 +26,7 @@ from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
 from ringreduce.transport.shared.board import STAGE_NBYTES, Arrival
 
-__all__ = ["plan_allreduce"]
+__all__ = ["OneShot", "StagedTwoShot", "TwoShot", "plan_allreduce"]
 
 Array = npt.NDArray[Any]
 
