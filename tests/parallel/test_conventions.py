@@ -235,9 +235,12 @@ def test_conventions_are_chosen_before_init(no_choice: None, monkeypatch: pytest
 
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_gradients_of_parameters_that_no_rank_used(by_horovod: bool, asked: bool | None) -> None:
-    """None by the chain rule, as on one rank; zeros by Horovod's convention, so that weight decay moves them."""
-    used, unused = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
-    inner = torch.optim.SGD([used, unused], lr=0.5, weight_decay=0.5)
+    """None by the chain rule, as on one rank; zeros by Horovod's convention, so that weight decay moves them.
+
+    What is frozen is left alone by both.
+    """
+    used, unused, frozen = (torch.nn.Parameter(torch.ones(3), requires_grad=number < 2) for number in range(3))
+    inner = torch.optim.SGD([used, unused, frozen], lr=0.5, weight_decay=0.5)
     optimizer = hvd.DistributedOptimizer(inner, skip_unused=asked)
     (used.sum() * (rr.rank() + 1)).backward()
     optimizer.step()
@@ -246,6 +249,8 @@ def test_gradients_of_parameters_that_no_rank_used(by_horovod: bool, asked: bool
     zeros = rr.size() > 1 and (by_horovod if asked is None else not asked)
     torch.testing.assert_close(unused.detach(), torch.full((3,), 0.75 if zeros else 1.0))
     assert (unused.grad is None) is not zeros
+    assert frozen.grad is None
+    assert frozen.tolist() == [1.0] * 3
 
 
 # ---- integers ----

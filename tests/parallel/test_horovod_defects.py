@@ -6,7 +6,7 @@
 | idle ranks negotiate in every cycle | unit/test_horovod_defects.py::test_ranks_that_wait_say_so_once |
 | after join, or another number of calls, operations without a name miss each other | test_torch_async.py::test_operations_without_a_name_meet_in_order |
 | joined ranks take part in Min, Max and Product with zeros | test_conventions.py::test_averages_after_a_join |
-| ``groups`` and ranks that use different parameters: deadlock | test_groups_do_not_need_the_same_graph_on_all_ranks |
+| ``groups`` and ranks that use different parameters: deadlock | test_torch_optimizer.py::test_ranks_may_use_different_parameters |
 | ``groups``: gradient_predivide_factor is ignored | test_gradients_in_groups_are_divided_before_they_travel |
 | step(closure): ranks end with different weights | test_torch_optimizer.py::test_step_with_a_closure_leaves_equal_weights, ::test_lbfgs_calls_the_closure_many_times |
 | zero_grad(set_to_none=True) is a TypeError | test_torch_optimizer.py::test_trains_like_one_process_on_the_whole_batch, unit/test_torch_optimizer.py::test_zero_grad_means_what_it_means_in_torch |
@@ -17,7 +17,7 @@
 | nor is fp8 (nor here, but the error says what is) | unit/test_arrays.py::test_what_is_no_array_of_numbers_is_rejected |
 | broadcast_optimizer_state changes a fresh optimizer and its weights | test_conventions.py::test_gradients_after_the_state_of_an_optimizer_was_broadcast |
 | an optimizer that is wrapped loses its state | test_torch_optimizer.py::test_an_optimizer_keeps_the_state_it_had |
-| parameters that no rank used are updated (here, unless ``skip_unused``) | test_conventions.py::test_gradients_of_parameters_that_no_rank_used, test_torch_optimizer.py::test_parameters_that_no_rank_used_are_left_alone |
+| parameters that no rank used are updated (here, unless ``skip_unused``) | test_conventions.py::test_gradients_of_parameters_that_no_rank_used |
 | counts are 32-bit integers | test_operations_of_more_than_2_to_the_31_elements |
 | objects are smaller than 2 GiB | test_pickles_of_more_than_2_gib, test_tensors_of_more_than_2_gib_in_objects |
 | hierarchies and pipelining only with NCCL | test_collectives.py::test_collectives_conform_on_several_nodes, unit/test_conformance.py::test_collectives_conform, unit/test_selection.py::test_allreduce_goes_by_size_and_topology |
@@ -31,7 +31,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 from typing import Any
@@ -91,41 +90,6 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 # ---- optimizers ----
-
-
-class TwoHeads(torch.nn.Module):
-    """A trunk and two heads, of which a rank uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = torch.nn.Linear(4, 5)
-        self.heads = torch.nn.ModuleList([torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)])
-
-    def loss(self, rank: int, step: int) -> Any:
-        """Return the loss on the data of a rank, through the head that it uses in this step."""
-        inputs = torch.randn(7, 4, generator=torch.Generator().manual_seed(10 * rank + step), dtype=torch.float64)
-        return self.heads[(rank + step) % 2](self.trunk(inputs)).square().mean()
-
-
-@pytest.mark.parametrize("kind", ["number", "lists"])
-def test_groups_do_not_need_the_same_graph_on_all_ranks(kind: str) -> None:
-    """A group of parameters of which every rank has used others is reduced as in one process that used them all."""
-    torch.manual_seed(1)
-    alone = TwoHeads().double()
-    together = copy.deepcopy(alone)
-    single = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    groups = 2 if kind == "number" else [[head.weight for head in together.heads], list(together.trunk.parameters())]
-    inner = torch.optim.SGD(together.parameters(), lr=0.1, momentum=0.9)
-    many = hvd.DistributedOptimizer(inner, groups=groups, skip_unused=True)
-    for step in range(4):
-        single.zero_grad()
-        sum(alone.loss(rank, step) / rr.size() for rank in range(rr.size())).backward()
-        single.step()
-        many.zero_grad()
-        together.loss(rr.rank(), step).backward()
-        many.step()
-    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 class Watching(hvd.compression.Compressor):

@@ -96,10 +96,11 @@ def test_algorithms(communicator: rr.Communicator) -> None:
     assert_says(error, "allreduce(", "algorithm ring")
 
 
-def test_ragged_rows_may_differ_but_not_their_shape(communicator: rr.Communicator) -> None:
-    """Rows of an allgather are each rank's own number; what a row is must agree."""
-    columns = 4 if last(communicator) else 2
-    error = mismatch(communicator, lambda: communicator.allgather(np.ones((communicator.rank, columns))))
+@pytest.mark.parametrize("name", ["allgather", "alltoall"])
+def test_ragged_rows_may_differ_but_not_their_shape(communicator: rr.Communicator, name: str) -> None:
+    """How many rows there are is each rank's own affair; what a row is must agree."""
+    rows = np.ones((communicator.rank * communicator.size, 4 if last(communicator) else 2))
+    error = mismatch(communicator, lambda: getattr(communicator, name)(rows))
     assert_says(error, "shape *x2", "shape *x4")
 
 

@@ -41,23 +41,6 @@ def example(**changes):
     return claims.Claim(**{**fields, **changes})
 
 
-REPORT = {
-    "ratios": {"ringreduce/gloo": 0.6},
-    "results": [
-        {
-            "in_place": in_place,
-            "size": 1 << 20,
-            "type": name,
-            "bound_share": 0.75,
-            "time_us": {"median": time},
-            "vs": vs,
-        }
-        for name, time in (("float", 20.0), ("bfloat16", 30.0))
-        for in_place, vs in ((False, {}), (True, {"mpi": {"median_us": 50.0, "speedup": 2.5}}))
-    ],
-}
-
-
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
 def test_documents_state_the_figure(claim):
     """The table cell that a claim names holds its figure, word for word."""
@@ -80,21 +63,6 @@ def test_ids_are_unique():
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
 
 
-@pytest.mark.parametrize(
-    ("changes", "value"),
-    [
-        ({"measure": "speedup"}, 2.5),
-        ({"measure": "bound_share"}, 0.75),
-        ({"measure": "excess_us"}, -30.0),
-        ({"measure": "type_ratio", "type": "bfloat16"}, 1.5),
-        ({"measure": "step_ratio", "peer": "gloo"}, 0.6),
-    ],
-)
-def test_values_come_from_the_report(changes, value):
-    """Each kind of measure takes its figure from the in-place result of its size, or from the training report."""
-    assert example(**changes).value(REPORT) == pytest.approx(value)
-
-
 def test_a_claim_holds_up_to_its_limit():
     """Limits belong to what is claimed."""
     least, most = example(), example(at_least=None, at_most=2.0)
@@ -114,12 +82,3 @@ def test_markdown_states_what_is_listed():
     """The tables that are printed for the documents pass the check of the documents."""
     document = claims.markdown(CLAIMS)
     assert [claims.stated(document, claim.row, claim.column) for claim in CLAIMS] == [claim.figure for claim in CLAIMS]
-
-
-def test_stated_finds_cells_by_row_and_column():
-    """Only a cell of the right row under the right head of the same table counts."""
-    document = "| | a | b |\n|--|--|--|\n| x | 1 | 2 |\n\nprose\n\n| | c |\n|--|--|\n| x | 3 |\n"
-    assert claims.stated(document, "x", "b") == "2"
-    assert claims.stated(document, "x", "c") == "3"
-    assert claims.stated(document, "y", "b") is None
-    assert claims.stated(document, "x", "d") is None

@@ -1075,20 +1075,6 @@ def test_a_repeated_call_that_cannot_begin_is_refused() -> None:
     run_ranks(2, body)
 
 
-def test_nothing_is_done_after_a_rank_has_given_up() -> None:
-    """Calls that were bound are refused as others are."""
-
-    def body(communicator: rr.Communicator) -> None:
-        array = np.ones(3)
-        communicator.allreduce(array, out=array)
-        communicator.barrier()
-        communicator.give_up(RuntimeError("enough"))
-        with pytest.raises(rr.TransportError):
-            communicator.allreduce(array, out=array)
-
-    run_ranks(2, body)
-
-
 def test_a_call_in_which_a_rank_gave_up_is_not_repeated() -> None:
     """Another thread may give up during a call, which ends well; the next one is refused as others are."""
 

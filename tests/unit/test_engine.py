@@ -869,7 +869,7 @@ def test_a_stalled_operation_is_reported(caplog: pytest.LogCaptureFixture) -> No
 # ---- threads ----
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_many_threads_submit_and_wait(size: int) -> None:
     """Each gets its own results, whoever drives."""
 
@@ -886,7 +886,7 @@ def test_many_threads_submit_and_wait(size: int) -> None:
                         for number in range(3)
                     ]
                     answer = size * (thread + turn) + sum(range(size))
-                    if thread % 2:
+                    if thread == 1:
                         while not engine.poll(handles[1]):
                             pass
                     assert [engine.wait(handle)[0][0] for handle in handles] == [answer] * 3
@@ -938,29 +938,6 @@ def test_operations_end_while_nobody_waits() -> None:
             assert engine.poll(handle)
 
     run_engines(2, program, config=SETTINGS)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_nothing_is_left_under_way(size: int) -> None:
-    """However operations end, the engine's account of them comes out even."""
-
-    def program(engine: Engine) -> None:
-        rank = engine.communicator.rank
-        for turn in range(5):
-            handles = [submitted(engine, reduction(f"t{number}", np.ones(2 + number))) for number in range(4)]
-            handles.append(submitted(engine, reduction("differs", np.ones(2 + rank))))
-            handles.append(submitted(engine, reduction("breaks", np.ones(2), after=_broken)))
-            for handle in handles:
-                try:
-                    engine.wait(handle)
-                except (MismatchError, BrokenError):
-                    assert turn >= 0
-            engine.wait(engine.join())
-            assert engine._pending.count == 0
-            assert not engine._pending._unique
-            assert not engine._pending.queues
-
-    run_engines(size, program, config=SETTINGS)
 
 
 def test_an_operation_that_comes_again_takes_few_calls() -> None:

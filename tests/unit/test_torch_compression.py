@@ -164,18 +164,6 @@ def test_a_state_dict_of_another_rank_or_number_of_ranks_leaves_its_residual_out
     on_nodes(2, check)
 
 
-def test_on_one_node_nothing_is_lost() -> None:
-    """Ranks that share memory train as without compression, bit for bit."""
-
-    def check(process_set: ProcessSet) -> Any:
-        model, optimizer = trained(process_set, hvd.Compression.int4, steps=3)
-        plain, _ = trained(process_set, hvd.Compression.none, steps=3)
-        assert optimizer.compression_error == 0.0
-        assert torch.equal(flat(model), flat(plain))
-
-    on_nodes(2, check, node_size=2)
-
-
 def test_parameters_of_other_dtypes_travel_as_they_are() -> None:
     """Complex gradients are averaged as without compression, beside others that are compressed."""
 
