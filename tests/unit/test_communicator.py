@@ -798,14 +798,14 @@ def test_new_results_that_are_kept_leave_few_plans(node_size: int | None, name: 
 
     def body(communicator: rr.Communicator) -> int:
         array, kept = communicator.empty(2 * 5000), []
-        for turn in range(600):
+        for turn in range(400):
             array[:] = turn + communicator.rank
             result = getattr(communicator, name)(array)
             expected_first = turn if name in ("broadcast", "allgather", "alltoall") else 2 * turn + 1
             assert result[0] == expected_first
             if communicator.rank == 1:
                 kept.append(result)
-        assert communicator.tallies[name].calls == 600
+        assert communicator.tallies[name].calls == 400
         return len(communicator._context.plans._plans)
 
     assert max(run_ranks(2, body, node_size=node_size)) < 300
@@ -850,7 +850,7 @@ def test_calls_that_come_again(size: int, private_memory: bool, node_size: int |
         def kept(count: int, shared: bool) -> np.ndarray:
             return communicator.empty(count, np.int64) if shared else np.empty(count, np.int64)
 
-        for count in (3, 1001, 40_003):
+        for count in (3, 40_003):
             for shared in (False, True, rank == 0):
                 whole, out = kept(count * size, shared), kept(count * size, shared)
                 given, part, root = kept(count, shared), kept(count, shared), size - 1
