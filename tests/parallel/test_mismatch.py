@@ -29,7 +29,7 @@ def communicator(request: pytest.FixtureRequest) -> Iterator[rr.Communicator]:
     waiter = Waiter(config.timeout_s)
     messages = MpiMessages(MPI.COMM_WORLD, waiter)
     context = Context(messages, waiter, join(messages, waiter, config, host_name(), MemfdSegments), config)
-    context.agreement.patience_s = 0.01  # a false suspicion costs a note, a test that waits for one costs a second
+    context.agreement.patience_s = 0.003  # a false suspicion costs a note, a test that waits for one costs a second
     made = rr.Communicator(context)
     yield made
     made.close()
