@@ -41,7 +41,7 @@ def test_a_root_is_a_whole_number(root: Any) -> None:
         (lambda each: rr.ProcessSet([0, 1.0]), r"a rank of a process set must be a whole number, got 1.0"),
         (lambda each: rr.ProcessSet(["0"]), "a rank of a process set must be a whole number, got '0'"),
         (lambda each: rr.ProcessSet(3), "a process set is made of a list of ranks, got 3"),
-        (lambda each: each.allreduce(np.ones(1), algorithm=3), "unknown allreduce algorithm 3"),
+        (lambda each: each.allreduce(np.ones(1), algorithm=3), "algorithm must be a name, got 3"),
         (lambda each: each.allreduce(np.ones(1), op=3), "unknown reduce operation 3"),
         (lambda each: each.alltoall(np.ones(1), [1.9]), "each of the splits must be a whole number, got 1.9"),
     ],
