@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import launching
 import numpy as np
 
 from ringreduce.testing.toy import RATE
@@ -117,34 +117,22 @@ def run(cell: Cell, cluster: str = "") -> tuple[float, str]:
     folder = Path(tempfile.mkdtemp(prefix="ringreduce-faults-"))
     program = [sys.executable, str(PROGRAM), str(folder), str(cell.every), *cell.deaths]
     command = [sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", str(RANKS), *program]
-    # A launcher that is killed leaves files, which a later one of the same pid would stumble over.
-    environment = {**os.environ, "TMPDIR": str(folder), "RINGREDUCE_TIMEOUT": str(TIMEOUT_S)}
+    environment: dict[str, str | None] = {"TMPDIR": str(folder), "RINGREDUCE_TIMEOUT": str(TIMEOUT_S)}
     if cell.layout == HOSTS:
         hosts = ["-H", f"{cluster}-host0:{RANKS // 2},{cluster}-host1:{RANKS // 2}"]
         command = [str(CLUSTER), "--name", cluster, "exec", "0", *command[: -len(program)], *hosts, *program]
         environment |= settings_of_hosts(cluster)
-        environment.pop("PRTE_MCA_rmaps_default_mapping_policy", None)  # all ranks would be on the first host
     else:
         environment |= LAYOUTS[cell.layout]
-    begin = time.monotonic()
     try:
-        done = subprocess.run(
-            ["timeout", "--kill-after=5", str(LIMIT_S), *command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        seconds = time.monotonic() - begin
-        wrong = left_behind(folder) or (
-            _ended(done, seconds) if cell.left is None else _trained(folder, done, cell.left)
-        )
-        return seconds, f"{wrong}\n{done.stdout}\n{done.stderr}" if wrong else ""
+        done = launching.run(*command, limit_s=LIMIT_S, **environment)
+        wrong = left_behind(folder) or (_ended(done) if cell.left is None else _trained(folder, done, cell.left))
+        return done.seconds, f"{wrong}\n{done.stdout}\n{done.stderr}" if wrong else ""
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def settings_of_hosts(cluster: str) -> dict[str, str]:
+def settings_of_hosts(cluster: str) -> dict[str, str | None]:
     """Return what MPI has to know of a virtual cluster; `scripts/virtual_cluster run` says it on a command line."""
     network = "10.113.0.0/24"
     return {
@@ -152,13 +140,13 @@ def settings_of_hosts(cluster: str) -> dict[str, str]:
         "PRTE_MCA_prte_if_include": network,
         "OMPI_MCA_btl_tcp_if_include": network,
         "OMPI_MCA_btl": "self,tcp",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": None,  # all ranks would be on the first host
     }
 
 
-def _ended(done: subprocess.CompletedProcess[str], seconds: float) -> str:
+def _ended(done: launching.Job) -> str:
     """Say if a job that is to fail did not, or not by itself."""
-    return "" if done.returncode != 0 and seconds < LIMIT_S else f"the job ended with {done.returncode}"
+    return "" if done.returncode != 0 and done.seconds < LIMIT_S else f"the job ended with {done.returncode}"
 
 
 def left_behind(folder: Path, patience_s: float = 6.0) -> str:
@@ -190,7 +178,7 @@ def whole_lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _trained(folder: Path, done: subprocess.CompletedProcess[str], left: int) -> str:
+def _trained(folder: Path, done: launching.Job, left: int) -> str:
     """Compare a training with what its steps amount to."""
     if done.returncode != 0:
         return f"the job ended with {done.returncode}"

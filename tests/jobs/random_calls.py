@@ -8,23 +8,20 @@ The steps are divided among these jobs. Each has a time limit; what is wrong, ha
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 
-PROGRAM = Path(__file__).parent / "programs" / "fuzz.py"
+from launching import PROGRAMS, run_job
+
+PROGRAM = PROGRAMS / "fuzz.py"
 START_S, STEP_S = 60, 1.0  # what a job may take
 
 
 def run(ranks: int, node_size: str, conventions: str, steps: int, seed: int) -> str:
     """Run one job; return what it said, and after a failure why it has failed: empty if nothing was wrong."""
     settings = {"RINGREDUCE_NODE_SIZE": node_size, "RINGREDUCE_CONVENTIONS": conventions, "RINGREDUCE_TIMEOUT": "20"}
-    settings["OMPI_MCA_mpi_yield_when_idle"] = str(int(ranks > len(os.sched_getaffinity(0))))
-    command = ["timeout", "--kill-after=5", str(START_S + STEP_S * steps), "mpirun", "-np", str(ranks), sys.executable]
-    command += [str(PROGRAM), "--steps", str(steps), "--seed", str(seed)]
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    limit_s = START_S + STEP_S * steps
+    done = run_job(ranks, PROGRAM, "--steps", steps, "--seed", seed, limit_s=limit_s, **settings)
     print(
         f"{ranks} ranks, nodes of {node_size or 'all'}, {conventions}, seed {seed}: {done.stdout.strip()}", flush=True
     )

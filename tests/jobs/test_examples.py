@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+from launching import run_together
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+#: Of parallelism, and on how many ranks.
+KINDS = {"data": 3, "fsdp": 2, "tensor": 2, "pipeline": 2, "mesh": 4}
 TRANSFORMER = [str(EXAMPLES / "char_transformer.py"), "--batch-size=12", "--every=1", "--sample=20"]
 
 
@@ -54,10 +59,25 @@ def alone() -> list[float]:
     return losses_of(done.stdout)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("data", 3), ("fsdp", 2), ("tensor", 2), ("pipeline", 2), ("mesh", 4)])
-def test_kinds_of_parallelism_compute_the_same(run_job, alone: list[float], kind: str, ranks: int):
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
+    """A function of a number of ranks: what the transformer says in each kind that takes so many; they share a job."""
+
+    @cache
+    def said(ranks: int) -> dict[str, str]:
+        kinds = [kind for kind, count in KINDS.items() if count == ranks]
+        scripts = {kind: [*TRANSFORMER, f"--parallel={kind}", "--steps=8"] for kind in kinds}
+        return run_together(ranks, tmp_path_factory.mktemp("said"), scripts)
+
+    return said
+
+
+@pytest.mark.xdist_group("transformer")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_parallelism_compute_the_same(
+    alone: list[float], parallel: Callable[[int], dict[str, str]], kind: str
+) -> None:
     """The transformer has the losses of one process, whatever is cut between the ranks, and all hold equal weights."""
-    job = run_job(ranks, *TRANSFORMER, f"--parallel={kind}", "--steps=8", limit_s=55)
-    assert job.returncode == 0, job.stderr
-    assert losses_of(job.stdout) == pytest.approx(alone[:8], abs=3e-4)
-    assert "weights: bitwise identical" in job.stdout
+    said = parallel(KINDS[kind])[kind]
+    assert losses_of(said) == pytest.approx(alone[:8], abs=3e-4)
+    assert "weights: bitwise identical" in said

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import random
-import shutil
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import soak
 from faults import Cell, cells, run
 
@@ -22,7 +16,6 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
 @pytest.mark.parametrize("cell", CHOSEN, ids=[each.name for each in CHOSEN])
 def test_a_death_ends_as_promised(cell: Cell) -> None:
     """The others go on: weights are those of the steps that count, and no row of an epoch is lost or repeated."""
@@ -30,7 +23,6 @@ def test_a_death_ends_as_promised(cell: Cell) -> None:
     assert not wrong
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
 def test_many_die_one_after_the_other() -> None:
     """Random ranks at random times, down to two, and again from disk: nothing is lost, and no descriptor stays open."""
     done = soak.run(kills=8, ranks=5, seed=14)

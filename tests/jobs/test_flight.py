@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import Job, run
 
 STUCK = """
 import sys, time
@@ -29,17 +29,16 @@ CALL = "rr.allreduce(np.ones(1 << 18, np.float32))"
 OPERATION = "import ringreduce.torch as hvd, torch; hvd.allreduce(torch.ones(5), name='layer4.weight')"
 
 
-def diagnosis(folder: Path, *options: str) -> str:
+def diagnosis(folder: Path, *options: object) -> Job:
     """Return what ``doctor --dump`` says."""
-    command = [sys.executable, "-m", "ringreduce", "doctor", "--dump", str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return run(sys.executable, "-m", "ringreduce", "doctor", "--dump", folder, *options)
 
 
 def torch_analysis(folder: Path, *options: str) -> str:
     """Return what torch's own tool says of what ``doctor --torch-traces`` has written."""
     pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run(sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder, *options)
+    assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
@@ -67,10 +66,10 @@ def test_a_rank_that_did_not_come_is_named_with_its_place(
     folder = tmp_path / "dump"
     job = run_job(3, source=STUCK.format(then=then), RINGREDUCE_DUMP=str(folder), RINGREDUCE_TIMEOUT="3")
     assert "waited 3" in job.stderr, job.stderr
-    text = diagnosis(folder, "--torch-traces", str(tmp_path / "traces"))
+    text = diagnosis(folder, "--torch-traces", tmp_path / "traces").stdout
     assert said in text
     assert "in load_batch" in text
-    assert json.loads(diagnosis(folder, "--json")) == text.splitlines()
+    assert json.loads(diagnosis(folder, "--json").stdout) == text.splitlines()
     assert folder.stat().st_mode & 0o777 == 0o700
     dumps = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
     assert set(dumps) == {"rank-0.json", "rank-1.json", "rank-2.json"}
@@ -110,17 +109,15 @@ def test_a_trace_is_on_disk_though_its_program_waits_and_is_killed(run_job: Any,
     job = run_job(2, "-c", TRACED, str(path), RINGREDUCE_TIMELINE=str(path))
     assert "Traceback" not in job.stderr, job.stderr
     for _ in range(2):
-        command = [sys.executable, "-m", "ringreduce", "timeline", "report", str(path), "--json"]
-        found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        found = json.loads(run(sys.executable, "-m", "ringreduce", "timeline", "report", path, "--json").stdout)
         assert {each["rank"] for each in found["collectives"]} == {0, 1}
         assert {event["pid"] for event in json.loads(path.read_text()) if event["name"] == "allgather"} == {0, 1}
 
 
 def test_a_folder_without_dumps_is_refused(tmp_path: Path) -> None:
     """And so is what is none."""
-    command = [sys.executable, "-m", "ringreduce", "doctor", "--dump", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = diagnosis(tmp_path)
     assert (done.returncode, "no rank has written anything" in done.stderr) == (2, True)
     (tmp_path / "rank-0.json").write_text("[1]")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = diagnosis(tmp_path)
     assert (done.returncode, "is not what a rank has written down" in done.stderr) == (2, True)

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from launching import run
 
 
 def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
+    done = run(sys.executable, program)
     assert done.returncode == 0, done.stderr
 
 

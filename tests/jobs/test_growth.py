@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 
 PROGRAM = """
@@ -85,24 +82,17 @@ def run(
     *program: str | int,
     command: str = "ringreduce run --elastic",
     before: tuple[str, ...] = (),
-    **environment: str,
-) -> subprocess.CompletedProcess[str]:
+    **environment: str | None,
+) -> launching.Job:
     """Run the program as an elastic job; ``before``: words that the command line begins with."""
-    if shutil.which("mpirun") is None:
-        pytest.skip("mpirun is not on the path")
     name, *words = command.split()
-    line = [*before, Path(sys.executable).with_name(name), *words, *arguments]
+    line = [*before, launching.RINGREDUCE.with_name(name), *words, *arguments]
+    temporary = folder / "temporary"
+    temporary.mkdir()
     line += [sys.executable, "-c", PROGRAM, folder, *program]
-    with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as temporary:
-        done = subprocess.run(
-            ["timeout", "--kill-after=5", "55", *map(str, line)],
-            env={**os.environ, "TMPDIR": temporary, "OMPI_MCA_mpi_yield_when_idle": "1", **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert not list(Path(temporary).glob("ringreduce-commits-*"))
-        return done
+    done = launching.run(*line, limit_s=55, TMPDIR=str(temporary), **environment)
+    assert not list(temporary.glob("ringreduce-commits-*"))
+    return done
 
 
 def script_in(folder: Path, hosts: str) -> Path:
@@ -200,9 +190,6 @@ else:
 
 def test_spawned_ranks_are_told_that_deaths_are_not_noticed() -> None:
     """Once, by the first of them."""
-    if shutil.which("mpirun") is None:
-        pytest.skip("mpirun is not on the path")
-    command = [sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", "1", sys.executable, "-c", SPAWN, SPAWN]
-    done = subprocess.run(["timeout", "--kill-after=5", "50", *command], capture_output=True, text=True, check=False)
+    done = launching.run(launching.RINGREDUCE, "run", "--elastic", "-np", 1, sys.executable, "-c", SPAWN, SPAWN)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tells nobody when one of them dies") == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 import textwrap
 import time
@@ -13,11 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import Job, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-# Some installations keep mpirun off the path (behind modules); these tests are about jobs that it starts.
-pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
 
 
 # ---- scripts ----
@@ -122,18 +118,17 @@ def tell_and_stay():
 
 
 @pytest.fixture
-def run_script(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+def run_script(tmp_path: Path) -> Callable[[str], Job]:
     """A function that runs a script, which begins with FUNCTIONS, without a launcher."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)
 
-    def run(source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    def run_it(source: str) -> Job:
         body = textwrap.indent(textwrap.dedent(source), "    ")
         script = f"import functions, horovod\n{FUNCTIONS}\nif __name__ == '__main__':\n{body}"
         (tmp_path / "train.py").write_text(script)
-        command = ["timeout", "--kill-after=5", "50", sys.executable, *(options or ["-m", "ringreduce.horovod"])]
-        return subprocess.run([*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return run(sys.executable, "-m", "ringreduce.horovod", "train.py", cwd=tmp_path)
 
-    return run
+    return run_it
 
 
 def test_run_returns_results_in_the_order_of_ranks(run_script, tmp_path: Path) -> None:
@@ -240,7 +235,7 @@ def test_run_starts_elastic_jobs(run_script) -> None:
 def test_run_cannot_send_what_no_file_defines() -> None:
     """Plain pickle refers to the script; where there is none, the error says what helps."""
     source = "import sys, ringreduce.horovod as h\nsys.modules['cloudpickle'] = None\ndef f(): pass\nh.run(f)"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=50)
+    done = run(sys.executable, "-c", source)
     assert done.returncode == 1
     assert "only by cloudpickle: install it" in done.stderr
 
@@ -248,8 +243,7 @@ def test_run_cannot_send_what_no_file_defines() -> None:
 def test_a_script_that_starts_ranks_whenever_it_is_imported_is_refused(tmp_path: Path) -> None:
     """Without the line that tells the script from the module, ranks would start ranks."""
     (tmp_path / "forever.py").write_text("import ringreduce.horovod\ndef f(): pass\nringreduce.horovod.run(f)\n")
-    command = ["timeout", "--kill-after=5", "50", sys.executable, "forever.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run(sys.executable, "forever.py", cwd=tmp_path)
     assert done.returncode == 1
     assert 'put the call under if __name__ == "__main__":' in done.stderr
 

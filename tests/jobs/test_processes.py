@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import Job, run
 
 #: A script as people write them: everything at module level, which spawned workers import again.
 SCRIPT = """
@@ -90,25 +90,25 @@ def test_a_worker_may_ask_anything_first(run_job, tmp_path: Path) -> None:
         """
 import multiprocessing
 import sys
-import torch
-import ringreduce.torch as hvd
+import numpy as np
+import ringreduce as rr
 
 def work(question):
     if question == "size":
-        assert hvd.global_process_set.size() == 2
+        assert rr.global_process_set.size() == 2
     elif question == "ranks":
-        assert hvd.global_process_set.ranks == [0, 1] and hvd.global_process_set.process_set_id == 0
+        assert rr.global_process_set.ranks == [0, 1] and rr.global_process_set.process_set_id == 0
     else:
         try:
-            hvd.allreduce(torch.ones(2))
+            rr.allreduce(np.ones(2))
         except Exception as error:
             assert "is no rank itself" in str(error), error
         else:
             sys.exit("it communicates")
 
 if __name__ == "__main__":
-    hvd.init()
-    if hvd.rank() == 0:
+    rr.init()
+    if rr.rank() == 0:
         for method in ("spawn", "forkserver"):
             context = multiprocessing.get_context(method)
             questions = ("size", "ranks", "allreduce")
@@ -118,7 +118,7 @@ if __name__ == "__main__":
             for child, question in zip(children, questions):
                 child.join()
                 assert child.exitcode == 0, (method, question)
-    hvd.barrier()
+    rr.barrier()
 """
     )
     job = run_job(2, str(script))
@@ -233,20 +233,11 @@ LAUNCHERS_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "RANK", "WOR
 
 
 @pytest.fixture
-def run_alone() -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_alone() -> Callable[..., Job]:
     """A function that runs a command with no launcher in its environment but what it is given."""
-    bare = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith("OMPI_MCA_") or not name.startswith(LAUNCHERS_VARIABLES)  # the first are the user's
-    }
-
-    def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, env={**bare, **environment}, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    return run
+    inherited = [name for name in os.environ if name.startswith(LAUNCHERS_VARIABLES)]
+    bare = dict.fromkeys(each for each in inherited if not each.startswith("OMPI_MCA_"))  # which are the user's
+    return lambda *command, **environment: run(*command, **{**bare, **environment})
 
 
 def test_torchrun_is_told_from_mpirun(run_alone) -> None:
@@ -298,7 +289,7 @@ def test_the_mpirun_of_another_library_is_recognised(run_alone) -> None:
     other = Path(__file__).parents[2] / ".venv-mpich" / "bin" / "mpiexec"
     if not other.exists():
         pytest.skip("there is no second MPI library; scripts/test installs one")
-    done = run_alone("timeout", "40", str(other), "-n", "2", sys.executable, "-c", ALONE)
+    done = run_alone(other, "-n", 2, sys.executable, "-c", ALONE)
     assert done.returncode != 0
     assert "(PMI_SIZE=2), but Open MPI" in done.stderr
     assert "mpirun -np N python" in done.stderr

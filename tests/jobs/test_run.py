@@ -6,19 +6,23 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
+import click
+import launching
 import pytest
+from launching import RINGREDUCE, Job
 
-pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
+from ringreduce.cli import main
+from ringreduce.common.errors import ConfigError
 
 FAILS = """
 import sys
@@ -39,17 +43,9 @@ print("more", rank, os.environ.get("SAID"))
 """
 
 
-def run(*arguments: object, command: str = "ringreduce", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command beside this Python, for at most 50 s, and outside of any allocation."""
-    schedulers = ("SLURM_", "PBS_", "LSB_")
-    return subprocess.run(
-        ["timeout", "--kill-after=5", "50", str(Path(sys.executable).with_name(command)), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env={name: value for name, value in os.environ.items() if not name.startswith(schedulers)},
-    )
+def run(*arguments: object, command: str = "ringreduce", cwd: Path | None = None) -> Job:
+    """Run a command beside this Python."""
+    return launching.run(RINGREDUCE.with_name(command), *arguments, cwd=cwd)
 
 
 @pytest.mark.parametrize("option", ["", "--prefix", "--log-dir=logs", "--verbose"])
@@ -173,7 +169,7 @@ def started(
     reader = os.open(ready, os.O_RDONLY | os.O_NONBLOCK)  # or this would wait for a job that does not come
     program = f"ready = open({str(ready)!r}, 'w'); ready.write('x'); ready.flush(); {program}"
     job = subprocess.Popen(
-        [Path(sys.executable).with_name("ringreduce"), "run", "-n", "2", *options, sys.executable, "-c", program],
+        [RINGREDUCE, "run", "-n", "2", *options, sys.executable, "-c", program],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -313,29 +309,120 @@ def test_lines_carry_the_rank() -> None:
     assert {line[:3] for line in done.stderr.splitlines() if "error" in line} == {"[0]", "[1]"}
 
 
+# ---- what starts nothing ----
+
+
+def dry_run(*arguments: object, **environ: str) -> str:
+    """Return the command line that ``ringreduce run`` would start."""
+    words = ["run", "--dry-run", *map(str, arguments)]
+    with redirect_stdout(StringIO()) as shown, pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        assert main(words, standalone_mode=False) in (0, None)
+    return shown.getvalue()
+
+
+def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
+    """Hosts and variables go to mpirun as they are, quoted, and the program with its own options; nothing starts."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("h1 slots=2\n")
+    shown = dry_run("-np", 3, "--hostfile", hosts, "python", "train.py", "--lr", "0.1", "-np", "a b")
+    assert f"-np 3 --hostfile {hosts}" in shown
+    assert shown.endswith("python train.py --lr 0.1 -np 'a b'\n")
+    assert "--with-ft" not in shown
+    elastic = dry_run("--elastic", "--min-np", 2, "-np", 4, "python", "train.py")
+    assert "RINGREDUCE_MIN_NP=2" in elastic
+    assert "mpirun --with-ft ulfm -np 4 sh -c" in elastic
+
+
+def test_wrong_arguments_end_with_status_2() -> None:
+    """In one line, and nothing is started."""
+    done = run("run", "-np", 2, "--prefix", "--log-dir", "d", "echo", "started")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "--prefix does not go with --log-dir" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--prefix", "--log-dir", "d"], "--prefix does not go with --log-dir"),
-        (["--elastic", "--prefix"], "--prefix does not go with --elastic"),
-        (["--elastic", "--cooldown", "1", "--log-dir", "d"], "--log-dir does not go with --cooldown"),
-        (["-x", "=1"], "names no variable"),
-        (["-x", "NOT_SET_ANYWHERE"], "it is not set here"),
-        (["-H", "a", "--hostfile", "/dev/null"], "give one of them"),
-        (["--mpi-args", "'"], "No closing quotation"),
-        (["--log-dir", "/proc/logs"], "--log-dir /proc/logs: cannot write there"),
-        (["-n", "1000000000"], "processes that this machine allows"),
-        (["not-a-program"], "there is no program not-a-program"),
-        (["/etc/passwd"], "/etc/passwd can be read, but not run"),
-        (["-H", "localhost:2", "not-a-program"], "there is no program not-a-program"),
-        (["/"], "/ is a folder, and no program"),
+        (("-np", "0", "python"), "0 is not in the range"),
+        (("-np", "2"), "Missing argument"),
+        (("--min-np", "2", "-np", "4", "python"), "add --elastic"),
+        (("--elastic", "--min-pn", "2", "-np", "4", "python"), "there is no option --min-pn"),
+        (("--elastic", "--min-np", "5", "-np", "4", "python"), "more than the 4 ranks"),
+        (("--hostfile", "/there/is/none", "python"), "does not exist"),
+        (("--start-timeout", "0", "python"), "--start-timeout 0 is no time to wait; give seconds, more than 0"),
+        (("--start-timeout", "nan", "python"), "--start-timeout nan is no time to wait"),
+        (("--start-timeout", "inf", "python"), "--start-timeout inf is no time to wait"),
+        (("--max-np", "4", "-np", "2", "python"), "--max-np is for elastic jobs; add --elastic"),
+        (("--reset-limit", "4", "python"), "--reset-limit is for elastic jobs; add --elastic"),
+        (("--elastic", "--max-np", "2", "-np", "4", "python"), "--max-np 2 is less than the 4 ranks of -np"),
+        (("--elastic", "--max-np", "4", "-np", "2", "python"), "say where there are more: -H localhost:4"),
+        (("--elastic", "--cooldown", "soon", "python"), "'soon': expected seconds, or the least and the most"),
+        (("--elastic", "--cooldown", "0", "-H", "a b", "python"), "'a b' is no host"),
+        (
+            ("--elastic", "--max-np", "4", "--min-np", "3", "-H", "a,b", "python"),
+            "the hosts have 2 slots, and --min-np is 3",
+        ),
+        (("--elastic", "--host-discovery-script", "/bin/true", "-H", "a", "python"), "leave out -H and --hostfile"),
+        (("--elastic", "--host-discovery-script", __file__, "python"), "is not executable"),
+        (("-np", "2", "--prefix", "--log-dir", "d", "true"), "--prefix does not go with --log-dir"),
+        (("-np", "2", "--elastic", "--prefix", "true"), "--prefix does not go with --elastic"),
+        (
+            ("-np", "2", "--elastic", "--cooldown", "1", "--log-dir", "d", "true"),
+            "--log-dir does not go with --cooldown",
+        ),
+        (("-np", "2", "-x", "=1", "true"), "names no variable"),
+        (("-np", "2", "-x", "NOT_SET_ANYWHERE", "true"), "it is not set here"),
+        (("-np", "2", "-H", "a", "--hostfile", "/dev/null", "true"), "give one of them"),
+        (("-np", "2", "--mpi-args", "'", "true"), "No closing quotation"),
+        (("-np", "2", "--log-dir", "/proc/logs", "true"), "--log-dir /proc/logs: cannot write there"),
+        (("-np", "2", "-n", "1000000000", "true"), "processes that this machine allows"),
+        (("-np", "2", "not-a-program", "true"), "there is no program not-a-program"),
+        (("-np", "2", "/etc/passwd", "true"), "/etc/passwd can be read, but not run"),
+        (("-np", "2", "-H", "localhost:2", "not-a-program", "true"), "there is no program not-a-program"),
+        (("-np", "2", "/", "true"), "/ is a folder, and no program"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(arguments: list[str], said: str) -> None:
-    """In one line, and nothing is started."""
-    done = run("run", "-np", 2, *arguments, "true")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert said in done.stderr
+def test_wrong_arguments_are_named(arguments: tuple[str, ...], said: str) -> None:
+    """In one line; an error of use, or of the settings."""
+    with pytest.raises((click.UsageError, ConfigError)) as refused:
+        main(["run", *arguments], standalone_mode=False)
+    error = refused.value
+    message = error.format_message() if isinstance(error, click.UsageError) else str(error)
+    assert said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("setting", ["pml=ucx", "pml=cm", "pml=^ob1", "mtl=ofi"])
+def test_messages_that_survive_nothing_are_refused(setting: str) -> None:
+    """Before anything starts, with what to set."""
+    name, value = f"OMPI_MCA_{setting}".split("=")
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={value} in the environment")):
+        dry_run("--elastic", "-np", 2, "true", **{name: value})
+
+
+@pytest.mark.parametrize("setting", ["pml=ob1", "pml=^ucx,cm", "mtl=^ofi"])
+def test_messages_that_survive_are_not(setting: str) -> None:
+    name, value = f"OMPI_MCA_{setting}".split("=")
+    assert "--with-ft ulfm" in dry_run("--elastic", "-np", 2, "true", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "set_here"),
+    [
+        ((), {}, True),
+        (("-H", "localhost:2"), {}, False),
+        (("--elastic", "--cooldown", "0", "-H", "localhost:2"), {}, True),
+        (("-H", "other:2"), {}, False),
+        ((), {"OMPI_MCA_btl_tcp_if_include": "eth0"}, False),
+        ((), {"OMPI_MCA_btl_tcp_if_exclude": "eth0"}, False),
+    ],
+)
+def test_a_job_of_one_machine_stays_on_it(arguments: tuple[str, ...], environ: dict[str, str], set_here: bool) -> None:
+    """Its messages take no other interface than lo, unless the user has chosen one."""
+    shown = dry_run("-np", 2, *arguments, "true", **environ)
+    assert ("OMPI_MCA_btl_tcp_if_include=lo" in shown) is set_here
 
 
 @pytest.mark.parametrize(
@@ -345,18 +432,25 @@ def test_options_that_make_no_sense_are_refused(arguments: list[str], said: str)
         ({"LSB_MCPU_HOSTS": "a 2 b 1"}, "-np 3 --host a:2,b:1 "),
     ],
 )
-def test_an_allocation_says_how_many_ranks(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: str
-) -> None:
+def test_an_allocation_says_how_many_ranks(environ: dict[str, str], expected: str) -> None:
     """Its slots; hosts are named to mpirun where it was not built for the scheduler. Nothing stays on lo then."""
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    done = subprocess.run(
-        [sys.executable, "-m", "ringreduce", "run", "--dry-run", "true"], capture_output=True, text=True, check=True
-    )
-    assert expected in done.stdout
-    assert "tcp_if_include" not in done.stdout
+    shown = dry_run("true", **environ)
+    assert expected in shown
+    assert "tcp_if_include" not in shown
 
+
+def test_a_library_that_survives_nothing_is_refused(tmp_path: Path) -> None:
+    """--elastic says which MPI it takes."""
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho HYDRA build details:\n")
+    fake.chmod(0o755)
+    program = "import sys; sys.executable = sys.argv.pop(1); from ringreduce.cli import main; main()"
+    done = launching.run(sys.executable, "-c", program, tmp_path / "python", "run", "--elastic", "-np", 2, "true")
+    assert done.returncode == 2
+    assert "--elastic takes Open MPI 5" in done.stderr
+
+
+# ---- horovodrun ----
 
 SCRIPT = """
 import os, socket

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import launching
 import pytest
+from launching import Job
 
 torch = pytest.importorskip("torch")
 
@@ -37,16 +38,9 @@ def found(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
 
 
-def run(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(source: str, **environment: str) -> Job:
     """Run a program without a launcher."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    return launching.run(sys.executable, "-c", textwrap.dedent(source), **environment)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

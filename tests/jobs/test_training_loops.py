@@ -7,37 +7,51 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import PROGRAMS, run_together
 
 for _library in "lightning", "transformers":
     pytest.importorskip(_library, exc_type=ImportError)
 
-PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("program", ["lightning_trainer.py", "hugging_face.py"])
-def test_on_ringreduce_as_on_gloo(run_job: Callable, tmp_path: Path, program: str):
-    """Losses, metrics and weights are equal to those on Gloo; what the programs check besides, they say themselves."""
-    job = run_job(2, str(PROGRAMS / program), str(tmp_path), limit_s=55)
+@pytest.fixture(scope="module")
+def lightning(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder, and what programs that use Lightning say; they share a job, as it takes seconds to import."""
+    folder = tmp_path_factory.mktemp("lightning")
+    example = [str(EXAMPLES / "lightning_digits.py"), "--epochs", "1", "--folder", str(folder / "example")]
+    scripts = {"test": [str(PROGRAMS / "lightning_trainer.py"), str(folder)], "example": example}
+    return folder, run_together(2, folder, scripts)
+
+
+@pytest.mark.xdist_group("lightning")
+def test_lightning_on_ringreduce_as_on_gloo(lightning: tuple[Path, dict[str, str]]):
+    """Losses, metrics and weights are equal to those on Gloo; what the program checks besides, it says itself."""
+    assert lightning[1]["test"].splitlines().count("done") == 2
+
+
+def test_hugging_face_on_ringreduce_as_on_gloo(run_job: Callable, tmp_path: Path):
+    """As for Lightning."""
+    job = run_job(2, PROGRAMS / "hugging_face.py", tmp_path, limit_s=55)
     assert job.returncode == 0, job.stderr
     assert job.stdout.splitlines().count("done") == 2
+
+
+@pytest.mark.xdist_group("lightning")
+def test_lightning_example(lightning: tuple[Path, dict[str, str]]):
+    """It learns, keeps the best model, and all ranks end with the same weights."""
+    folder, said = lightning
+    assert "weights: bitwise identical" in said["example"]
+    accuracy = re.search(r"2 ranks: loss [\d.]+, test accuracy ([\d.]+)%", said["example"])
+    assert accuracy is not None, said
+    assert float(accuracy[1]) > 90
+    assert [each.suffix for each in (folder / "example").iterdir()] == [".ckpt"]
 
 
 def last_lines(job) -> str:
     assert job.returncode == 0, job.stderr
     assert "weights: bitwise identical" in job.stdout
     return job.stdout
-
-
-def test_lightning_example(run_job: Callable, tmp_path: Path):
-    """It learns, keeps the best model, and all ranks end with the same weights."""
-    said = last_lines(
-        run_job(2, str(EXAMPLES / "lightning_digits.py"), "--epochs", "1", "--folder", str(tmp_path), limit_s=55)
-    )
-    accuracy = re.search(r"2 ranks: loss [\d.]+, test accuracy ([\d.]+)%", said)
-    assert accuracy is not None, said
-    assert float(accuracy[1]) > 90
-    assert [each.suffix for each in tmp_path.iterdir()] == [".ckpt"]
 
 
 def test_accelerate_example(run_job: Callable, tmp_path: Path):

@@ -1,0 +1,74 @@
+"""What the tests of whole jobs share: command lines and jobs that always end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+RINGREDUCE = Path(sys.executable).with_name("ringreduce")
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+class Job(NamedTuple):
+    """How a command line ended: its exit code, what all ranks wrote, and how long it took."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def run(*command: object, limit_s: float = 50, cwd: Path | None = None, **environment: str | None) -> Job:
+    """Run a command line outside of any allocation.
+
+    Args:
+        command: its words.
+        limit_s: the time (seconds) after which it is killed.
+        cwd: where it runs.
+        environment: variables; None: without it.
+    """
+    begin = time.monotonic()
+    # A launcher that is killed leaves files, which a later one of the same pid would stumble over.
+    with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as folder:
+        settings: dict[str, str | None] = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PBS_", "LSB_"))},
+            "TMPDIR": folder,
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # ranks that wait give their core to other ranks, and to other tests
+            **environment,
+        }
+        done = subprocess.run(
+            ["timeout", "--kill-after=5", str(limit_s), *map(str, command)],
+            cwd=cwd,
+            env={name: value for name, value in settings.items() if value is not None},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    return Job(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+
+def run_job(ranks: int, *arguments: object, source: str = "", limit_s: float = 50, **environment: str | None) -> Job:
+    """Run python under mpirun: ``run_job(2, "-m", "ringreduce", "doctor")``; ``source`` is the text of a program."""
+    words = ("-c", textwrap.dedent(source)) if source else arguments
+    return run("mpirun", "-np", ranks, sys.executable, *words, limit_s=limit_s, **environment)
+
+
+def run_together(ranks: int, folder: Path, scripts: dict[str, list[str]], limit_s: float = 55) -> dict[str, str]:
+    """Run scripts one after the other on the same ranks, which import libraries once; return what each has printed.
+
+    Args:
+        ranks: how many.
+        folder: where the output is kept.
+        scripts: by a name, each with its arguments.
+        limit_s: the time (seconds) for all together.
+    """
+    job = run_job(ranks, PROGRAMS / "together.py", folder, json.dumps(scripts), limit_s=limit_s)
+    assert job.returncode == 0, job.stderr
+    return {name: "".join((folder / f"{name}-{rank}").read_text() for rank in range(ranks)) for name in scripts}
