@@ -72,7 +72,6 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
     return said
 
 
-@pytest.mark.xdist_group("transformer")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_parallelism_compute_the_same(
     alone: list[float], parallel: Callable[[int], dict[str, str]], kind: str

@@ -24,7 +24,6 @@ def lightning(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return folder, run_together(2, folder, scripts)
 
 
-@pytest.mark.xdist_group("lightning")
 def test_lightning_on_ringreduce_as_on_gloo(lightning: tuple[Path, dict[str, str]]):
     """Losses, metrics and weights are equal to those on Gloo; what the program checks besides, it says itself."""
     assert lightning[1]["test"].splitlines().count("done") == 2
@@ -37,7 +36,6 @@ def test_hugging_face_on_ringreduce_as_on_gloo(run_job: Callable, tmp_path: Path
     assert job.stdout.splitlines().count("done") == 2
 
 
-@pytest.mark.xdist_group("lightning")
 def test_lightning_example(lightning: tuple[Path, dict[str, str]]):
     """It learns, keeps the best model, and all ranks end with the same weights."""
     folder, said = lightning

@@ -13,7 +13,6 @@ import faults
 import pytest
 import test_growth
 
-pytestmark = pytest.mark.xdist_group("virtual cluster")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "virtual_cluster"
 NAME = f"t{os.getpid() % 10_000}"  # names of network devices are short
 
