@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import GradBucket
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.compression import Compression, Compressor
-from ringreduce.torch.distributed.process_group import group_of
+from ringreduce.torch.distributed.collectives import group_of
 from ringreduce.torch.distributed.works import CollectiveWork
 from ringreduce.torch.gradients import shape_in_memory
 from ringreduce.training.compression import BucketCompression, Reducer, WireState, has_reducers, reduces

@@ -58,10 +58,10 @@ class TorchState(HandlingState):
         """Make the default process group of torch.distributed anew if ringreduce is its backend; and see the base."""
         if dist.is_available() and dist.is_initialized():
             from ringreduce.torch.distributed import (
-                process_group,  # which cannot be imported where torch has no such thing
+                collectives,  # which cannot be imported where torch has no such thing
             )
 
-            process_group.begin_anew()
+            collectives.begin_anew()
         super().reset()
 
     def _write(self, content: Any, file: BinaryIO) -> None:

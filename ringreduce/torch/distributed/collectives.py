@@ -1,0 +1,443 @@
+"""What torch calls on process groups and backends: the collectives of a `Group`, as works of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+
+from ringreduce.common.errors import ConfigError, TransportError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.runtime.groups import Group
+from ringreduce.torch.arrays import TENSORS
+from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, seconds
+from ringreduce.transport.point_to_point import Transfer
+
+__all__ = ["NAME", "Collectives", "begin_anew", "group_of", "open_groups"]
+
+NAME = "ringreduce"
+
+#: Groups that are not shut down. Torch keeps the C++ half of them, which must not outlive this one.
+open_groups: set[Any] = set()
+
+_FLOATS_OF_8_BITS = {getattr(torch, name) for name in dir(torch) if name.startswith("float8_")}
+
+_Kind: Any = dist.ReduceOp.RedOpType
+_OPS: dict[Any, ReduceOp | str] = {
+    _Kind.SUM: SUM,
+    _Kind.AVG: AVERAGE,
+    _Kind.PRODUCT: PRODUCT,
+    _Kind.MIN: MIN,
+    _Kind.MAX: MAX,
+    _Kind.BAND: "bitwise_and",
+    _Kind.BOR: "bitwise_or",
+    _Kind.BXOR: "bitwise_xor",
+}
+
+_Tensors = Sequence[torch.Tensor]
+
+
+class GroupBackend:
+    """What torch calls on process groups and backends besides collectives; begins the works of both.
+
+    Args:
+        group: carries them out.
+
+    Attributes:
+        timeout: torch's, with which the process group was made.
+    """
+
+    timeout: timedelta
+    _group: Group
+    _sequence = 0
+
+    @property
+    def group(self) -> Group:
+        """What carries the collectives out."""
+        return self._group
+
+    def _run(
+        self, name: str, options: Any, call: Callable[..., object], calls: Sequence[tuple[Any, ...]]
+    ) -> CollectiveWork:
+        """Carry out calls, one after the other and after those before them, as one work.
+
+        Args:
+            name: of the collective.
+            options: torch's, which say whether the program waits for it at once.
+            call: takes the group and the arguments.
+            calls: the arguments of each: the tensors that are its result, those that it reads, and others.
+        """
+        self._sequence += 1
+        group, run = self._group, partial(_run_all, call, self._group, calls)
+        results = [each for first, *_ in calls for each in _tensors(first)]
+        with self._shown(name, results) as span:
+            if not getattr(options, "asyncOp", True):
+                return CollectiveWork(group.submit(run, name, here=True), results)
+            release = TENSORS.keep_in_place(_tensors(calls))
+            try:
+                task = group.submit(run, name, here=False)
+            except BaseException:
+                release()
+                raise
+            task.when_done(release)
+            work = CollectiveWork(task, results)
+            if span is not None:
+                span._call_end_callbacks_on_future(work.get_future())
+            return work
+
+    def _shown(self, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Return a context that torch's profiler shows, if it is on."""
+        if not profiler._is_profiler_enabled:
+            return nullcontext()
+        nbytes = sum(each.nbytes for each in tensors if each.layout is torch.strided)
+        ranks = ", ".join(map(str, self._group.ranks))
+        return profiler.record_function(f"{NAME}:{name} ({nbytes} bytes, group of ranks {ranks})")
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names those that do not come, all of them.
+
+        Args:
+            timeout: how long to wait at most, 0 too; None: as the group does.
+            wait_all_ranks: means nothing, as all are named in any case.
+        """
+        limit_s = None if timeout is None else max(timeout.total_seconds(), 0.0)
+        with self._shown("monitored_barrier", []):
+            self._group.submit(partial(self._group.barrier, limit_s), "monitored_barrier", here=True).wait()
+
+    monitoredBarrier = monitored_barrier  # noqa: N815
+
+    # ---- messages ----
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> MessageWork:
+        return self._message(f"send to {dst}", self._group.send, tensors, dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> MessageWork:
+        return self._message(f"recv from {src}", self._group.recv, tensors, src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> MessageWork:
+        return self._message("recv from any rank", self._group.recv, tensors, None, tag)
+
+    recvAnysource = recv_anysource  # noqa: N815
+
+    def _message(
+        self, name: str, begin: Callable[..., Transfer], tensors: Any, peer: int | None, tag: int
+    ) -> MessageWork:
+        (tensor,) = _tensors(tensors)
+        with self._shown(name, [tensor]) as span:
+            work = MessageWork(self._group, begin(_movable(tensor), peer, tag), tensor)
+            if span is not None:
+                span._call_end_callbacks_on_future(work.get_future())
+        return work
+
+    # ---- coalescing: works come one after the other anyway, and the last of them stands for all ----
+
+    def start_coalescing(self, device: Any = None) -> None:
+        """Begin to collect works."""
+
+    def end_coalescing(self, device: Any = None) -> CollectiveWork:
+        """Return a work that is done when all that were begun before it are."""
+        return CollectiveWork(self._group.submit(lambda: None, "the last of several collectives", here=False), [])
+
+    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+
+    # ---- the group itself ----
+
+    def name(self) -> str:
+        return NAME
+
+    getBackendName = name  # noqa: N815
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        limit_s = seconds(timeout)
+        if limit_s is not None:
+            self._group.set_timeout(limit_s)
+
+    setTimeout = _set_default_timeout = set_timeout  # noqa: N815
+
+    def abort(self) -> None:
+        """Give up all that is under way. Local."""
+        self._group.give_up(TransportError("the group was aborted"))
+
+    def shutdown(self) -> None:
+        """Finish what is under way, and give everything back. Collective."""
+        open_groups.discard(self)
+        self._group.close()
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    setSequenceNumberForGroup = _set_sequence_number_for_group  # noqa: N815
+    getSequenceNumberForGroup = _get_sequence_number_for_group  # noqa: N815
+
+
+class Collectives(GroupBackend):
+    """The collectives that torch calls on process groups and backends, by all names that they have had.
+
+    All return a work. Tensors are on the CPU and of any strides; errors come out where the work is waited for, and in
+    its future. Torch gives options the memory of a function that is about to return, so nothing of them is kept.
+    """
+
+    supports_splitting = supports_coalescing = False  # into groups; in torch's own way
+
+    # ---- reductions ----
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> CollectiveWork:
+        how = _op_of(opts)
+        return self._run("allreduce", opts, _allreduce, [(each, *how) for each in _listed(tensors)])
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any) -> CollectiveWork:
+        how = *_op_of(opts), opts.rootRank
+        return self._run("reduce", opts, _reduce, [(each, *how) for each in _listed(tensors)])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> CollectiveWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: _Tensors, inputs: Sequence[torch.Tensor | _Tensors], opts: Any = None
+    ) -> CollectiveWork:
+        how = _op_of(opts)
+        calls = [(output, given, *how) for output, given in zip(outputs, inputs, strict=True)]
+        return self._run("reduce_scatter", opts, _reduce_scatter, calls)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
+        lists = [inputs] if isinstance(outputs, torch.Tensor) else inputs
+        return self.reduce_scatter_single_coalesced(_listed(outputs), lists, opts)
+
+    # ---- moving ----
+
+    def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> CollectiveWork:
+        root = opts if isinstance(opts, int) else opts.rootRank
+        return self._run("broadcast", opts, _broadcast, [(each, root) for each in _listed(tensors)])
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> CollectiveWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor | _Tensors], inputs: _Tensors, opts: Any = None
+    ) -> CollectiveWork:
+        return self._run("allgather", opts, _allgather, list(zip(outputs, inputs, strict=True)))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> CollectiveWork:
+        lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
+        return self.all_gather_single_coalesced(lists, _listed(inputs), opts)
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None
+    ) -> CollectiveWork:
+        return self.all_gather_single_coalesced(list(zip(*output_lists, strict=True)), inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
+        call = list(outputs[0]) if outputs else None, inputs[0], opts.rootRank
+        return self._run("gather", opts, partial(_move, Group.gather), [call])
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
+        (output,) = outputs
+        call = output, list(inputs[0]) if inputs else None, opts.rootRank
+        return self._run("scatter", opts, partial(_move, Group.scatter), [call])
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> CollectiveWork:
+        call = output, input, list(output_split_sizes), list(input_split_sizes)
+        return self._run("alltoall", opts, partial(_move, Group.alltoall), [call])
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(
+        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> CollectiveWork:
+        return self._run("alltoall", opts, partial(_move, Group.alltoall_list), [(list(outputs), list(inputs))])
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> CollectiveWork:
+        return self._run("barrier", opts, Group.barrier, [(seconds(timeout or getattr(opts, "timeout", None)),)])
+
+
+def begin_anew() -> None:
+    """Make the default process group anew, of the ranks of the world that has begun, if ringreduce is its backend.
+
+    Collective. Other groups are gone with the old one.
+    """
+    whole: Any = dist.group.WORLD
+    ours = whole._get_backend(torch.device("cpu"))
+    if isinstance(ours, Collectives):
+        backend = dist.get_backend()
+        dist.destroy_process_group()
+        dist.init_process_group(backend, timeout=ours.timeout)
+
+
+def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
+    """Return what carries out the collectives of a process group; None: of the default one.
+
+    Raises:
+        ConfigError: it is none of ringreduce's.
+    """
+    given = cast("Any", process_group or dist.group.WORLD)
+    backend = given._get_backend(torch.device("cpu")) if hasattr(given, "_get_backend") else None
+    if not isinstance(backend, Collectives):
+        got = given if backend is None else f"one of {backend.name()}"
+        raise ConfigError(f"this takes a process group of the backend {NAME} that this rank is in, got {got}")
+    return backend.group
+
+
+# ---- one call of a group ----
+
+
+def _run_all(call: Callable[..., object], group: Group, calls: Sequence[tuple[Any, ...]]) -> None:
+    for arguments in calls:
+        call(group, *arguments)
+
+
+def _allreduce(group: Group, tensor: torch.Tensor, op: ReduceOp | str, factor: Any) -> None:
+    if tensor.layout is torch.sparse_coo:
+        _sum_rows(group, tensor, op)
+        return
+    with group.preparing("allreduce"):
+        source = _scaled(tensor, factor)
+    group.allreduce(tensor, op, source)
+
+
+def _reduce(group: Group, tensor: torch.Tensor, op: ReduceOp | str, factor: Any, root: int) -> None:
+    with group.preparing("reduce"):
+        source = _scaled(tensor, factor)
+    group.reduce(tensor, root, op, source)
+
+
+def _reduce_scatter(
+    group: Group, output: torch.Tensor, given: torch.Tensor | _Tensors, op: ReduceOp | str, factor: Any
+) -> None:
+    with group.preparing("reduce_scatter"):
+        _require_host(output)
+        sources = [_scaled(each, factor) for each in _tensors(given)]
+    if isinstance(given, torch.Tensor):
+        group.reduce_scatter(output, sources[0], op)
+    else:
+        group.reduce_scatter_list(output, sources, op)
+
+
+def _broadcast(group: Group, tensor: torch.Tensor, root: int) -> None:
+    with group.preparing("broadcast"):
+        _require_host(tensor)
+    group.broadcast(_movable(tensor), root)
+
+
+def _allgather(group: Group, output: torch.Tensor | _Tensors, given: torch.Tensor) -> None:
+    _move(Group.allgather if isinstance(output, torch.Tensor) else Group.allgather_list, group, output, given)
+
+
+def _move(method: Callable[..., object], group: Group, *arguments: Any) -> None:
+    """Call a method of the group that computes nothing with its tensors."""
+    method(group, *map(_movable, arguments))
+
+
+def _sum_rows(group: Group, tensor: torch.Tensor, op: ReduceOp | str) -> None:
+    """Reduce sparse tensors into the same tensors: each rank gets all ranks' rows, and adds them up.
+
+    Args:
+        group: carries it out.
+        tensor: of layout ``sparse_coo``; shape and dtype must agree, the rows need not.
+        op: SUM or AVERAGE; must agree.
+    """
+    with group.preparing("allreduce"):
+        if op not in (SUM, AVERAGE):
+            raise UnsupportedBufferError(f"sparse tensors can be summed and averaged, got {op}")
+        _require_host(tensor)
+        given = tensor.detach().coalesce()
+        indices, values = given.indices(), given.values()
+        counts = torch.empty(group.size, dtype=torch.int64, device="cpu")
+        text = f"allreduce({op}, sparse, shape {tuple(tensor.shape)}, {values.dtype}, {tensor.sparse_dim()} dimensions)"
+    group.communicator.meet(text)
+    group.allgather(counts, torch.tensor([values.shape[0]], device="cpu"))
+    all_indices = [indices.new_empty((indices.shape[0], rows)) for rows in counts.tolist()]
+    all_values = [values.new_empty((rows, *values.shape[1:])) for rows in counts.tolist()]
+    group.allgather_list(all_indices, indices)
+    group.allgather_list(all_values, values)
+    total = torch.cat(all_values)
+    if op is AVERAGE:
+        total = total / group.size
+    with torch.no_grad():
+        indices = torch.cat(all_indices, 1)
+        tensor.copy_(torch.sparse_coo_tensor(indices, total, tensor.shape, check_invariants=False).coalesce())
+
+
+# ---- arguments ----
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _tensors(arguments: Any) -> list[torch.Tensor]:
+    """Return the tensors in arguments, which may be lists of lists."""
+    if isinstance(arguments, torch.Tensor):
+        return [arguments]
+    lists = map(_tensors, arguments) if isinstance(arguments, (list, tuple)) else ()
+    return [tensor for each in lists for tensor in each]
+
+
+def _movable(argument: Any) -> Any:
+    """Return tensors of floats of 8 bits as bytes: nothing computes with them, and they can move all the same."""
+    if isinstance(argument, (list, tuple)):
+        return [_movable(each) for each in argument]
+    is_small_float = isinstance(argument, torch.Tensor) and argument.dtype in _FLOATS_OF_8_BITS
+    return argument.view(torch.uint8) if is_small_float else argument
+
+
+def _require_host(tensor: torch.Tensor) -> None:
+    """Raise `UnsupportedBufferError` for a tensor that is not in host memory."""
+    if not tensor.is_cpu:
+        raise UnsupportedBufferError(
+            f"the backend {NAME} of torch.distributed takes CPU tensors, got one on {tensor.device}: no GPU has run it "
+            "yet. Pass tensor.cpu(), or use the collectives of ringreduce.torch, which take CUDA tensors"
+        )
+
+
+def _op_of(options: Any) -> tuple[ReduceOp | str, Any]:
+    """Return the operation that torch's options name, and what tensors are multiplied with before it, if anything."""
+    if options is None:
+        return SUM, None
+    given = getattr(options, "reduceOp", options)
+    kind = given if isinstance(given, _Kind) else given.op
+    op = _OPS.get(kind)
+    if op is not None:
+        return op, None
+    if kind == _Kind.PREMUL_SUM:
+        return SUM, given.__getstate__()[1]
+    raise ConfigError(f"the backend {NAME} knows no reduce operation {kind}")
+
+
+def _scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor:
+    """Return the product in a new tensor, or the tensor itself if there is no factor."""
+    _require_host(tensor)
+    if factor is None:
+        return tensor
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UnsupportedBufferError(f"PREMUL_SUM takes floats, got {tensor.dtype}")
+    with torch.no_grad():
+        return torch.mul(tensor.detach(), factor).to(tensor.dtype)
