@@ -14,6 +14,7 @@ __all__ = ["FormerNames"]
 
 _MOVED = {
     "ringreduce.communicator": "ringreduce.collectives.communicator",
+    "ringreduce.conventions": "ringreduce.common.conventions",
     "ringreduce.errors": "ringreduce.common.errors",
     "ringreduce.process_sets": "ringreduce.runtime.process_sets",
     "ringreduce.reduce_ops": "ringreduce.common.reduce_ops",

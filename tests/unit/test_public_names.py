@@ -1,0 +1,125 @@
+"""What programs, scripts and documents use of ringreduce stays: public names, shown modules, commands and options."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from ringreduce import cli
+
+#: By module as programs import it, some of them by a former name: what they find there. Names may be added.
+NAMES = {
+    "ringreduce": """
+        AVERAGE Choice CollectiveError CollectiveTimeoutError Communicator Config ConfigError Conventions
+        Feedback Instrument MAX MIN Metrics MismatchError NotFiniteError PRODUCT PeerLostError ProcessSet
+        Recovery ReduceOp ReproducibleAccumulator RingReduceError SUM ShutdownError Topology TransportError
+        UnsupportedBufferError add_process_set allgather allgather_object allreduce alltoall audit audited
+        barrier broadcast broadcast_object config count cross_rank cross_size dump empty explain fingerprint
+        gather global_process_set go_on hosts_changed init is_homogeneous is_initialized local_rank local_size
+        metrics rank record recoveries recv reduce reduce_scatter remove_process_set reproducible_allreduce
+        scatter send sendrecv set_conventions shutdown since size start_timeline stop_timeline weighted_average
+        world
+    """,
+    "ringreduce.torch": """
+        Adasum Average Compression DistributedOptimizer DistributedSampler Handle HorovodInternalError Max Min
+        ProcessSet Product ReproducibleSum Shard Sum SyncBatchNorm add_process_set allgather allgather_async
+        allgather_object allreduce allreduce_ allreduce_async allreduce_async_ alltoall alltoall_async barrier
+        broadcast broadcast_ broadcast_async broadcast_async_ broadcast_object broadcast_optimizer_state
+        broadcast_parameters ccl_built checkpoint compression cross_rank cross_size cuda_built data ddl_built
+        elastic functions global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async
+        grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_
+        grouped_reducescatter grouped_reducescatter_async init is_homogeneous is_initialized join
+        load_checkpoint local_rank local_size metrics mpi_built mpi_enabled mpi_ops mpi_threads_supported
+        nccl_built optimizer poll rank reducescatter reducescatter_async remove_process_set rocm_built
+        save_checkpoint set_conventions shutdown size sparse_allreduce_async start_timeline stop_timeline
+        sync_batch_norm synchronize weighted_average
+    """,
+    "ringreduce.elastic": "CommitStore HostsUpdatedInterrupt ObjectState State run run_fn",
+    "ringreduce.torch.elastic": """
+        ElasticSampler Generators HostsUpdatedInterrupt ObjectState State TorchState run run_fn seed
+    """,
+    "ringreduce.testing": """
+        DamagingMessages FailingMessages RecordingMessages assert_close assert_equal caught check_choices
+        check_collectives check_messages expected run_engines run_process_sets run_ranks run_threads sample
+    """,
+    "ringreduce.torch.ddp": "AllreduceState allreduce_hook",
+    "ringreduce.torch.lightning": "RingreduceEnvironment RingreduceStrategy",
+    "ringreduce.torch.pytorch_lightning": "RingreduceEnvironment RingreduceStrategy",
+    "ringreduce.algorithms": "ALGORITHMS Algorithm Collective Cost Schedule Step Transfer find names schedule_for",
+    "ringreduce.algorithms.verify": "Kind Move Outcome ScheduleError run verify",
+    "ringreduce.topology": "Topology",
+    "ringreduce.errors": """
+        CollectiveError CollectiveTimeoutError ConfigError MismatchError NotFiniteError PeerLostError
+        RingReduceError ShutdownError TransportError UnsupportedBufferError name_ranks since
+    """,
+    "ringreduce.torch.sync_batch_norm": "SyncBatchNorm convert_sync_batchnorm",
+    "ringreduce.horovod": "run",
+    "horovod": "run",
+    "horovod.common.util": """
+        ccl_built check_extension check_installed_version cuda_built ddl_built extension_available gloo_built
+        gpu_available is_iterable is_version_greater_equal_than mpi_built nccl_built num_rank_is_power_2
+        rocm_built split_list
+    """,
+    "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
+    "horovod.common.elastic": "ObjectState State run_fn",
+    "horovod.common.basics": "HorovodBasics",
+    "horovod.common.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
+    "horovod.torch.compression": """
+        BF16Compressor Compression Compressor FP16Compressor Float8Compressor Int4Compressor Int8Compressor
+    """,
+    "horovod.torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
+    "ringreduce.conventions": "Conventions",
+}
+NAMES["horovod.torch"] = NAMES["ringreduce.torch"]
+NAMES["horovod.torch.elastic"] = NAMES["ringreduce.torch.elastic"]
+
+#: By command: its options and arguments.
+OPTIONS = {
+    "bench": """
+        --agg_iters --algorithm --buffers --check --datatype --device --format --iters --maxbytes --minbytes
+        --op --output_file --per_iter_timing --plot --report --results --root --run_cycles --stepbytes
+        --stepfactor --vs --warmup_iters -I -J -N -b -c -d -e -f -i -m -n -o -r -w collective
+    """,
+    "explain": "--datatype --device --json --maxbytes --minbytes --stepfactor -b -d -e -f collective",
+    "doctor": "--dump --json --torch-traces",
+    "export": "--commit --force --name folder out",
+    "run": """
+        --cooldown --dry-run --elastic --host-discovery-script --hostfile --hosts --log-dir --max-np
+        --max-restarts --min-np --mpi-args --network-interface --no-prefix --num-proc --prefix --reset-limit
+        --slots --slots-per-host --ssh-port --start-timeout --verbose -H -n -np -x program
+    """,
+    "timeline": "",
+    "top": "--every --job --json --once --prometheus",
+    "tune": "--budget --directory --even-if-busy",
+}
+
+#: Prints what is missing. What needs a library that is not installed is not looked at.
+PROGRAM = """
+import importlib, json, sys
+import ringreduce.horovod
+for module, names in json.load(sys.stdin).items():
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "lightning", "pytorch_lightning"):
+            print(module, error)
+        continue
+    print(*(f"{module}.{name}" for name in names.split() if not hasattr(found, name)))
+"""
+
+
+def test_public_names_are_where_programs_import_them() -> None:
+    """All of them, in all modules that documents and examples have shown, and in those that Horovod's scripts use."""
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    printed = subprocess.run(command, input=json.dumps(NAMES), check=True, capture_output=True, text=True, timeout=60)
+    assert printed.stdout.split() == []
+
+
+def test_commands_have_their_options() -> None:
+    """Each command takes the options and arguments that scripts give it."""
+    missing = {}
+    for name, options in OPTIONS.items():
+        taken = {each for one in cli.main.commands[name].params for each in (*one.opts, *one.secondary_opts)}
+        missing[name] = set(options.split()) - taken
+    assert not any(missing.values()), missing
