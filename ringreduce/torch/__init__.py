@@ -42,6 +42,7 @@ from ringreduce.torch import (
     ops,
     optimizer,
     phases,
+    reductions,
     sync_batch_norm,
     wrapping,
 )
@@ -80,7 +81,7 @@ __all__.sort()
 runtime.follow_timelines(phases.follow)
 phases.count_steps()
 ringreduce_torch_backend.register()  # where torch has not done so itself
-leave_uncompiled(arrays, functions, gradients, ops, optimizer, sync_batch_norm, wrapping)
+leave_uncompiled(arrays, functions, gradients, ops, optimizer, reductions, sync_batch_norm, wrapping)
 leave_uncompiled(*(module for name, module in sys.modules.items() if name.startswith("ringreduce.training")))
 # What the wrapped optimizer and closures do can be compiled.
 leave_uncompiled(

@@ -17,10 +17,11 @@ from ringreduce.buffers import DTYPES, Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.torch.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
+from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.objects import REDUCERS
 from ringreduce.training.requests import RequestBuilder, dtype_name
 
-__all__ = ["TENSORS", "Tensors", "preparing"]
+__all__ = ["TENSORS", "Tensors", "differentiable", "preparing"]
 
 _STORAGE_NBYTES = 80  # of torch's C++ object for a storage, as far as its flags go at most
 
@@ -198,6 +199,9 @@ TENSORS = Tensors()
 
 #: A context in which tensors become a request: ``preparing("allreduce", name, process_set)``.
 preparing = partial(RequestBuilder, arrays=TENSORS)
+
+#: Blocking collectives on tensors that gradients flow through: ``differentiable(name, process_set)``.
+differentiable = partial(Differentiable, TENSORS)
 
 
 class _Differentiable(torch.autograd.Function):

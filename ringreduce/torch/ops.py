@@ -38,28 +38,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch.arrays import TENSORS, preparing
-from ringreduce.torch.compression import Compression, Compressor, wire_of
-from ringreduce.training.differentiable import Differentiable
+from ringreduce.torch.arrays import differentiable, preparing
+from ringreduce.torch.reductions import (
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
 from ringreduce.training.requests import (
     Adasum,
     Handle,
-    Op,
     ReproducibleSum,
     Request,
     barrier,
-    chosen_op,
-    in_words,
     join,
     poll,
     synchronize,
@@ -103,212 +115,7 @@ __all__ = [
     "synchronize",
 ]
 
-Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
-
 _Tensors = Sequence[Tensor]
-
-_differentiable = partial(Differentiable, TENSORS)
-
-
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduce tensors over all ranks, element by element, into a new tensor. Collective.
-
-    Args:
-        tensor: any shape and strides; shape and dtype must agree on all ranks.
-        average: deprecated; use ``op``.
-        name: see the module; must agree.
-        compression: what travels; see `Compression`. Must agree. In fp8, int8 and int4 all ranks have to take part:
-            not after a `join`.
-        op: `Average` (also if None), `Sum`, `Min`, `Max`, `Product`, `Adasum` or `ReproducibleSum`; must agree.
-            Integers are averaged toward zero. Gradients flow through `Average`, `Sum` and `ReproducibleSum`.
-        prescale_factor: multiplies what goes in; must agree.
-        postscale_factor: multiplies what comes out; must agree. Integers are multiplied in float64, so those up to 2^53
-            are taken exactly, and truncated toward zero after each factor.
-        process_set: the ranks that take part.
-    """
-    how = average, name, compression, op, prescale_factor, postscale_factor, process_set
-    return grouped_allreduce([tensor], *how)[0]
-
-
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start what `allreduce` does; its result is a new tensor."""
-    how = average, name, op, prescale_factor, postscale_factor, process_set
-    return _allreduce([tensor], *how, first=True).submit()
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduce like `allreduce`, but in place; returns ``tensor``. Collective."""
-    how = average, name, op, prescale_factor, postscale_factor, process_set
-    return cast(Tensor, _allreduce([tensor], *how, first=True, in_place=True).carry_out())
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start what `allreduce_` does."""
-    how = average, name, op, prescale_factor, postscale_factor, process_set
-    return _allreduce([tensor], *how, first=True, in_place=True).submit()
-
-
-def grouped_allreduce(
-    tensors: _Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """Reduce several tensors as one operation: all of them or, after an error, none; see `allreduce`. Collective.
-
-    Dtypes may be mixed.
-    """
-    with preparing("allreduce", name, process_set) as prepare:
-        how = chosen_op(op, average), prescale_factor, postscale_factor, wire_of(compression)
-        tensors = prepare.listed(tensors)
-        sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
-    reduced = _differentiable(name, process_set).allreduce(sent, *how)
-    return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
-
-
-def grouped_allreduce_async(
-    tensors: _Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start what `grouped_allreduce` does; its result is a list of new tensors."""
-    how = average, name, op, prescale_factor, postscale_factor, process_set
-    return _allreduce(tensors, *how).submit()
-
-
-def grouped_allreduce_(
-    tensors: _Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """Reduce like `grouped_allreduce`, but in place; returns ``tensors``. Collective."""
-    how = average, name, op, prescale_factor, postscale_factor, process_set
-    return cast("list[Tensor]", _allreduce(tensors, *how, in_place=True).carry_out())
-
-
-def grouped_allreduce_async_(
-    tensors: _Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start what `grouped_allreduce_` does."""
-    how = average, name, op, prescale_factor, postscale_factor, process_set
-    return _allreduce(tensors, *how, in_place=True).submit()
-
-
-def _allreduce(
-    tensors: _Tensors,
-    average: bool | None,
-    name: str | None,
-    op: Op | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    *,
-    first: bool = False,
-    in_place: bool = False,
-) -> Request:
-    """Return a request to reduce tensors out of autograd's sight; with ``first`` its result is not a list."""
-    with preparing("allreduce", name, process_set) as prepare:
-        tensors = prepare.listed(tensors)
-        sources = [each.detach() if each.requires_grad else each for each in tensors]
-        targets = sources if in_place else prepare.new_like(sources)
-        given = tensors if in_place else targets
-        result = partial(_result, given, first, in_place)
-        return prepare.allreduce(sources, targets, chosen_op(op, average), prescale, postscale, result)
-
-
-def _result(tensors: _Tensors, first: bool, in_place: bool) -> Any:
-    if in_place:
-        for each in tensors:
-            TENSORS.changed(each)
-    return tensors[0] if first else list(tensors)
-
-
-def sparse_allreduce_async(
-    tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start to sum or average sparse COO tensors; what each rank has is gathered, nothing made dense.
-
-    Args:
-        tensor: sparse; its shape and dtype must agree, how much it holds may differ.
-        op: `Average` or `Sum`; must agree.
-        name, process_set: as for `allreduce`.
-
-    Returns:
-        A handle; its result, which calling it returns as well, as in Horovod, is the coalesced tensor.
-    """
-    with preparing("sparse_allreduce", name, process_set) as prepare:
-        prepare.require(tensor)
-        if not tensor.is_sparse:
-            raise UnsupportedBufferError(
-                "sparse_allreduce_async takes sparse COO tensors; use allreduce for dense ones"
-            )
-        op = ReduceOp.parse(op)
-        if op not in (AVERAGE, SUM):
-            raise ConfigError(f"sparse_allreduce_async averages or sums (op Average or Sum), got op {op.value}")
-        mine = tensor.detach().coalesce()
-        indices, values, shape = mine.indices().t().contiguous(), mine.values().contiguous(), tensor.shape
-
-        def run(communicator: Communicator) -> Tensor:
-            places, numbers = communicator.allgather(indices), communicator.allgather(values)
-            total = torch.sparse_coo_tensor(places.t(), numbers, shape, check_invariants=False).coalesce()
-            if op is SUM:
-                return total
-            rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
-            return torch.div(total, communicator.size, rounding_mode=rounding)
-
-        request = prepare.call(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, [indices, values])
-    return request.submit()
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -335,7 +142,7 @@ def grouped_allgather(
     """Gather several tensors as one operation; see `allgather`. Collective."""
     with preparing("allgather", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
-    return list(_differentiable(name, process_set).allgather(tensors))
+    return list(differentiable(name, process_set).allgather(tensors))
 
 
 def grouped_allgather_async(
@@ -360,7 +167,7 @@ def broadcast(
     with preparing("broadcast", name, process_set) as prepare:
         root = process_set.rank_of(root_rank)
         prepare.require(tensor)
-    return cast(Tensor, _differentiable(name, process_set).broadcast(tensor, root))
+    return cast(Tensor, differentiable(name, process_set).broadcast(tensor, root))
 
 
 def broadcast_async(
@@ -410,7 +217,7 @@ def alltoall(
     """
     with preparing("alltoall", name, process_set) as prepare:
         rows = prepare.row_counts(tensor, splits)
-    return _alltoall_result(splits, *_differentiable(name, process_set).alltoall(tensor, rows))
+    return _alltoall_result(splits, *differentiable(name, process_set).alltoall(tensor, rows))
 
 
 def alltoall_async(
@@ -428,71 +235,3 @@ def alltoall_async(
 
 def _alltoall_result(splits: object, result: Tensor, received: list[int]) -> Tensor | tuple[Tensor, Tensor]:
     return result if splits is None else (result, torch.tensor(received, dtype=torch.int32, device="cpu"))
-
-
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Op = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Reduce tensors over all ranks and return this rank's part. Collective.
-
-    Args:
-        tensor: at least one dimension, cut along the first as `torch.tensor_split` does; shape and dtype must agree.
-
-    The other arguments are those of `allreduce`; there is no `Adasum` here, and no fp8, int8 or int4.
-    """
-    how = name, compression, op, process_set, prescale_factor, postscale_factor
-    return grouped_reducescatter([tensor], *how)[0]
-
-
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: Op = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Start what `reducescatter` does."""
-    with preparing("reducescatter", name, process_set) as prepare:
-        how = op, prescale_factor, postscale_factor
-        request = prepare.reducescatter(prepare.group([tensor]), *how, itemgetter(0))
-    return request.submit()
-
-
-def grouped_reducescatter(
-    tensors: _Tensors,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Op = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
-    """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
-    with preparing("reducescatter", name, process_set) as prepare:
-        if (wire := wire_of(compression)) is not None:
-            raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
-        tensors = prepare.listed(tensors)
-        sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
-    parts = _differentiable(name, process_set).reducescatter(sent, op, prescale_factor, postscale_factor)
-    return [compression.decompress(each, context) for each, context in zip(parts, contexts, strict=True)]
-
-
-def grouped_reducescatter_async(
-    tensors: _Tensors,
-    name: str | None = None,
-    op: Op = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Start what `grouped_reducescatter` does."""
-    with preparing("reducescatter", name, process_set) as prepare:
-        request = prepare.reducescatter(prepare.group(tensors), op, prescale_factor, postscale_factor, list)
-    return request.submit()

@@ -140,7 +140,7 @@ def _has_others(options: Any) -> bool:
     return whole is not None and whole.name() != _KIND
 
 
-# ---- the two ways ----
+# ---- in place of torch's ProcessGroup, or as a Backend of it ----
 
 
 class _ProcessGroup(Collectives, _Base):

@@ -1,0 +1,320 @@
+"""Reductions of tensors; see `ringreduce.torch.ops`, which exports them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.torch.arrays import TENSORS, differentiable, preparing
+from ringreduce.torch.compression import Compression, Compressor, wire_of
+from ringreduce.training.requests import Handle, Op, Request, chosen_op, in_words
+
+__all__ = [
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
+
+Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
+
+_Tensors = Sequence[Tensor]
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce tensors over all ranks, element by element, into a new tensor. Collective.
+
+    Args:
+        tensor: any shape and strides; shape and dtype must agree on all ranks.
+        average: deprecated; use ``op``.
+        name: see the module; must agree.
+        compression: what travels; see `Compression`. Must agree. In fp8, int8 and int4 all ranks have to take part:
+            not after a `join`.
+        op: `Average` (also if None), `Sum`, `Min`, `Max`, `Product`, `Adasum` or `ReproducibleSum`; must agree.
+            Integers are averaged toward zero. Gradients flow through `Average`, `Sum` and `ReproducibleSum`.
+        prescale_factor: multiplies what goes in; must agree.
+        postscale_factor: multiplies what comes out; must agree. Integers are multiplied in float64, so those up to 2^53
+            are taken exactly, and truncated toward zero after each factor.
+        process_set: the ranks that take part.
+    """
+    how = average, name, compression, op, prescale_factor, postscale_factor, process_set
+    return grouped_allreduce([tensor], *how)[0]
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start what `allreduce` does; its result is a new tensor."""
+    how = name, process_set, (op, average), (prescale_factor, postscale_factor)
+    return _allreduce([tensor], *how, first=True).submit()
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce like `allreduce`, but in place; returns ``tensor``. Collective."""
+    how = name, process_set, (op, average), (prescale_factor, postscale_factor)
+    return cast(Tensor, _allreduce([tensor], *how, first=True, in_place=True).carry_out())
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start what `allreduce_` does."""
+    how = name, process_set, (op, average), (prescale_factor, postscale_factor)
+    return _allreduce([tensor], *how, first=True, in_place=True).submit()
+
+
+def grouped_allreduce(
+    tensors: _Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Reduce several tensors as one operation: all of them or, after an error, none; see `allreduce`. Collective.
+
+    Dtypes may be mixed.
+    """
+    with preparing("allreduce", name, process_set) as prepare:
+        how = chosen_op(op, average), prescale_factor, postscale_factor, wire_of(compression)
+        tensors = prepare.listed(tensors)
+        sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
+    reduced = differentiable(name, process_set).allreduce(sent, *how)
+    return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
+
+
+def grouped_allreduce_async(
+    tensors: _Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start what `grouped_allreduce` does; its result is a list of new tensors."""
+    how = name, process_set, (op, average), (prescale_factor, postscale_factor)
+    return _allreduce(tensors, *how).submit()
+
+
+def grouped_allreduce_(
+    tensors: _Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Reduce like `grouped_allreduce`, but in place; returns ``tensors``. Collective."""
+    how = name, process_set, (op, average), (prescale_factor, postscale_factor)
+    return cast("list[Tensor]", _allreduce(tensors, *how, in_place=True).carry_out())
+
+
+def grouped_allreduce_async_(
+    tensors: _Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start what `grouped_allreduce_` does."""
+    how = name, process_set, (op, average), (prescale_factor, postscale_factor)
+    return _allreduce(tensors, *how, in_place=True).submit()
+
+
+def _allreduce(
+    tensors: _Tensors,
+    name: str | None,
+    process_set: ProcessSet,
+    op: tuple[Op | None, bool | None],
+    factors: tuple[float, float],
+    *,
+    first: bool = False,
+    in_place: bool = False,
+) -> Request:
+    """Return a request to reduce tensors out of autograd's sight.
+
+    Args:
+        tensors, name, process_set: as for `allreduce`.
+        op: and ``average``.
+        factors: before and after the reduction.
+        first: whether the result is the only tensor, not a list.
+        in_place: whether the tensors are overwritten.
+    """
+    with preparing("allreduce", name, process_set) as prepare:
+        tensors = prepare.listed(tensors)
+        sources = [each.detach() if each.requires_grad else each for each in tensors]
+        targets = sources if in_place else prepare.new_like(sources)
+        given = tensors if in_place else targets
+        result = partial(_result, given, first, in_place)
+        return prepare.allreduce(sources, targets, chosen_op(*op), *factors, result)
+
+
+def _result(tensors: _Tensors, first: bool, in_place: bool) -> Any:
+    if in_place:
+        for each in tensors:
+            TENSORS.changed(each)
+    return tensors[0] if first else list(tensors)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start to sum or average sparse COO tensors; what each rank has is gathered, nothing made dense.
+
+    Args:
+        tensor: sparse; its shape and dtype must agree, how much it holds may differ.
+        op: `Average` or `Sum`; must agree.
+        name, process_set: as for `allreduce`.
+
+    Returns:
+        A handle; its result, which calling it returns as well, as in Horovod, is the coalesced tensor.
+    """
+    with preparing("sparse_allreduce", name, process_set) as prepare:
+        prepare.require(tensor)
+        if not tensor.is_sparse:
+            raise UnsupportedBufferError(
+                "sparse_allreduce_async takes sparse COO tensors; use allreduce for dense ones"
+            )
+        op = ReduceOp.parse(op)
+        if op not in (AVERAGE, SUM):
+            raise ConfigError(f"sparse_allreduce_async averages or sums (op Average or Sum), got op {op.value}")
+        mine = tensor.detach().coalesce()
+        indices, values, shape = mine.indices().t().contiguous(), mine.values().contiguous(), tensor.shape
+
+        def run(communicator: Communicator) -> Tensor:
+            places, numbers = communicator.allgather(indices), communicator.allgather(values)
+            total = torch.sparse_coo_tensor(places.t(), numbers, shape, check_invariants=False).coalesce()
+            if op is SUM:
+                return total
+            rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
+            return torch.div(total, communicator.size, rounding_mode=rounding)
+
+        request = prepare.call(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, [indices, values])
+    return request.submit()
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduce tensors over all ranks and return this rank's part. Collective.
+
+    Args:
+        tensor: at least one dimension, cut along the first as `torch.tensor_split` does; shape and dtype must agree.
+
+    The other arguments are those of `allreduce`; there is no `Adasum` here, and no fp8, int8 or int4.
+    """
+    how = name, compression, op, process_set, prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], *how)[0]
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start what `reducescatter` does."""
+    with preparing("reducescatter", name, process_set) as prepare:
+        how = op, prescale_factor, postscale_factor
+        request = prepare.reducescatter(prepare.group([tensor]), *how, itemgetter(0))
+    return request.submit()
+
+
+def grouped_reducescatter(
+    tensors: _Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
+    with preparing("reducescatter", name, process_set) as prepare:
+        if (wire := wire_of(compression)) is not None:
+            raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
+        tensors = prepare.listed(tensors)
+        sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
+    parts = differentiable(name, process_set).reducescatter(sent, op, prescale_factor, postscale_factor)
+    return [compression.decompress(each, context) for each, context in zip(parts, contexts, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: _Tensors,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start what `grouped_reducescatter` does."""
+    with preparing("reducescatter", name, process_set) as prepare:
+        request = prepare.reducescatter(prepare.group(tensors), op, prescale_factor, postscale_factor, list)
+    return request.submit()
