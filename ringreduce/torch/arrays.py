@@ -15,13 +15,13 @@ import torch
 
 from ringreduce.buffers import DTYPES, Operand
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.torch.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
 from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.objects import REDUCERS
 from ringreduce.training.requests import RequestBuilder, dtype_name
 
-__all__ = ["TENSORS", "Tensors", "differentiable", "preparing"]
+__all__ = ["TENSORS", "Tensors", "differentiable", "preparing", "sparse_entries", "sum_entries"]
 
 _STORAGE_NBYTES = 80  # of torch's C++ object for a storage, as far as its flags go at most
 
@@ -237,3 +237,28 @@ def _rebuilt(
 
 
 REDUCERS[torch.Tensor] = _reduced
+
+
+def sparse_entries(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the indices, one row for each entry, and the values of a sparse COO tensor."""
+    mine = tensor.detach().coalesce()
+    return [mine.indices().t().contiguous(), mine.values().contiguous()]
+
+
+def sum_entries(
+    communicator: Communicator, entries: Sequence[torch.Tensor], shape: torch.Size, op: ReduceOp | str
+) -> torch.Tensor:
+    """Sum or average sparse COO tensors: the entries of all ranks are gathered, and nothing is made dense. Collective.
+
+    Args:
+        communicator: the ranks.
+        entries: `sparse_entries` of this rank's tensor; there may be another number of them on each rank.
+        shape: of the tensors.
+        op: SUM or AVERAGE; integers are averaged toward zero.
+    """
+    indices, values = (communicator.allgather(each) for each in entries)
+    total = torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce()
+    if op is SUM:
+        return total
+    rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
+    return torch.div(total, communicator.size, rounding_mode=rounding)

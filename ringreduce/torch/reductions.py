@@ -7,15 +7,13 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch.arrays import TENSORS, differentiable, preparing
+from ringreduce.torch.arrays import TENSORS, differentiable, preparing, sparse_entries, sum_entries
 from ringreduce.torch.compression import Compression, Compressor, wire_of
 from ringreduce.training.requests import Handle, Op, Request, chosen_op, in_words
 
@@ -237,18 +235,9 @@ def sparse_allreduce_async(
         op = ReduceOp.parse(op)
         if op not in (AVERAGE, SUM):
             raise ConfigError(f"sparse_allreduce_async averages or sums (op Average or Sum), got op {op.value}")
-        mine = tensor.detach().coalesce()
-        indices, values, shape = mine.indices().t().contiguous(), mine.values().contiguous(), tensor.shape
-
-        def run(communicator: Communicator) -> Tensor:
-            places, numbers = communicator.allgather(indices), communicator.allgather(values)
-            total = torch.sparse_coo_tensor(places.t(), numbers, shape, check_invariants=False).coalesce()
-            if op is SUM:
-                return total
-            rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
-            return torch.div(total, communicator.size, rounding_mode=rounding)
-
-        request = prepare.call(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, [indices, values])
+        entries = sparse_entries(tensor)
+        run = partial(sum_entries, entries=entries, shape=tensor.shape, op=op)
+        request = prepare.call(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, entries)
     return request.submit()
 
 

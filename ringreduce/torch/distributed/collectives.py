@@ -15,7 +15,7 @@ from torch.autograd import profiler
 from ringreduce.common.errors import ConfigError, TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime.groups import Group
-from ringreduce.torch.arrays import TENSORS
+from ringreduce.torch.arrays import TENSORS, sparse_entries, sum_entries
 from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, seconds
 from ringreduce.transport.point_to_point import Transfer
 
@@ -368,22 +368,13 @@ def _sum_rows(group: Group, tensor: torch.Tensor, op: ReduceOp | str) -> None:
         if op not in (SUM, AVERAGE):
             raise UnsupportedBufferError(f"sparse tensors can be summed and averaged, got {op}")
         _require_host(tensor)
-        given = tensor.detach().coalesce()
-        indices, values = given.indices(), given.values()
-        counts = torch.empty(group.size, dtype=torch.int64, device="cpu")
-        text = f"allreduce({op}, sparse, shape {tuple(tensor.shape)}, {values.dtype}, {tensor.sparse_dim()} dimensions)"
+        entries = sparse_entries(tensor)
+        dtype = entries[1].dtype
+        text = f"allreduce({op}, sparse, shape {tuple(tensor.shape)}, {dtype}, {tensor.sparse_dim()} dimensions)"
     group.communicator.meet(text)
-    group.allgather(counts, torch.tensor([values.shape[0]], device="cpu"))
-    all_indices = [indices.new_empty((indices.shape[0], rows)) for rows in counts.tolist()]
-    all_values = [values.new_empty((rows, *values.shape[1:])) for rows in counts.tolist()]
-    group.allgather_list(all_indices, indices)
-    group.allgather_list(all_values, values)
-    total = torch.cat(all_values)
-    if op is AVERAGE:
-        total = total / group.size
+    total = sum_entries(group.communicator, entries, tensor.shape, op)
     with torch.no_grad():
-        indices = torch.cat(all_indices, 1)
-        tensor.copy_(torch.sparse_coo_tensor(indices, total, tensor.shape, check_invariants=False).coalesce())
+        tensor.copy_(total)
 
 
 # ---- arguments ----
