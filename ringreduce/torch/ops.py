@@ -45,27 +45,9 @@ from torch import Tensor
 
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.torch import reductions
 from ringreduce.torch.arrays import differentiable, preparing
-from ringreduce.torch.reductions import (
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
+from ringreduce.torch.reductions import *  # noqa: F403  # what it exports is written down there, and not once more
 from ringreduce.training.requests import (
     Adasum,
     Handle,
@@ -79,19 +61,10 @@ from ringreduce.training.requests import (
 
 __all__ = [
     "Adasum",
-    "Average",
     "Handle",
-    "Max",
-    "Min",
-    "Product",
     "ReproducibleSum",
-    "Sum",
     "allgather",
     "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
     "alltoall",
     "alltoall_async",
     "barrier",
@@ -101,19 +74,12 @@ __all__ = [
     "broadcast_async_",
     "grouped_allgather",
     "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "join",
     "poll",
-    "reducescatter",
-    "reducescatter_async",
-    "sparse_allreduce_async",
     "synchronize",
 ]
+__all__ += reductions.__all__
+__all__.sort()
 
 _Tensors = Sequence[Tensor]
 

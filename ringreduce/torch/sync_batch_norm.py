@@ -13,7 +13,8 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set, is_initialized
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch.ops import allgather, allreduce
+from ringreduce.torch.ops import allgather
+from ringreduce.torch.reductions import allreduce
 from ringreduce.training.requests import RequestBuilder, require_process_set
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
