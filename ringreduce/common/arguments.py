@@ -8,7 +8,16 @@ from typing import Any, Protocol, TypeVar
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["CheckingArguments", "array_shape", "real_number", "row_counts", "shape_text", "shown", "whole_number"]
+__all__ = [
+    "CheckingArguments",
+    "Teller",
+    "array_shape",
+    "real_number",
+    "row_counts",
+    "shape_text",
+    "shown",
+    "whole_number",
+]
 
 _Context = TypeVar("_Context", bound="CheckingArguments")
 

@@ -19,7 +19,7 @@ from ringreduce.torch.arrays import TENSORS, sparse_entries, sum_entries
 from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, seconds
 from ringreduce.transport.point_to_point import Transfer
 
-__all__ = ["NAME", "Collectives", "begin_anew", "group_of", "open_groups"]
+__all__ = ["NAME", "Collectives", "GroupBackend", "begin_anew", "group_of", "open_groups"]
 
 NAME = "ringreduce"
 
