@@ -8,21 +8,12 @@ from typing import Any, Protocol, TypeVar
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = [
-    "CheckingArguments",
-    "Teller",
-    "array_shape",
-    "real_number",
-    "row_counts",
-    "shape_text",
-    "shown",
-    "whole_number",
-]
+__all__ = ["CheckingArguments", "array_shape", "real_number", "row_counts", "shape_text", "shown", "whole_number"]
 
 _Context = TypeVar("_Context", bound="CheckingArguments")
 
 
-class Teller(Protocol):
+class _Teller(Protocol):
     """What tells the other ranks of a call: a `Communicator`."""
 
     def refuse(self, name: str, error: Exception) -> None:
@@ -46,7 +37,7 @@ class CheckingArguments:
 
     __slots__ = ("_name", "_teller", "_text")
 
-    def __init__(self, teller: Teller, name: str, text: str | None = None) -> None:
+    def __init__(self, teller: _Teller, name: str, text: str | None = None) -> None:
         self._teller, self._name, self._text = teller, name, text
 
     def __enter__(self: _Context) -> _Context:
