@@ -224,8 +224,7 @@ ABOVE: dict[str, dict[str, int]] = {
         "transport/shared/arena.py Arena": 25,
         "transport/shared/board.py Board": 22,
     },
-    "parameters of what is no public name": {
-    },
+    "parameters of what is no public name": {},
 }
 
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
