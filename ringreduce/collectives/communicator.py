@@ -22,9 +22,7 @@ from ringreduce.collectives.state import CommState
 from ringreduce.common.arguments import array_shape
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.cleanup import close_all
-from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Tally
-from ringreduce.common.processes import Forked
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.transport.messages import Messages
 
@@ -84,6 +82,7 @@ class Communicator(Messaging, Choices):
         library: what moves messages between the ranks, with its version; ``"none"`` where no library does.
         gpu: this rank's device memory.
         instruments: the observers of its collectives.
+        lifetime: whether it can make calls.
         tallies: what the calls of each collective add up to, by its name.
         message_tallies: the same of messages from one rank to another.
     """
@@ -311,7 +310,7 @@ class Communicator(Messaging, Choices):
         self._state.refuse(name, error)
 
     def _meet(self, signature: Signature) -> None:
-        self._state.require_open()
+        self.lifetime.require_open()
         try:
             self._context.meet(signature)
         except BaseException as error:
@@ -366,7 +365,7 @@ class Communicator(Messaging, Choices):
         Raises:
             UnsupportedBufferError: a device was asked for, and CuPy or the GPU is missing.
         """
-        self._state.require_open()
+        self.lifetime.require_open()
         row, dims = DType.of(dtype), array_shape(shape)
         if device not in (None, "cpu"):
             return self.gpu.empty(ordinal(device), dims, row)
@@ -380,55 +379,41 @@ class Communicator(Messaging, Choices):
         It is a communication buffer as long as the results that live together are not too large; see
         ``RINGREDUCE_SHARED_MEMORY=results:2G``. Local.
         """
-        self._state.require_open()
+        self.lifetime.require_open()
         return self._runner.operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]
 
     # ---- the end ----
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Refuse all further calls: which calls belong together is no longer known. Local.
 
         Args:
             error: why; the errors of those calls say so.
         """
-        self._state.give_up(error)
+        self._state.abort(error)
         if self._point_to_point is not None:
             self._point_to_point.fail(error)
 
-    def leave(self, why: AbortReason) -> bool:
+    def detach(self, why: AbortReason) -> bool:
         """Tell the ranks of this node not to wait for this one; return whether it is the first of them to do so."""
-        return self._context.board.leave(why)
+        return self._context.board.detach(why)
 
     def neighbours(self) -> list[int]:
         """Return the processes of the other ranks of this node."""
         context = self._context
         return [context.arena.pid(member) for member in context.board.peers]
 
-    def forked(self, processes: Forked) -> None:
-        """Take note that this process has just forked others; see `Arena`."""
-        self._context.arena.forked(processes)
-
-    def disown(self, reason: str) -> None:
-        """Refuse all calls: this process was forked by the rank whose communicator this is.
-
-        What this process writes to communication buffers stays its own.
-
-        Args:
-            reason: what the `ConfigError` of later calls says.
-        """
-        self._state.disown(reason)
-        if self._point_to_point is not None:
-            self._point_to_point.disown(ConfigError(reason))
-        self._context.arena.disown()
-
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""
-        if self._state.ended:
+        if not self.lifetime.close():
             return
-        self._state.close()
+        failed = self.lifetime.failure is not None
+        self._context.plans.forget()
+        if not failed:
+            self._context.detach()
         if self._point_to_point is not None:
             self._point_to_point.close()
-        if self._state.failed:
+        if failed:
             self.gpu.abandon()
             self._context.abandon()
             return

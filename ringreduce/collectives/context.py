@@ -19,6 +19,7 @@ from ringreduce.common.call_sites import AbortReason, CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError
 from ringreduce.common.instruments import Instruments
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.partition import Segment
 from ringreduce.common.reduce_ops import MAX, ReduceOp
 from ringreduce.common.topology import Topology
@@ -76,6 +77,7 @@ class Context:
         node: the ranks that share memory with this one.
         config: equal on all ranks.
         called: returns what this rank calls and from which line, for ranks that call something else.
+        lifetime: of what makes these calls.
         counts_decide: whether allreduce, reduce and broadcast take arrays of different shapes with as many elements.
         instruments: the observers of collectives and their steps.
         plans: of the calls of these ranks.
@@ -95,6 +97,7 @@ class Context:
     config: Config
     called: Callable[[str], CallSite] = CallSite.here
     counts_decide: bool = False
+    lifetime: Lifetime = field(default_factory=Lifetime)
     instruments: Instruments = field(default_factory=Instruments)
     plans: Plans = field(default_factory=Plans)
     scratch: _Scratch = field(default_factory=_Scratch)
@@ -113,6 +116,8 @@ class Context:
         self.agreement = Agreement(self.messages, self.waiter, self.called)
         self.calls = self.board if self.single_node else self.agreement
         self.board.called = self.called
+        self.lifetime.listen("forking", self.arena.forked)
+        self.lifetime.listen("forked", self.arena.disown)  # what this process writes to its buffers stays its own
         if not self.single_node:
             self.waiter.watchers.append(self.agreement.watch)
 
@@ -259,12 +264,12 @@ class Context:
 
     # ---- the end ----
 
-    def leave(self, failure: BaseException | None = None) -> None:
+    def detach(self, failure: BaseException | None = None) -> None:
         """Tell the others that this rank takes part in no further call. ``failure``: why; None: it shuts down."""
         why = AbortReason.after(failure)
-        self.board.leave(why)
+        self.board.detach(why)
         if not self.single_node:
-            self.agreement.leave(why)
+            self.agreement.detach(why)
 
     def abandon(self) -> None:
         """Give back, after a failure, all that messages under way cannot write to."""

@@ -28,11 +28,11 @@ class Messaging:
 
     def __init__(self, context: Context, channel: Messages | None, state: CommState) -> None:
         self._context, self._state = context, state
-        self.rank, self.instruments = context.rank, context.instruments
+        self.rank, self.instruments, self.lifetime = context.rank, context.instruments, context.lifetime
         self._point_to_point: PointToPoint | None = None
         if channel is not None:
             waiter = Waiter(context.waiter.timeout_s, context.waiter.crowded)
-            self._point_to_point = PointToPoint(channel, waiter, context.board.find_lost)
+            self._point_to_point = PointToPoint(channel, waiter, context.board.find_lost, context.lifetime.child())
             waiter.watchers.append(self._point_to_point.watch)
         self.message_tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
 
@@ -123,7 +123,7 @@ class Messaging:
         return CallTimer(self.instruments, self.message_tallies[name], name, "messages", nbytes)
 
     def _to_one(self) -> PointToPoint:
-        self._state.require_open()
+        self.lifetime.require_open()
         if self._point_to_point is None:
             raise ConfigError("this communicator has no messages from one rank to another")
         return self._point_to_point

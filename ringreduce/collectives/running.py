@@ -108,7 +108,7 @@ class Runner:
 
     def _perform(self, call: Call) -> Any:
         """Check, choose, plan and run a call; remember how to repeat it."""
-        self._state.require_open()
+        self._context.lifetime.require_open()
         if self._plans.crowded:
             self._plans.trim()
         prepared = prepare(self._context, self.operands, call)
@@ -128,7 +128,7 @@ class Runner:
                 assert result.operand is not None
                 timer.nbytes = result.operand.nbytes
         repeatable = call.splits is None and call.compression is None
-        if again is not None and repeatable and self._state.open:  # another thread may have given up
+        if again is not None and repeatable and self._context.lifetime.open:  # another thread may have given up
             self._keep(prepared, timer.nbytes, *again)
         if result is None:
             return None
@@ -327,7 +327,7 @@ class Runner:
         return planned
 
     def _plan(self, name: str, call: Call) -> tuple[Call, str]:
-        self._state.require_open()
+        self._context.lifetime.require_open()
         prepared = prepare(self._context, self.operands, call)
         result, source = prepared.result, prepared.source
         if isinstance(source, Operand) and source.is_copy:

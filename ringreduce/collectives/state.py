@@ -27,8 +27,6 @@ from ringreduce.common.errors import (
     ConfigError,
     MismatchError,
     RingReduceError,
-    ShutdownError,
-    since,
 )
 from ringreduce.common.instruments import Instruments, Tally
 
@@ -42,6 +40,7 @@ class CommState:
         context: the ranks.
 
     Attributes:
+        lifetime: of the communicator.
         calls: counts the calls that this rank has begun, as its ``number``.
         quiet: the context in which calls run. It can be entered only once at a time, and so keeps calls apart.
     """
@@ -49,35 +48,11 @@ class CommState:
     def __init__(self, context: Context) -> None:
         self._context = context
         self.calls = context.calls
+        self.lifetime = context.lifetime
+        self.lifetime.listen("failed", self._failed)
+        self.lifetime.listen("forked", self._forked)
         self._behind = 0  # how many calls this rank had begun before the present one
-        self._closed = False
-        self._disowned = ""
-        self._failure: BaseException | None = None
         self.quiet = quiet_context()
-
-    @property
-    def open(self) -> bool:
-        """Whether calls are made."""
-        return not (self._disowned or self._closed) and self._failure is None
-
-    @property
-    def ended(self) -> bool:
-        """Whether there is nothing to close any more."""
-        return self._closed or bool(self._disowned)
-
-    @property
-    def failed(self) -> bool:
-        """Whether calls are refused because one has failed."""
-        return self._failure is not None
-
-    def require_open(self) -> None:
-        """Raise why no call can be made, unless one can."""
-        if self._disowned:
-            raise ConfigError(self._disowned)
-        if self._closed:
-            raise ShutdownError("this communicator was closed; call ringreduce.init() to start a new world")
-        if self._failure is not None:
-            raise since(self._failure, "collective")
 
     # ---- calls ----
 
@@ -106,7 +81,7 @@ class CommState:
 
     def refuse(self, name: str, error: Exception) -> None:
         """Tell the others, in place of a call of this name, that this rank cannot make it. Collective."""
-        if self.open:
+        if self.lifetime.open:
             self.call(name, self._refuse, name, error)
 
     # ---- what ends calls ----
@@ -142,43 +117,34 @@ class CommState:
                 self._context.recover(error, self.calls.number)
             except BaseException as raised:  # also what a signal handler raises: messages are under way still
                 error.in_step = False
-                self.give_up(raised)
+                self.abort(raised)
                 if not isinstance(raised, RingReduceError):
                     raise
                 return
         shares = len(self._context.topology.nodes) < self._context.topology.size
-        if self._failure is None and isinstance(error, CollectiveTimeoutError) and shares:
+        if self.lifetime.failure is None and isinstance(error, CollectiveTimeoutError) and shares:
             error.args = (f"{error}; a rank of this machine that is late may still write to the arrays of the call",)
         if not (isinstance(error, MismatchError) and error.in_step):
-            self.give_up(error)
+            self.abort(error)
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Refuse all further calls, and tell the ranks that wait: which calls belong together is no longer known."""
         self._context.plans.forget()
-        if self._failure is None:
-            # Its traceback keeps the arrays of the call alive: a rank that is late may still store to them.
-            self._failure = error
-            with suppress(RingReduceError):
-                self._context.leave(error)
-            self._context.instruments.on_failure(error)
+        self.lifetime.fail(error)
 
-    def disown(self, reason: str) -> None:
-        """Refuse all calls: this process was forked by the rank; ``reason`` is what the errors say."""
-        self._disowned = reason
+    def _failed(self, error: BaseException) -> None:
+        with suppress(RingReduceError):
+            self._context.detach(error)
+
+    def _forked(self) -> None:
         self._context.plans.forget()
         self.quiet = quiet_context()  # the rank may be in the midst of a call
-
-    def close(self) -> None:
-        """Refuse all calls from now on, and tell the others."""
-        self._closed = True
-        self._context.plans.forget()
-        self._context.leave()
 
     def _is_local(self, error: BaseException) -> bool:
         """Return whether a call has failed on this rank alone, before any other rank knows of it."""
         begun = self.calls.number != self._behind
         ours = isinstance(error, Exception) and not isinstance(error, CollectiveError)
-        return ours and self.open and not begun
+        return ours and self.lifetime.open and not begun
 
     def _refuse(self, name: str, error: BaseException) -> None:
         """Tell the others, in place of a call, that this rank cannot make it, so that the call ends for all of them."""
@@ -188,7 +154,7 @@ class CommState:
             self._context.refuse(refusal(name, error))
         except MismatchError as mismatch:
             self.break_off(mismatch)
-            if self._failure is not None:
+            if self.lifetime.failure is not None:
                 raise error from mismatch
         except BaseException as lost:
             self.break_off(lost)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,14 +72,12 @@ class Instruments:
             which, and bytes.
         operations: of the last named ones: when it was submitted, started and ended, its name, its signature, where the
             program submitted it, and the error with which it ended.
-        on_failure: called when no call is possible any more, with the reason.
     """
 
     def __init__(self) -> None:
         self.observers: tuple[Instrument, ...] = ()
         self.calls: deque[list[Any]] = deque(maxlen=_REMEMBERED)
         self.operations: deque[list[Any]] = deque(maxlen=_REMEMBERED)
-        self.on_failure: Callable[[BaseException], object] = lambda error: None
 
     def add(self, observer: Instrument) -> None:
         self.observers += (observer,)

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from ringreduce.common.errors import CollectiveTimeoutError, ShutdownError
+from ringreduce.common.errors import CollectiveTimeoutError
+from ringreduce.common.lifetime import Lifetime
 
 __all__ = ["InOrder", "Task"]
 
@@ -92,18 +93,18 @@ class InOrder:
 
     Args:
         name: of that thread.
+        lifetime: of what the calls belong to; closed before this is.
         threads: whether there may be one; without it all calls run in the program's thread.
     """
 
-    def __init__(self, name: str, *, threads: bool) -> None:
-        self._name = name
+    def __init__(self, name: str, lifetime: Lifetime, *, threads: bool) -> None:
+        self._name, self._lifetime = name, lifetime
         self._threads = threads
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # held by whoever runs a call; taken in the order of the calls
         self._pending = 0
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._ended = False
 
     @property
     def queues(self) -> bool:
@@ -121,14 +122,14 @@ class InOrder:
             here: whether the program waits for it at once.
 
         Raises:
-            ShutdownError: this was closed.
+            ShutdownError: what it belongs to was closed.
+            ConfigError: this process was forked by the rank.
         """
         if threading.current_thread() is self._thread:
             task.run()
             return
         with self._lock:
-            if self._ended:
-                raise ShutdownError("this group was destroyed; make a new one")
+            self._lifetime.require_open()
             inline = not self._threads or (here and not self._pending)
             self._pending += 1
             if inline:
@@ -146,9 +147,8 @@ class InOrder:
                 self._finished()
 
     def close(self) -> None:
-        """Refuse further tasks, and return when all are done."""
+        """Return when all that were submitted are done."""
         with self._lock:
-            self._ended = True
             thread, self._thread = self._thread, None
             if thread is not None:
                 self._queue.put(None)

@@ -120,7 +120,7 @@ class Driver:
             self._waits_since = self._clock()
         try:
             while not operation.done:
-                drives = not pending.closed and self._turn.acquire(blocking=False)
+                drives = not pending.lifetime.closed and self._turn.acquire(blocking=False)
                 if not (drives or self._wait_for_turn(operation)):
                     return
                 try:
@@ -143,7 +143,7 @@ class Driver:
         """Make a step of progress unless another thread drives."""
         if self._turn.acquire(blocking=False):
             try:
-                if self._pending.failure is None:
+                if self._pending.lifetime.open:
                     self._progress.step()
             finally:
                 self._turn.release()
@@ -157,15 +157,15 @@ class Driver:
     def fail(self, error: BaseException) -> None:
         """End everything with an error."""
         with self._turn:
-            self._progress.fail(error)
+            if not self._pending.lifetime.closed:
+                self._progress.fail(error)
 
     def close(self) -> None:
         """End everything, and the progress thread; does nothing the second time."""
         pending = self._pending
         with pending.lock:
-            if pending.closed or pending.barred:
+            if not pending.lifetime.close():
                 return
-            pending.closed = True
             pending.wake_sleepers()
             self._ring()
         try:
@@ -181,7 +181,7 @@ class Driver:
         # Tried with the lock held, as a thread that stops driving holds it when it tells the waiters so.
         with self._pending.lock:
             while not operation.done:
-                if not self._pending.closed and self._turn.acquire(blocking=False):
+                if not self._pending.lifetime.closed and self._turn.acquire(blocking=False):
                     return True
                 self._ring()  # the progress thread may nap
                 self._pending.sleep(_IDLE_S)
@@ -205,7 +205,7 @@ class Driver:
     def _make_progress(self) -> None:
         pending, progress = self._pending, self._progress
         sleep_s = _BACKOFF_S[0]
-        while not pending.closed:
+        while not pending.lifetime.closed:
             with pending.lock:
                 self._looks_soon = self._clock() - progress.news_s < _GRACE_S
                 self._asleep = pending.waiters > 0 or not pending.count
@@ -245,7 +245,7 @@ class Driver:
         """
         pending, progress = self._pending, self._progress
         tries = 0
-        while not pending.closed and pending.failure is None:
+        while pending.lifetime.open:
             moved = progress.step()
             if operation.done if operation is not None else (pending.waiters or not pending.count):
                 return

@@ -50,7 +50,7 @@ class Engine:
     ) -> None:
         self.communicator, self.threaded = communicator, threads
         self._guard = ReentrancyGuard()
-        self._pending = PendingOperations(communicator.instruments)
+        self._pending = PendingOperations(communicator.instruments, communicator.lifetime.child())
         self.tally = self._pending.tally
         exchange = Exchange(channel, communicator.rank, communicator.size, communicator.config, clock)
         self._progress = Progress(communicator, exchange, self._pending, find_lost, clock)
@@ -62,6 +62,7 @@ class Engine:
             threads=threads,
             clock=clock,
         )
+        self._pending.lifetime.listen("forked", self._forked)
         communicator.wait_patiently(self._driver.is_patient)
         self._names: Counter[str] = Counter()  # by kind
 
@@ -206,16 +207,10 @@ class Engine:
         with self._guard:
             self._driver.close()
 
-    def disown(self, reason: str) -> None:
-        """Refuse everything: this process was forked by the rank whose engine this is.
-
-        There is no thread here that makes progress, and locks may be held by threads that are not here.
-
-        Args:
-            reason: what the `ConfigError` of later calls says, and of waits for what the rank has under way.
-        """
+    def _forked(self) -> None:
+        # There is no thread here that makes progress, and locks may be held by threads that are not here.
         self._guard = ReentrancyGuard()
-        self._pending.disown(reason)
+        self._pending.forked()
 
 
 class ReentrancyGuard:

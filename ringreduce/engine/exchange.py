@@ -86,9 +86,9 @@ class Exchange:
             self._announce([self._coordinator.stalled(each, now) for each in late])
             self._announce([self._coordinator.expire(each, now) for each in expired[:1]])  # which ends everything
 
-    def leave(self, why: AbortReason) -> None:
+    def detach(self, why: AbortReason) -> None:
         """Let all ranks know that this one takes part in nothing any more."""
-        self.tell(self.participant.leave(why))
+        self.tell(self.participant.detach(why))
 
     def close(self) -> None:
         """Close the channel."""

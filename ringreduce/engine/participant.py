@@ -108,7 +108,7 @@ class Participant:
         """Return what to tell when the program withdraws a speculative operation."""
         return [["withdraw", name]]
 
-    def leave(self, why: AbortReason) -> list[Note]:
+    def detach(self, why: AbortReason) -> list[Note]:
         """Return what to tell when this rank takes part in nothing any more."""
         return [["leave", tuple(why)]]
 

@@ -7,8 +7,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from time import perf_counter
 
-from ringreduce.common.errors import ConfigError, ShutdownError, TransportError, since
+from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.instruments import EngineTally, Instruments
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine.operations import Join, Operation, Refusal, Withdrawal
 
 __all__ = ["PendingOperations"]
@@ -19,30 +20,27 @@ class PendingOperations:
 
     Args:
         instruments: the observers, which are told of each operation.
+        lifetime: of the engine.
 
     Attributes:
+        lifetime: the argument; closed, or failed, while the lock is held.
         inbox: what the program did, in order, until the thread that drives reads it. None: it waited.
         queues: the operations that were read, by name, in the order of submission; for the thread that drives.
         lock: guards what follows; held for moments.
         count: how many operations have not ended.
         waiters: how many threads wait for one.
         join: the join that has not ended.
-        closed: whether the engine was closed.
-        barred: why this process must not use the engine; empty: it may.
-        failure: the error that has ended everything.
         tally: what was done so far.
     """
 
-    def __init__(self, instruments: Instruments) -> None:
+    def __init__(self, instruments: Instruments, lifetime: Lifetime) -> None:
+        self.lifetime = lifetime
         self.inbox: deque[Operation | Withdrawal | None] = deque()
         self.queues: defaultdict[str, deque[Operation]] = defaultdict(deque)
         self.count = 0
         self.waiters = 0
         self._sleepers = 0  # those of them that do not drive
         self.join: Operation | None = None
-        self.closed = False
-        self.barred = ""
-        self.failure: BaseException | None = None
         self.tally = EngineTally()
         self._instruments = instruments
         self._unique: dict[str, Operation] = {}  # by name, operations of which there must be one at a time
@@ -68,7 +66,7 @@ class PendingOperations:
         Raises:
             ConfigError, ShutdownError, TransportError: as from `Engine.submit`.
         """
-        if self.closed or self.barred or self.failure is not None or self.join is not None:
+        if self.join is not None or not self.lifetime.open:
             self._raise_why_not()
         error = None
         if unique:
@@ -93,7 +91,7 @@ class PendingOperations:
 
     def add_join(self) -> Operation:
         """Count a join and put it into the inbox; the caller holds the lock. Raises as `add`."""
-        if self.closed or self.barred or self.failure is not None or self.join is not None:
+        if self.join is not None or not self.lifetime.open:
             self._raise_why_not()
         self.join = Join()
         self.count += 1
@@ -123,12 +121,7 @@ class PendingOperations:
             self._changed.notify_all()
 
     def _raise_why_not(self) -> None:
-        if self.barred:
-            raise ConfigError(self.barred)
-        if self.closed:
-            raise ShutdownError("ringreduce was shut down; call init() to start a new world")
-        if self.failure is not None:
-            raise since(self.failure, "operation")
+        self.lifetime.require_open("operation")
         raise ConfigError("this rank has joined: it can submit nothing more until all ranks have")
 
     # ---- the thread that drives ----
@@ -173,14 +166,13 @@ class PendingOperations:
             if self._sleepers:
                 self._changed.notify_all()
 
-    def disown(self, reason: str) -> None:
-        """End everything in a `ConfigError`, and refuse all that comes: this process was forked by the rank.
+    def forked(self) -> None:
+        """End everything in a `ConfigError`: this process was forked by the rank.
 
         Threads of the rank do not exist here, and may hold the locks.
         """
         self.renew_locks()
-        self.barred = reason
         submitted = [each for each in self.inbox if isinstance(each, Operation)]
         self.inbox.clear()
         for operation in [*self.take_all(), *submitted]:
-            operation.error, operation.done = ConfigError(reason), True
+            operation.error, operation.done = ConfigError(self.lifetime.forked), True

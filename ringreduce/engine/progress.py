@@ -274,11 +274,11 @@ class Progress:
 
     def end(self) -> None:
         """End everything in a `ShutdownError`; unless a failure has ended it before, let the other ranks know."""
-        self._intact = self._pending.failure is None
+        self._intact = self._pending.lifetime.failure is None
         ended = self._end_all(ShutdownError("ringreduce was shut down while the operation was under way"))
         if self._intact:
             refused = (each.signature.text for each in ended if isinstance(each, Refusal))
-            self._leave(AbortReason(next(refused, "")))  # the others may wait for that call
+            self._detach(AbortReason(next(refused, "")))  # the others may wait for that call
 
     def close(self) -> None:
         """Close the exchange, unless a failure has left messages under way."""
@@ -287,17 +287,17 @@ class Progress:
 
     def fail(self, error: BaseException) -> None:
         """End everything, here and on the other ranks: what the ranks have under way is no longer known."""
-        if self._pending.failure is None:
+        if self._pending.lifetime.failure is None:
+            with self._pending.lock:
+                self._pending.lifetime.fail(error)
             self._end_all(error)
-            self._communicator.give_up(error)
+            self._communicator.abort(error)
             with suppress(Exception):  # the channel may be what fails; the others then notice by their time limit
-                self._leave(AbortReason.after(error))
+                self._detach(AbortReason.after(error))
 
     def _end_all(self, error: BaseException) -> list[Operation]:
-        """End all operations and return them; nothing is submitted from here on."""
+        """End all operations and return them; nothing is submitted any more."""
         pending = self._pending
-        with pending.lock:
-            pending.failure = pending.failure or error
         while pending.inbox:
             if (did := pending.inbox.popleft()) is not None:
                 self._read(did)
@@ -305,10 +305,10 @@ class Progress:
         pending.end(operations, error)
         return operations
 
-    def _leave(self, why: AbortReason) -> None:
+    def _detach(self, why: AbortReason) -> None:
         """Let the others know that this rank takes part in nothing any more, also those that wait for its data."""
         try:
-            self._exchange.leave(why)
+            self._exchange.detach(why)
         finally:
             self._exchange.decisions.clear()
             self._communicator.close()

@@ -94,7 +94,7 @@ class FlightRecorder:
         """Record what this rank does as a member of something more."""
         self.observed = [each for each in self.observed if each.is_open()] + [observed]
         for communicator in observed.communicators.values():
-            communicator.instruments.on_failure = self._failed
+            communicator.lifetime.listen("failed", self._failed)
 
     def snapshot(self, *, brief: bool) -> Snapshot:
         """Return what this rank does. Local; takes no lock.

@@ -28,7 +28,7 @@ from ringreduce.transport.waiting import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Connection", "Limit", "RankAbove", "check_settings", "check_versions", "connect", "job_connection"]
+__all__ = ["Connection", "Limit", "ParentRank", "check_settings", "check_versions", "connect", "job_connection"]
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Limit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RankAbove:
+class ParentRank:
     """What a process that is or was a rank lets the processes know that it starts.
 
     Attributes:
@@ -124,7 +124,7 @@ class RankAbove:
     proof: str = field(default_factory=lambda: launch().proof)
 
     @classmethod
-    def find(cls) -> RankAbove | None:
+    def find(cls) -> ParentRank | None:
         """Return what the rank announces that has started this process; None: no rank has."""
         announced = processes.rank_above()
         if announced is None:
@@ -152,8 +152,8 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
     Raises:
         ConfigError: several processes were started, and nothing connects them.
     """
-    above, said = RankAbove.find(), launch()
-    if settings.standalone or (above is not None and above.bequeaths):
+    parent, said = ParentRank.find(), launch()
+    if settings.standalone or (parent is not None and parent.bequeaths):
         return _Alone()
     ranks = comm if isinstance(comm, (list, tuple)) else None
     if said.size in (None, 1) and said.launcher in (None, TORCHRUN):

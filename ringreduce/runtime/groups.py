@@ -21,7 +21,7 @@ from ringreduce.common.call_sites import CallSite, Stack, program_stack
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
-from ringreduce.common.processes import Forked
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.serial import InOrder, Task
 from ringreduce.gpu.devices import Gpu
@@ -66,11 +66,13 @@ class Group:
         settings: those of the world.
         timeout_s: how long any wait for a peer may last; None: as the settings say.
         advance: called while this rank waits; moves on what is under way in all groups.
+        world: its lifetime.
 
     Attributes:
         ranks: the argument.
         rank, size: this rank's number in the group, and how many there are.
         communicator: what its collectives are made of.
+        lifetime: of this group.
     """
 
     def __init__(
@@ -80,25 +82,31 @@ class Group:
         settings: Config,
         timeout_s: float | None,
         advance: Callable[[], None],
+        world: Lifetime,
     ) -> None:
         if timeout_s is not None:
             settings = replace(settings, timeout_s=timeout_s)
         self.ranks = list(ranks)
+        self.lifetime = world.child("this group was destroyed; make a new one")
+        self.lifetime.listen("forked", self._start_queues)
         self._place = _Place()
         self._waiter = Waiter(settings.timeout_s)  # of messages
         making = Waiter(settings.timeout_s)
         messages, channel = connection.messages_among(ranks, (making, self._waiter))
-        self._context = context_of(lambda waiter: messages, settings, self._place, warn=False, counts_decide=True)
+        self._context = context_of(
+            lambda waiter: messages, settings, self._place, self.lifetime, warn=False, counts_decide=True
+        )
         self.communicator = Communicator(self._context, devices=Gpu)
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self._waiter.crowded = self._context.waiter.crowded
         checked = CheckedMessages(channel) if settings.checksum else channel
-        self._messages = PointToPoint(checked, self._waiter, self._context.board.find_lost, counts_decide=True)
+        self._messages = PointToPoint(
+            checked, self._waiter, self._context.board.find_lost, self.lifetime.child(), counts_decide=True
+        )
         self._waiter.watchers += [self._messages.watch, advance]
         self._context.waiter.watchers.append(advance)
-        self._in_order = InOrder(f"ringreduce group {self.ranks}", threads=messages.concurrent)
-        self._deliveries = Deliveries(f"ringreduce messages {self.ranks}", self._messages, threads=messages.concurrent)
-        self._closed = False
+        self._threads = messages.concurrent
+        self._start_queues()
 
     # ---- the order of calls ----
 
@@ -399,39 +407,26 @@ class Group:
         for waiter in (self._context.waiter, self._waiter):
             waiter.timeout_s = timeout_s
 
-    def give_up(self, error: BaseException) -> None:
-        """Refuse all further calls, and end those under way. Local."""
-        self.communicator.give_up(error)
-        self._messages.fail(error)
+    def _start_queues(self) -> None:
+        # Made anew in a forked process, where threads that do not exist there may hold their locks.
+        self._in_order = InOrder(f"ringreduce group {self.ranks}", self.lifetime, threads=self._threads)
+        name = f"ringreduce messages {self.ranks}"
+        self._deliveries = Deliveries(name, self._messages, self.lifetime, threads=self._threads)
 
-    @property
-    def closed(self) -> bool:
-        """Whether nothing is left to close."""
-        return self._closed
+    def abort(self, error: BaseException) -> None:
+        """Refuse all further calls, and end those under way. Local."""
+        self.communicator.abort(error)
+        self._messages.fail(error)
 
     def close(self) -> None:
         """Give everything back once all that was submitted is done. Collective, and safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        close_all(self._in_order.close, self._messages.close, self._deliveries.close, self.communicator.close)
+        if self.lifetime.close():
+            close_all(self._in_order.close, self._messages.close, self._deliveries.close, self.communicator.close)
 
     def observed(self, number: int) -> Observed:
         """Return what is seen of it; ``number``: how many equal groups there are, this one included."""
         name = f"group of ranks {', '.join(map(str, self.ranks))}" + (f" ({number})" if number > 1 else "")
-        return Observed(name, name, self.ranks, {"blocking": self.communicator}, lambda: not self.closed)
-
-    def forked(self, processes: Forked) -> None:
-        """Take note that this process has just forked others."""
-        self.communicator.forked(processes)
-
-    def disown(self, reason: str) -> None:
-        """Communicate no more, as this process was forked by the rank; ``reason`` is what the errors say."""
-        self._in_order = InOrder("", threads=False)
-        self._deliveries = Deliveries("", self._messages, threads=False)
-        self._messages.disown(ConfigError(reason))
-        self.communicator.disown(reason)
-        self._closed = True
+        return Observed(name, name, self.ranks, {"blocking": self.communicator}, lambda: self.lifetime.open)
 
     # ---- checks and copies ----
 

@@ -17,12 +17,13 @@ from ringreduce.common.config import Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, ConfigError, RingReduceError
 from ringreduce.common.launch import launch
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import ReentrancyGuard
 from ringreduce.observe.timeline import Program
-from ringreduce.runtime.bootstrap import Connection, Limit, RankAbove, connect, job_connection
+from ringreduce.runtime.bootstrap import Connection, Limit, ParentRank, connect, job_connection
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.runtime.termination import Termination
-from ringreduce.runtime.worlds import BorrowedWorld, OwnWorld
+from ringreduce.runtime.worlds import OwnWorld, World
 from ringreduce.transport.waiting import Waiter
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Process:
     """
 
     def __init__(self) -> None:
-        self.world: OwnWorld | BorrowedWorld | None = None
+        self.world: World | None = None
         self.everyone = ProcessSet.of_world(self.find)
         self.conventions = Conventions.CHAIN_RULE
         self.termination: Termination | None = None
@@ -78,15 +79,15 @@ class Process:
 
     # ---- the world there is ----
 
-    def find(self) -> OwnWorld | BorrowedWorld | None:
+    def find(self) -> World | None:
         """Return the world; a process that a rank has started by `multiprocessing` looks for that rank's first."""
         if self.world is None and processes.is_multiprocessing_child():
             with self._starting:
                 if self.world is None:
-                    self.world = self._borrowed(self._settings())
+                    self.world = self._of_parent(self._settings())
         return self.world
 
-    def here(self) -> OwnWorld | BorrowedWorld:
+    def here(self) -> World:
         """Return the world.
 
         Raises:
@@ -106,15 +107,15 @@ class Process:
 
     # ---- its begin ----
 
-    def start(self, comm: MPI.Intracomm | Sequence[int] | None) -> OwnWorld | BorrowedWorld:
-        """Return the world; start one if there is none, or borrow it from the rank that has started this process."""
+    def start(self, comm: MPI.Intracomm | Sequence[int] | None) -> World:
+        """Return the world; start one if there is none, here or in the rank that has started this process."""
         with self._entrance, self._starting:
             if not isinstance(self.world, OwnWorld):
                 settings = self._settings()
                 if settings.standalone and self.world is not None:
                     self.world.close()
                     self.world = None
-                self.world = self.world or self._borrowed(settings) or self._started(comm, settings)
+                self.world = self.world or self._of_parent(settings) or self._started(comm, settings)
             return self.world
 
     def _started(self, comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> OwnWorld:
@@ -125,7 +126,7 @@ class Process:
         except RingReduceError:
             job = job_connection()
             if job is not None:
-                self._end_with(job)  # or MPI would wait at the exit of this process for the others
+                self._end_with(job, Lifetime())  # or MPI would wait at the exit of this process for the others
                 self._take_part_in_ends_and_forks()
             raise
         return self._begun(self._connection, settings, Limit.of_init(settings))
@@ -133,13 +134,14 @@ class Process:
     def _begun(self, connection: Connection, settings: Config, limit: Limit) -> OwnWorld:
         """Begin a world of connected ranks. Collective."""
         logs.set_up(settings.log_level, connection.name)
-        self._end_with(connection)  # from here on: what fails on one rank must not leave the others there
+        lifetime = Lifetime()
+        self._end_with(connection, lifetime)  # from here on: what fails on one rank must not leave the others there
         self._take_part_in_ends_and_forks()
         if settings.dump is not None:
             self._dump_on_request()
         self._grows = launch().grows
-        world = OwnWorld.start(self.everyone, connection, settings, limit, self.followers)
-        self._announce(RankAbove(world.rank, world.hosts.nodes))
+        world = OwnWorld.start(self.everyone, connection, settings, limit, self.followers, lifetime)
+        self._announce(ParentRank(world.rank, world.hosts.nodes))
         return world
 
     def go_on(self, error: CollectiveError, seniority: int) -> Recovery:
@@ -179,31 +181,31 @@ class Process:
                 own.observer.recorder.dump(own.config.dump)
             self._dumping = False
 
-    def _borrowed(self, settings: Config) -> BorrowedWorld | None:
+    def _of_parent(self, settings: Config) -> World | None:
         """Return the world of the rank that has started this process by `multiprocessing`; None: there is none."""
         if settings.standalone or not processes.is_multiprocessing_child():
             return None
-        above = RankAbove.find()
-        if above is None or not above.nodes:
+        parent = ParentRank.find()
+        if parent is None or not parent.nodes:
             return None
-        logs.set_up(settings.log_level, f"process {os.getpid()} of rank {above.rank}")
-        return BorrowedWorld.of(above, self.everyone, settings)
+        logs.set_up(settings.log_level, f"process {os.getpid()} of rank {parent.rank}")
+        return World.of_parent(parent, self.everyone, settings)
 
-    def _announce(self, said: RankAbove) -> None:
+    def _announce(self, said: ParentRank) -> None:
         if self._announcement is not None:
             os.close(self._announcement)
         self._announcement = said.announce()
 
-    def _end_with(self, connection: Connection) -> None:
+    def _end_with(self, connection: Connection, lifetime: Lifetime) -> None:
         """Let the job end with this rank from now on, if there are others in it, and this rank with its launcher."""
         if not connection.who:
             return
         new = self.termination is None
         if self.termination is None:
             self.termination = Termination(
-                connection.abort, self._flush, self._leave, others_go_on=launch().survives_deaths
+                connection.abort, self._flush, self._detach, others_go_on=launch().survives_deaths
             )
-        self.termination.who = connection.who
+        self.termination.who, self.termination.lifetime = connection.who, lifetime
         if new:
             self.termination.install()
 
@@ -229,9 +231,8 @@ class Process:
             try:
                 own.close()
             finally:
-                if self.termination is not None:
-                    self.termination.who = ""
-                self._announce(RankAbove())
+                own.lifetime.close()
+                self._announce(ParentRank())
 
     def _at_exit(self) -> None:
         if self.termination is None or self.termination.at_exit():
@@ -243,24 +244,26 @@ class Process:
         own = self.own()
         if own is not None:
             forked = self._forking[threading.get_ident()] = processes.Forked()
-            own.forked(forked)  # what other threads drop until the fork, the child has; and again after it
+            own.lifetime.forking(forked)  # what other threads drop until the fork, the child has; and again after it
 
     def _after_fork_here(self) -> None:
         own, forked = self.own(), self._forking.pop(threading.get_ident(), None)
         if forked is not None:
             forked.in_parent()
             if own is not None:
-                own.forked(forked)
+                own.lifetime.forking(forked)
 
     def _after_fork(self) -> None:
-        """Borrow the world of the rank that has forked this process."""
+        """See the world as a process that is no rank."""
         forked = self._forking.pop(threading.get_ident(), None)
         if forked is not None:
             forked.in_child()
         self._entrance, self._starting = ReentrancyGuard(), threading.Lock()
         own = self.own()
+        if own is None and self.termination is not None:
+            self.termination.lifetime.fork("this process was forked while there was no world")
         if own is not None:
-            self.world = own.lend()
+            self.world = own.in_child()
             logs.set_up(None, f"process {os.getpid()} of rank {own.rank}")
 
     def _flush(self) -> None:
@@ -274,9 +277,9 @@ class Process:
         if own is not None:
             own.observer.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
 
-    def _leave(self, reason: str) -> bool:
+    def _detach(self, reason: str) -> bool:
         own = self.own()
-        return own is None or own.leave(reason)
+        return own is None or own.detach(reason)
 
 
 #: This process.

@@ -13,7 +13,7 @@ from ringreduce.common.call_sites import CallSite
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.processes import Forked
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.flight_recorder import Observed
@@ -72,7 +72,7 @@ class ProcessSet:
         self._ranks: list[int] | None = sorted(listed)
         self._world_rank: int | None = None
         self._parts: Parts | None = None
-        self._barred = ""  # why this process, though its rank is a member, is none
+        self._lifetime = Lifetime()  # of the world
         self._sharing: list[ProcessSet] = []  # equal sets that stand for this one
         self._number: int | None = None
         self._find_world: Callable[[], object] | None = None
@@ -167,7 +167,7 @@ class ProcessSet:
         """Whether this process has a `communicator` and an `engine`."""
         return self._parts is not None
 
-    def register(self, number: int, ranks: list[int], world_rank: int, parts: Parts | None, barred: str = "") -> None:
+    def register(self, number: int, ranks: list[int], world_rank: int, parts: Parts | None, lifetime: Lifetime) -> None:
         """Make the set usable; for `ringreduce.runtime.worlds`.
 
         Args:
@@ -175,15 +175,15 @@ class ProcessSet:
             ranks: the members.
             world_rank: this process's, or that of the rank that has started it.
             parts: what it has as a member.
-            barred: why a member has none.
+            lifetime: of the world.
         """
         self._number, self._ranks, self._world_rank = number, ranks, world_rank
-        self._parts, self._barred = parts, barred
+        self._parts, self._lifetime = parts, lifetime
 
     def share(self, other: ProcessSet) -> None:
         """Let another set of the same ranks stand for this one, for as long as this is registered."""
         assert self._number is not None and self._ranks is not None and self._world_rank is not None
-        other.register(self._number, self._ranks, self._world_rank, self._parts, self._barred)
+        other.register(self._number, self._ranks, self._world_rank, self._parts, self._lifetime)
         self._sharing.append(other)
 
     def unregister(self) -> Parts | None:
@@ -197,23 +197,11 @@ class ProcessSet:
         self._sharing.clear()
         return parts
 
-    def forked(self, processes: Forked) -> None:
-        """Take note that the member has just forked others."""
-        if self._parts is not None:
-            for communicator in (self._parts.engine.communicator, self._parts.communicator):
-                communicator.forked(processes)
-
-    def disown(self, reason: str) -> None:
-        """Communicate no more, as this process was forked by the member."""
-        if self._parts is not None:
-            self._parts.engine.disown(reason)
-            for communicator in (self._parts.engine.communicator, self._parts.communicator):
-                communicator.disown(reason)
-
     def _member_parts(self) -> Parts:
         if self._parts is None:
             self.rank()  # raises where this process is no member
-            raise ConfigError(self._barred)
+            self._lifetime.require_open()
+            raise AssertionError("a member has its parts while its world is open")
         return self._parts
 
     def _require_registered(self) -> None:
@@ -238,17 +226,18 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
 
 
-def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
+def connect(make: Callable[[Waiter], Messages], settings: Config, lifetime: Lifetime) -> Parts:
     """Set up what the members of a set need. Collective.
 
     Args:
         make: makes a new transport between them, given how its collective calls wait; called up to four times, as
             often on all of them.
         settings: equal on all of them.
+        lifetime: of the world.
     """
-    blocking_context = context_of(make, settings, CallSite.here)
+    blocking_context = context_of(make, settings, CallSite.here, lifetime)
     # The engine's calls are in one order on all ranks, wherever in the program they come from.
-    context = context_of(make, settings, CallSite, warn=False)
+    context = context_of(make, settings, CallSite, lifetime, warn=False)
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
     between_two = make(Waiter(settings.timeout_s))
@@ -265,6 +254,7 @@ def context_of(
     make: Callable[[Waiter], Messages],
     settings: Config,
     called: Callable[[str], CallSite],
+    lifetime: Lifetime,
     *,
     warn: bool = True,
     counts_decide: bool = False,
@@ -275,10 +265,11 @@ def context_of(
         make: makes a new transport between them, given how its collective calls wait.
         settings: equal on all of them.
         called: says what this rank calls, and where; see `Context`.
+        lifetime: of what it belongs to.
         warn: whether to say why ranks of one machine cannot share memory.
         counts_decide: see `Context`.
     """
     waiter = Waiter(settings.timeout_s)
     messages = CheckedMessages(make(waiter)) if settings.checksum else make(waiter)
     node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
-    return Context(messages, waiter, node, settings, called, counts_decide)
+    return Context(messages, waiter, node, settings, called, counts_decide, lifetime.child())

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from ringreduce.common import processes
 from ringreduce.common.errors import PeerLostError
+from ringreduce.common.lifetime import Lifetime
 
 __all__ = ["Termination"]
 
@@ -40,29 +41,28 @@ class Termination:
     Args:
         abort: ends all ranks of the job at once, or this one alone, with an exit code.
         flush: saves what is only in memory, for whoever looks into why the job has ended.
-        leave: lets the other ranks know that this one ends, and why; returns whether it is the first of its node.
+        detach: lets the other ranks know that this one ends, and why; returns whether it is the first of its node.
         others_go_on: whether ``abort`` ends this process alone.
 
     Attributes:
-        who: names this rank in what is written: ``rank 1 of 4``. Empty while there is no world; then everything ends as
-            it would without this.
+        who: names this rank in what is written: ``rank 1 of 4``.
+        lifetime: of the world; once it is closed, or in a forked process, everything ends as it would without this.
     """
 
     def __init__(
         self,
         abort: Callable[[int], None],
         flush: Callable[[], None],
-        leave: Callable[[str], bool],
+        detach: Callable[[str], bool],
         *,
         others_go_on: bool = False,
     ) -> None:
-        self.who = ""
+        self.who, self.lifetime = "", Lifetime()
         self._then = "the others may go on" if others_go_on else "ending the job"
         self._others_go_on = others_go_on
         self._abort = abort
         self._flush = flush
-        self._leave = leave
-        self._process = os.getpid()
+        self._detach = detach
         self._exit_code: int | None = None  # with which `sys.exit` ends the program, once it does
         self._exit_words = ""  # which it was given in place of a code
         self._except_hook = sys.excepthook
@@ -101,7 +101,7 @@ class Termination:
         else:
             return True
         try:
-            self._leave(f"it {why}")
+            self._detach(f"it {why}")
             _say(f"{self.who} {why}; {self._then}")
             self._flush()
         finally:
@@ -110,7 +110,7 @@ class Termination:
 
     def _acts(self) -> bool:
         """Return whether this is the rank, and not a process that it has forked, and has a world."""
-        return bool(self.who) and os.getpid() == self._process
+        return not (self.lifetime.closed or self.lifetime.forked)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not (self._acts() and _ends_program(traceback)):
@@ -129,13 +129,13 @@ class Termination:
     def _tell(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Let the other ranks and the user know of an exception that ends this one."""
         if issubclass(kind, KeyboardInterrupt):
-            if self._leave("it was interrupted"):
+            if self._detach("it was interrupted"):
                 _say(f"{self.who} was interrupted; {self._then}")
         elif isinstance(error, PeerLostError) and error.ends_job and not self._others_go_on:
             _say(f"{self.who} ends: {error}")
             time.sleep(_TO_END_S)  # that rank ends the job, with its own exit code
         else:
-            self._leave(f"it failed: {kind.__name__}: {error}")
+            self._detach(f"it failed: {kind.__name__}: {error}")
             if self._except_hook is sys.__excepthook__:
                 # In one piece, as the ranks write to one place.
                 _say(f"{self.who} failed; {self._then}\n" + "".join(format_exception(kind, error, traceback)))
@@ -160,7 +160,7 @@ class Termination:
         try:
             if self._acts():
                 name = signal.Signals(number).name
-                if self._leave(f"it was ended by {name}"):
+                if self._detach(f"it was ended by {name}"):
                     _say(f"{self.who} was ended by {name}")
                 self._flush()
         finally:
@@ -172,7 +172,7 @@ class Termination:
             return
         _say(f"{self.who} ends, as its launcher (process {pid}) is gone")
         self._flush()
-        self.who = ""
+        self.lifetime.close()
         os.kill(os.getpid(), signal.SIGTERM)  # so that the program's own handler can save what it wants to
         time.sleep(_TO_END_S)  # the time that it has for that
         os._exit(_ORPHANED)

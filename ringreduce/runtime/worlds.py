@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,64 +29,103 @@ from ringreduce.common.errors import (
     RingReduceError,
 )
 from ringreduce.common.launch import launch
-from ringreduce.common.processes import Forked
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.topology import Topology
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observer
 from ringreduce.observe.timeline import Clock, Program
-from ringreduce.runtime.bootstrap import Connection, Limit, RankAbove, check_settings, check_versions
+from ringreduce.runtime.bootstrap import Connection, Limit, ParentRank, check_settings, check_versions
 from ringreduce.runtime.groups import Group
 from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
+__all__ = ["OwnWorld", "World", "tuning_key"]
 
 _log = logging.getLogger(__name__)
 
 
 class World:
-    """The ranks that work together, as a process sees them: a rank its `OwnWorld`, a child of one a `BorrowedWorld`.
+    """The ranks that work together, as a process sees them that a rank has forked or started: it cannot communicate.
 
     Args:
         everyone: the set of all ranks.
         rank: this process's number, or that of the rank that has started it.
         hosts: which ranks run on one machine.
         config: the settings in force.
+        lifetime: of the world.
 
     Attributes:
-        rank, hosts, config: the arguments.
+        rank, hosts, config, lifetime: the arguments.
         sets: the process sets that are registered, by number.
     """
 
-    def __init__(self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config) -> None:
+    def __init__(
+        self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config, lifetime: Lifetime | None = None
+    ) -> None:
         self.rank = rank
         self.hosts = hosts
         self.config = config
+        self.lifetime = Lifetime() if lifetime is None else lifetime
         self.sets: dict[int, ProcessSet] = {}
         self._everyone = everyone
         self._last_set = -1
         self._groups: list[Group] = []
+
+    @classmethod
+    def of_parent(cls, parent: ParentRank, everyone: ProcessSet, config: Config) -> World:
+        """Return the world of a rank that has started this process by `multiprocessing`."""
+        world = cls(everyone, parent.rank, Topology(parent.nodes), config)
+        world._fork("started")
+        world._register(everyone, list(range(world.size)), None)
+        return world
+
+    def _fork(self, how: str) -> None:
+        self.lifetime.fork(
+            f"this process was {how} by rank {self.rank} of {self.size} and is no rank itself: it can ask for ranks "
+            "and sizes, but not communicate. Communicate in the ranks, or start more of them with the launcher"
+        )
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self.hosts.size
 
+    @cached_property  # as all calls of a program begin here
+    def communicator(self) -> Communicator:
+        """Blocking collectives of all ranks; they raise in a forked process.
+
+        Raises:
+            ConfigError: this process was started by a rank.
+        """
+        return self._everyone.communicator
+
     def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         """Register a process set, or several that have no rank in common; see `ringreduce.add_process_set`."""
-        raise NotImplementedError  # the two kinds of worlds know how
+        made = _as_set(process_set)
+        self._register(made, made.ranks or list(range(self.size)), None)
+        return made
+
+    def remove(self, process_set: ProcessSet | Any) -> bool:
+        """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
+        self.lifetime.require_open()
+        return False
 
     def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
         """Connect some ranks as a group. Collective over these alone; see `Group`."""
-        raise NotImplementedError  # the two kinds of worlds know how
+        self.lifetime.require_open()
+        raise AssertionError("a rank makes groups")
 
     def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
         """Begin to write a trace; see `ringreduce.start_timeline`."""
-        raise NotImplementedError  # the two kinds of worlds know how
+        self.lifetime.require_open()
 
     def stop_timeline(self) -> None:
         """Finish the trace; does nothing if there is none."""
+
+    def close(self) -> None:
+        """Forget it. Local."""
+        self._unregister_all()
 
     def adopt(self, process_set: ProcessSet) -> None:
         """Let a set that is equal to a registered one stand for it; register it if there is none. Collective."""
@@ -100,14 +140,14 @@ class World:
         """Return what this rank's calls add up to."""
         members = [each for each in self.sets.values() if each.included()]
         communicators = [each.communicator for each in members]
-        communicators += [each.communicator for each in self._groups if not each.closed]
+        communicators += [each.communicator for each in self._groups if each.lifetime.open]
         communicators += [each.engine.communicator for each in members]
         engines = [(each.engine.tally, each.engine.waited_s, each.ranks or []) for each in members]
         return Metrics.of(communicators, engines)
 
-    def _register(self, process_set: ProcessSet, ranks: list[int], parts: Parts | None, barred: str = "") -> None:
+    def _register(self, process_set: ProcessSet, ranks: list[int], parts: Parts | None) -> None:
         self._last_set += 1
-        process_set.register(self._last_set, ranks, self.rank, parts, barred)
+        process_set.register(self._last_set, ranks, self.rank, parts, self.lifetime)
         self.sets[self._last_set] = process_set
 
     def _unregister_all(self) -> list[Parts]:
@@ -127,9 +167,9 @@ class OwnWorld(World):
         clock: the job's.
         config: equal on all ranks.
         followers: of traces; see `Observer`.
+        lifetime: of the world.
 
     Attributes:
-        communicator: blocking collectives of all ranks.
         observer: what is seen of this rank from outside.
     """
 
@@ -142,9 +182,9 @@ class OwnWorld(World):
         clock: Clock,
         config: Config,
         followers: Sequence[Callable[[Program | None], object]],
+        lifetime: Lifetime,
     ) -> None:
-        super().__init__(everyone, messages.rank, parts.communicator.hosts, config)
-        self.communicator = parts.communicator
+        super().__init__(everyone, messages.rank, parts.communicator.hosts, config, lifetime)
         self._messages = messages
         self._connection = connection
         self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
@@ -159,12 +199,13 @@ class OwnWorld(World):
         connection: Connection,
         config: Config,
         limit: Limit,
-        followers: Sequence[Callable[[Program | None], object]] = (),
+        followers: Sequence[Callable[[Program | None], object]],
+        lifetime: Lifetime,
     ) -> OwnWorld:
         """Connect the ranks and agree on all that must agree. Collective.
 
         Args:
-            everyone, connection, config, followers: of the world.
+            everyone, connection, config, followers, lifetime: of the world.
             limit: how long to wait until all ranks have come here.
 
         Raises:
@@ -177,9 +218,9 @@ class OwnWorld(World):
         try:
             check_versions(messages)
             check_settings(messages, config)
-            parts = connect(connection.messages, config)
+            parts = connect(connection.messages, config, lifetime)
             undo.insert(0, parts.close)
-            world = cls(everyone, connection, messages, parts, Clock.agree(messages), config, followers)
+            world = cls(everyone, connection, messages, parts, Clock.agree(messages), config, followers, lifetime)
             undo = [world.close]
             world._tell_what_was_chosen()
             world._use_table()
@@ -208,7 +249,7 @@ class OwnWorld(World):
         parts = None
         if self.rank in mine:
             ready = filter(None, channels)
-            parts = connect(lambda waiter: next(ready), self.config)
+            parts = connect(lambda waiter: next(ready), self.config, self.lifetime)
             for needless in ready:
                 needless.close()
         self._messages.exchange(b"")  # nobody may use it, or remove it, before all have it
@@ -220,7 +261,6 @@ class OwnWorld(World):
         return made
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
-        """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
         refused, mine = None, []
         if isinstance(process_set, ProcessSet):
             mine = process_set.ranks or list(range(self.size))
@@ -246,8 +286,8 @@ class OwnWorld(World):
                 f"a group is made by its members, each once, out of ranks 0 to {self.size - 1}; rank {self.rank} got "
                 f"{listed}"
             )
-        self._groups = [each for each in self._groups if not each.closed]
-        made = Group(self._connection, listed, self.config, timeout_s, self._advance)
+        self._groups = [each for each in self._groups if each.lifetime.open]
+        made = Group(self._connection, listed, self.config, timeout_s, self._advance, self.lifetime)
         self._groups.append(made)
         self._numbers[tuple(listed)] += 1
         self.observer.watch(made.observed(self._numbers[tuple(listed)]))
@@ -321,34 +361,24 @@ class OwnWorld(World):
 
     # ---- its end ----
 
-    def leave(self, reason: str) -> bool:
+    def detach(self, reason: str) -> bool:
         """Let the ranks of the node know that this one ends; return whether it is the first of them that does so."""
         self.observer.end_audit(reason)
         why = AbortReason(reason, self.rank)
-        first = [each.communicator.leave(why) for each in self.sets.values() if each.connected]
-        first += [each.communicator.leave(why) for each in self._groups if not each.closed]
+        first = [each.communicator.detach(why) for each in self.sets.values() if each.connected]
+        first += [each.communicator.detach(why) for each in self._groups if each.lifetime.open]
         return all(first)
 
-    def forked(self, forked: Forked) -> None:
-        """Take note that this process has just forked others."""
-        for each in self.sets.values():
-            each.forked(forked)
-        for group in self._groups:
-            group.forked(forked)
-
-    def lend(self) -> BorrowedWorld:
+    def in_child(self) -> World:
         """Return the world of this process, which the rank has forked. Takes no lock, and waits for none.
 
         What this process writes to memory that the ranks share stays its own.
         """
         self.observer.detach()
-        borrowed = BorrowedWorld(self._everyone, self.rank, self.hosts, self.config, "forked")
-        borrowed.sets, borrowed._last_set = self.sets, self._last_set
-        for each in self.sets.values():
-            each.disown(borrowed.barred)
-        for group in self._groups:
-            group.disown(borrowed.barred)
-        return borrowed
+        self._fork("forked")
+        inherited = World(self._everyone, self.rank, self.hosts, self.config, self.lifetime)
+        inherited.sets, inherited._last_set = self.sets, self._last_set
+        return inherited
 
     def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
         self.observer.start_timeline(path, mark_batches=mark_batches)
@@ -361,11 +391,11 @@ class OwnWorld(World):
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
             self.observer.end(str(error))
         for group in self._groups:
-            group.give_up(error)
+            group.abort(error)
             with suppress(RingReduceError):
                 group.close()
         for parts in self._unregister_all():
-            parts.communicator.give_up(error)
+            parts.communicator.abort(error)
             parts.engine.fail(error)
             with suppress(RingReduceError):
                 parts.close()
@@ -375,62 +405,6 @@ class OwnWorld(World):
         self.observer.end()
         groups = (each.close for each in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
-
-
-class BorrowedWorld(World):
-    """The world of a process that a rank has started, and that is no rank: it can be asked, and not communicate.
-
-    Args:
-        everyone, rank, hosts, config: as for `World`.
-        how: what the rank has done to start this process.
-
-    Attributes:
-        barred: why this process cannot communicate.
-    """
-
-    def __init__(self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config, how: str) -> None:
-        super().__init__(everyone, rank, hosts, config)
-        self.barred = (
-            f"this process was {how} by rank {rank} of {hosts.size} and is no rank itself: it can ask for ranks and "
-            "sizes, but not communicate. Communicate in the ranks, or start more of them with the launcher"
-        )
-
-    @classmethod
-    def of(cls, above: RankAbove, everyone: ProcessSet, config: Config) -> BorrowedWorld:
-        """Return the world of a rank that has started this process by `multiprocessing`."""
-        world = cls(everyone, above.rank, Topology(above.nodes), config, "started")
-        world._register(everyone, list(range(world.size)), None, world.barred)
-        return world
-
-    @property
-    def communicator(self) -> Communicator:
-        """Blocking collectives, for those that a forked process has inherited; they raise.
-
-        Raises:
-            ConfigError: this process is no rank.
-        """
-        return self._everyone.communicator
-
-    def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-        made = _as_set(process_set)
-        self._register(made, made.ranks or list(range(self.size)), None, self.barred)
-        return made
-
-    def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
-        """Raise, as this process is no rank."""
-        raise ConfigError(self.barred)
-
-    def remove(self, process_set: ProcessSet | Any) -> bool:
-        """Raise, as this process is no rank."""
-        raise ConfigError(self.barred)
-
-    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
-        """Raise, as this process is no rank."""
-        raise ConfigError(self.barred)
-
-    def close(self) -> None:
-        """Forget it. Local."""
-        self._unregister_all()
 
 
 def tuning_key(communicator: Communicator) -> Key:

@@ -12,6 +12,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import RingReduceError
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
 from ringreduce.runtime.process_sets import Parts, ProcessSet
@@ -105,7 +106,8 @@ def run_process_sets(
     def run(engine: Engine) -> T:
         rank, settings = engine.communicator.rank, engine.communicator.config
         process_set = ProcessSet(range(size))
-        process_set.register(1, list(range(size)), rank, Parts(_communicator(blocking, rank, settings), engine))
+        parts = Parts(_communicator(blocking, rank, settings), engine)
+        process_set.register(1, list(range(size)), rank, parts, Lifetime())
         return function(process_set)
 
     return run_engines(size, run, node_size=node_size, config=config)

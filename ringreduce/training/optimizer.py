@@ -18,6 +18,7 @@ from ringreduce.collectives.adasum import adasum
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import CheckingArguments, whole_number
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.engine import CollectiveOp, Engine, Operation, Reduction
 from ringreduce.runtime import config, global_process_set
@@ -352,7 +353,7 @@ class Training:
         ranks: ProcessSet | Parts = self._process_set
         self._alone = not self._process_set.included()
         if self._alone:
-            ranks = connect(lambda waiter: MemoryWorld(1).messages(0), config())
+            ranks = connect(lambda waiter: MemoryWorld(1).messages(0), config(), Lifetime())
             weakref.finalize(self, ranks.close).atexit = False
         self.communicator: Communicator = ranks.communicator
         self._engine: Engine = ranks.engine

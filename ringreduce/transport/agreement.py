@@ -56,7 +56,6 @@ class Agreement:
         self._refused: set[int] = set()  # calls that some rank could not make
         self._announced: set[int] = set()
         self._left: dict[int, tuple[int, AbortReason]] = {}  # rank -> its last call, and why that was the last
-        self._has_left = False
         self._waits_since: float | None = None  # in the present call
 
     def enter(self, signature: str) -> bool:
@@ -125,11 +124,9 @@ class Agreement:
         if now - self._waits_since >= self.patience_s and self.number > self._settled_up_to:
             self._announce(self.number)
 
-    def leave(self, why: AbortReason) -> None:
-        """Tell the others that this rank takes part in no further call."""
-        if not self._has_left:
-            self._has_left = True
-            self._post({"left_after": self.number, "why": why})
+    def detach(self, why: AbortReason) -> None:
+        """Tell the others that this rank takes part in no further call; to be called once."""
+        self._post({"left_after": self.number, "why": why})
 
     def _begin(self, signature: str) -> None:
         self.number += 1

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ringreduce.buffers import Operand
 from ringreduce.common.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.serial import Task
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
@@ -75,6 +76,7 @@ class PointToPoint:
         messages: the ranks, on a channel that nobody else uses; closed with this.
         waiter: how a rank waits, and for how long at most.
         find_lost: returns what to raise about a rank that takes part in nothing any more; None: there is none.
+        lifetime: of this; nothing else's.
         counts_decide: whether an array may be received into one of another shape that has as many elements.
     """
 
@@ -83,6 +85,7 @@ class PointToPoint:
         messages: Messages,
         waiter: Waiter,
         find_lost: Callable[[str], CollectiveError | None],
+        lifetime: Lifetime,
         *,
         counts_decide: bool = False,
     ) -> None:
@@ -96,7 +99,9 @@ class PointToPoint:
         self._order: deque[tuple[int, int]] = deque()  # of what is announced, for receives from any rank
         self._awaited: list[Transfer] = []  # receives that nothing has come for yet
         self._moving: list[Transfer] = []
-        self._closed: BaseException | None = None
+        self._lifetime = lifetime
+        lifetime.listen("failed", self._end_all)
+        lifetime.listen("forked", self._forked)
 
     @property
     def busy(self) -> bool:
@@ -145,7 +150,7 @@ class PointToPoint:
         """
         transfer = Transfer(data, what, peer, tag, is_send=True)
         with self._lock:
-            self._require_open()
+            self._lifetime.require_open("message")
             text, number = what.encode(), self._numbers[peer]
             head = _HEAD.pack(tag, number, data.nbytes, len(text)) + text
             if data.nbytes <= _SMALL:
@@ -168,7 +173,7 @@ class PointToPoint:
         transfer = Transfer(data, what, peer, tag, is_send=False)
         transfer.then = then
         with self._lock:
-            self._require_open()
+            self._lifetime.require_open("message")
             self._awaited.append(transfer)
             self._advance()
         return transfer
@@ -234,30 +239,30 @@ class PointToPoint:
     def fail(self, error: BaseException) -> None:
         """End all that is under way, and all that is begun later, in an error. Local."""
         with self._lock:
-            self._closed = self._closed or error
-            for each in (*self._awaited, *self._moving):
-                each.end(error)  # what MPI still moves it keeps alive itself
+            self._lifetime.fail(error)
 
     def close(self) -> None:
         """Give back what this holds. Collective, and safe to call twice."""
-        self.fail(ShutdownError("the group was destroyed, or the world shut down, while a message was under way"))
+        with self._lock:
+            if not self._lifetime.close():
+                return
+            error = "the group was destroyed, or the world shut down, while a message was under way"
+            self._end_all(ShutdownError(error))
         with suppress(RingReduceError):
             self._messages.close()
 
-    def disown(self, reason: BaseException) -> None:
-        """Communicate no more, as this process was forked by the rank."""
+    def _end_all(self, error: BaseException) -> None:
+        for each in (*self._awaited, *self._moving):
+            each.end(error)  # what MPI still moves it keeps alive itself
+
+    def _forked(self) -> None:
         self._lock = threading.RLock()  # the rank may hold it
-        self._closed = reason
         self._moving, self._awaited = [], []
 
     def _require_peer(self, peer: int) -> None:
         rank, size = self._messages.rank, self._messages.size
         if not 0 <= peer < size or peer == rank:
             raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
-
-    def _require_open(self) -> None:
-        if self._closed is not None:
-            raise self._closed
 
     def _advance(self) -> None:
         try:
@@ -326,17 +331,17 @@ class Deliveries:
     Args:
         name: of that thread.
         messages: of the transfers.
+        lifetime: of what they belong to; closed before this is.
         threads: whether there may be one; without it, to add a transfer is to wait for it.
     """
 
-    def __init__(self, name: str, messages: PointToPoint, *, threads: bool) -> None:
-        self._name = name
+    def __init__(self, name: str, messages: PointToPoint, lifetime: Lifetime, *, threads: bool) -> None:
+        self._name, self._lifetime = name, lifetime
         self._messages = messages
         self._threads = threads
         self._changed = threading.Condition()
         self._added: list[tuple[Transfer, Task]] = []  # which the thread has not seen
         self._thread: threading.Thread | None = None
-        self._ends = False
 
     def add(self, transfer: Transfer) -> Task:
         """Return what ends when a transfer does, with its error; or with why it cannot be waited for any longer."""
@@ -345,8 +350,7 @@ class Deliveries:
             task.run()
             return task
         with self._changed:
-            if self._ends:
-                raise ShutdownError("this group was destroyed; make a new one")
+            self._lifetime.require_open()
             self._added.append((transfer, task))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -357,7 +361,6 @@ class Deliveries:
     def close(self) -> None:
         """Return when all have ended; the messages are closed by then, which ends all transfers."""
         with self._changed:
-            self._ends = True
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -367,7 +370,7 @@ class Deliveries:
         while True:
             with self._changed:
                 if not waiting:
-                    self._changed.wait_for(lambda: self._added or self._ends)
+                    self._changed.wait_for(lambda: self._added or self._lifetime.closed)
                 waiting, self._added = waiting + self._added, []
             if not waiting:
                 return

@@ -128,7 +128,7 @@ def test_a_rank_that_left_after_the_last_call_is_not_missed() -> None:
 
     def call(rank: Rank) -> Exception | None:
         error = rank.call("last")
-        rank.agreement.leave(AbortReason())
+        rank.agreement.detach(AbortReason())
         return error
 
     assert on_ranks(3, call) == [None] * 3

@@ -168,7 +168,7 @@ def test_a_member_that_left_says_why_however_long_that_is() -> None:
         mailboxes = board.mailboxes(0, np.dtype(np.uint8), (MAILBOX_NBYTES,))
         if board.index == 1:
             mailboxes[1][:] = 7
-            board.leave(AbortReason('"é\\' * 100_000))
+            board.detach(AbortReason('"é\\' * 100_000))
             return None
         error = caught(arrive, board, "next")
         assert (mailboxes[1] == 7).all()
@@ -184,7 +184,7 @@ def test_a_member_that_left_after_its_part_is_not_missed() -> None:
 
     def call(board: Board) -> None:
         arrive(board, "last")
-        board.leave(AbortReason())
+        board.detach(AbortReason())
 
     on_boards(3, call)
 
@@ -198,7 +198,7 @@ def test_who_stops_waiting_at_a_barrier_has_not_come() -> None:
         if board.index == 0:
             board._waiter.timeout_s = 0.01
             error = caught(board.barrier, "sum")
-            board.leave(AbortReason("it waited for too long"))
+            board.detach(AbortReason("it waited for too long"))
             given_up.set()
             return error
         assert given_up.wait(20)

@@ -1081,7 +1081,7 @@ def test_a_call_in_which_a_rank_gave_up_is_not_repeated() -> None:
     def body(communicator: rr.Communicator) -> None:
         class GivingUp(rr.Instrument):
             def collective_finished(self, *_: object) -> None:
-                communicator.give_up(RuntimeError("enough"))
+                communicator.abort(RuntimeError("enough"))
 
         array, observer = np.ones(3), GivingUp()
         communicator.instruments.add(observer)

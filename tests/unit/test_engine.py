@@ -432,7 +432,7 @@ def test_a_refused_call_ends_if_the_ranks_cannot_tell_each_other_about_it() -> N
 
     def program(engine: Engine) -> None:
         if engine.communicator.rank == 1:
-            engine.communicator.give_up(TransportError("its network is gone"))
+            engine.communicator.abort(TransportError("its network is gone"))
         name = unnamed("allreduce")
         error = caught(engine.run, reduction(name, np.ones(3 + engine.communicator.rank)), unique=False)
         assert isinstance(error, TransportError)

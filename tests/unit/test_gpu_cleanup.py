@@ -112,7 +112,7 @@ def on_gpus(function: Callable[[rr.Communicator, HostDriver, HostNccl], Any]) ->
             communicator.allreduce(array, out=array, **how)
             assert array.get(0).tolist() == [2.0] * 10
         result = function(communicator, driver, nccl)
-        communicator.barrier() if communicator._state.open else None
+        communicator.barrier() if communicator.lifetime.open else None
         return result
 
     return run_ranks(2, run, config=Config(timeout_s=20.0))
@@ -136,7 +136,7 @@ def test_a_world_that_failed_keeps_nobody_waiting(busy: bool) -> None:
     """NCCL is aborted, as Python would destroy it, which waits for all ranks; the GPU is asked nothing else."""
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        communicator._state._failure = TransportError("a peer is gone")
+        communicator.lifetime.fail(TransportError("a peer is gone"))
         if busy:
             stick(driver)
             driver.record(communicator.gpu._paths["nccl"]._done, 0)
@@ -219,6 +219,6 @@ def test_nccl_is_aborted_where_the_gpu_fails_after_it_connected() -> None:
         driver.fail("make_event")
         assert isinstance(caught(communicator.gpu._set_up, "nccl"), TransportError)
         assert driver.log[-1] == "nccl abort"
-        communicator._state._failure = TransportError("NCCL")
+        communicator.lifetime.fail(TransportError("NCCL"))
 
     run_ranks(2, run, config=Config(timeout_s=20.0))

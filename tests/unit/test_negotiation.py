@@ -85,7 +85,7 @@ class Rank:
             self.joining = True
             return self.participant.join()
         self.program.clear()
-        return self.participant.leave(AbortReason())
+        return self.participant.detach(AbortReason())
 
     def hear(self, note: Any) -> None:
         """Do what the coordinator says."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, ShutdownError
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.point_to_point import PointToPoint
 from ringreduce.transport.waiting import Waiter
@@ -18,7 +19,7 @@ def ends(size: int, lost: Any = None) -> list[PointToPoint]:
     world = MemoryWorld(size)
     made = []
     for rank in range(size):
-        each = PointToPoint(world.messages(rank), Waiter(0.2), lambda doing: lost)
+        each = PointToPoint(world.messages(rank), Waiter(0.2), lambda doing: lost, Lifetime())
         made.append(each)
     return made
 

@@ -7,13 +7,15 @@ import threading
 import pytest
 
 from ringreduce.common.errors import CollectiveTimeoutError, ShutdownError
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.serial import InOrder, Task
 
 
 @pytest.mark.parametrize("threads", [False, True])
 def test_tasks_run_in_their_order(threads: bool):
     """Those that are waited for run here where nothing is before them, all others on one thread if there is one."""
-    order, done, gate = InOrder("test", threads=threads), list[int](), threading.Event()
+    lifetime = Lifetime()
+    order, done, gate = InOrder("test", lifetime, threads=threads), list[int](), threading.Event()
     where = list[threading.Thread]()
 
     def task(number: int) -> Task:
@@ -38,6 +40,7 @@ def test_tasks_run_in_their_order(threads: bool):
     assert done == [0, 1, 2, 3]
     here = threading.current_thread()
     assert [each is here for each in where] == [True, not threads, not threads, not threads or where[3] is here]
+    lifetime.close()
     order.close()
     with pytest.raises(ShutdownError):
         order.submit(task(4), here=True)
@@ -45,7 +48,7 @@ def test_tasks_run_in_their_order(threads: bool):
 
 def test_errors_reach_whoever_waits():
     """A task keeps its error, and those after it run; waits end in time."""
-    order = InOrder("test", threads=True)
+    order = InOrder("test", Lifetime(), threads=True)
     gate = threading.Event()
     bad, good = Task(lambda: 1 / 0, "bad"), Task(lambda: gate.wait(10), "the good one")
     heard = list[bool]()
@@ -65,7 +68,7 @@ def test_errors_reach_whoever_waits():
 
 def test_what_a_task_calls_when_done_comes_before_those_that_wait():
     """So it is at the same place on all ranks, however far ahead the program is."""
-    order, done, gate = InOrder("test", threads=True), list[str](), threading.Event()
+    order, done, gate = InOrder("test", Lifetime(), threads=True), list[str](), threading.Event()
     first = Task(lambda: gate.wait(10), "first")
     first.when_done(lambda: order.submit(Task(lambda: done.append("inner"), "inner"), here=False))
     second = Task(lambda: done.append("second"), "second")

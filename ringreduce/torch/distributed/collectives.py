@@ -162,7 +162,7 @@ class GroupBackend:
 
     def abort(self) -> None:
         """Give up all that is under way. Local."""
-        self._group.give_up(TransportError("the group was aborted"))
+        self._group.abort(TransportError("the group was aborted"))
 
     def shutdown(self) -> None:
         """Finish what is under way, and give everything back. Collective."""

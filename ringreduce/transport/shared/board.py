@@ -262,7 +262,7 @@ class Board:
         """
         self.number, self.epoch = number, epoch
 
-    def leave(self, why: AbortReason) -> bool:
+    def detach(self, why: AbortReason) -> bool:
         """Let nobody wait for this rank in vain; return whether it is the first member that does so."""
         if not self._mine[_STATUS][0]:
             self._write_text(_WHY, json.dumps(why).encode())

@@ -1,0 +1,114 @@
+"""Whether calls may be made: the one place that keeps it, for a world and for all that belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+from weakref import WeakSet
+
+from ringreduce.common.errors import ConfigError, ShutdownError, since
+
+__all__ = ["Lifetime"]
+
+Event = Literal["failed", "forking", "forked"]
+
+
+class Lifetime:
+    """The life of a world, a communicator, an engine, a group: open, until it fails, is closed, or is forked.
+
+    Lifetimes form a tree: a world is above its communicators, engines and groups. A fork concerns all that is below. A
+    failure ends only what has failed; who needs more than that ends it, too.
+
+    Listeners hear of events: ``"failed"``, with the error; ``"forking"``, with the `Forked` of processes that this
+    one is forking or has just forked; ``"forked"``, in such a process.
+
+    Args:
+        when_closed: what the error of a call says that comes after `close`.
+
+    Attributes:
+        open: whether calls may be made.
+        closed: whether `close` was called.
+        failure: the error after which no call can be made; None: there is none.
+        forked: why this process cannot communicate, as a rank has forked or started it; empty: it is the rank.
+    """
+
+    def __init__(self, when_closed: str = "ringreduce was shut down; call init() to start a new world") -> None:
+        self.open = True
+        self.closed = False
+        self.failure: BaseException | None = None
+        self.forked = ""
+        self._when_closed = when_closed
+        self._below: WeakSet[Lifetime] = WeakSet()  # as what is closed hears of forks while its arrays are used
+        self._listeners: list[tuple[Event, Callable[..., object]]] = []
+
+    def child(self, when_closed: str | None = None) -> Lifetime:
+        """Return the lifetime of something that belongs to this, and hears of its forks.
+
+        Args:
+            when_closed: as for the class; None: as for this.
+        """
+        made = Lifetime(self._when_closed if when_closed is None else when_closed)
+        self._below.add(made)
+        return made
+
+    def listen(self, event: Event, call: Callable[..., object]) -> None:
+        """Have a function called in each such event."""
+        self._listeners.append((event, call))
+
+    def require_open(self, what: str = "collective") -> None:
+        """Raise why no call can be made, unless one can.
+
+        Args:
+            what: fails if this has: the error names it.
+
+        Raises:
+            ConfigError: this process was forked or started by the rank.
+            ShutdownError: this was closed.
+            TransportError: this has failed.
+        """
+        if self.open:
+            return
+        if self.forked:
+            raise ConfigError(self.forked)
+        if self.closed:
+            raise ShutdownError(self._when_closed)
+        assert self.failure is not None
+        raise since(self.failure, what)
+
+    def fail(self, error: BaseException) -> bool:
+        """Refuse calls from now on because of an error; return whether it is the first."""
+        if self.failure is not None:
+            return False
+        # Its traceback keeps the arrays of the call alive: a rank that is late may still store to them.
+        self.open, self.failure = False, error
+        self._tell("failed", error)
+        return True
+
+    def close(self) -> bool:
+        """Refuse calls from now on; return whether there is something to close: once, and not in a forked process."""
+        if self.closed or self.forked:
+            return False
+        self.open, self.closed = False, True
+        return True
+
+    def forking(self, processes: object) -> None:
+        """Tell all listeners here and below that this process forks others, or has just done so."""
+        self._tell("forking", processes)
+        for each in tuple(self._below):
+            each.forking(processes)
+
+    def fork(self, reason: str) -> None:
+        """Refuse calls, here and below: this process was forked or started by the rank. Waits for no lock.
+
+        Args:
+            reason: what the errors say.
+        """
+        self.open, self.forked = False, reason
+        self._tell("forked")
+        for each in tuple(self._below):
+            each.fork(reason)
+
+    def _tell(self, event: Event, *what: Any) -> None:
+        for each, call in tuple(self._listeners):
+            if each == event:
+                call(*what)
