@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
+from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import ConfigError, TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.runtime import group_collectives
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.arrays import TENSORS, sparse_entries, sum_entries
 from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, seconds
@@ -249,12 +251,12 @@ class Collectives(GroupBackend):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
         call = list(outputs[0]) if outputs else None, inputs[0], opts.rootRank
-        return self._run("gather", opts, partial(_move, Group.gather), [call])
+        return self._run("gather", opts, partial(_move, group_collectives.gather), [call])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
         (output,) = outputs
         call = output, list(inputs[0]) if inputs else None, opts.rootRank
-        return self._run("scatter", opts, partial(_move, Group.scatter), [call])
+        return self._run("scatter", opts, partial(_move, group_collectives.scatter), [call])
 
     def all_to_all_single(
         self,
@@ -266,14 +268,16 @@ class Collectives(GroupBackend):
         timeout: timedelta | None = None,
     ) -> CollectiveWork:
         call = output, input, list(output_split_sizes), list(input_split_sizes)
-        return self._run("alltoall", opts, partial(_move, Group.alltoall), [call])
+        return self._run("alltoall", opts, partial(_move, group_collectives.alltoall), [call])
 
     alltoall_base = all_to_all_single
 
     def alltoall(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> CollectiveWork:
-        return self._run("alltoall", opts, partial(_move, Group.alltoall_list), [(list(outputs), list(inputs))])
+        return self._run(
+            "alltoall", opts, partial(_move, group_collectives.alltoall_list), [(list(outputs), list(inputs))]
+        )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> CollectiveWork:
         return self._run("barrier", opts, Group.barrier, [(seconds(timeout or getattr(opts, "timeout", None)),)])
@@ -318,42 +322,47 @@ def _allreduce(group: Group, tensor: torch.Tensor, op: ReduceOp | str, factor: A
     if tensor.layout is torch.sparse_coo:
         _sum_rows(group, tensor, op)
         return
-    with group.preparing("allreduce"):
+    with CheckingArguments(group.communicator, "allreduce"):
         source = _scaled(tensor, factor)
-    group.allreduce(tensor, op, source)
+    group_collectives.allreduce(group.communicator, tensor, op, source)
 
 
 def _reduce(group: Group, tensor: torch.Tensor, op: ReduceOp | str, factor: Any, root: int) -> None:
-    with group.preparing("reduce"):
+    with CheckingArguments(group.communicator, "reduce"):
         source = _scaled(tensor, factor)
-    group.reduce(tensor, root, op, source)
+    group_collectives.reduce(group.communicator, tensor, root, op, source)
 
 
 def _reduce_scatter(
     group: Group, output: torch.Tensor, given: torch.Tensor | _Tensors, op: ReduceOp | str, factor: Any
 ) -> None:
-    with group.preparing("reduce_scatter"):
+    with CheckingArguments(group.communicator, "reduce_scatter"):
         _require_host(output)
         sources = [_scaled(each, factor) for each in _tensors(given)]
     if isinstance(given, torch.Tensor):
-        group.reduce_scatter(output, sources[0], op)
+        group_collectives.reduce_scatter(group.communicator, output, sources[0], op)
     else:
-        group.reduce_scatter_list(output, sources, op)
+        group_collectives.reduce_scatter_list(group.communicator, output, sources, op)
 
 
 def _broadcast(group: Group, tensor: torch.Tensor, root: int) -> None:
-    with group.preparing("broadcast"):
+    with CheckingArguments(group.communicator, "broadcast"):
         _require_host(tensor)
-    group.broadcast(_movable(tensor), root)
+    group_collectives.broadcast(group.communicator, _movable(tensor), root)
 
 
 def _allgather(group: Group, output: torch.Tensor | _Tensors, given: torch.Tensor) -> None:
-    _move(Group.allgather if isinstance(output, torch.Tensor) else Group.allgather_list, group, output, given)
+    _move(
+        group_collectives.allgather if isinstance(output, torch.Tensor) else group_collectives.allgather_list,
+        group,
+        output,
+        given,
+    )
 
 
-def _move(method: Callable[..., object], group: Group, *arguments: Any) -> None:
-    """Call a method of the group that computes nothing with its tensors."""
-    method(group, *map(_movable, arguments))
+def _move(collective: Callable[..., object], group: Group, *arguments: Any) -> None:
+    """Run a collective of the group that computes nothing with its tensors."""
+    collective(group.communicator, *map(_movable, arguments))
 
 
 def _sum_rows(group: Group, tensor: torch.Tensor, op: ReduceOp | str) -> None:
@@ -364,7 +373,7 @@ def _sum_rows(group: Group, tensor: torch.Tensor, op: ReduceOp | str) -> None:
         tensor: of layout ``sparse_coo``; shape and dtype must agree, the rows need not.
         op: SUM or AVERAGE; must agree.
     """
-    with group.preparing("allreduce"):
+    with CheckingArguments(group.communicator, "allreduce"):
         if op not in (SUM, AVERAGE):
             raise UnsupportedBufferError(f"sparse tensors can be summed and averaged, got {op}")
         _require_host(tensor)

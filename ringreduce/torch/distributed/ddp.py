@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.compression import Compression, Compressor
@@ -89,7 +90,7 @@ class AllreduceState:
         """
         communicator = self.group.communicator
         if has_reducers(self.compression) and reduces(self.compression, buffer.dtype):
-            with self.group.preparing("allreduce_hook"):
+            with CheckingArguments(communicator, "allreduce_hook"):
                 reducer = self._reducer(index, parameters)
             if isinstance(reducer, WireState):
                 wire, feedback = reducer.wire, reducer.feedback
@@ -98,7 +99,7 @@ class AllreduceState:
             reducer.reduce(communicator, buffer.numpy(), average=True)
             return
         compressor = self.compression if isinstance(self.compression, type) else Compression.none
-        with self.group.preparing("allreduce_hook"):
+        with CheckingArguments(communicator, "allreduce_hook"):
             sent, context = compressor.compress(buffer)
         communicator.allreduce(sent, AVERAGE, out=sent)
         if sent is not buffer:

@@ -1,0 +1,373 @@
+"""Collectives of a group on arrays whose shapes the caller has fixed on both sides, and on lists of arrays.
+
+They are made of those of a `Communicator`, whose arguments and errors they share. Arrays are in host memory; results go
+into arrays of the caller, of any strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers import Operand, like, operand_of, require_host
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.arguments import CheckingArguments
+from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import SUM, ReduceOp
+
+__all__ = [
+    "allgather",
+    "allgather_list",
+    "allreduce",
+    "alltoall",
+    "alltoall_list",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_list",
+    "scatter",
+]
+
+#: Bit by bit: NumPy's names. Nothing between the ranks does these, so that all of them get all arrays.
+_BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor")
+
+
+# ---- reductions ----
+
+
+def allreduce(comm: Communicator, array: Any, op: ReduceOp | str = SUM, source: Any = None) -> None:
+    """Reduce arrays into the same arrays.
+
+    Args:
+        array: the number of elements and the dtype must agree.
+        op: of `reduce_ops`, or of `_BITWISE`; must agree.
+        source: what to reduce in its place; None: the array itself.
+    """
+    given = array if source is None else source
+    if op in _BITWISE:
+        _store(array, _bitwise(comm, "allreduce", given, str(op)))
+    else:
+        comm.allreduce(given, op, out=array)
+
+
+def reduce(comm: Communicator, array: Any, root: int, op: ReduceOp | str = SUM, source: Any = None) -> None:
+    """Reduce arrays into that of the root; the others stay as they are. ``root`` must agree."""
+    given = array if source is None else source
+    if op not in _BITWISE:
+        comm.reduce(given, root, op, out=array)
+        return
+    with CheckingArguments(comm, "reduce"):
+        operand, room = _integers(given, str(op)), None
+        if comm.rank == root:
+            _host(array).require_writable()
+            room = like(given, (comm.size, operand.count))
+        text = f"reduce({op}, root {root}, {operand.describe(by_count=True)})"
+    comm.meet(text)
+    comm.gather(_rows(given, operand), root, out=room)
+    if room is not None:
+        _store(array, _bit_by_bit(room, str(op)))
+
+
+def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str = SUM) -> None:
+    """Reduce arrays and give each rank its part.
+
+    Args:
+        out: this rank's part; of the same number of elements on all ranks.
+        array: as many times that as there are ranks, in any shape.
+        op: as for `allreduce`.
+    """
+    with CheckingArguments(comm, "reduce_scatter"):
+        target, source = _host(out), _host(array)
+        _require_usable([target], [source])
+        if source.count != comm.size * target.count:
+            raise ConfigError(
+                f"reduce_scatter takes {comm.size} times the elements of the output, got an input of shape "
+                f"{source.shape} and an output of shape {target.shape}"
+            )
+        flat = _flat(array, source)
+        room = _room(out, target)
+    if op in _BITWISE:
+        mine = slice(comm.rank * target.count, (comm.rank + 1) * target.count)
+        _store(room, _bitwise(comm, "reduce_scatter", flat, str(op))[mine])
+    else:
+        comm.reduce_scatter(flat, op, out=room)
+    _fetch(out, target, room)
+
+
+def reduce_scatter_list(comm: Communicator, out: Any, arrays: Sequence[Any], op: ReduceOp | str = SUM) -> None:
+    """Reduce the ranks' arrays for each rank into its ``out``; those for different ranks may differ in shape."""
+    with CheckingArguments(comm, "reduce_scatter"):
+        target, operands = _host(out), _one_per_rank(comm, "reduce_scatter", arrays)
+        _require_usable([target], operands)
+        counts = [each.count for each in operands]
+        if target.count != counts[comm.rank]:
+            raise ConfigError(
+                f"reduce_scatter: the output has {target.count} elements, and this rank's part of the input "
+                f"{counts[comm.rank]}"
+            )
+        flat = _joined(out, arrays, operands)
+        even = len(set(counts)) == 1
+        text = f"reduce_scatter({op}, {counts}, {target.dtype.name})"
+    if even:
+        reduce_scatter(comm, out, flat, op)
+        return
+    comm.meet(text)
+    allreduce(comm, flat, op)
+    before = sum(counts[: comm.rank])
+    _store(out, flat[before : before + target.count])
+
+
+def _bitwise(comm: Communicator, name: str, array: Any, op: str) -> Any:
+    """Return what all ranks' arrays come to, bit by bit, as a NumPy array."""
+    with CheckingArguments(comm, name):
+        source = _integers(array, op)
+        every = like(array, (comm.size, source.count))
+        text = f"{name}({op}, {source.describe(by_count=True)})"
+    comm.meet(text)
+    comm.allgather(_rows(array, source), out=every)
+    return _bit_by_bit(every, op).reshape(source.shape)
+
+
+# ---- moving ----
+
+
+def broadcast(comm: Communicator, array: Any, root: int) -> None:
+    """Give every rank the root's array; the number of elements, dtype and ``root`` must agree."""
+    comm.broadcast(array, root, out=array)
+
+
+def allgather(comm: Communicator, out: Any, array: Any) -> None:
+    """Give every rank all arrays, one after the other.
+
+    Args:
+        out: as many times the elements of ``array`` as there are ranks, in any shape.
+        array: may be this rank's part of ``out``; the number of elements and the dtype must agree.
+    """
+    with CheckingArguments(comm, "allgather"):
+        target, source = _host(out), _host(array)
+        _require_usable([target], [source])
+        if target.count != comm.size * source.count:
+            raise ConfigError(
+                f"allgather takes an output of {comm.size} times the elements of the input, got an input of shape "
+                f"{source.shape} and an output of shape {target.shape}"
+            )
+        room = _room(out, target)
+        flat = _flat(array, source)
+    comm.allgather(flat, out=room)  # which finds out whether all have given as much
+    _fetch(out, target, room)
+
+
+def allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None:
+    """Give every rank all arrays, each in an array of its own; those of different ranks may differ in shape."""
+    with CheckingArguments(comm, "allgather"):
+        operands, source = _one_per_rank(comm, "allgather", outs), _host(array)
+        _require_usable(operands, [source])
+        counts = [each.count for each in operands]
+        if counts[comm.rank] != source.count:
+            raise ConfigError(
+                f"allgather: this rank's input has {source.count} elements, and output {comm.rank} has "
+                f"{counts[comm.rank]}"
+            )
+        room = like(array, (sum(counts),))
+        even = len(set(counts)) == 1
+        text = f"allgather({counts}, {source.dtype.name})"
+        flat = array.reshape(source.count)
+    if even:
+        allgather(comm, room, flat)
+    else:
+        comm.meet(text)
+        comm.allgather(flat, out=room)
+    _store_parts(outs, room, counts)
+
+
+def gather(comm: Communicator, outs: Sequence[Any] | None, array: Any, root: int) -> None:
+    """Give the root all arrays.
+
+    Args:
+        outs: at the root an array for each rank; None elsewhere.
+        array: the number of elements and the dtype must agree.
+        root: must agree.
+    """
+    with CheckingArguments(comm, "gather"):
+        source, room = _host(array), None
+        if comm.rank == root:
+            targets = _one_per_rank(comm, "gather", outs)
+            _require_usable(targets, [source])
+            for each in targets:
+                if each.count != source.count:
+                    raise ConfigError(
+                        f"gather takes outputs of as many elements as the input, got an input of shape "
+                        f"{source.shape} and an output of shape {each.shape}"
+                    )
+            room = like(array, (comm.size, source.count))
+        row = _rows(array, source)
+    comm.gather(row, root, out=room)
+    if room is not None:
+        _store_parts(outs or (), room.reshape(comm.size * source.count), [source.count] * comm.size)
+
+
+def scatter(comm: Communicator, out: Any, arrays: Sequence[Any] | None, root: int) -> None:
+    """Give each rank one of the root's arrays.
+
+    Args:
+        out: where it goes; the number of elements and the dtype must agree.
+        arrays: at the root an array for each rank; None elsewhere.
+        root: must agree.
+    """
+    with CheckingArguments(comm, "scatter"):
+        target, rows = _host(out), None
+        if comm.rank == root:
+            sources = _one_per_rank(comm, "scatter", arrays)
+            _require_usable([target], sources)
+            for each in sources:
+                if each.count != target.count:
+                    raise ConfigError(
+                        f"scatter takes inputs of as many elements as the output, got an output of shape "
+                        f"{target.shape} and an input of shape {each.shape}"
+                    )
+            rows = _joined(out, arrays or (), sources).reshape(comm.size, target.count)
+        room = _room(out, target).reshape(1, target.count)
+    comm.scatter(rows, root, out=room)
+    _fetch(out, target, room)
+
+
+def alltoall(comm: Communicator, out: Any, array: Any, received: Sequence[int], splits: Sequence[int]) -> None:
+    """Send every rank its rows, and get those that the ranks send here.
+
+    Args:
+        out: at least one dimension; all but the first must agree, and the dtype.
+        array: at least one dimension.
+        received: rows of ``out`` that come from rank 0, 1, ...; empty: equal parts.
+        splits: rows of ``array`` for rank 0, 1, ...; empty: equal parts.
+
+    Raises:
+        MismatchError: a rank sends another number of rows than this one expects. Where the sums agree, only this
+            rank hears of it.
+    """
+    with CheckingArguments(comm, "alltoall"):
+        target, source = _host(out), _host(array)
+        _require_usable([target], [source])
+        expected = _splits(comm, "received rows", received, target)
+        sent = _splits(comm, "splits", splits, source)
+    _, came = comm.alltoall(array, sent, out=out)
+    if came != expected:
+        raise MismatchError({comm.rank: f"alltoall(expects {expected} rows of the ranks, and they send {came})"})
+
+
+def alltoall_list(comm: Communicator, outs: Sequence[Any], arrays: Sequence[Any]) -> None:
+    """Send every rank one of this rank's arrays; the shapes may differ as long as both sides agree."""
+    with CheckingArguments(comm, "alltoall"):
+        targets, sources = (
+            _one_per_rank(comm, "alltoall", outs),
+            _one_per_rank(comm, "alltoall", arrays),
+        )
+        _require_usable(targets, sources)
+        counts = [each.count for each in targets]
+        flat = _joined(outs[0], arrays, sources)
+        room = like(outs[0], (sum(counts),))
+        sent = [each.count for each in sources]
+    alltoall(comm, room, flat, counts, sent)
+    _store_parts(outs, room, counts)
+
+
+def _one_per_rank(comm: Communicator, name: str, arrays: Sequence[Any] | None) -> list[Operand]:
+    if arrays is None or len(arrays) != comm.size:
+        got = "none" if arrays is None else len(arrays)
+        raise ConfigError(f"{name} takes an array for each of the {comm.size} ranks, got {got}")
+    return [_host(each) for each in arrays]
+
+
+def _splits(comm: Communicator, name: str, rows: Sequence[int], operand: Operand) -> list[int]:
+    if not operand.shape:
+        raise UnsupportedBufferError("alltoall takes arrays of at least one dimension")
+    if not rows:
+        if operand.shape[0] % comm.size:
+            raise ConfigError(f"alltoall: {operand.shape[0]} rows do not divide equally among {comm.size} ranks")
+        return [operand.shape[0] // comm.size] * comm.size
+    listed = [int(each) for each in rows]
+    if len(listed) != comm.size or min(listed) < 0 or sum(listed) != operand.shape[0]:
+        raise ConfigError(
+            f"alltoall: {name} are {comm.size} numbers that add up to the rows of the array, {operand.shape[0]}; "
+            f"got {listed}"
+        )
+    return listed
+
+
+def _joined(model: Any, arrays: Sequence[Any], operands: Sequence[Operand]) -> Any:
+    """Return the elements of several arrays, one after the other, in a new array of the model's kind."""
+    flat = like(model, (sum(each.count for each in operands),))
+    view, at = _host(flat).view, 0
+    for each in operands:
+        view[at : at + each.count].reshape(each.shape)[...] = each.view
+        at += each.count
+    return flat
+
+
+def _store_parts(outs: Sequence[Any], flat: Any, counts: Sequence[int]) -> None:
+    view, at = _host(flat).view, 0
+    for out, count in zip(outs, counts, strict=True):
+        target = _host(out).view
+        target[...] = view[at : at + count].reshape(target.shape)
+        at += count
+
+
+def _store(target: Any, values: Any) -> None:
+    view = _host(target).view
+    source = values if isinstance(values, np.ndarray) else _host(values).view
+    view[...] = source.reshape(view.shape)
+
+
+def _host(array: Any) -> Operand:
+    return require_host(operand_of(array), "a group")
+
+
+def _flat(array: Any, operand: Operand) -> Any:
+    """Return the elements in C order as one dimension: where they are so already, the same object, which is fastest."""
+    return array if len(operand.shape) == 1 else array.reshape(operand.count)
+
+
+def _room(out: Any, target: Operand) -> Any:
+    """Return where a result goes that has the elements of ``out``, in one dimension; `_fetch` brings it there."""
+    return _flat(out, target) if target.contiguous else like(out, (target.count,))
+
+
+def _fetch(out: Any, target: Operand, room: Any) -> None:
+    if not target.contiguous:
+        _store(out, room)
+
+
+def _rows(array: Any, operand: Operand) -> Any:
+    """Return the elements in C order as one row: where they are so already, a view."""
+    return array.reshape(1, operand.count)
+
+
+def _integers(array: Any, op: str) -> Operand:
+    """Look at an array that is reduced bit by bit.
+
+    Raises:
+        UnsupportedBufferError: it has no bits of that kind.
+    """
+    source = _host(array)
+    if source.dtype.kind not in ("int", "uint", "bool"):
+        raise UnsupportedBufferError(f"{op} takes integers and bool, got {source.dtype.name}")
+    return source
+
+
+def _bit_by_bit(rows: Any, op: str) -> npt.NDArray[Any]:
+    """Reduce rows that come from the ranks, into one."""
+    ufunc: Any = getattr(np, op)
+    result: npt.NDArray[Any] = ufunc.reduce(_host(rows).view, axis=0)
+    return result
+
+
+def _require_usable(outputs: Sequence[Operand], inputs: Sequence[Operand]) -> None:
+    """Raise `UnsupportedBufferError` unless all have one dtype and the outputs can be written."""
+    names = {each.dtype.name for each in (*outputs, *inputs)}
+    if len(names) > 1:
+        raise UnsupportedBufferError(f"all arrays of a call must have one dtype, got {', '.join(sorted(names))}")
+    for each in outputs:
+        each.require_writable()
