@@ -73,7 +73,6 @@ class Process:
         self._starting = threading.Lock()  # one thread at a time
         self._announcement: int | None = None  # to processes that this one starts: a file descriptor
         self._forking: dict[int, processes.Forked] = {}  # by thread
-        self._dumping = False
         self._grows = False  # whether the launcher starts the job again when there are other hosts
         self._shuts_down: int | None = None  # the process that ends its world when it ends
 
@@ -138,7 +137,7 @@ class Process:
         self._end_with(connection, lifetime)  # from here on: what fails on one rank must not leave the others there
         self._take_part_in_ends_and_forks()
         if settings.dump is not None:
-            self._dump_on_request()
+            _dump_on_request(self.own)
         self._grows = launch().grows
         world = OwnWorld.start(self.everyone, connection, settings, limit, self.followers, lifetime)
         self._announce(ParentRank(world.rank, world.hosts.nodes))
@@ -162,24 +161,10 @@ class Process:
             self.world = self._begun(connection, settings, Limit.usual(settings))
         return Recovery(connected - started, perf_counter() - connected)
 
-    def _dump_on_request(self) -> None:
-        """Write down what this rank has done last when it gets SIGUSR1, unless the program handles that."""
-        here = threading.current_thread() is threading.main_thread()
-        if here and not processes.handles(os.getpid(), signal.SIGUSR1):
-            signal.signal(signal.SIGUSR1, lambda number, frame: self._dump())
-
     def hosts_changed(self) -> bool:
         """Return whether the launcher has said since the last time that other hosts are to be used."""
         # It has the signal blocked in all that it starts, so it waits here, whatever threads there are.
         return self._grows and signal.sigtimedwait({signal.SIGUSR2}, 0) is not None
-
-    def _dump(self) -> None:
-        own = self.own()
-        if own is not None and own.config.dump is not None and not self._dumping:  # signals come in each other's midst
-            self._dumping = True
-            with suppress(OSError):
-                own.observer.recorder.dump(own.config.dump)
-            self._dumping = False
 
     def _of_parent(self, settings: Config) -> World | None:
         """Return the world of the rank that has started this process by `multiprocessing`; None: there is none."""
@@ -202,9 +187,7 @@ class Process:
             return
         new = self.termination is None
         if self.termination is None:
-            self.termination = Termination(
-                connection.abort, self._flush, self._detach, others_go_on=launch().survives_deaths
-            )
+            self.termination = Termination(connection.abort, self.own, others_go_on=launch().survives_deaths)
         self.termination.who, self.termination.lifetime = connection.who, lifetime
         if new:
             self.termination.install()
@@ -236,8 +219,9 @@ class Process:
 
     def _at_exit(self) -> None:
         if self.termination is None or self.termination.at_exit():
-            if getattr(sys, "last_value", None) is not None:
-                self._end_audit()  # of a process that is alone: how others fail, the termination tells
+            own = self.own()
+            if own is not None and getattr(sys, "last_value", None) is not None:
+                own.flush()  # of a process that is alone: how others fail, the termination tells
             self.shut_down()
 
     def _before_fork(self) -> None:
@@ -266,20 +250,22 @@ class Process:
             self.world = own.in_child()
             logs.set_up(None, f"process {os.getpid()} of rank {own.rank}")
 
-    def _flush(self) -> None:
-        own = self.own()
-        if own is not None:
-            own.observer.flush_timeline()
-            self._end_audit()  # if no reason was given: another rank ends the job
 
-    def _end_audit(self) -> None:
-        own, error = self.own(), getattr(sys, "last_value", None)
-        if own is not None:
-            own.observer.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
+def _dump_on_request(own: Callable[[], OwnWorld | None]) -> None:
+    """Write down what this rank has done last when it gets SIGUSR1, unless the program handles that."""
+    writing = threading.Lock()
 
-    def _detach(self, reason: str) -> bool:
-        own = self.own()
-        return own is None or own.detach(reason)
+    def dump(number: int, frame: object) -> None:
+        world = own()
+        if world is None or world.config.dump is None or not writing.acquire(blocking=False):
+            return  # the last: signals come in each other's midst
+        with suppress(OSError):
+            world.observer.recorder.dump(world.config.dump)
+        writing.release()
+
+    here = threading.current_thread() is threading.main_thread()
+    if here and not processes.handles(os.getpid(), signal.SIGUSR1):
+        signal.signal(signal.SIGUSR1, dump)
 
 
 #: This process.

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from ringreduce.common import processes
 from ringreduce.common.errors import PeerLostError
 from ringreduce.common.lifetime import Lifetime
+from ringreduce.runtime.worlds import OwnWorld
 
 __all__ = ["Termination"]
 
@@ -40,8 +41,7 @@ class Termination:
 
     Args:
         abort: ends all ranks of the job at once, or this one alone, with an exit code.
-        flush: saves what is only in memory, for whoever looks into why the job has ended.
-        detach: lets the other ranks know that this one ends, and why; returns whether it is the first of its node.
+        own: returns the world; None: it is not there yet, or not any more.
         others_go_on: whether ``abort`` ends this process alone.
 
     Attributes:
@@ -52,8 +52,7 @@ class Termination:
     def __init__(
         self,
         abort: Callable[[int], None],
-        flush: Callable[[], None],
-        detach: Callable[[str], bool],
+        own: Callable[[], OwnWorld | None],
         *,
         others_go_on: bool = False,
     ) -> None:
@@ -61,8 +60,7 @@ class Termination:
         self._then = "the others may go on" if others_go_on else "ending the job"
         self._others_go_on = others_go_on
         self._abort = abort
-        self._flush = flush
-        self._detach = detach
+        self._own = own
         self._exit_code: int | None = None  # with which `sys.exit` ends the program, once it does
         self._exit_words = ""  # which it was given in place of a code
         self._except_hook = sys.excepthook
@@ -111,6 +109,15 @@ class Termination:
     def _acts(self) -> bool:
         """Return whether this is the rank, and not a process that it has forked, and has a world."""
         return not (self.lifetime.closed or self.lifetime.forked)
+
+    def _detach(self, reason: str) -> bool:
+        """Let the other ranks know that this one ends, and why; return whether it is the first of its node."""
+        own = self._own()
+        return own is None or own.detach(reason)
+
+    def _flush(self) -> None:
+        if (own := self._own()) is not None:
+            own.flush()
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not (self._acts() and _ends_program(traceback)):

@@ -369,6 +369,13 @@ class OwnWorld(World):
         first += [each.communicator.detach(why) for each in self._groups if each.lifetime.open]
         return all(first)
 
+    def flush(self) -> None:
+        """Save what is only in memory, for people who look into why the job has ended."""
+        error = getattr(sys, "last_value", None)
+        self.observer.flush_timeline()
+        # If no reason was given, another rank ends the job.
+        self.observer.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
+
     def in_child(self) -> World:
         """Return the world of this process, which the rank has forked. Takes no lock, and waits for none.
 
