@@ -6,23 +6,21 @@ See `ringreduce.elastic` for the states and the loop that they serve.
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import os
 import pickle
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.files import create_file, own_folder
 from ringreduce.common.launch import launch
-from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
+from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
+from ringreduce.elastic.disk import DiskCommits, require_seen_by_all
 from ringreduce.observe.audit import fingerprint
-from ringreduce.runtime import audited, rank, record, size
+from ringreduce.runtime import audited, rank, record
 from ringreduce.training.epochs import EpochDivision
 from ringreduce.training.generators import Generators
 from ringreduce.training.objects import allgather_object, broadcast_object
@@ -135,8 +133,7 @@ class HandlingState(ObjectState):
 
     def __init__(self, **kwargs: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
-        self._store: CommitStore | None = None
-        self._every = self._whole_every = 1
+        self._whole_every = 1
         self._whole = 0  # the commit that was copied whole last
         self._whole_is_due = False
         self._small: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last, if it was not: handlers, values
@@ -163,18 +160,8 @@ class HandlingState(ObjectState):
         """
         every = whole_number("every", every, 1)
         if every > 1:
-            self._require_steps_are_noted(self._handlers)
+            _require_steps_are_noted(self._handlers)
         self._whole_every = every
-
-    @staticmethod
-    def _require_steps_are_noted(handlers: Mapping[str, StateHandler]) -> None:
-        opaque = [name for name, each in handlers.items() if _copies_by_itself(type(each))]
-        if opaque:
-            raise ConfigError(f"the handlers of {', '.join(opaque)} have a save() of their own, but no copy_small()")
-        silent = [name for name, each in handlers.items() if each.notes_steps is False]
-        if silent or all(each.notes_steps is None for each in handlers.values()):
-            who = f"{', '.join(silent)} does not tell when it steps" if silent else "there is no optimizer in the state"
-            raise ConfigError(f"{who}; weights have to be copied in each commit, which is keep_in_memory(every=1)")
 
     def keep_on_disk(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 3) -> int | None:
         """Write commits to a folder from now on, and begin with the last one that is there whole. Collective.
@@ -197,107 +184,48 @@ class HandlingState(ObjectState):
                 makes no sense, or something in the state could not be read again.
         """
         every, keep = whole_number("every", every, 1), whole_number("keep", keep, 1)
-        store = CommitStore(folder, keep, self._write, self._read)
-        mine = f".rank-{rank()}"
-        whole: list[int] = []
-        common: list[int] = []
-        reason = ""
-        try:
-            self._require_storable()
-            store.prepare()
-            whole = store.whole(mine) if any(each.own for each in self._handlers.values()) else []
-            common = store.whole() if rank() == 0 else []
-        except (ConfigError, OSError) as error:
-            reason = str(error)
-        everyone = allgather_object((reason, whole, common))
-        self._refuse({number: said for number, (said, _, _) in enumerate(everyone) if said}, folder)
-        common = everyone[0][2]
-        with_parts = [number for number in common if all(number in theirs for _, theirs, _ in everyone)]
-        chosen = self._choose(store, common, with_parts) if rank() == 0 else None
-        number: int | None = broadcast_object(chosen)
-        if number is not None:
-            if rank() == 0:
-                reason = self._begin_with(store, number)
-            reason = broadcast_object(reason)
-            self._refuse({0: reason} if reason else {}, folder)
-            self._commits = number
+        hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
+        if hidden:
+            raise ConfigError(f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved")
+        disk = DiskCommits(folder, every, keep, self._write, self._read)
+        disk.open(self._saved, has_own=any(each.own for each in self._handlers.values()))
+        if disk.number is not None:
+            disk.load(self._begin_with)
+            self._commits = disk.number
             self.sync()
-            if number in with_parts and whole:
-                own = store.load(number, mine)
-                if own["size"] == size():
-                    self._take(own)
-        self._every, self._store = every, store
-        return number
+            if (own := disk.load_own()) is not None:
+                self._take(own)
+        self._disk = disk
+        return disk.number
 
     def _keep_as_launched(self) -> None:
         folder = launch().commits
-        if folder is None or self._store is not None:
+        if folder is None or self._disk is not None:
             return
-        probe, reason = Path(folder) / f".shared.{os.getpid()}", ""
-        if rank() == 0:
-            try:
-                own_folder(probe.parent)
-                create_file(probe).close()
-            except OSError as error:
-                reason = str(error)
-        probe, reason = broadcast_object((probe, reason))
-        self._refuse({0: reason} if reason else {}, folder)
-        seen = allgather_object(os.path.exists(probe))  # that of a path raises where a folder may not be entered
-        if rank() == 0:
-            probe.unlink()
-        if not all(seen):
-            raise ConfigError(
-                f"commits of a job that grows are kept in {folder}, which rank {seen.index(False)} does not see; name "
-                "a folder that all hosts share, as in horovodrun --commits FOLDER"
-            )
+        require_seen_by_all(folder)
         try:
             HandlingState.keep_on_disk(self, folder)
         except ConfigError as error:  # on all ranks; the program trains on as one that does not grow
             if rank() == 0:
                 _log.error("the job cannot grow: %s", error)
 
-    @staticmethod
-    def _choose(store: CommitStore, common: list[int], with_parts: list[int]) -> int | None:
-        """Return the last commit; a whole one before it, if it is of as many ranks as now and lacks parts of theirs."""
-        if with_parts:
-            for number in reversed(common):
-                if number in with_parts or store.load(number)["size"] != size():
-                    return number
-        return max(common, default=None)
-
-    def _begin_with(self, store: CommitStore, number: int) -> str:
-        """Take what is common to the ranks from a commit; return why that cannot be, or nothing."""
-        content = store.load(number)
+    def _begin_with(self, content: dict[str, Any]) -> str:
+        """Take what is common to the ranks from a commit; return what is wrong with it, or nothing."""
         names = {*self._names, *(name for name, each in self._handlers.items() if not each.own)}
         lacking = names - set(content["objects"]) - set(content["values"])
         if lacking:
-            return f"commit {number} lacks {', '.join(sorted(lacking))}; is it another program's?"
+            return f"lacks {', '.join(sorted(lacking))}; is it another program's?"
         try:
             self._take(content)
         except Exception as error:  # whatever a framework says of another model's state
-            return f"commit {number} does not fit: {error}"
+            return f"does not fit: {error}"
         return ""
 
-    @staticmethod
-    def _refuse(reasons: dict[int, str], folder: object) -> None:
-        if reasons:
-            said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-            raise ConfigError(f"commits cannot be kept in {folder}: {said}")
-
-    def _committed(self) -> None:
-        if audited() and self._small is None:
-            self._audit()
-        if self._store is not None and self._goes_to_disk(self._commits):
-            self._put(self._store)
-
-    def _put(self, store: CommitStore) -> None:
+    def _put(self, disk: DiskCommits) -> None:
         objects = {name: handler for name, handler in self._handlers.items() if handler._saved is not None}
         common = {name: handler._saved for name, handler in objects.items() if not handler.own}
         own = {name: handler._saved for name, handler in objects.items() if handler.own}
-        if own:
-            store.put(self._commits, {"objects": own, "values": {}, "size": size()}, f".rank-{rank()}")
-        if rank() == 0:
-            store.put(self._commits, {"objects": common, "values": self._saved, "size": size()})
+        disk.put(self._commits, common, own, self._saved)
 
     def _audit(self) -> None:
         """Record what was committed."""
@@ -312,27 +240,16 @@ class HandlingState(ObjectState):
                 hashes[name] = str(error)
         record("commit", {"number": self._commits, "sha256": hashes})
 
-    def _settle(self) -> None:
-        if self._store is not None:
-            self._store.settle()
-
-    @property
-    def _outlives_job(self) -> bool:
-        return self._store is not None
-
     def _keep_for_next_job(self) -> bool:
-        if self._store is None:
+        if self._disk is None:
             return False
         self.save()
         self._commits += 1
         self._whole = self._commits
         if audited():
             self._audit()
-        self._put(self._store)
-        self._store.settle()
-        mine = [f".rank-{rank()}"] if any(each.own for each in self._handlers.values()) else []
-        parts = [*mine, *([""] if rank() == 0 else [])]
-        return all(allgather_object(all(self._store.has(self._commits, part) for part in parts)))
+        self._put(self._disk)
+        return self._disk.is_whole(self._commits)
 
     def _take(self, content: dict[str, Any]) -> None:
         """Go on from what was read."""
@@ -344,23 +261,6 @@ class HandlingState(ObjectState):
             if name in self._names:
                 setattr(self, name, value)
         ObjectState.save(self)
-
-    def _require_storable(self) -> None:
-        """Raise a `ConfigError` for what could not be written, or not be read again."""
-        hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
-        if hidden:
-            raise ConfigError(f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved")
-        for name, value in self._saved.items():
-            try:
-                file = io.BytesIO()
-                self._write(value, file)
-                file.seek(0)
-                self._read(file)
-            except Exception as error:
-                raise ConfigError(
-                    f"{name} of the state cannot be kept on disk ({error}); keep what has a state dict, tensors, "
-                    "and plain numbers, texts, lists and dicts"
-                ) from error
 
     def _write(self, content: Any, file: BinaryIO) -> None:
         pickle.dump(content, file, pickle.HIGHEST_PROTOCOL)
@@ -375,19 +275,6 @@ class HandlingState(ObjectState):
         if isinstance(value, Generators):
             return OwnStateHandler(value)
         return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
-
-    def _copy_for_commit(self) -> None:
-        number = self._commits + 1
-        if number % self._whole_every == 0 or self._whole_is_due or self._goes_to_disk(number):
-            self.save()
-            self._whole = number
-        else:
-            self._small = None  # what it says is gone once the first handler has noted something new
-            handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
-            self._small, self._own = (handlers, self._copied_values()), {}
-
-    def _goes_to_disk(self, number: int) -> bool:
-        return self._store is not None and number % self._every == 0
 
     def save(self) -> None:
         for handler in self._handlers.values():
@@ -430,7 +317,21 @@ class HandlingState(ObjectState):
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.share()
-        super().commit()
+        number = self._commits + 1
+        goes_to_disk = self._disk is not None and self._disk.is_due(number)
+        if number % self._whole_every == 0 or self._whole_is_due or goes_to_disk:
+            self.save()
+            self._whole = number
+        else:
+            self._small = None  # what it says is gone once the first handler has noted something new
+            handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
+            self._small, self._own = (handlers, self._copied_values()), {}
+        self._commits = number
+        if audited() and self._small is None:
+            self._audit()
+        if self._disk is not None and goes_to_disk:
+            self._put(self._disk)
+        self.check_host_updates()
 
     def check_host_updates(self) -> None:
         try:
@@ -454,7 +355,7 @@ class HandlingState(ObjectState):
             return
         handler = self._find_handler(value)
         if handler is not None and self._whole_every > 1:
-            self._require_steps_are_noted({**self._handlers, name: handler})
+            _require_steps_are_noted({**self._handlers, name: handler})
         if handler is not None:
             self._whole_is_due, self._small = True, None
             self._handlers[name] = handler
@@ -470,3 +371,13 @@ def _copies_by_itself(kind: type[StateHandler]) -> bool:
     """Return whether a kind of handler has its own way to copy an object, and cannot say what is small in it."""
     changed = kind.save is not StateHandler.save or kind.restore is not StateHandler.restore
     return changed and kind.copy_small is StateHandler.copy_small
+
+
+def _require_steps_are_noted(handlers: Mapping[str, StateHandler]) -> None:
+    opaque = [name for name, each in handlers.items() if _copies_by_itself(type(each))]
+    if opaque:
+        raise ConfigError(f"the handlers of {', '.join(opaque)} have a save() of their own, but no copy_small()")
+    silent = [name for name, each in handlers.items() if each.notes_steps is False]
+    if silent or all(each.notes_steps is None for each in handlers.values()):
+        who = f"{', '.join(silent)} does not tell when it steps" if silent else "there is no optimizer in the state"
+        raise ConfigError(f"{who}; weights have to be copied in each commit, which is keep_in_memory(every=1)")

@@ -107,7 +107,8 @@ def _repeated(
                 state.restore()
                 skip_sync = False
             else:
-                state._settle()
+                if state._disk is not None:
+                    state._disk.settle()
                 return result
             if begin_anew(state, failure):
                 restarts = 0

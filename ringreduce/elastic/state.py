@@ -11,6 +11,7 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
+from ringreduce.elastic.disk import DiskCommits
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State"]
 
@@ -53,6 +54,7 @@ class State:
     """
 
     commits = _Commits()
+    _disk: DiskCommits | None = None  # where another job finds what is committed
 
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
@@ -85,28 +87,12 @@ class State:
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
         """
-        self._copy_for_commit()
-        self._commits += 1
-        self._committed()
-        self.check_host_updates()
-
-    def _copy_for_commit(self) -> None:
-        """Take the copy of a commit: of everything, unless overridden."""
         self.save()
-
-    def _committed(self) -> None:
-        """Do what is to be done with a copy that was committed. Does nothing unless overridden."""
+        self._commits += 1
+        self.check_host_updates()
 
     def _keep_as_launched(self) -> None:
         """Keep commits where the launcher says so. Collective. Does nothing unless overridden."""
-
-    def _settle(self) -> None:
-        """Return when what was committed is where it is to be. Does nothing unless overridden."""
-
-    @property
-    def _outlives_job(self) -> bool:
-        """Whether another job can begin with what is committed; the same on all ranks. False unless overridden."""
-        return False
 
     def _keep_for_next_job(self) -> bool:
         """Commit, and return whether another job can begin with just this, on all ranks. Collective."""
@@ -134,7 +120,7 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=changes == _REMOVED)
 
     def _can_begin_again(self) -> bool:
-        if not self._outlives_job:
+        if self._disk is None:
             self._complain("takes commits on disk; call state.keep_on_disk(folder) before the training")
             return False
         if threading.current_thread() is not threading.main_thread():

@@ -673,7 +673,7 @@ def test_a_job_that_begins_again_goes_on_from_the_disk(world: rr.Communicator, t
     state.sampler.record_batch(0, 2)
     state.step = 5
     state.commit()
-    state._settle()
+    state._disk.settle()
     hvd.barrier()
     before, drawn = content(model, optimizer), torch.rand(3)
     with torch.no_grad():
@@ -700,7 +700,7 @@ def test_the_next_job_begins_with_just_this(world: rr.Communicator, tmp_path_fac
     state = hvd.elastic.TorchState(generators=generators, step=0)
     assert not state._keep_for_next_job()
     state.keep_on_disk(folder, every=1000)
-    assert state._outlives_job
+    assert state._disk is not None
     state.step = 7
     assert state._keep_for_next_job()
     drawn = torch.rand(3)
@@ -743,14 +743,14 @@ def test_folders_that_cannot_be_used_are_refused_on_all_ranks(world: rr.Communic
     other = hvd.elastic.TorchState(epoch=0)
     other.keep_on_disk(folder / "commits")
     other.commit()
-    other._settle()
+    other._disk.settle()
     hvd.barrier()
     with pytest.raises(rr.ConfigError, match="another program"):
         hvd.elastic.TorchState(step=0).keep_on_disk(folder / "commits")
     wider = hvd.elastic.TorchState(model=torch.nn.Linear(3, 2), epoch=0)
     wider.keep_on_disk(folder / "models")
     wider.commit()
-    wider._settle()
+    wider._disk.settle()
     hvd.barrier()
     with pytest.raises(rr.ConfigError, match="does not fit"):
         hvd.elastic.TorchState(model=torch.nn.Linear(4, 2), epoch=0).keep_on_disk(folder / "models")

@@ -15,7 +15,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.common.errors import CollectiveError, MismatchError, PeerLostError
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState, State, run, run_fn
-from ringreduce.elastic.handlers import HandlingState
+from ringreduce.elastic.disk import choose
 
 
 class Recorded(State):
@@ -128,7 +128,7 @@ def test_ranks_do_not_begin_again_past_the_limit(
     monkeypatch.setattr("ringreduce.runtime.recoveries", lambda: recoveries)
 
     class Kept(Recorded):
-        _outlives_job = True
+        _disk: Any = object()
 
     rr.init()
     try:
@@ -161,7 +161,7 @@ def test_a_training_that_cannot_end_the_program_goes_on(
     monkeypatch.setenv("RINGREDUCE_MARKS", f"{os.getpid()} {os.readlink('/proc/self/fd/2')}")
 
     class Kept(Recorded):
-        _outlives_job = True
+        _disk: Any = object()
 
     state = Kept()
 
@@ -183,7 +183,7 @@ def test_a_state_that_cannot_be_kept_after_all_goes_on(world: None, monkeypatch:
     monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
 
     class Full(Recorded):
-        _outlives_job = True
+        _disk: Any = object()
 
         def _keep_for_next_job(self) -> bool:
             self.log.append("full")
@@ -209,7 +209,7 @@ def test_ranks_end_well_once_another_job_can_begin(
     monkeypatch.setenv("RINGREDUCE_MARKS", f"{os.getpid()} {os.readlink('/proc/self/fd/2')}")
 
     class Kept(Recorded):
-        _outlives_job = True
+        _disk: Any = object()
 
         def _keep_for_next_job(self) -> bool:
             return True
@@ -260,7 +260,7 @@ def test_with_which_commit_a_job_begins(
     for number, size in common.items():
         store.put(number, {"size": size})
         store.settle()
-    assert HandlingState._choose(store, list(common), with_parts) == chosen
+    assert choose(store, list(common), with_parts) == chosen
 
 
 def test_a_run_without_events_is_one_call(world: None) -> None:
