@@ -14,7 +14,7 @@ from ringreduce.elastic.store import CommitStore
 from ringreduce.runtime import rank, size
 from ringreduce.training.objects import allgather_object, broadcast_object
 
-__all__ = ["DiskCommits", "require_seen_by_all"]
+__all__ = ["DiskCommits", "choose", "require_seen_by_all"]
 
 
 class DiskCommits:
