@@ -32,7 +32,9 @@ class Lifetime:
         forked: why this process cannot communicate, as a rank has forked or started it; empty: it is the rank.
     """
 
-    def __init__(self, when_closed: str = "ringreduce was shut down; call ringreduce.init() to start a new world") -> None:
+    def __init__(
+        self, when_closed: str = "ringreduce was shut down; call ringreduce.init() to start a new world"
+    ) -> None:
         self.open = True
         self.closed = False
         self.failure: BaseException | None = None

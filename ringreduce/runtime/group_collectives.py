@@ -110,9 +110,8 @@ def reduce_scatter_list(comm: Communicator, out: Any, arrays: Sequence[Any], op:
                 f"{counts[comm.rank]}"
             )
         flat = _joined(out, arrays, operands)
-        even = len(set(counts)) == 1
         text = f"reduce_scatter({op}, {counts}, {target.dtype.name})"
-    if even:
+    if len(set(counts)) == 1:
         reduce_scatter(comm, out, flat, op)
         return
     comm.meet(text)
@@ -173,15 +172,14 @@ def allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None:
                 f"{counts[comm.rank]}"
             )
         room = like(array, (sum(counts),))
-        even = len(set(counts)) == 1
         text = f"allgather({counts}, {source.dtype.name})"
         flat = array.reshape(source.count)
-    if even:
+    if len(set(counts)) == 1:
         allgather(comm, room, flat)
     else:
         comm.meet(text)
         comm.allgather(flat, out=room)
-    _store_parts(outs, room, counts)
+    _store_parts(operands, room)
 
 
 def gather(comm: Communicator, outs: Sequence[Any] | None, array: Any, root: int) -> None:
@@ -193,21 +191,16 @@ def gather(comm: Communicator, outs: Sequence[Any] | None, array: Any, root: int
         root: must agree.
     """
     with CheckingArguments(comm, "gather"):
-        source, room = _host(array), None
+        source, room, targets = _host(array), None, list[Operand]()
         if comm.rank == root:
             targets = _one_per_rank(comm, "gather", outs)
             _require_usable(targets, [source])
-            for each in targets:
-                if each.count != source.count:
-                    raise ConfigError(
-                        f"gather takes outputs of as many elements as the input, got an input of shape "
-                        f"{source.shape} and an output of shape {each.shape}"
-                    )
+            _require_equal_counts("gather", "output", targets, "input", source)
             room = like(array, (comm.size, source.count))
         row = _rows(array, source)
     comm.gather(row, root, out=room)
     if room is not None:
-        _store_parts(outs or (), room.reshape(comm.size * source.count), [source.count] * comm.size)
+        _store_parts(targets, room.reshape(comm.size * source.count))
 
 
 def scatter(comm: Communicator, out: Any, arrays: Sequence[Any] | None, root: int) -> None:
@@ -223,12 +216,7 @@ def scatter(comm: Communicator, out: Any, arrays: Sequence[Any] | None, root: in
         if comm.rank == root:
             sources = _one_per_rank(comm, "scatter", arrays)
             _require_usable([target], sources)
-            for each in sources:
-                if each.count != target.count:
-                    raise ConfigError(
-                        f"scatter takes inputs of as many elements as the output, got an output of shape "
-                        f"{target.shape} and an input of shape {each.shape}"
-                    )
+            _require_equal_counts("scatter", "input", sources, "output", target)
             rows = _joined(out, arrays or (), sources).reshape(comm.size, target.count)
         room = _room(out, target).reshape(1, target.count)
     comm.scatter(rows, root, out=room)
@@ -261,17 +249,14 @@ def alltoall(comm: Communicator, out: Any, array: Any, received: Sequence[int], 
 def alltoall_list(comm: Communicator, outs: Sequence[Any], arrays: Sequence[Any]) -> None:
     """Send every rank one of this rank's arrays; the shapes may differ as long as both sides agree."""
     with CheckingArguments(comm, "alltoall"):
-        targets, sources = (
-            _one_per_rank(comm, "alltoall", outs),
-            _one_per_rank(comm, "alltoall", arrays),
-        )
+        targets, sources = (_one_per_rank(comm, "alltoall", each) for each in (outs, arrays))
         _require_usable(targets, sources)
         counts = [each.count for each in targets]
         flat = _joined(outs[0], arrays, sources)
         room = like(outs[0], (sum(counts),))
         sent = [each.count for each in sources]
     alltoall(comm, room, flat, counts, sent)
-    _store_parts(outs, room, counts)
+    _store_parts(targets, room)
 
 
 def _one_per_rank(comm: Communicator, name: str, arrays: Sequence[Any] | None) -> list[Operand]:
@@ -307,12 +292,20 @@ def _joined(model: Any, arrays: Sequence[Any], operands: Sequence[Operand]) -> A
     return flat
 
 
-def _store_parts(outs: Sequence[Any], flat: Any, counts: Sequence[int]) -> None:
+def _store_parts(targets: Sequence[Operand], flat: Any) -> None:
     view, at = _host(flat).view, 0
-    for out, count in zip(outs, counts, strict=True):
-        target = _host(out).view
-        target[...] = view[at : at + count].reshape(target.shape)
-        at += count
+    for each in targets:
+        each.view[...] = view[at : at + each.count].reshape(each.shape)
+        at += each.count
+
+
+def _require_equal_counts(name: str, many: str, operands: Sequence[Operand], one: str, operand: Operand) -> None:
+    for each in operands:
+        if each.count != operand.count:
+            raise ConfigError(
+                f"{name} takes {many}s of as many elements as the {one}, got an {one} of shape {operand.shape} and an "
+                f"{many} of shape {each.shape}"
+            )
 
 
 def _store(target: Any, values: Any) -> None:
