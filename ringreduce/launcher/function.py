@@ -35,6 +35,7 @@ _NO_MEANING = (
     "disable_cache has no meaning here: mpirun checks no hosts beforehand, so nothing is kept of that",
     "ssh_identity_file has no meaning here: name it in ~/.ssh/config",
 )
+_RUN = (sys.executable, "-m", "ringreduce", "run")
 #: The exit status of commands that have refused their arguments.
 _WRONG_USE = 2
 #: What a job gets to end by itself (seconds), once one has failed and once all have returned: the latter may
@@ -147,8 +148,7 @@ def run(
         "--horovod-variables": _HOROVOD in sys.modules or None,
     }
     words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
-    worker = [executable or sys.executable, "-m", "ringreduce.launcher.worker"]
-    command = [sys.executable, "-m", "ringreduce", "run", *words, *options, *worker]
+    command = [*words, *options, executable or sys.executable, "-m", "ringreduce.launcher.worker"]
     return _call_on_ranks(command, _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size, env)
 
 
@@ -162,7 +162,7 @@ def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: M
     """Start a job in which each rank makes a call; return what they returned.
 
     Args:
-        command: starts the ranks, given a folder behind it.
+        command: of ``ringreduce run``: its options and what it starts, but for a folder behind it.
         call: what a worker needs.
         size: how many ranks there are; None: the job goes on when some fail.
         env: as for `run`.
@@ -171,7 +171,7 @@ def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: M
     with tempfile.TemporaryDirectory(prefix="ringreduce-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "call").write_bytes(call)
-        return _results(folder, size, _carry_out([*command, name], env, folder, size))
+        return _results(folder, size, _carry_out([*_RUN, *command, name], env, folder, size))
 
 
 def find_pickle() -> Any:
