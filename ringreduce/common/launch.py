@@ -53,7 +53,7 @@ _PMIX_RANK = "PMIX_RANK"
 #: What `ringreduce run` sets, and `horovodrun` (the folder of commits).
 VARIABLES = {
     f"RINGREDUCE_{name}"
-    for name in ("MARKS", "BEGINS_AGAIN", "RESTART", "START_TIMEOUT", "COMMITS", "MIN_NP", "RESET_LIMIT")
+    for name in ("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "MIN_NP", "RESET_LIMIT")
 }
 
 
@@ -70,8 +70,8 @@ class Launch:
         job_folder: on this host, removed when the job ends, however it does; None: there is none.
         survives_deaths: whether the job goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm``.
         marks: the process whose standard error `ringreduce run` reads, and what that is; None: nobody reads marks.
-        grows: whether `ringreduce run` starts the job again on other hosts when the ranks end for that, and tells them
-            by SIGUSR2, which they have blocked, when they should.
+        is_restartable: whether `ringreduce run` starts the job again on other hosts when the ranks end for that, and
+            tells them by SIGUSR2, which they have blocked, when they should.
         restarts: how often it has started this job before.
         start_timeout_s: how long ranks wait in `init` for ranks that have not called it; None: the time limit.
         least_size: elastic training ends once fewer ranks are left.
@@ -88,7 +88,7 @@ class Launch:
     job_folder: str | None = None
     survives_deaths: bool = False
     marks: tuple[str, str] | None = None
-    grows: bool = False
+    is_restartable: bool = False
     restarts: int = 0
     start_timeout_s: float | None = None
     least_size: int = 1
@@ -117,7 +117,7 @@ class Launch:
             job_folder=folder if os.access(folder, os.W_OK | os.X_OK) else None,
             survives_deaths=environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true"),
             marks=(shell, file) if file else None,
-            grows=environ.get("RINGREDUCE_BEGINS_AGAIN") == "1",
+            is_restartable=environ.get("RINGREDUCE_RESTARTABLE") == "1",
             restarts=number("RINGREDUCE_RESTART") or 0,
             start_timeout_s=limit_s,
             least_size=number("RINGREDUCE_MIN_NP") or 1,

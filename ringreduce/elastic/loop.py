@@ -125,7 +125,7 @@ def _until_other_hosts(func: Callable[Concatenate[S, P], T], state: S, *args: P.
         try:
             return func(state, *args, **kwargs)
         except HostsUpdatedInterrupt:
-            if not launch().grows:
+            if not launch().is_restartable:
                 raise
         if state._keep_for_next_job():
             _end_for_next_job(state)
@@ -171,7 +171,7 @@ def _start_anew(state: State, failure: CollectiveError | None) -> bool:
         except PeerLostError as another:
             failure = another
         else:
-            if launch().grows and runtime.rank() == 0:
+            if launch().is_restartable and runtime.rank() == 0:
                 tell_launcher("has gone on")
             _require_limits(failure)
             return runtime.size() < before

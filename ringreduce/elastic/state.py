@@ -112,7 +112,7 @@ class State:
             changes, self._updates = self._updates, 0
         if runtime.hosts_changed():
             changes |= _ADDED
-        if changes and launch().grows and not self._can_begin_again():
+        if changes and launch().is_restartable and not self._can_begin_again():
             changes = 0
         if self._bcast_object is not None:
             changes = self._bcast_object(changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +44,11 @@ class Allocation:
         if environ.get("SLURM_JOB_NODELIST"):
             return cls("slurm", _slurm(environ))
         if environ.get("PBS_NODEFILE"):
-            return cls("pbs", _counted(_lines("PBS_NODEFILE", environ)))
+            return cls("pbs", Counter(_lines("PBS_NODEFILE", environ)))
         if environ.get("LSB_MCPU_HOSTS"):
             return cls("lsf", _pairs(environ["LSB_MCPU_HOSTS"]))
         if environ.get("LSB_DJOB_HOSTFILE"):
-            return cls("lsf", _counted(_lines("LSB_DJOB_HOSTFILE", environ)))
+            return cls("lsf", Counter(_lines("LSB_DJOB_HOSTFILE", environ)))
         return None
 
 
@@ -117,16 +118,11 @@ def _lines(name: str, environ: Mapping[str, str]) -> list[str]:
     return text.split()
 
 
-def _counted(hosts: list[str]) -> dict[str, int]:
-    """Return how often each host is named, which is once for each slot."""
-    return {host: hosts.count(host) for host in dict.fromkeys(hosts)}
-
-
 def _pairs(text: str) -> dict[str, int]:
     words = text.split()
     if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
         raise ConfigError(f"LSB_MCPU_HOSTS={text[:80]!r} cannot be read; expected hosts and counts as in 'a 2 b 2'")
-    slots: dict[str, int] = {}
+    slots: Counter[str] = Counter()
     for host, count in zip(words[::2], words[1::2], strict=True):
-        slots[host] = slots.get(host, 0) + int(count)
+        slots[host] += int(count)
     return slots

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["Cooldown", "Hosts", "SizePolicy", "is_here", "parse_host_file", "parse_hosts"]
+__all__ = ["Cooldown", "Hosts", "SizePolicy", "fill", "is_here", "parse_host_file", "parse_hosts"]
 
 _HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
 _ADDRESS = re.compile(r"[0-9.]+")
@@ -123,11 +123,8 @@ class Hosts:
 
     def next_ranks(self, policy: SizePolicy, now: float) -> dict[str, int]:
         """Return how many ranks a job would have that starts now; none, if there are too few slots for one."""
-        left, ranks = policy.most, {}
-        for host, slots in self.usable(policy, now).items():
-            ranks[host] = min(slots, left)
-            left -= ranks[host]
-        return {host: count for host, count in ranks.items() if count} if policy.most - left >= policy.least else {}
+        ranks = fill(self.usable(policy, now), policy.most)
+        return ranks if sum(ranks.values()) >= policy.least else {}
 
     def reason_to_change(self, policy: SizePolicy, now: float) -> str:
         """Return why the ranks that live should begin again on other hosts; empty: they should not."""
@@ -183,6 +180,15 @@ def _all(hosts: list[str], does: str, do: str) -> str:
 def is_here(host: str, here: Collection[str]) -> bool:
     """Return whether a host is this machine, given the names of this one."""
     return host in _LOCAL or host in here
+
+
+def fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return how many ranks each host gets, if they are filled in their order."""
+    filled, left = {}, ranks
+    for host, count in slots.items():
+        filled[host] = min(count, left)
+        left -= filled[host]
+    return {host: count for host, count in filled.items() if count}
 
 
 def parse_hosts(text: str, slots: int) -> dict[str, int]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.hosts import fill
 from ringreduce.launcher.spec import LaunchSpec
 
-__all__ = ["Mpirun", "clash", "family", "fill", "find", "output_of"]
+__all__ = ["Mpirun", "clash", "family", "find", "output_of"]
 
 _LIMIT_S = 30.0
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
@@ -223,15 +224,6 @@ def output_of(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-
-
-def fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return how many ranks each host gets, if they are filled in their order."""
-    filled, left = {}, ranks
-    for host, count in slots.items():
-        filled[host] = min(count, left)
-        left -= filled[host]
-    return {host: count for host, count in filled.items() if count}
 
 
 def family(text: str) -> str:

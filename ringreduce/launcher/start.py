@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ringreduce.launcher.hosts import SizePolicy, is_here
+from ringreduce.launcher.hosts import SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
-from ringreduce.launcher.mpirun import Mpirun, fill
+from ringreduce.launcher.mpirun import Mpirun
 from ringreduce.launcher.spec import LaunchSpec
 
 __all__ = ["UNNAMED", "Start"]
@@ -110,7 +110,7 @@ class Start:
         if spec.least is not None:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
         if spec.growth:
-            settings["RINGREDUCE_BEGINS_AGAIN"] = "1"
+            settings["RINGREDUCE_RESTARTABLE"] = "1"
         settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
         if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest

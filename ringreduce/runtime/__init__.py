@@ -144,7 +144,7 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
     if not isinstance(error, CollectiveError):
         raise ConfigError(f"go_on takes the error that a collective has raised, got {error!r}")
     seniority = whole_number("seniority", seniority, 0)
-    return _process.go_on(error, seniority)
+    return _process.reconfigure(error, seniority)
 
 
 def failure() -> BaseException | None:

@@ -68,13 +68,13 @@ class Connection(Protocol):
     def abort(self, code: int) -> None:
         """End all processes of the job at once, with an exit code; where it survives deaths, this process alone."""
 
-    def go_on(self, seniority: int, waiter: Waiter) -> None:
+    def reconfigure(self, priority: int, waiter: Waiter) -> None:
         """Connect the ranks that are left after the loss of some, and number them anew. Collective over these.
 
         What was under way between them ends in an error, on all of them.
 
         Args:
-            seniority: at least 0; ranks of higher ones come first, those of equal ones in the order of before.
+            priority: at least 0; ranks of higher ones come first, those of equal ones in the order of before.
             waiter: how to wait until all have come here.
 
         Raises:
@@ -204,7 +204,7 @@ class _Alone:
     def abort(self, code: int) -> None:
         os._exit(code)
 
-    def go_on(self, seniority: int, waiter: Waiter) -> None:
+    def reconfigure(self, priority: int, waiter: Waiter) -> None:
         """Nobody can be lost."""
 
 

@@ -73,7 +73,7 @@ class Process:
         self._starting = threading.Lock()  # one thread at a time
         self._announcement: int | None = None  # to processes that this one starts: a file descriptor
         self._forking: dict[int, processes.Forked] = {}  # by thread
-        self._grows = False  # whether the launcher starts the job again when there are other hosts
+        self._is_restartable = False  # whether the launcher starts the job again when there are other hosts
         self._shuts_down: int | None = None  # the process that ends its world when it ends
 
     # ---- the world there is ----
@@ -138,12 +138,12 @@ class Process:
         self._take_part_in_ends_and_forks()
         if settings.dump is not None:
             _dump_on_request(self.own)
-        self._grows = launch().grows
+        self._is_restartable = launch().is_restartable
         world = OwnWorld.start(self.everyone, connection, settings, limit, self.followers, lifetime)
         self._announce(ParentRank(world.rank, world.hosts.nodes))
         return world
 
-    def go_on(self, error: CollectiveError, seniority: int) -> Recovery:
+    def reconfigure(self, error: CollectiveError, priority: int) -> Recovery:
         """Leave the world, of which ranks were lost, and begin one of those that are left. Collective over these."""
         started = perf_counter()
         with self._entrance, self._starting:
@@ -156,7 +156,7 @@ class Process:
                 raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
             settings = self._settings()
             late = isinstance(error, CollectiveTimeoutError)  # then the others have had their time, too
-            connection.go_on(seniority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
+            connection.reconfigure(priority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             connected = perf_counter()
             self.world = self._begun(connection, settings, Limit.usual(settings))
         return Recovery(connected - started, perf_counter() - connected)
@@ -164,7 +164,7 @@ class Process:
     def hosts_changed(self) -> bool:
         """Return whether the launcher has said since the last time that other hosts are to be used."""
         # It has the signal blocked in all that it starts, so it waits here, whatever threads there are.
-        return self._grows and signal.sigtimedwait({signal.SIGUSR2}, 0) is not None
+        return self._is_restartable and signal.sigtimedwait({signal.SIGUSR2}, 0) is not None
 
     def _of_parent(self, settings: Config) -> World | None:
         """Return the world of the rank that has started this process by `multiprocessing`; None: there is none."""

@@ -88,7 +88,7 @@ class MpiRanks:
             os.kill(os.getpid(), signal.SIGKILL)  # the others live on; of other ends they would not be told
         MPI.COMM_WORLD.Abort(code)
 
-    def go_on(self, seniority: int, waiter: Waiter) -> None:
+    def reconfigure(self, priority: int, waiter: Waiter) -> None:
         mpi.revoke_all()
         former, self._comm = self._comm, self._given
         with translated():  # MPI knows of earlier deaths, too, and cannot say which is new
@@ -96,18 +96,18 @@ class MpiRanks:
                 former.Revoke()
             self._meet(waiter)
             with self._killing_who_stops(waiter.timeout_s):
-                self._comm = self._left(seniority)
+                self._comm = self._left(priority)
         self._here.clear()
         if self._given in (world(), MPI.COMM_WORLD):
             mpi.keep_left(self._comm)
 
-    def _left(self, seniority: int) -> MPI.Intracomm:
-        """Return the ranks that are left, in the order of their seniority. Collective over these, without limit."""
+    def _left(self, priority: int) -> MPI.Intracomm:
+        """Return the ranks that are left, in the order of their priority. Collective over these, without limit."""
         left = cast("MPI.Intracomm", self._given.Shrink())
         left.Set_errhandler(MPI.ERRORS_RETURN)
         try:
             # A number for MPI is a C int, and those of commits grow from job to job.
-            behind = left.allreduce(seniority, MPI.MAX) - seniority
+            behind = left.allreduce(priority, MPI.MAX) - priority
             key = min(behind, _MOST_BEHIND) * left.size + left.rank
             ordered = cast("MPI.Intracomm", left.Split(0, key))
         except MPI.Exception:

@@ -111,7 +111,7 @@ def test_a_state_that_does_not_outlive_the_job_goes_on(
     world: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where other hosts take another job, it says once what that takes."""
-    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+    monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
     state = ObjectState(epoch=0)
     for _ in range(2):
         state.on_hosts_updated(0.0, 2)
@@ -132,7 +132,7 @@ def test_ranks_do_not_begin_again_past_the_limit(
 
     rr.init()
     try:
-        monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+        monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
         state = Kept()
         state.on_hosts_updated(0.0, 2)
         with pytest.raises(HostsUpdatedInterrupt) if begins else nullcontext():
@@ -157,7 +157,7 @@ def test_a_training_that_cannot_end_the_program_goes_on(
     world: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On another thread, where only that would end, and the program go on as if the training were done."""
-    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+    monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
     monkeypatch.setenv("RINGREDUCE_MARKS", f"{os.getpid()} {os.readlink('/proc/self/fd/2')}")
 
     class Kept(Recorded):
@@ -180,7 +180,7 @@ def test_a_training_that_cannot_end_the_program_goes_on(
 
 def test_a_state_that_cannot_be_kept_after_all_goes_on(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a disk that is full, for instance: the function is called again, and no rank ends."""
-    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+    monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
 
     class Full(Recorded):
         _disk: Any = object()
@@ -205,7 +205,7 @@ def test_ranks_end_well_once_another_job_can_begin(
     world: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With status 0 and a mark for the launcher."""
-    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+    monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
     monkeypatch.setenv("RINGREDUCE_MARKS", f"{os.getpid()} {os.readlink('/proc/self/fd/2')}")
 
     class Kept(Recorded):

@@ -110,7 +110,7 @@ def test_what_the_launcher_says_waits_until_a_rank_looks() -> None:
         "print(child.returncode)\n"
         "import atexit; atexit.register(tell)\n"
     )
-    environ = {**os.environ, "RINGREDUCE_BEGINS_AGAIN": "1"}
+    environ = {**os.environ, "RINGREDUCE_RESTARTABLE": "1"}
     command = [*SUPERVISOR, *HEARING, sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=50)
     assert done.stdout.split() == ["False", "True", "False", "True", "0"]
