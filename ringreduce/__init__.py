@@ -28,6 +28,7 @@ from ringreduce.launcher.function import run
 from ringreduce.observe.audit import fingerprint
 from ringreduce.observe.metrics import Metrics
 from ringreduce.runtime import *  # noqa: F403
+from ringreduce.runtime.blocking import *  # noqa: F403  # once more, for type checkers
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.averages import weighted_average
 from ringreduce.training.objects import allgather_object, broadcast_object

@@ -38,6 +38,13 @@ class Recorded(State):
         self.log.append("reset")
 
 
+class Disk:
+    """Where another job would find commits."""
+
+    def settle(self) -> None:
+        """All is written."""
+
+
 @pytest.fixture
 def world() -> Iterator[None]:
     """A world of this process alone."""
@@ -128,7 +135,7 @@ def test_ranks_do_not_begin_again_past_the_limit(
     monkeypatch.setattr("ringreduce.runtime.recoveries", lambda: recoveries)
 
     class Kept(Recorded):
-        _disk: Any = object()
+        _disk: Any = Disk()
 
     rr.init()
     try:
@@ -161,7 +168,7 @@ def test_a_training_that_cannot_end_the_program_goes_on(
     monkeypatch.setenv("RINGREDUCE_MARKS", f"{os.getpid()} {os.readlink('/proc/self/fd/2')}")
 
     class Kept(Recorded):
-        _disk: Any = object()
+        _disk: Any = Disk()
 
     state = Kept()
 
@@ -183,7 +190,7 @@ def test_a_state_that_cannot_be_kept_after_all_goes_on(world: None, monkeypatch:
     monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
 
     class Full(Recorded):
-        _disk: Any = object()
+        _disk: Any = Disk()
 
         def _keep_for_next_job(self) -> bool:
             self.log.append("full")
@@ -209,7 +216,7 @@ def test_ranks_end_well_once_another_job_can_begin(
     monkeypatch.setenv("RINGREDUCE_MARKS", f"{os.getpid()} {os.readlink('/proc/self/fd/2')}")
 
     class Kept(Recorded):
-        _disk: Any = object()
+        _disk: Any = Disk()
 
         def _keep_for_next_job(self) -> bool:
             return True
