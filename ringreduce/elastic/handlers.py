@@ -227,19 +227,6 @@ class HandlingState(ObjectState):
         own = {name: handler._saved for name, handler in objects.items() if handler.own}
         disk.put(self._commits, common, own, self._saved)
 
-    def _audit(self) -> None:
-        """Record what was committed."""
-        hashes = {}
-        for name, handler in self._handlers.items():
-            # The indices that a sampler holds are many, and tell nothing of the model.
-            if handler._saved is None or handler.own or isinstance(handler, SamplerStateHandler):
-                continue
-            try:
-                hashes[name] = fingerprint(handler._saved)
-            except ConfigError as error:
-                hashes[name] = str(error)
-        record("commit", {"number": self._commits, "sha256": hashes})
-
     def _keep_for_next_job(self) -> bool:
         if self._disk is None:
             return False
@@ -247,7 +234,7 @@ class HandlingState(ObjectState):
         self._commits += 1
         self._whole = self._commits
         if audited():
-            self._audit()
+            _audit(self._commits, self._handlers)
         self._put(self._disk)
         return self._disk.is_whole(self._commits)
 
@@ -317,6 +304,11 @@ class HandlingState(ObjectState):
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.share()
+        self._commit_here()
+        self.check_host_updates()
+
+    def _commit_here(self) -> None:
+        """Do what this rank does by itself in a commit."""
         number = self._commits + 1
         goes_to_disk = self._disk is not None and self._disk.is_due(number)
         if number % self._whole_every == 0 or self._whole_is_due or goes_to_disk:
@@ -328,10 +320,9 @@ class HandlingState(ObjectState):
             self._small, self._own = (handlers, self._copied_values()), {}
         self._commits = number
         if audited() and self._small is None:
-            self._audit()
+            _audit(self._commits, self._handlers)
         if self._disk is not None and goes_to_disk:
             self._put(self._disk)
-        self.check_host_updates()
 
     def check_host_updates(self) -> None:
         try:
@@ -381,3 +372,17 @@ def _require_steps_are_noted(handlers: Mapping[str, StateHandler]) -> None:
     if silent or all(each.notes_steps is None for each in handlers.values()):
         who = f"{', '.join(silent)} does not tell when it steps" if silent else "there is no optimizer in the state"
         raise ConfigError(f"{who}; weights have to be copied in each commit, which is keep_in_memory(every=1)")
+
+
+def _audit(number: int, handlers: Mapping[str, StateHandler]) -> None:
+    """Record what was committed."""
+    hashes = {}
+    for name, handler in handlers.items():
+        # The indices that a sampler holds are many, and tell nothing of the model.
+        if handler._saved is None or handler.own or isinstance(handler, SamplerStateHandler):
+            continue
+        try:
+            hashes[name] = fingerprint(handler._saved)
+        except ConfigError as error:
+            hashes[name] = str(error)
+    record("commit", {"number": number, "sha256": hashes})

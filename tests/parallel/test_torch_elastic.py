@@ -133,8 +133,7 @@ def test_ranks_go_on_with_their_own_random_numbers(world: rr.Communicator, ahead
     if world.rank == 0:
         for _ in range(ahead):  # a commit that only this rank has made: the others hear of a death within it
             torch.rand(1)
-            state._copy_for_commit()
-            state._commits += 1
+            state._commit_here()
     else:
         one_step(model, optimizer)
         torch.rand(5)
