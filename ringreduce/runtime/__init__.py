@@ -60,6 +60,7 @@ __all__ = [
     "stop_timeline",
 ]
 __all__ += blocking.__all__
+__all__.sort(key=lambda name: (not name[0].isupper(), name))
 
 _process = PROCESS
 

@@ -123,9 +123,9 @@ class Kept(HandlingState):
         self._killer.sharing = True
         super().commit()
 
-    def _copy_for_commit(self) -> None:
+    def _commit_here(self) -> None:
         self._killer.sharing = False
-        super()._copy_for_commit()
+        super()._commit_here()
 
     def _find_handler(self, value: Any) -> StateHandler | None:
         return Weights(value, self._killer) if isinstance(value, Model) else super()._find_handler(value)
