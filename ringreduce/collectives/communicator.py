@@ -402,7 +402,7 @@ class Communicator(Messaging, Choices):
     def neighbours(self) -> list[int]:
         """Return the processes of the other ranks of this node."""
         context = self._context
-        return [context.arena.pid(member) for member in context.board.peers]
+        return [context.arena.segments.pid(member) for member in context.board.peers]
 
     def forked(self, processes: Forked) -> None:
         """Take note that this process has just forked others; see `Arena`."""
@@ -419,7 +419,7 @@ class Communicator(Messaging, Choices):
         self._state.disown(reason)
         if self._point_to_point is not None:
             self._point_to_point.disown(ConfigError(reason))
-        self._context.arena.disown()
+        self._context.arena.segments.disown()
 
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""

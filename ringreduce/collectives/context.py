@@ -269,7 +269,7 @@ class Context:
     def abandon(self) -> None:
         """Give back, after a failure, all that messages under way cannot write to."""
         self.waiter.forget()
-        self.arena.close()
+        self.arena.segments.close()
 
     def close(self) -> None:
         """Give everything back; arrays that users still hold stay valid."""
@@ -277,7 +277,7 @@ class Context:
         self.board.close()
         self.waiter.forget()
         self.messages.close()
-        self.arena.close()
+        self.arena.segments.close()
 
 
 class NodeSchedule:

@@ -11,7 +11,7 @@ from ringreduce.collectives import Context
 from ringreduce.common.config import Config
 from ringreduce.testing import check_choices, check_collectives, check_messages, expected, sample
 from ringreduce.transport.checked import CheckedMessages
-from ringreduce.transport.mpi import MpiMessages
+from ringreduce.transport.mpi_messages import MpiMessages
 from ringreduce.transport.shared.node import host_name, join
 from ringreduce.transport.shared.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter

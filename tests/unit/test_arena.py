@@ -156,7 +156,7 @@ def test_a_memfd_segment_is_seen_through_another_mapping() -> None:
     mapped[0] = 9
     assert block.memory[0] == 9
     assert address(arena.peer_view(0, block.location, UINT8, PAGE)) == address(mapped)
-    arena.close()
+    arena.segments.close()
 
 
 def test_fresh_segments_are_zero() -> None:
@@ -183,12 +183,12 @@ def test_closing_leaves_arrays_valid_and_no_descriptor() -> None:
     array = arena.array(2 * PAGE)
     location = arena.locate(address(array), 1)
     assert location is not None
-    assert arena.alive(0)
+    assert arena.segments.alive(0)
     fd = location.segment
     mapped = arena.peer_view(0, location, UINT8, PAGE)
     os.fstat(fd)
-    arena.close()
-    arena.close()
+    arena.segments.close()
+    arena.segments.close()
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         os.fstat(fd)
     array[:] = 5
@@ -260,7 +260,7 @@ def test_arena_gives_free_memory_back_when_it_grows(shared: bool) -> None:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if number == 0 else resident
         del array
     assert int(Path("/proc/self/statm").read_text().split()[1]) * 4096 < resident + (200 << 20)
-    arena.close()
+    arena.segments.close()
 
 
 def test_a_dropped_array_is_not_kept_by_the_arena() -> None:
@@ -349,7 +349,7 @@ def test_what_is_kept_of_dropped_arrays_is_bounded() -> None:
         array[::PAGE] = 1
         del array
     assert resident_nbytes() < before + (512 << 20) + (40 << 20)
-    arena.close()
+    arena.segments.close()
 
 
 def test_a_block_of_the_same_size_comes_again() -> None:
@@ -405,4 +405,4 @@ def test_what_lives_at_a_fork_is_not_handed_out_before_the_child_ends() -> None:
     late = arena.array(PAGE)
     del late  # what comes back is looked at when something does
     assert place in {address(arena.array(8 * PAGE)) for _ in range(2)}
-    arena.close()
+    arena.segments.close()

@@ -452,7 +452,7 @@ import numpy as np
 from mpi4py import MPI
 from ringreduce.buffers import address_of
 from ringreduce.gpu.aware_path import untouchable
-from ringreduce.transport.mpi import MpiMessages
+from ringreduce.transport.mpi_messages import MpiMessages
 from ringreduce.transport.waiting import Waiter
 
 memory = mmap.mmap(-1, mmap.PAGESIZE)

@@ -110,7 +110,7 @@ class Board:
         self.peers = [member for member in members if member != rank]
         self.index = self.members.index(rank)
         self._rank = rank
-        self._arena = arena
+        self._segments = arena.segments
         self._waiter = waiter
         self._parts = [
             arena.view(location, np.dtype(np.uint8), _BOARD_NBYTES)
@@ -265,7 +265,7 @@ class Board:
     def leave(self, why: AbortReason) -> bool:
         """Let nobody wait for this rank in vain; return whether it is the first member that does so."""
         if not self._mine[_STATUS][0]:
-            self._write_text(_WHY, json.dumps(why).encode())
+            _write(self._parts[self.index][_WHY], json.dumps(why).encode())
             if self._fence is not None:
                 self._fence()
             self._mine[_STATUS][0] = 1
@@ -326,7 +326,7 @@ class Board:
         left = {position: self._why(position) for position in reached if self._left(position)}
         for position in reached:
             member = self._others[position][0]
-            if position not in left and not self._arena.alive(member) and not self._left(position):
+            if position not in left and not self._segments.alive(member) and not self._left(position):
                 return PeerLostError(member, f"its process has ended; {doing}")
         for position, why in left.items():
             if why.reason or among is not None:
@@ -340,7 +340,7 @@ class Board:
         return bool(flag)
 
     def _why(self, position: int) -> AbortReason:
-        return AbortReason(*json.loads(self._read_text(self.members.index(self._others[position][0]), _WHY)))
+        return AbortReason(*json.loads(_read(self._parts[self.members.index(self.peers[position])][_WHY])))
 
     def _watch(self) -> None:
         """Raise if a member that is waited for has left or died."""
@@ -352,26 +352,27 @@ class Board:
         if lost is not None:
             raise lost
 
-    def _write_text(self, where: slice, text: bytes) -> None:
-        """Write what the others read once a flag tells them to."""
-        area = self._parts[self.index][where]
-        assert 8 + len(text) <= len(area)
-        area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
-        area[:8].view(np.int64)[0] = len(text)
-
-    def _read_text(self, index: int, where: slice) -> bytes:
-        area = self._parts[index][where]
-        return area[8 : 8 + int(area[:8].view(np.int64)[0])].tobytes()
-
     def _disagree(self, signature: str) -> NoReturn:
         """Tell the others what was called, learn what they called, and raise."""
-        self._write_text(_CALLED, self.called(signature).to_json())
+        _write(self._parts[self.index][_CALLED], self.called(signature).to_json())
         self.barrier(signature)
         calls = {
-            member: CallSite.from_json(self._read_text(index, _CALLED)) for index, member in enumerate(self.members)
+            member: CallSite.from_json(_read(part[_CALLED]))
+            for member, part in zip(self.members, self._parts, strict=True)
         }
         self.barrier(signature)
         raise disagreement(calls)
+
+
+def _write(area: Array, text: bytes) -> None:
+    """Write what the others read once a flag tells them to."""
+    assert 8 + len(text) <= len(area)
+    area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+    area[:8].view(np.int64)[0] = len(text)
+
+
+def _read(area: Array) -> bytes:
+    return area[8 : 8 + int(area[:8].view(np.int64)[0])].tobytes()
 
 
 def fence(machine: str = platform.machine()) -> Callable[[], object] | None:

@@ -19,6 +19,7 @@ from ringreduce.common.topology import Topology
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.shared.arena import Arena, Block, Location, memory_nbytes
 from ringreduce.transport.shared.board import Board
+from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.shared.segments import PrivateSegments, Segments
 from ringreduce.transport.waiting import Waiter
 
@@ -98,7 +99,7 @@ def join(
     except StepFailedError as reason:
         if warn and messages.rank == 0 and messages.size > 1:
             _log.warning("no shared memory between ranks, all bytes go over %s: %s", messages.name, reason)
-        arena.close()
+        arena.segments.close()
         topology = Topology.from_hosts(range(messages.size))
         members = (messages.rank,)
         arena = Arena(PrivateSegments(), results_nbytes)
@@ -176,7 +177,8 @@ def _copies_private(messages: Messages, arena: Arena, members: Sequence[int]) ->
     def look() -> None:
         found = np.empty_like(secret)
         for member in members:
-            memory = arena.private(member, everyone[member]["address"], _SECRET_NBYTES)
+            pid, address = arena.segments.pid(member), everyone[member]["address"]
+            memory = PrivateMemory(member, pid, address, secret.dtype, _SECRET_NBYTES)
             memory.copy_to(found)()
             if found.tolist() != everyone[member]["secret"]:
                 raise TransportError(f"it finds other memory in place of rank {member}'s")
