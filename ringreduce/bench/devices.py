@@ -151,7 +151,6 @@ class OnDevice:
         event = self.driver.make_event()
         self.driver.record(event, stream)
         self.driver.synchronize(event)
-        self.driver.free_event(event)
 
 
 def device_operand(array: Any) -> DeviceOperand:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ringreduce.buffers.dtypes import DType
 from ringreduce.common.reduce_ops import ReduceOp
 
 __all__ = ["Arithmetic", "Device", "Driver", "Event", "Stream"]
 
-#: Opaque: what the driver made, and takes back. Stream 0 is the legacy default stream.
+#: Opaque: what the driver made. Stream 0 is the legacy default stream.
 Stream = int
-Event = int
+Event = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class Driver(Protocol):
     Errors become `ringreduce.TransportError`; only a lack of device memory in `allocate` is a `MemoryError`.
     """
 
-    @property
-    def device(self) -> Device: ...
+    device: Device
 
     # ---- memory ----
 
@@ -91,9 +90,7 @@ class Driver(Protocol):
     def free_stream(self, stream: Stream) -> None: ...
 
     def make_event(self) -> Event:
-        """Return a new event without timing."""
-
-    def free_event(self, event: Event) -> None: ...
+        """Return a new event without timing; it is given back when nobody refers to it any more."""
 
     def record(self, event: Event, stream: Stream) -> None:
         """Let the event stand for all that has been enqueued on the stream."""

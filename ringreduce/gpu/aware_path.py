@@ -121,10 +121,7 @@ class AwareAllreduce(OnDevice):
         driver = self._driver
         driver.synchronize(self._done)
         memory = (partial(driver.free, address) for address in self._memory.values())
-        events = (partial(driver.free_event, each) for each in (self._computed, self._ready, self._done))
-        close_all(
-            *(plan.close for plan in self._plans.values()), *memory, *events, partial(driver.free_stream, self._stream)
-        )
+        close_all(*(plan.close for plan in self._plans.values()), *memory, partial(driver.free_stream, self._stream))
 
     def abandon(self) -> None:
         """Leave everything to the end of the process, as MPI may still use it; host memory is not touched here."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from ringreduce.buffers import DType
@@ -22,7 +22,6 @@ _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which memory is mea
 _REGISTERED = 1  # pinned for all contexts of the process
 _NON_BLOCKING = 1  # a stream that does not wait for the legacy default stream
 _HIGHEST_PRIORITY = -100  # lower numbers go first, and what is out of range counts as the highest there is
-_EVENT_WITHOUT_TIMING = 2
 _UUID_NBYTES = 16
 
 #: The functions of NumPy and CuPy that combine two arrays.
@@ -57,7 +56,7 @@ def cuda_driver(number: int | None = None) -> Driver:
         ) from error
 
 
-@functools.cache
+@cache
 def _driver(number: int) -> CupyDriver:
     import cupy
 
@@ -78,7 +77,7 @@ class CupyDriver:
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
         self._number = number
-        self._device = self._describe()
+        self.device = self._describe()
 
     def _describe(self) -> Device:
         # Both take the ordinal. To make that GPU the current one would take memory of it for a context, on every GPU
@@ -95,10 +94,6 @@ class CupyDriver:
             capability=10 * looks["major"] + looks["minor"],
             nbytes=looks["totalGlobalMem"],
         )
-
-    @property
-    def device(self) -> Device:
-        return self._device
 
     # ---- memory ----
 
@@ -129,19 +124,16 @@ class CupyDriver:
         self._ask(self._runtime.streamDestroy, stream)
 
     def make_event(self) -> Event:
-        return int(self._ask(self._runtime.eventCreateWithFlags, _EVENT_WITHOUT_TIMING))
-
-    def free_event(self, event: Event) -> None:
-        self._ask(self._runtime.eventDestroy, event)
+        return self._ask(partial(self._cupy.cuda.Event, disable_timing=True))
 
     def record(self, event: Event, stream: Stream) -> None:
-        self._ask(self._runtime.eventRecord, event, stream)
+        self._ask(self._runtime.eventRecord, event.ptr, stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        self._ask(self._runtime.streamWaitEvent, stream, event)
+        self._ask(self._runtime.streamWaitEvent, stream, event.ptr)
 
     def done(self, event: Event) -> bool:
-        status = int(self._ask(self._runtime.eventQuery, event))
+        status = int(self._ask(self._runtime.eventQuery, event.ptr))
         if status == _SUCCESS:
             return True
         try:
@@ -153,7 +145,7 @@ class CupyDriver:
         return False
 
     def synchronize(self, event: Event) -> None:
-        self._ask(self._runtime.eventSynchronize, event)
+        self._ask(self._runtime.eventSynchronize, event.ptr)
 
     def synchronize_device(self) -> None:
         self._ask(self._runtime.deviceSynchronize)

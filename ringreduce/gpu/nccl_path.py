@@ -94,7 +94,6 @@ class NcclAllreduce(OnDevice):
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.close()
-        self._driver.free_event(self._done)
 
     def abandon(self) -> None:
         """End kernels that wait for what will not come: they would keep the GPU busy for good.

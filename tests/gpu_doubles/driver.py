@@ -99,7 +99,7 @@ class HostMachine:
         return HostDriver(self, gpu)
 
     def leftovers(self) -> list[str]:
-        """Return what was not given back: memory, pinned memory, streams, events."""
+        """Return what was not given back: memory, pinned memory, streams."""
         with self.lock:
             left = [f"{each.owner.name}:{each.name}" for each in self._memory.values() if not each.freed]
             return sorted([*left, *(name for driver in self.drivers for name in driver.leftovers())])
@@ -205,7 +205,6 @@ class HostDriver:
         self.log: list[str] = []
         self._pinned: dict[int, tuple[str, int]] = {}  # address -> (name, nbytes)
         self._streams: dict[Stream, _Stream] = {0: _Stream("s0")}
-        self._events: dict[Event, _Event] = {}
         self._made: dict[str, int] = {}
         self._faults: dict[str, tuple[int, type[Exception] | None]] = {}
 
@@ -326,40 +325,33 @@ class HostDriver:
     def make_event(self) -> Event:
         with self.machine.lock:
             self._may_fail("make_event")
-            name = self._new("e")
-            self._events[self._made["e"]] = _Event(name)
-            self.log.append(f"make {name}")
-            return self._made["e"]
-
-    def free_event(self, event: Event) -> None:
-        with self.machine.lock:
-            self._may_fail("free_event")
-            self.log.append(f"free {self._events[event].name}")
-            del self._events[event]
+            made = _Event(self._new("e"))
+            self.log.append(f"make {made.name}")
+            return made
 
     def record(self, event: Event, stream: Stream) -> None:
         with self.machine.lock:
-            self.log.append(f"record {self._events[event].name} on {self._streams[stream].name}")
-            self._events[event].task = self._streams[stream].last
+            self.log.append(f"record {event.name} on {self._streams[stream].name}")
+            event.task = self._streams[stream].last
 
     def wait(self, stream: Stream, event: Event) -> None:
         with self.machine.lock:
-            self.log.append(f"{self._streams[stream].name} waits for {self._events[event].name}")
-            task = self._events[event].task
+            self.log.append(f"{self._streams[stream].name} waits for {event.name}")
+            task = event.task
             if task is not None and not task.done:
                 self._enqueue(stream, lambda: None, [task])
 
     def done(self, event: Event) -> bool:
         with self.machine.lock:
             self.machine.advance()
-            task = self._events[event].task
+            task = event.task
             return task is None or task.done
 
     def synchronize(self, event: Event) -> None:
         with self.machine.lock:
             self._may_fail("synchronize")
-            self.log.append(f"synchronize {self._events[event].name}")
-            task = self._events[event].task
+            self.log.append(f"synchronize {event.name}")
+            task = event.task
             if task is not None:
                 self.machine.finish([task])
 
@@ -417,7 +409,7 @@ class HostDriver:
         """Return the driver's part of `HostMachine.leftovers`, without device memory."""
         names = [name for name, _ in self._pinned.values()]
         names += [stream.name for number, stream in self._streams.items() if number]
-        return [f"{self.name}:{name}" for name in [*names, *(event.name for event in self._events.values())]]
+        return [f"{self.name}:{name}" for name in names]
 
     def _enqueue(self, stream: Stream, work: Callable[[], Iterator[None] | None], after: Sequence[_Task] = ()) -> _Task:
         queue = self._streams[stream]
@@ -562,8 +554,6 @@ def check_driver(driver: Driver) -> None:
     else:
         raise AssertionError("no MemoryError where there is no such memory")
     driver.unregister(host.ctypes.data)
-    for each in (event, last):
-        driver.free_event(each)
     for stream in streams:
         driver.free_stream(stream)
     for address in (first, second, third):

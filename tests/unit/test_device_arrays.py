@@ -450,6 +450,10 @@ class Runtime:
         if status:
             raise CudaError(status)
 
+    def make_event(self, *, disable_timing: bool) -> Any:
+        assert disable_timing
+        return SimpleNamespace(ptr=self.eventCreateWithFlags(2))
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: object) -> Any:
             self.log.append((name, *arguments))
@@ -459,6 +463,10 @@ class Runtime:
             return answer
 
         return call
+
+
+#: One of CuPy's.
+EVENT = SimpleNamespace(ptr=5)
 
 
 class CudaError(RuntimeError):
@@ -475,7 +483,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
     module: Any = ModuleType("cupy")
     module.__version__ = "14.0.0"
-    module.cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(ctxGetCurrent=lambda: runtime.context))
+    context = SimpleNamespace(ctxGetCurrent=lambda: runtime.context)
+    module.cuda = SimpleNamespace(runtime=runtime, driver=context, Event=runtime.make_event)
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setattr(cupy_driver, "_driver", lambda number: CupyDriver(module, number))
     return runtime
@@ -487,17 +496,16 @@ def test_the_driver_asks_the_runtime(runtime: Runtime) -> None:
     assert driver.device.name == "Card"
     assert (driver.device.uuid, driver.device.capability) == ("01ab@0000:1b:00.0", 90)
     runtime.log.clear()
-    assert driver.allocate(1) == driver.make_stream() == driver.make_event() == 1234
+    assert driver.allocate(1) == driver.make_stream() == driver.make_event().ptr == 1234
     driver.free(7)
     driver.register(4096, 100)
     driver.unregister(4096)
-    driver.record(5, 6)
-    driver.wait(6, 5)
-    driver.synchronize(5)
+    driver.record(EVENT, 6)
+    driver.wait(6, EVENT)
+    driver.synchronize(EVENT)
     driver.synchronize_device()
     driver.copy(1, 2, 3, 4)
     driver.copy(1, 2, 0, 4)
-    driver.free_event(5)
     driver.free_stream(6)
     assert runtime.log == [
         ("malloc", 1),
@@ -512,7 +520,6 @@ def test_the_driver_asks_the_runtime(runtime: Runtime) -> None:
         ("eventSynchronize", 5),
         ("deviceSynchronize",),
         ("memcpyAsync", 1, 2, 3, 4, 4),
-        ("eventDestroy", 5),
         ("streamDestroy", 6),
     ]
 
@@ -538,7 +545,7 @@ def test_events_are_done_or_not(runtime: Runtime, status: int, done: bool) -> No
     runtime.answers["eventQuery"] = status
     driver = cuda_driver()
     runtime.log.clear()
-    assert driver.done(5) is done
+    assert driver.done(EVENT) is done
     assert runtime.log == [("eventQuery", 5)] + [("check_status", status)] * (not done)
 
 
@@ -554,7 +561,7 @@ def test_errors_of_cuda_are_translated(runtime: Runtime) -> None:
         lambda: driver.register(0, 1),
         driver.make_stream,
         lambda: driver.copy(1, 2, 3, 4),
-        lambda: driver.record(1, 2),
+        lambda: driver.record(EVENT, 2),
     ]
     for call in calls:
         with pytest.raises(TransportError, match="GPU 0: cudaError 2"):
@@ -562,7 +569,7 @@ def test_errors_of_cuda_are_translated(runtime: Runtime) -> None:
     with pytest.raises(MemoryError, match="cudaError 2"):
         driver.allocate(1)
     with pytest.raises(TransportError, match="700"):
-        driver.done(5)
+        driver.done(EVENT)
 
 
 def test_a_machine_without_a_gpu(runtime: Runtime) -> None:

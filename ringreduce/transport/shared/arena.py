@@ -316,9 +316,8 @@ class Arena:
 
     def view(self, location: Location, dtype: np.dtype[Any], count: int) -> Array:
         """Return elements of this rank's own memory, without holding on to the array that was made of it."""
-        return self._space.memory[location.segment][location.offset : location.offset + count * dtype.itemsize].view(
-            dtype
-        )
+        segment = self._space.memory[location.segment]
+        return segment[location.offset : location.offset + count * dtype.itemsize].view(dtype)
 
     def peer_view(self, rank: int, location: Location, dtype: np.dtype[Any], count: int) -> Array:
         """Return elements of a peer's memory."""

@@ -356,12 +356,9 @@ class Board:
         """Tell the others what was called, learn what they called, and raise."""
         _write(self._parts[self.index][_CALLED], self.called(signature).to_json())
         self.barrier(signature)
-        calls = {
-            member: CallSite.from_json(_read(part[_CALLED]))
-            for member, part in zip(self.members, self._parts, strict=True)
-        }
+        calls = [CallSite.from_json(_read(part[_CALLED])) for part in self._parts]
         self.barrier(signature)
-        raise disagreement(calls)
+        raise disagreement(dict(zip(self.members, calls, strict=True)))
 
 
 def _write(area: Array, text: bytes) -> None:
