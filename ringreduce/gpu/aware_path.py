@@ -1,7 +1,7 @@
 """The allreduce of device memory by an MPI library that takes its addresses, and CuPy's kernels.
 
-The library moves bytes and nothing else: its own reductions may go through the host, and round in other places. The
-schedule is `ringreduce.algorithms.direct`: all ranks' parts of a block are added up in the order of ranks, and 16-bit
+The library moves bytes and nothing else: its own reductions may go through the host, and round in other places. In the
+schedule, direct of `ringreduce.algorithms.pairs`, all terms of a block are added up in the order of ranks, and 16-bit
 floats are rounded once.
 
 MPI knows of no streams: the host waits for the device before it starts messages, and for the sums between the steps.
