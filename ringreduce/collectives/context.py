@@ -118,7 +118,7 @@ class Context:
 
     def problem(self, collective: Collective, nbytes: int, dtype: DType, op: ReduceOp) -> Problem:
         """Return a problem of these ranks; ``op`` matters where something is reduced."""
-        library = self.messages.offers_allreduce if self.messages.has_allreduce else None
+        library = self.messages.offers_allreduce
         return Problem(collective, nbytes, self.topology, dtype, op if collective.reduces else None, library)
 
     # ---- binding ----

@@ -72,7 +72,7 @@ class MemoryMessages:
     name = "memory"
     library = "none"
     max_tag = (1 << 31) - 1
-    has_allreduce = False
+    offers_allreduce = None
     concurrent = True
 
     def __init__(self, world: MemoryWorld, rank: int) -> None:
@@ -125,9 +125,6 @@ class MemoryMessages:
 
     def free(self, requests: Sequence[Request]) -> None:
         pass
-
-    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
-        return False
 
     def allreduce(self, data: Array, op: ReduceOp) -> None:
         raise AssertionError("not offered")

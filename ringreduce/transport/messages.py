@@ -40,8 +40,6 @@ class Messages(Protocol):
     size: int
     #: Tags are 0 <= tag <= max_tag.
     max_tag: int
-    #: Whether there is an allreduce of the library's own, for any argument.
-    has_allreduce: bool
     #: Whether two transports may be used by two threads at once.
     concurrent: bool
 
@@ -63,8 +61,9 @@ class Messages(Protocol):
     def free(self, requests: Sequence[Request]) -> None:
         """Give back requests that will not be started again; those that were given up go once they have ended."""
 
-    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
-        """Return whether the library's own allreduce takes so many elements."""
+    @property
+    def offers_allreduce(self) -> Callable[[int, str, ReduceOp], bool] | None:
+        """Returns whether the library's own allreduce takes so many elements of a dtype; None: there is none at all."""
 
     def allreduce(self, data: Array, op: ReduceOp) -> None:
         """Reduce contiguous ``data`` in place by the library's own allreduce, where it is offered. Collective.

@@ -71,7 +71,6 @@ class MpiMessages:
     """
 
     name = "mpi"
-    has_allreduce = True
 
     def __init__(self, comm: MPI.Intracomm, waiter: Waiter) -> None:
         self._waiter = waiter
