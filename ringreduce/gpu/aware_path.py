@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +121,9 @@ class AwareAllreduce(OnDevice):
         driver = self._driver
         driver.synchronize(self._done)
         memory = (partial(driver.free, address) for address in self._memory.values())
-        close_all(*(plan.close for plan in self._plans.values()), *memory, partial(driver.free_stream, self._stream))
+        close_all(
+            *(each.plan.close for each in self._plans.values()), *memory, partial(driver.free_stream, self._stream)
+        )
 
     def abandon(self) -> None:
         """Leave everything to the end of the process, as MPI may still use it; host memory is not touched here."""
@@ -132,9 +134,11 @@ class AwareAllreduce(OnDevice):
         Raises:
             StepFailedError: on all of them, if one has no memory.
         """
-        made = together(self._context.messages, lambda: self._bind(arithmetic, signature), _Plan.close)
+        made = together(
+            self._context.messages, lambda: self._bind(arithmetic, signature), lambda made: made.plan.close()
+        )
         if len(self._plans) >= _MOST_PLANS:
-            self._plans.pop(next(iter(self._plans))).close()
+            self._plans.pop(next(iter(self._plans))).plan.close()
         self._plans[signature.code] = made
         return made
 
@@ -171,15 +175,11 @@ class AwareAllreduce(OnDevice):
         self._driver.synchronize(self._computed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """A plan on device memory, and where that begins."""
 
     address: int
     plan: BoundSchedule
-
-    def close(self) -> None:
-        self.plan.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.aware_path import AwareAllreduce
 from ringreduce.gpu.awareness import CudaAwareness, cuda_awareness
 from ringreduce.gpu.cupy_driver import cuda_driver
-from ringreduce.gpu.nccl import Nccl, cupy_nccl
-from ringreduce.gpu.nccl_path import NcclAllreduce
+from ringreduce.gpu.nccl import Nccl, NcclAllreduce, cupy_nccl
 from ringreduce.gpu.path import OnDevice
 from ringreduce.gpu.staging import Staging
 

@@ -1,7 +1,14 @@
-"""NCCL, through CuPy: what ringreduce asks of it, and how the ranks of a process set find each other in it.
+"""The allreduce of device memory by NCCL, through CuPy.
 
 NCCL waits without limit for ranks that do not come, so the ranks first make sure, over messages, that each of them can
 come. A rank that fails all the same leaves the others waiting in a thread, up to a limit.
+
+The ranks meet on the host first, as a collective that not all of them call would never end on the GPU. The rest is
+enqueued on the caller's stream. What NCCL cannot know about a peer that is lost, the meeting of the next call finds
+out; kernels that wait for the peer are ended then.
+
+The order of summation is NCCL's: all ranks get the same bits, which depend on the number of ranks and the size, and
+16-bit floats may be rounded at every step.
 """
 
 from __future__ import annotations
@@ -16,14 +23,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from ringreduce.buffers.device_arrays import INSTALL
-from ringreduce.buffers.device_driver import Driver, Stream
+from ringreduce.buffers.device_driver import Arithmetic, Driver, Stream
 from ringreduce.buffers.dtypes import DType
-from ringreduce.common.errors import CollectiveTimeoutError, TransportError, UnsupportedBufferError
+from ringreduce.collectives.call import NCCL, Signature
+from ringreduce.collectives.context import Context
+from ringreduce.common.errors import (
+    CollectiveTimeoutError,
+    MismatchError,
+    RingReduceError,
+    TransportError,
+    UnsupportedBufferError,
+)
 from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Nccl", "NcclRanks", "code_of_dtype", "code_of_op", "cupy_nccl", "join_nccl", "version_text"]
+__all__ = ["Nccl", "NcclAllreduce", "NcclRanks", "code_of_dtype", "code_of_op", "cupy_nccl", "version_text"]
 
 # As nccl.h numbers them. CuPy passes on whatever it is given, and has no names for the last dtype and the last op.
 _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
@@ -95,39 +111,6 @@ def code_of_op(op: ReduceOp, dtype: DType, version: int) -> int | None:
     return _OPS[op]
 
 
-def join_nccl(
-    messages: Messages,
-    waiter: Waiter,
-    driver: Driver,
-    find: Callable[[int], Nccl],
-    switches: Mapping[str, str],
-) -> tuple[Nccl, NcclRanks] | str:
-    """Connect the ranks over NCCL. Collective over ``messages``.
-
-    Args:
-        messages: the ranks.
-        waiter: how long they wait.
-        driver: this rank's GPU.
-        find: returns NCCL on a GPU by its ordinal, or raises `RingReduceError`, saying why there is none.
-        switches: this rank's variables that NCCL reads.
-
-    Returns:
-        NCCL and the ranks; on all ranks, if it fails on one of them, the reason in words.
-    """
-    try:
-        nccl = together(messages, lambda: find(driver.device.number))
-        shares = switches.get(_SHARED_GPUS) == "1"
-        why_not = _refusal(exchange_json(messages, [nccl.version, driver.device.uuid, shares]))
-        if why_not is not None:
-            return why_not
-        unique_id = together(messages, lambda: nccl.unique_id().hex() if messages.rank == 0 else "")
-        unique_id = exchange_json(messages, unique_id)[0]
-        connect = partial(_connect, nccl, messages, waiter, bytes.fromhex(unique_id))
-        return nccl, together(messages, connect, lambda ranks: ranks.abort())  # to close them would take all the others
-    except StepFailedError as error:
-        return str(error)
-
-
 def _refusal(everyone: Sequence[tuple[int, str, bool]]) -> str | None:
     """Say why ranks with these versions, GPUs and switches do not go on to connect; None if they do."""
     versions = {version for version, _, _ in everyone}
@@ -190,6 +173,105 @@ def version_text(code: int) -> str:
     if code < 10000:
         return f"{code // 1000}.{code // 100 % 10}.{code % 100}"
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
+class NcclAllreduce(OnDevice):
+    """Carries out allreduces of one process set by NCCL. See `of`."""
+
+    transport = NCCL
+    algorithm = NCCL
+
+    def __init__(self, context: Context, driver: Driver, nccl: Nccl, ranks: NcclRanks) -> None:
+        super().__init__(context, driver)
+        self._version = nccl.version
+        self._ranks: NcclRanks | None = ranks
+        self.description = f"NCCL {version_text(nccl.version)}"
+
+    @classmethod
+    def of(
+        cls, context: Context, driver: Driver, find: Callable[[int], Nccl], switches: Mapping[str, str]
+    ) -> NcclAllreduce | str:
+        """Return one if all ranks can have one; on all ranks the reason in words otherwise. Collective.
+
+        Args:
+            context: the ranks.
+            driver: this rank's GPU.
+            find: returns NCCL on a GPU by its ordinal, or raises `RingReduceError`, saying why there is none.
+            switches: this rank's variables that NCCL reads.
+        """
+        messages = context.messages
+        try:
+            nccl = together(messages, lambda: find(driver.device.number))
+            shares = switches.get(_SHARED_GPUS) == "1"
+            why_not = _refusal(exchange_json(messages, [nccl.version, driver.device.uuid, shares]))
+            if why_not is not None:
+                return why_not
+            unique_id = together(messages, lambda: nccl.unique_id().hex() if messages.rank == 0 else "")
+            unique_id = exchange_json(messages, unique_id)[0]
+            connect = partial(_connect, nccl, messages, context.waiter, bytes.fromhex(unique_id))
+            ranks = together(messages, connect, lambda ranks: ranks.abort())  # to close them would take all the others
+        except StepFailedError as error:
+            return str(error)
+        try:
+            return cls(context, driver, nccl, ranks)
+        except TransportError:
+            ranks.abort()  # or Python would destroy it, which waits for all ranks
+            raise
+
+    def supports(self, dtype: DType, op: ReduceOp) -> bool:
+        return code_of_dtype(dtype, self._version) is not None and code_of_op(op, dtype, self._version) is not None
+
+    def run(self, source: int, target: int, arithmetic: Arithmetic, stream: Stream, signature: Signature) -> bool:
+        """Reduce; see `OnDevice.run`.
+
+        Returns:
+            True.
+
+        Raises:
+            MismatchError, CollectiveTimeoutError, PeerLostError: see `Context.meet`; between nodes, two calls that
+                were both made before can be confused, and then NCCL waits, or mixes them up.
+            TransportError: NCCL failed, in this call or an earlier one.
+        """
+        dtype = code_of_dtype(arithmetic.dtype, self._version)
+        op = code_of_op(arithmetic.op, arithmetic.dtype, self._version)
+        assert dtype is not None and op is not None, "see `supports`"
+        try:
+            ranks = self._working()
+            self._context.meet(signature)
+            if arithmetic.count == 0:
+                return True
+            # NCCL's calls have one order on all ranks, whatever streams they are on.
+            self._driver.wait(stream, self._done)
+            ranks.allreduce(source, target, arithmetic.count, dtype, op, stream)
+            self._driver.record(self._done, stream)
+        except MismatchError:
+            raise  # nothing was enqueued, and all ranks know
+        except RingReduceError:
+            self.abandon()
+            raise
+        return True
+
+    def close(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def abandon(self) -> None:
+        """End kernels that wait for what will not come: they would keep the GPU busy for good.
+
+        NCCL itself would wait for it wherever Python drops the ranks.
+        """
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.abort()
+
+    def _working(self) -> NcclRanks:
+        if self._ranks is None:
+            raise TransportError("NCCL was given up after an error")
+        problem = self._ranks.error()
+        if problem is not None:
+            raise TransportError(f"NCCL reports {problem}")
+        return self._ranks
 
 
 # ---- CuPy ----
