@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DTYPES, DType, narrow, widen
-from ringreduce.buffers.device_driver import Arithmetic, Device, Driver, Event, Stream
+from ringreduce.buffers.device_driver import Arithmetic, Device, Event, Stream
 from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.cupy_driver import reduced
 
-__all__ = ["HostArray", "HostDriver", "HostMachine", "check_driver", "reduced"]
+__all__ = ["HostArray", "HostDriver", "HostMachine"]
 
 Array = npt.NDArray[Any]
 
@@ -386,7 +386,8 @@ class HostDriver:
 
         def work() -> None:
             terms = [self.view(address, arithmetic.nbytes).copy().view(dtype.storage) for address in sources]
-            self.view(target, arithmetic.nbytes)[:] = reduced(terms, dtype, op, size).view(np.uint8)
+            with np.errstate(all="ignore"):
+                self.view(target, arithmetic.nbytes)[:] = reduced(np, terms, arithmetic, size).view(np.uint8)
 
         self.launch(f"combine {dtype.name} {op.value} {arithmetic.count}", work, stream)
 
@@ -492,69 +493,3 @@ def _host_bytes(address: int, nbytes: int) -> Array:
 
 def _bytes_of(values: Array) -> Array:
     return np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
-
-
-def reduced(arrays: Sequence[Array], dtype: DType, op: ReduceOp, size: int) -> Array:
-    """Return the reduction of arrays in ``dtype.storage``, one after the other; 16-bit floats in float32."""
-    wide = [widen(each, dtype) if dtype.half else each for each in arrays]
-    total: Array = wide[0].copy()
-    ufuncs = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
-    with np.errstate(all="ignore"):
-        for each in wide[1:]:
-            ufuncs.get(op, np.add)(total, each, out=total)
-        if op is ReduceOp.AVERAGE:
-            total /= total.dtype.type(size)
-    if not dtype.half:
-        return total
-    result = np.empty(total.shape, dtype.storage)
-    with np.errstate(over="ignore"):
-        narrow(total, dtype, result)
-    return result
-
-
-def check_driver(driver: Driver) -> None:
-    """Check what any driver must do within one process: copies, order, sums, errors. For real GPUs too.
-
-    Raises:
-        AssertionError: it does something else.
-    """
-    count = 100_003
-    host = np.zeros((3, count), np.float32)  # one array: no two that are pinned may share a page
-    values, results = host[0], host[1:]
-    values[:] = np.arange(count)
-    nbytes = values.nbytes
-    first, second, third = (driver.allocate(size) for size in (nbytes, nbytes, nbytes + 4))
-    assert first % _ALIGNMENT == second % _ALIGNMENT == 0, "memory begins at multiples of 256 bytes"
-    streams, event, last = [driver.make_stream(), driver.make_stream()], driver.make_event(), driver.make_event()
-    assert driver.done(event), "an event that stands for nothing is done"
-    driver.register(host.ctypes.data, host.nbytes)
-    driver.copy(first, values.ctypes.data, nbytes, streams[0])
-    driver.copy(second, first, nbytes, streams[0])
-    driver.record(event, streams[0])
-    driver.wait(streams[1], event)
-    arithmetic = Arithmetic(DTYPES["float32"], ReduceOp.SUM, count)
-    driver.combine(arithmetic, [first, second], third + 4, 2, streams[1])
-    driver.copy(results[0].ctypes.data, third + 4, nbytes, streams[1])
-    driver.record(event, streams[1])
-    driver.wait(0, event)
-    driver.copy(results[1].ctypes.data, second, nbytes, 0)
-    driver.record(last, 0)
-    driver.synchronize(last)
-    assert driver.done(event), "what an event waited for is done when that one is"
-    assert np.array_equal(results[0], 2 * values), "a sum on a stream that waited for the copies sees them"
-    assert np.array_equal(results[1], values), "copies arrive"
-    driver.copy(first, second, nbytes, streams[0])
-    driver.record(event, streams[0])
-    driver.synchronize_device()
-    assert driver.done(event), "when the device is done, every stream is"
-    try:
-        driver.allocate(1 << 50)
-    except MemoryError:
-        pass
-    else:
-        raise AssertionError("no MemoryError where there is no such memory")
-    driver.unregister(host.ctypes.data)
-    for stream in streams:
-        driver.free_stream(stream)
-    for address in (first, second, third):
-        driver.free(address)

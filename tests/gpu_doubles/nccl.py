@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from gpu_doubles.driver import HostDriver, reduced
+from gpu_doubles.driver import HostDriver
 from ringreduce.buffers import DTYPES, DType
-from ringreduce.buffers.device_driver import Stream
+from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.cupy_driver import reduced
 from ringreduce.gpu.nccl import code_of_dtype, code_of_op
 
 __all__ = ["HostNccl"]
@@ -111,7 +112,8 @@ class _HostRanks:
                     return
                 yield
             arrays = [call.sources[rank].view(row.storage) for rank in range(self._size)]
-            result = reduced(arrays, row, kind, self._size).view(np.uint8)
+            with np.errstate(all="ignore"):
+                result = reduced(np, arrays, Arithmetic(row, kind, count), self._size).view(np.uint8)
             self._nccl.driver.view(target, count * row.itemsize)[:] = result
 
         self._nccl.driver.launch(f"nccl {row.name} {kind.value} {count}", run, stream)

@@ -15,13 +15,11 @@ from gpu_doubles.nccl import HostNccl
 
 import ringreduce as rr
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import Config
 from ringreduce.common.errors import PeerLostError, TransportError
 from ringreduce.engine import CollectiveOp
 from ringreduce.gpu import nccl as transport
 from ringreduce.gpu.staging import Staging
-from ringreduce.runtime.process_sets import Parts
 from ringreduce.testing import caught, run_engines, run_ranks
 from ringreduce.transport.shared.arena import Arena
 from ringreduce.transport.shared.segments import PrivateSegments
@@ -82,20 +80,6 @@ def test_a_failure_does_not_stop_the_closing() -> None:
     assert driver.log[-2:] == ["free s1", "free s2"]
 
 
-def test_every_part_is_closed() -> None:
-    """The first error is raised, when all parts have been asked."""
-    called: list[int] = []
-
-    def part(number: int) -> None:
-        called.append(number)
-        if number:
-            raise TransportError(str(number))
-
-    error = caught(close_all, *(lambda number=number: part(number) for number in range(3)))
-    assert str(error) == "1"
-    assert called == [0, 1, 2]
-
-
 def on_gpus(function: Callable[[rr.Communicator, HostDriver, HostNccl], Any]) -> list[Any]:
     """Run a function on two ranks with a GPU each, which have done all kinds of work there."""
     machine = HostMachine()
@@ -118,60 +102,25 @@ def on_gpus(function: Callable[[rr.Communicator, HostDriver, HostNccl], Any]) ->
     return run_ranks(2, run, config=Config(timeout_s=20.0))
 
 
-@pytest.mark.parametrize("method", ["synchronize", "unregister"])
-def test_closing_goes_on_after_an_error(method: str) -> None:
-    """A GPU that fails at the end: the error is raised, and streams and memory went back all the same."""
+@pytest.mark.parametrize("ending", ["failed", "failed and busy", "busy"])
+def test_what_does_not_end_keeps_nobody_waiting(ending: str) -> None:
+    """NCCL is aborted, as Python would destroy it, which waits for all ranks; the GPU is asked nothing else.
+
+    After a failure at once; else when the GPU, which may wait for a rank that is gone, has not ended in time.
+    """
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        driver.fail(method, error=TransportError)
-        assert isinstance(caught(communicator.close), TransportError)
-        assert "nccl close" in driver.log
-        assert not [name for name in driver.leftovers() if ":s" in name]
-
-    on_gpus(function)
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_world_that_failed_keeps_nobody_waiting(busy: bool) -> None:
-    """NCCL is aborted, as Python would destroy it, which waits for all ranks; the GPU is asked nothing else."""
-
-    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        communicator._state._failure = TransportError("a peer is gone")
-        if busy:
+        if "failed" in ending:
+            communicator._state._failure = TransportError("a peer is gone")
+        if "busy" in ending:
             stick(driver)
             driver.record(communicator.gpu._paths["nccl"]._done, 0)
+            communicator._context.waiter.timeout_s = 0.05
         begin = len(driver.log)
         communicator.close()
         assert driver.log[begin:] == ["nccl abort"]
 
     on_gpus(function)
-
-
-def test_a_gpu_that_does_not_end_is_left_alone() -> None:
-    """Its stream may wait for a rank that is gone: after the time limit nothing more is asked of it."""
-
-    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        stick(driver)
-        driver.record(communicator.gpu._paths["nccl"]._done, 0)
-        communicator._context.waiter.timeout_s = 0.05
-        begin = len(driver.log)
-        communicator.close()
-        assert driver.log[begin:] == ["nccl abort"]
-
-    on_gpus(function)
-
-
-def test_all_of_a_process_set_is_closed() -> None:
-    """Whatever the first part raises, the second is closed, too."""
-    closed: list[str] = []
-
-    def fail() -> None:
-        raise TransportError("a kernel of the user's")
-
-    engine: Any = SimpleNamespace(close=fail)
-    communicator: Any = SimpleNamespace(close=lambda: closed.append("communicator"))
-    assert isinstance(caught(Parts(communicator, engine).close), TransportError)
-    assert closed == ["communicator"]
 
 
 def test_an_engine_that_fails_gives_its_communicator_up() -> None:
