@@ -206,17 +206,11 @@ class HostDriver:
         self._pinned: dict[int, tuple[str, int]] = {}  # address -> (name, nbytes)
         self._streams: dict[Stream, _Stream] = {0: _Stream("s0")}
         self._made: dict[str, int] = {}
-        self._faults: dict[str, tuple[int, type[Exception] | None]] = {}
+        self.faults: set[str] = set()
 
-    def fail(self, method: str, *, after: int = 0, error: type[Exception] | None = None) -> None:
-        """Let calls of a method (allocate, register, combine, copy, ...) fail once it succeeded often.
-
-        Args:
-            method: its name.
-            after: how many more calls succeed.
-            error: what is raised; None: what the protocol names.
-        """
-        self._faults[method] = after, error
+    def fail(self, method: str) -> None:
+        """Let calls of a method (allocate, register, combine, copy, ...) fail from now on."""
+        self.faults.add(method)
 
     def view(self, address: int, nbytes: int) -> Array:
         """Return bytes that this rank's kernels may touch, as they are now."""
@@ -431,11 +425,8 @@ class HostDriver:
         return f"{kind}{self._made[kind]}"
 
     def _may_fail(self, method: str, error: type[Exception] = TransportError) -> None:
-        if method in self._faults:
-            left, other = self._faults[method]
-            self._faults[method] = left - 1, other
-            if left < 1:
-                raise (other or error)(f"{self.name} was told to fail to {method}")
+        if method in self.faults:
+            raise error(f"{self.name} was told to fail to {method}")
 
 
 class HostArray:

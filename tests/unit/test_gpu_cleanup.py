@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_doubles.driver import HostDriver, HostMachine
-from gpu_doubles.nccl import HostNccl
+from gpu_doubles.driver import HostDriver
+from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.common.config import Config
 from ringreduce.common.errors import PeerLostError, TransportError
 from ringreduce.engine import CollectiveOp
 from ringreduce.gpu import nccl as transport
 from ringreduce.gpu.staging import Staging
-from ringreduce.testing import caught, run_engines, run_ranks
+from ringreduce.testing import caught, run_engines
 from ringreduce.transport.shared.arena import Arena
 from ringreduce.transport.shared.segments import PrivateSegments
 from ringreduce.transport.waiting import Waiter
@@ -80,28 +79,6 @@ def test_a_failure_does_not_stop_the_closing() -> None:
     assert driver.log[-2:] == ["free s1", "free s2"]
 
 
-def on_gpus(function: Callable[[rr.Communicator, HostDriver, HostNccl], Any]) -> list[Any]:
-    """Run a function on two ranks with a GPU each, which have done all kinds of work there."""
-    machine = HostMachine()
-    groups: dict[bytes, Any] = {}
-    drivers = [machine.driver(rank) for rank in range(2)]
-
-    def run(communicator: rr.Communicator) -> Any:
-        driver = drivers[communicator.rank]
-        nccl = HostNccl(driver, groups)
-        communicator.gpu.drivers = lambda number: driver
-        communicator.gpu.libraries = lambda number: nccl
-        for how in ({}, {"algorithm": "nccl"}, {"algorithm": "ring"}):
-            array = driver.put(np.ones(10, np.float32))
-            communicator.allreduce(array, out=array, **how)
-            assert array.get(0).tolist() == [2.0] * 10
-        result = function(communicator, driver, nccl)
-        communicator.barrier() if communicator._state.open else None
-        return result
-
-    return run_ranks(2, run, config=Config(timeout_s=20.0))
-
-
 @pytest.mark.parametrize("ending", ["failed", "failed and busy", "busy"])
 def test_what_does_not_end_keeps_nobody_waiting(ending: str) -> None:
     """NCCL is aborted, as Python would destroy it, which waits for all ranks; the GPU is asked nothing else.
@@ -109,7 +86,11 @@ def test_what_does_not_end_keeps_nobody_waiting(ending: str) -> None:
     After a failure at once; else when the GPU, which may wait for a rank that is gone, has not ended in time.
     """
 
-    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        for how in ({}, {"algorithm": "nccl"}, {"algorithm": "ring"}):
+            array = driver.put(np.ones(10, np.float32))
+            communicator.allreduce(array, out=array, **how)
+            assert array.get(0).tolist() == [2.0] * 10
         if "failed" in ending:
             communicator._state._failure = TransportError("a peer is gone")
         if "busy" in ending:
@@ -120,7 +101,7 @@ def test_what_does_not_end_keeps_nobody_waiting(ending: str) -> None:
         communicator.close()
         assert driver.log[begin:] == ["nccl abort"]
 
-    on_gpus(function)
+    run_gpu_ranks(2, function, gpu=lambda rank: rank)
 
 
 def test_an_engine_that_fails_gives_its_communicator_up() -> None:
@@ -157,17 +138,12 @@ def test_a_connection_that_comes_late_is_aborted(monkeypatch: pytest.MonkeyPatch
 
 def test_nccl_is_aborted_where_the_gpu_fails_after_it_connected() -> None:
     """The rank's error is raised, and its connection does not wait for the others."""
-    machine, groups = HostMachine(), dict[bytes, Any]()
-    drivers = [machine.driver(rank) for rank in range(2)]
 
-    def run(communicator: rr.Communicator) -> None:
-        driver = drivers[communicator.rank]
-        communicator.gpu.drivers = lambda number: driver
-        communicator.gpu.libraries = lambda number: HostNccl(driver, groups)
+    def run(communicator: rr.Communicator, driver: HostDriver) -> None:
         communicator.gpu.require_usable(None)
         driver.fail("make_event")
         assert isinstance(caught(communicator.gpu._set_up, "nccl"), TransportError)
         assert driver.log[-1] == "nccl abort"
         communicator._state._failure = TransportError("NCCL")
 
-    run_ranks(2, run, config=Config(timeout_s=20.0))
+    run_gpu_ranks(2, run, path="nccl")
