@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import Call, DType, address_of
-from ringreduce.buffers.device_driver import Arithmetic, Driver, Stream
+from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.collectives.call import Signature
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.execution import BoundSchedule, Memory
@@ -34,6 +34,7 @@ from ringreduce.common.errors import TransportError
 from ringreduce.common.partition import segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.awareness import CudaAwareness
+from ringreduce.gpu.cupy_driver import Driver
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import StepFailedError, together
 

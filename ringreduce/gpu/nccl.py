@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ringreduce.buffers.device_arrays import INSTALL
-from ringreduce.buffers.device_driver import Arithmetic, Driver, Stream
+from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.buffers.dtypes import DType
 from ringreduce.collectives.call import NCCL, Signature
 from ringreduce.collectives.context import Context
@@ -35,6 +35,7 @@ from ringreduce.common.errors import (
     UnsupportedBufferError,
 )
 from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.cupy_driver import Driver
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
@@ -54,41 +55,6 @@ _CONNECTING_S = 60.0
 
 #: What CuPy raises; a KeyError where NCCL has a newer kind of error than CuPy has a name for.
 _ERRORS = (RuntimeError, KeyError)
-
-
-class NcclRanks(Protocol):
-    """The ranks of a process set, connected by NCCL. All calls are enqueued and return at once.
-
-    Errors become `TransportError`.
-    """
-
-    def allreduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: Stream) -> None:
-        """Reduce ``count`` elements; ``dtype`` and ``op`` are NCCL's numbers, the target may be the source."""
-
-    def error(self) -> str | None:
-        """Return what went wrong since in what was enqueued, None if nothing did."""
-
-    def abort(self) -> None:
-        """End what is under way; nothing can be called any more."""
-
-    def close(self) -> None:
-        """Give everything back, when all that was enqueued is done."""
-
-
-class Nccl(Protocol):
-    """NCCL on one GPU.
-
-    Attributes:
-        version: of the library, 22203 for 2.22.3.
-    """
-
-    version: int
-
-    def unique_id(self) -> bytes:
-        """Return what ranks find each other by; one of them asks, and tells the others."""
-
-    def connect(self, size: int, unique_id: bytes, rank: int) -> NcclRanks:
-        """Connect; blocks until all ranks do, without limit."""
 
 
 def code_of_dtype(dtype: DType, version: int) -> int | None:
@@ -295,24 +261,32 @@ def cupy_nccl(number: int) -> Nccl:
         raise UnsupportedBufferError(
             f"CuPy {cupy.__version__} finds no NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
         )
-    return _CupyNccl(cupy, library, number)
+    return Nccl(cupy, library, number)
 
 
-class _CupyNccl:
+class Nccl:
+    """NCCL on one GPU.
+
+    Attributes:
+        version: of the library, 22203 for 2.22.3.
+    """
+
     def __init__(self, cupy: Any, library: Any, number: int) -> None:
         self._cupy, self._library, self._number = cupy, library, number
         self.version = int(_ask(library.get_version))
 
     def unique_id(self) -> bytes:
+        """Return what ranks find each other by; one of them asks, and tells the others."""
         made = _ask(self._library.get_unique_id)
         # Bytes since CuPy 14, a tuple of C's chars before, which have a sign on some machines.
         return made if isinstance(made, bytes) else bytes(each & 0xFF for each in made)
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> NcclRanks:
+        """Connect; blocks until all ranks do, without limit."""
         # For good: this is a thread of its own, and to go back to the GPU that it has never chosen would make a context
         # there, which takes memory.
         self._cupy.cuda.Device(self._number).use()
-        return _CupyRanks(self._cupy, self._number, _ask(lambda: self._communicator(size, unique_id, rank)))
+        return NcclRanks(self._cupy, self._number, _ask(lambda: self._communicator(size, unique_id, rank)))
 
     def _communicator(self, size: int, unique_id: bytes, rank: int) -> Any:
         make = self._library.NcclCommunicator
@@ -324,15 +298,22 @@ class _CupyNccl:
             return make(size, tuple(unique_id), rank)
 
 
-class _CupyRanks:
+class NcclRanks:
+    """The ranks of a process set, connected by NCCL. All calls are enqueued and return at once.
+
+    Errors become `TransportError`.
+    """
+
     def __init__(self, cupy: Any, number: int, communicator: Any) -> None:
         self._cupy, self._number, self._communicator = cupy, number, communicator
 
     def allreduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: Stream) -> None:
+        """Reduce ``count`` elements; ``dtype`` and ``op`` are NCCL's numbers, the target may be the source."""
         with self._cupy.cuda.Device(self._number):
             _ask(self._communicator.allReduce, source, target, count, dtype, op, stream)
 
     def error(self) -> str | None:
+        """Return what went wrong since in what was enqueued, None if nothing did."""
         try:
             self._communicator.check_async_error()
         except _ERRORS as error:
@@ -340,9 +321,11 @@ class _CupyRanks:
         return None
 
     def abort(self) -> None:
+        """End what is under way; nothing can be called any more."""
         _ask(self._communicator.abort)
 
     def close(self) -> None:
+        """Give everything back, when all that was enqueued is done."""
         _ask(self._communicator.destroy)
 
 

@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DType, Operand, address_of
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.buffers.device_driver import Driver, Stream
+from ringreduce.buffers.device_driver import Stream
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import TransportError
 from ringreduce.common.partition import pieces
+from ringreduce.gpu.cupy_driver import Driver
 from ringreduce.transport.shared.arena import Arena
 
 __all__ = ["Staging"]

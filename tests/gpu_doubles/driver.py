@@ -28,7 +28,7 @@ import numpy.typing as npt
 from ringreduce.buffers.device_driver import Arithmetic, Device, Event, Stream
 from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.cupy_driver import reduced
+from ringreduce.gpu.cupy_driver import Driver, reduced
 
 __all__ = ["HostArray", "HostDriver", "HostMachine"]
 
@@ -183,8 +183,8 @@ def _needed(tasks: Sequence[_Task]) -> list[_Task]:
     return list(found.values())
 
 
-class HostDriver:
-    """A `ringreduce.buffers.device_driver.Driver` of one rank over host memory; see the module.
+class HostDriver(Driver):
+    """A `ringreduce.gpu.cupy_driver.Driver` of one rank over host memory; see the module.
 
     Args:
         machine: what it shares with the drivers of other ranks; None: a machine of its own.

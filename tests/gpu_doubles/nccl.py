@@ -15,7 +15,7 @@ from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.cupy_driver import reduced
-from ringreduce.gpu.nccl import code_of_dtype, code_of_op
+from ringreduce.gpu.nccl import Nccl, NcclRanks, code_of_dtype, code_of_op
 
 __all__ = ["HostNccl"]
 
@@ -42,7 +42,7 @@ class _Group:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class HostNccl:
+class HostNccl(Nccl):
     """A `ringreduce.gpu.nccl.Nccl` of one rank.
 
     Its collectives are kernels of the driver that wait for their peers', so they are late, take part in the order of
@@ -87,7 +87,7 @@ class HostNccl:
             raise TransportError(f"NCCL was told to fail to {step}")
 
 
-class _HostRanks:
+class _HostRanks(NcclRanks):
     def __init__(self, nccl: HostNccl, group: _Group, size: int, rank: int) -> None:
         self._nccl, self._group, self._size, self._rank = nccl, group, size, rank
         self._ncalls = 0

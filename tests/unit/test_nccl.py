@@ -257,7 +257,7 @@ def nccl_of(version: str, unique_id: Any, communicator: Callable[..., Any]) -> N
     """Return NCCL over modules in the shape of CuPy's."""
     cupy = SimpleNamespace(__version__=version, cuda=MagicMock())  # Device stands behind `with`, and is used
     library = SimpleNamespace(get_version=lambda: 22705, get_unique_id=lambda: unique_id, NcclCommunicator=communicator)
-    return transport._CupyNccl(cupy, library, 0)
+    return Nccl(cupy, library, 0)
 
 
 @pytest.mark.parametrize(
