@@ -1,4 +1,4 @@
-"""What is done to the elements: combine the ranks' blocks, fold one block into another, copy.
+"""What is done to the elements: combine the ranks' blocks, divide, copy.
 
 Kernels work on one-dimensional views in a dtype's storage type (or on views of any equal shape, where they are used
 in mailboxes). They come bound: building one may be slow, calling it must not be.
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers.casts import divide_toward_zero, wider
-from ringreduce.buffers.dtypes import DType, ml_bfloat16
+from ringreduce.buffers.dtypes import Array, DType, ml_bfloat16
 from ringreduce.common.reduce_ops import ReduceOp
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ __all__ = [
     "quiet_context",
 ]
 
-Array = npt.NDArray[Any]
 Call = Callable[[], object]
 
 _UFUNCS = {
@@ -79,9 +78,6 @@ class Kernels(Protocol):
             sources: the terms of all ranks, or sums of these.
             complete: whether no term is missing: only then is an average divided.
         """
-
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        """Bind ``target = target op source``; ``complete`` as for `combine`."""
 
 
 def kernels_for(dtype: DType, op: ReduceOp, size: int) -> Kernels:
@@ -138,18 +134,13 @@ class UfuncKernels:
     def _combine_pair(self, left: Array, right: Array, size: int | None) -> Callable[[Array], object]:
         ufunc = self._ufunc
         if size is None:
-            return lambda target: ufunc(left, right, out=target)
+            return partial(ufunc, left, right)  # which takes where to store next
 
         def combine(target: Array) -> None:
             ufunc(left, right, out=target)
             divide(target, size)
 
         return combine
-
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        if complete and self._size is not None:
-            return partial(self._combine_pair(target, source, self._size), target)
-        return partial(self._ufunc, target, source, out=target)
 
 
 class WideKernels:
@@ -207,9 +198,6 @@ class WideKernels:
 
         return combine
 
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        return partial(self.combine([target, source], complete=complete), target)
-
 
 class TorchHalfKernels:
     """float16 and bfloat16 through torch's vector code: three to twenty times NumPy's speed."""
@@ -259,9 +247,6 @@ class TorchHalfKernels:
             choose = torch.minimum if self._op is ReduceOp.MIN else torch.maximum
             return lambda tensor: choose(scratch, tensor.float(), out=scratch)
         return scratch.add_
-
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        return partial(self.combine([target, source], complete=complete), target)
 
 
 def _copy_into(source: Array, target: Array) -> None:

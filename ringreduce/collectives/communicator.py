@@ -419,7 +419,7 @@ class Communicator(Messaging, Choices):
         self._state.disown(reason)
         if self._point_to_point is not None:
             self._point_to_point.disown(ConfigError(reason))
-        self._context.arena.segments.disown()
+        self._context.arena.segments.after_fork_in_child()
 
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""

@@ -359,7 +359,8 @@ class BoundSchedule:
                 )
                 continue
             for count, (_, place) in enumerate(arrived, start=1):
-                bound.after.append(kernels.fold(own, place, complete=complete and count == len(arrived)))
+                combine = kernels.combine([own, place], complete=complete and count == len(arrived))
+                bound.after.append(partial(combine, own))
         if encoding:
             yield _Round(f"{name}: encode", before=encoding)
         yield bound

@@ -18,14 +18,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import Call, DType, address_of
+from ringreduce.buffers import DType, address_of
 from ringreduce.buffers.device_driver import Arithmetic, Stream
+from ringreduce.buffers.dtypes import Array
 from ringreduce.collectives.call import Signature
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.execution import BoundSchedule, Memory
@@ -41,8 +41,6 @@ from ringreduce.transport.messages import StepFailedError, together
 __all__ = ["AwareAllreduce", "untouchable"]
 
 _log = logging.getLogger(__name__)
-
-Array = npt.NDArray[Any]
 
 #: The most bytes of a block that travel at once: a message that long keeps a fast link busy for longer than it takes to
 #: launch a kernel and wait for it.
@@ -201,9 +199,6 @@ class _Sums:
             self.finish(lambda stream: self.driver.combine(arithmetic, addresses, place, self.size, stream))
 
         return run
-
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        return partial(self.combine([target, source], complete=complete), target)
 
 
 def untouchable(address: int, nbytes: int) -> Array:

@@ -114,7 +114,7 @@ class Driver:
 
     def free(self, address: int) -> None:
         """Give back what `allocate` gave; waits for the device."""
-        self.synchronize_device()  # which `cudaFree` may do or not
+        self._ask(self._runtime.deviceSynchronize)  # which `cudaFree` may do or not
         self._ask(self._runtime.free, address)
 
     def register(self, address: int, nbytes: int) -> None:
@@ -163,10 +163,6 @@ class Driver:
     def synchronize(self, event: Event) -> None:
         """Return when what the event stands for is done."""
         self._ask(self._runtime.eventSynchronize, event.ptr)
-
-    def synchronize_device(self) -> None:
-        """Return when all that this process has enqueued on the GPU so far is done, on any stream and by anybody."""
-        self._ask(self._runtime.deviceSynchronize)
 
     # ---- work ----
 

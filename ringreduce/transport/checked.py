@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import TransportError
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["checked"]
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(slots=True)

@@ -6,15 +6,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import numpy.typing as npt
-
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Messages", "Request", "StepFailedError", "exchange_json", "together"]
 
-Array = npt.NDArray[Any]
 T = TypeVar("T")
 
 #: What a step of `together` may fail with: what it opens, maps or asks may be anybody's, and fail in any of these ways.
@@ -93,12 +91,6 @@ class Messages(Protocol):
 
     def renew(self) -> None:
         """Bring what was given up to an end on all ranks, so that no later message meets any of it. Collective."""
-
-    def revoke(self) -> None:
-        """Give up everything after the loss of a rank: what the others have under way fails, too. Local.
-
-        Its memory is nobody's afterwards, unless the transport keeps it.
-        """
 
     def close(self) -> None:
         """Give back what the transport holds; local, and safe to call twice."""

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import CollectiveTimeoutError, TransportError, name_ranks
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request, exchange_json
@@ -23,8 +23,6 @@ from ringreduce.transport.waiting import Waiter
 from mpi4py import MPI  # after ringreduce.transport.mpi, which decides how MPI ends
 
 __all__ = ["MpiMessages", "revoke_all"]
-
-Array = npt.NDArray[Any]
 
 #: What the library reduces; mpi4py finds MPI's names for them.
 _TYPES = frozenset(("float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))))

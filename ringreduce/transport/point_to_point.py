@@ -8,20 +8,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.buffers import Operand
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
 from ringreduce.common.serial import Task
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Deliveries", "PointToPoint", "Transfer"]
-
-Array = npt.NDArray[Any]
 
 _HEAD = struct.Struct("<qqqH")  # the tag, the number, bytes, and how long the description is
 _SMALL = 4096  # bytes that travel in the note itself

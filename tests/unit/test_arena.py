@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ringreduce.common.errors import TransportError
 from ringreduce.common.processes import Forked
 from ringreduce.testing import run_threads
-from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.shared.arena import Arena, Block, Location
 from ringreduce.transport.shared.segments import MemfdSegments, PrivateSegments
 
@@ -161,7 +161,7 @@ def test_a_memfd_segment_is_seen_through_another_mapping() -> None:
 
 def test_fresh_segments_are_zero() -> None:
     """A segment starts as zeros, whatever makes it: flags must not be random."""
-    for segments in (MemfdSegments({}), PrivateSegments(), MemoryWorld(1).segments_of(0)):
+    for segments in (MemfdSegments({}), PrivateSegments(), MemorySegments(MemoryWorld(1), 0)):
         _, memory = segments.create(3 * PAGE)
         assert memory.nbytes == 3 * PAGE
         assert not memory.any()
@@ -281,7 +281,7 @@ def test_what_a_forked_process_writes_is_its_own(shared: bool) -> None:
     written, read = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        segments.disown()
+        segments.after_fork_in_child()
         memory[: 8 * PAGE] = 99
         os.write(written[1], b"x")
         os.read(read[0], 1)

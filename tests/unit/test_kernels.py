@@ -117,11 +117,12 @@ def test_folding_equals_the_reference(name: str, op: ReduceOp, complete: bool, r
     if op is ReduceOp.AVERAGE and not complete:
         op = ReduceOp.SUM
     once = reference([target, source], op)
-    fold = kernels.fold(target.view(row.storage), source.view(row.storage), complete=complete)
-    fold()
+    place = target.view(row.storage)
+    combine = kernels.combine([place, source.view(row.storage)], complete=complete)
+    combine(place)
     assert_agrees(name, target, once, roundings=2)
     twice = reference([target, source], op)
-    fold()
+    combine(place)
     assert_agrees(name, target, twice, roundings=2)
 
 

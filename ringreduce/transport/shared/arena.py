@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.buffers import address_of
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import TransportError
 from ringreduce.common.processes import Forked
 from ringreduce.transport.shared.private import PrivateMemory, reads
@@ -33,8 +33,6 @@ __all__ = [
     "Location",
     "memory_nbytes",
 ]
-
-Array = npt.NDArray[Any]
 
 #: Places in the memory of a rank, as one number: not negative, a location in its arena, packed; less than these two,
 #: the negative of an address in the private memory of its process.
@@ -251,7 +249,6 @@ class Arena:
         if last.seen or not last.is_result or not 0 <= last.block.memory.nbytes - nbytes < _PAGE:
             return None
         self._returned.popleft()
-        self.segments.settle()
         return last.block
 
     def _lend(self, block: Block, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_result: bool) -> Array:
@@ -267,12 +264,9 @@ class Arena:
         self._returned.append(self._leases.pop(id(lease)))
 
     def _take_back(self) -> None:
-        nreturned = len(self._returned)
-        self.segments.settle()
         back, self._seen = self._seen, []
-        back += [
-            self._returned.popleft() for _ in range(nreturned)
-        ]  # none that comes back meanwhile: it is not settled
+        while self._returned:
+            back.append(self._returned.popleft())
         for lease in back:
             if not all(each.ended for each in lease.seen):
                 self._seen.append(lease)

@@ -31,16 +31,14 @@ from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
 from ringreduce.common.errors import CollectiveError, PeerLostError, name_ranks
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Arrival", "Board", "fence", "signature_hash"]
-
-Array = npt.NDArray[Any]
 
 MAILBOX_NBYTES = 256 << 10
 STAGE_NBYTES = 1 << 20

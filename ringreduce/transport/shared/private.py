@@ -14,14 +14,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.buffers import address_of
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import PeerLostError, TransportError
 
 __all__ = ["PrivateMemory", "reads"]
-
-Array = npt.NDArray[Any]
 
 _MOST_NBYTES = 1 << 30  # in one call; Linux copies no more than 2 GiB at once
 
