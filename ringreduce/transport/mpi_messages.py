@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -87,11 +87,11 @@ class MpiMessages:
         _open.add(self)
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
-        with self._translated():
+        with translated(self._data):
             return self._keep(self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag), True, data, peer, tag)
 
     def recv(self, data: Array, peer: int, tag: int) -> Request:
-        with self._translated():
+        with translated(self._data):
             return self._keep(self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag), False, data, peer, tag)
 
     def _keep(self, request: MPI.Prequest, is_send: bool, data: Array, peer: int, tag: int) -> MPI.Prequest:
@@ -120,7 +120,7 @@ class MpiMessages:
 
     def free(self, requests: Sequence[Request]) -> None:
         given_up = {id(each.request) for each in self._given_up}
-        with self._translated():
+        with translated(self._data):
             for request in cast("Sequence[MPI.Prequest]", requests):
                 if id(request) in given_up:
                     self._to_free.append(request)
@@ -135,7 +135,7 @@ class MpiMessages:
     def allreduce(self, data: Array, op: ReduceOp) -> None:
         # Neither the blocking form, which waits for ever for a rank that is lost, nor the persistent one: Open MPI 5.0
         # never gives back the memory that this takes, as much as the data.
-        with self._translated():
+        with translated(self._data):
             request = self._data.Iallreduce(MPI.IN_PLACE, data, _OPS[op])
             self._control.unfinished.append((request, data))  # which stay if a rank does not come
             self._waiter.until(request.Test, lambda: "all ranks in the MPI library's own allreduce")
@@ -143,7 +143,7 @@ class MpiMessages:
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> MpiMessages | None:
         self.exchange(b"")  # which has a time limit; splitting has none
-        with self._translated():
+        with translated(self._data):
             part = self._control.comm.Split(ranks[0] if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if part == MPI.COMM_NULL:
             return None
@@ -169,7 +169,7 @@ class MpiMessages:
             if not each.is_send:
                 receives[each.peer, each.tag].append(each.request)
         left: list[MPI.Request] = [each.request for each in given_up]
-        with self._translated():
+        with translated(self._data):
             for source, mine in receives.items():
                 for request in mine[len(coming[source]) :]:
                     request.Cancel()
@@ -182,9 +182,6 @@ class MpiMessages:
         self.exchange(b"")  # nobody may send before the receives are gone that were given up
         freeing, self._to_free = self._to_free, []
         self.free(freeing)
-
-    def _translated(self) -> AbstractContextManager[None]:
-        return translated(self._data)
 
     def revoke(self) -> None:
         comms = self._data, self._control.comm
@@ -200,20 +197,21 @@ class MpiMessages:
         control = self._control
         control.posted = [each for each in control.posted if not _ends(each[0])]
         control.unfinished = [each for each in control.unfinished if not _all_end(each[0])]
-        self._keep_open_if_needed()
+        self._forget()
 
     def close(self) -> None:
         if self._data == MPI.COMM_NULL or MPI.Is_finalized():
             return
-        with self._translated():
+        with translated(self._data):
             if self._control.part():
                 self._data.Free()
                 self._control.comm.Free()
             else:  # what is still under way to this rank must not be taken for a message of a later communicator
                 self._data = self._control.comm = _NO_COMM
-        self._keep_open_if_needed()
+        self._forget()
 
-    def _keep_open_if_needed(self) -> None:
+    def _forget(self) -> None:
+        """Keep this, and the memory it names, no longer, unless MPI may still use that."""
         if not (self._control.posted or self._control.unfinished or self._described):
             _open.discard(self)
 
