@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -29,10 +29,10 @@ if _is_ours:
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-__all__ = ["PARTING_S", "duplicates", "keep_left", "library", "peers_in", "translate", "translated", "world"]
+__all__ = ["duplicates", "keep_left", "library", "peers_in", "soon", "translate", "translated", "world"]
 
 #: How long ranks wait for each other where they part, or where one has given up already.
-PARTING_S = 1.0
+_PARTING_S = 1.0
 #: On communicators that are not ours: one of the largest that there always are.
 _STARTING_TAG = 32766
 _WHO_IS_HERE, _I_AM = 0, 1  # what is said with it
@@ -88,9 +88,9 @@ def _finalize() -> None:
         MPI.Finalize()
         return
     # After a death, Open MPI 5.0 now and then waits in there for ever. So the ranks that are left part by themselves.
-    with suppress(MPI.Exception, CollectiveTimeoutError):
+    with suppress(MPI.Exception):
         if _left is not None:
-            Waiter(PARTING_S).until(_left.Ibarrier().Test, str)
+            soon(_left.Ibarrier().Test)
 
 
 if _is_ours:
@@ -101,6 +101,14 @@ def library() -> str:
     """Return the name and version of the MPI library, e.g. ``Open MPI 5.0.11``."""
     text = MPI.Get_library_version().splitlines()[0]
     return text.split(",")[0].removesuffix("\x00").strip()
+
+
+def soon(ready: Callable[[], object], crowded: bool = False) -> bool:
+    """Return whether something holds within moments."""
+    with suppress(CollectiveTimeoutError):
+        Waiter(_PARTING_S, crowded).until(ready, str)
+        return True
+    return False
 
 
 # ---- errors ----
@@ -177,8 +185,7 @@ def _missing(comm: MPI.Intracomm) -> list[int]:
     peers, here = peers_in(comm), set[int]()
     for peer in peers:
         _tell(comm, _WHO_IS_HERE, peer)
-    with suppress(CollectiveTimeoutError):
-        Waiter(PARTING_S).until(lambda: _answer(comm, here) and len(here) == len(peers), str)
+    soon(lambda: _answer(comm, here) and len(here) == len(peers))
     return [peer for peer in peers if peer not in here] or peers
 
 

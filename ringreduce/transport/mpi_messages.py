@@ -15,7 +15,7 @@ from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import CollectiveTimeoutError, TransportError, name_ranks
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request, exchange_json
-from ringreduce.transport.mpi import PARTING_S, duplicates, library, peers_in, translate, translated
+from ringreduce.transport.mpi import duplicates, library, peers_in, soon, translate, translated
 from ringreduce.transport.waiting import Waiter
 
 # isort: split
@@ -297,8 +297,7 @@ class _Control:
             return
         peers, mine = self._peers, np.array([self._exchanges])
         self.unfinished.append(([self.comm.Isend(mine, peer, _GIVEN_UP_TAG) for peer in peers], mine))
-        with suppress(CollectiveTimeoutError):  # all that have come give it up, within moments
-            Waiter(PARTING_S).until(lambda: over() and len(gone) == len(peers), str)
+        soon(lambda: over() and len(gone) == len(peers))  # all that have come give it up
         missing = [rank for rank in peers if rank not in gone]
         if complete or not missing:
             self._gave_up = f"{name_ranks(sorted(gone))} had stopped waiting for this rank to join an exchange"
@@ -317,14 +316,10 @@ class _Control:
                 pass
             return MPI.Request.Testall(requests) and bool((self._received >= expected).all())
 
-        try:
-            Waiter(PARTING_S, self._waiter.crowded).until(together, lambda: "the others to part")
-        except CollectiveTimeoutError:
-            self.unfinished.append((requests, expected))
+        self.unfinished.append((requests, expected))
+        if not soon(together, self._waiter.crowded):
             return False
-        except MPI.Exception:
-            self.unfinished.append((requests, expected))
-            raise
+        self.unfinished.pop()
         self.posted = [each for each in self.posted if not each[0].Test()]
         return not self.posted
 
@@ -336,9 +331,6 @@ def _all_end(requests: Any) -> bool:
 
 def _ends(request: MPI.Request) -> bool:
     try:
-        Waiter(PARTING_S).until(request.Test, str)
-    except CollectiveTimeoutError:
-        return False
+        return soon(request.Test)
     except MPI.Exception:
-        pass
-    return True
+        return True
