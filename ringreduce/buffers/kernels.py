@@ -133,8 +133,10 @@ class UfuncKernels:
 
     def _combine_pair(self, left: Array, right: Array, size: int | None) -> Callable[[Array], object]:
         ufunc = self._ufunc
+        if size is None and ufunc in (np.add, np.multiply):
+            return partial(ufunc, left, right)  # it takes where to store as the next argument, minima do not
         if size is None:
-            return partial(ufunc, left, right)  # which takes where to store next
+            return lambda target: ufunc(left, right, out=target)
 
         def combine(target: Array) -> None:
             ufunc(left, right, out=target)
