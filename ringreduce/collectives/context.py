@@ -25,7 +25,7 @@ from ringreduce.common.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
-from ringreduce.transport.shared.board import Arrival, Board
+from ringreduce.transport.shared.board import Board, Entry
 from ringreduce.transport.shared.direct import INNER_NBYTES
 from ringreduce.transport.shared.node import Node
 from ringreduce.transport.waiting import Waiter
@@ -186,7 +186,7 @@ class Context:
             MismatchError: they do not.
         """
         if self.single_node:
-            self.node.board.arrive(signature.arrival)
+            self.node.board.enter(signature.entry)
         else:
             self._enter(signature)
 
@@ -215,7 +215,7 @@ class Context:
             self._enter(signature)
         try:
             place = NOWHERE if location is None else location.packed
-            return self.board.arrive(Arrival(signature.text, signature.code, place))[::2]
+            return self.board.enter(Entry(signature.text, signature.code, place))[::2]
         except MismatchError:
             if not self.single_node:
                 self.agreement.settle()  # the other nodes must hear of it, and say what they call

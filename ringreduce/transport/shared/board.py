@@ -3,19 +3,19 @@
 Every rank owns two pages of flags and texts that only it writes, and areas that its peers read (or write, between
 barriers):
 
-    line 0, 1   arrival: call number, signature hash, places of input and result, four more numbers, for even and odd
+    line 0, 1   entry:   call number, signature hash, places of input and result, four more numbers, for even and odd
                 calls
     line 2      barrier: how many barriers this rank has reached
     line 4      status: not 0 once the rank takes part in no further call; processors fetch lines in pairs, and nothing
                 beside this one is ever written in a call
     line 6 ...  what this rank called, as text, written only when a mismatch was seen
     page 1      why this rank takes part in no further call, written before its status
-    numbers     two of `_NUMBERS_NBYTES`: numbers said at arrival that the line cannot hold, for even and odd calls
+    numbers     two of `_NUMBERS_NBYTES`: numbers published at entry that the line cannot hold, for even and odd calls
     mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls
     staging     four of `STAGE_NBYTES`: pieces of private buffers on their way (two in, two out)
 
-Counters are 64-bit and never reset. A rank may be one call ahead of its peers, never two: it passes the arrival of
-call n + 1 only after they have arrived there, and they do so only after they are done with call n. Hence two lines.
+Counters are 64-bit and never reset. A rank may be one call ahead of its peers, never two: it passes the entry of
+call n + 1 only after they have entered it, and they do so only after they are done with call n. Hence two lines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ringreduce.common.errors import CollectiveError, PeerLostError, name_ranks
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Arrival", "Board", "fence", "signature_hash"]
+__all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Board", "Entry", "fence", "signature_hash"]
 
 MAILBOX_NBYTES = 256 << 10
 STAGE_NBYTES = 1 << 20
@@ -56,8 +56,8 @@ _BOARD_NBYTES = _STAGES + 4 * STAGE_NBYTES
 _POLLS = 100  # about 3 us
 _YIELDS = 200  # about 100 us, or as long as the ranks that share the core take
 
-_NUMBER, _SIGNATURE, _SOURCE, _TARGET, _SAID = range(5)
-_NSAID = _LINE // 8 - _SAID
+_NUMBER, _SIGNATURE, _SOURCE, _TARGET, _PUBLISHED = range(5)
+_NPUBLISHED = _LINE // 8 - _PUBLISHED
 
 #: What a rank publishes in place of the hash of a signature, which is never negative, for a call that it cannot make.
 _REFUSED = -1
@@ -68,7 +68,7 @@ def signature_hash(signature: str) -> int:
     return int.from_bytes(blake2b(signature.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class Arrival(NamedTuple):
+class Entry(NamedTuple):
     """What a rank tells the other members when it comes to a call; quickest where the same object comes again.
 
     Attributes:
@@ -119,15 +119,15 @@ class Board:
         lines = [[part[line * _LINE :][:_LINE].data.cast("q") for line in range(5)] for part in self._parts]
         self._mine = lines[self.index]
         self._others = [(member, lines[i]) for i, member in enumerate(members) if member != rank]
-        # What `arrive` and `barrier` walk through: the peers' lines, by parity.
-        self._arrivals = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
+        # What `enter` and `barrier` walk through: the peers' lines, by parity.
+        self._entries = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
         self._barriers = tuple(line[_BARRIER] for _, line in self._others)
-        # Where `say` puts what a line cannot hold, by parity and member.
+        # Where `publish` puts what a line cannot hold, by parity and member.
         self._longer = tuple(
             [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
             for parity in (0, 1)
         )
-        self._published: list[Arrival | None] = [None, None]  # in the arrival lines, by parity
+        self._published: list[Entry | None] = [None, None]  # in the entry lines, by parity
         self.number = 0
         self.epoch = 0
         self.called: Callable[[str], CallSite] = CallSite.here
@@ -153,28 +153,29 @@ class Board:
         starts = range(_STAGES, _BOARD_NBYTES, STAGE_NBYTES)
         return [[part[start : start + STAGE_NBYTES].view(dtype) for part in self._parts] for start in starts]
 
-    def say(self, numbers: Sequence[int]) -> None:
-        """Let the other members read numbers once this rank has arrived at its next call; see `said`."""
+    def publish(self, numbers: Sequence[int]) -> None:
+        """Let the other members read numbers once this rank has entered its next call; see `published`."""
         parity = self.number + 1 & 1
-        if len(numbers) > _NSAID:
+        if len(numbers) > _NPUBLISHED:
             self._longer[parity][self.index][: len(numbers)] = array("q", numbers)
             return
         line = self._mine[parity]
-        for index, number in enumerate(numbers, _SAID):
+        for index, number in enumerate(numbers, _PUBLISHED):
             line[index] = number
 
-    def said(self, count: int) -> list[int]:
-        """Return what each of the other members has said to this call: ``count`` numbers each, in the order of `peers`.
+    def published(self, count: int) -> list[int]:
+        """Return the ``count`` numbers that each of the other members has published for this call, in their order.
 
         Valid until this rank leaves the call.
         """
         parity = self.number & 1
-        if count <= _NSAID:
-            return [number for line in self._arrivals[parity] for number in line[_SAID : _SAID + count].tolist()]
+        if count <= _NPUBLISHED:
+            part = slice(_PUBLISHED, _PUBLISHED + count)
+            return [number for line in self._entries[parity] for number in line[part].tolist()]
         longer = [area for index, area in enumerate(self._longer[parity]) if index != self.index]
         return [number for area in longer for number in area[:count].tolist()]
 
-    def arrive(self, mine: Arrival) -> list[int]:
+    def enter(self, mine: Entry) -> list[int]:
         """Begin a call together with the other members: the barrier before any data is touched.
 
         Args:
@@ -195,7 +196,7 @@ class Board:
         if self._fence is not None:
             self._fence()
         line[_NUMBER] = number
-        lines = self._arrivals[parity]
+        lines = self._entries[parity]
         for peer in lines:
             if peer[_NUMBER] < number and not self._soon(peer, number):
                 self._wait(lines, number, mine.signature)
@@ -221,7 +222,7 @@ class Board:
             MismatchError: on every member.
             CollectiveTimeoutError, PeerLostError: a member did not come.
         """
-        self.arrive(Arrival(reason, _REFUSED))
+        self.enter(Entry(reason, _REFUSED))
         self._disagree(reason)  # all have refused
 
     def barrier(self, signature: str, *, wait: bool = True) -> None:
