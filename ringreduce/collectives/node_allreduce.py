@@ -143,7 +143,7 @@ class StagedTwoShot(BoundCall):
             staged = self._staged = self.bind(given, into)
             self._where = where
         staged.copy_in()  # before the ranks meet: if all ranks do so, no further barrier is needed
-        for other in self._board.enter(self._signature.arrival):
+        for other in self._board.enter(self._signature.entry):
             if other != NOWHERE:  # that rank stages its input only once the ranks have met
                 self._board.barrier(self._signature.text)
                 break
