@@ -354,9 +354,8 @@ class BoundSchedule:
             own, complete = mine[part], blocks.start in self._last[number]
             if step.by_rank:
                 combine = kernels.combine(_by_rank([*arrived, (self._rank, own)]), complete=complete)
-                bound.after.append(
-                    partial(combine, own if memory.result is None else memory.result[_span(into, blocks)])
-                )
+                target = own if memory.result is None else memory.result[_span(into, blocks)]
+                bound.after.append(partial(combine, target))
                 continue
             for count, (_, place) in enumerate(arrived, start=1):
                 combine = kernels.combine([own, place], complete=complete and count == len(arrived))
