@@ -21,7 +21,7 @@ import numpy as np
 
 import ringreduce
 from ringreduce.bench.measure import Contender, time_in_turn
-from ringreduce.buffers.codecs import CODECS, relative_error
+from ringreduce.buffers.codecs import CODECS
 from ringreduce.common.config import parse_nbytes
 
 
@@ -35,7 +35,7 @@ def measure(nbytes: int, formats: list[str], iterations: int) -> list[dict[str, 
     errors = []
     for call in calls:
         array[:] = given
-        errors.append(relative_error(exact, call()))
+        errors.append(float(np.linalg.norm(exact - call()) / np.linalg.norm(exact)))
     contenders = [Contender("", array, call, prepare=partial(np.copyto, array, given)) for call in calls]
     medians = np.median(time_in_turn(ringreduce.world(), contenders, iterations, 0), axis=1)
     return [

@@ -9,17 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ringreduce.algorithms import (
-    alltoall,
-    broadcast,
-    direct,
     double_tree,
-    gather_scatter,
     halving_doubling,
     hierarchical,
-    one_shot,
+    pairs,
     recursive_doubling,
-    reduce,
     ring,
+    rooted,
     two_shot,
 )
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Schedule, Step, Transfer
@@ -40,42 +36,15 @@ __all__ = [
 ]
 
 ALGORITHMS: tuple[Algorithm, ...] = (
-    one_shot.ALLREDUCE,
-    two_shot.ALLREDUCE,
+    pairs.ONE_SHOT,
+    *two_shot.ALGORITHMS,
     recursive_doubling.ALLREDUCE,
     halving_doubling.ALLREDUCE,
     double_tree.ALLREDUCE,
-    direct.ALLREDUCE,
-    ring.ALLREDUCE,
-    hierarchical.ALLREDUCE,
-    hierarchical.ALLREDUCE_DOUBLING,
-    hierarchical.ALLREDUCE_HALVING,
-    hierarchical.ALLREDUCE_DIRECT,
-    two_shot.REDUCE_SCATTER,
-    direct.REDUCE_SCATTER,
-    ring.REDUCE_SCATTER,
-    two_shot.ALLGATHER,
-    direct.ALLGATHER,
-    ring.ALLGATHER,
-    two_shot.BROADCAST,
-    broadcast.BINOMIAL,
-    broadcast.CHAIN,
-    two_shot.ALLTOALL,
-    alltoall.DIRECT,
-    alltoall.PAIRWISE,
-    two_shot.REDUCE_BY_ROOT,
-    two_shot.REDUCE,
-    reduce.BINOMIAL,
-    reduce.CHAIN,
-    reduce.DIRECT,
-    hierarchical.REDUCE_BINOMIAL,
-    hierarchical.REDUCE_CHAIN,
-    two_shot.GATHER,
-    gather_scatter.GATHER_DIRECT,
-    gather_scatter.GATHER_BINOMIAL,
-    two_shot.SCATTER,
-    gather_scatter.SCATTER_DIRECT,
-    gather_scatter.SCATTER_BINOMIAL,
+    *pairs.ALGORITHMS,
+    *ring.ALGORITHMS,
+    *rooted.ALGORITHMS,
+    *hierarchical.ALGORITHMS,
 )
 
 

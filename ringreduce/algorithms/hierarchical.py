@@ -31,19 +31,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ringreduce.algorithms import direct, halving_doubling, recursive_doubling, reduce, ring
+from ringreduce.algorithms import halving_doubling, pairs, recursive_doubling, ring, rooted
 from ringreduce.algorithms.patterns import peers_after, relabelled
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = [
-    "ALLREDUCE",
-    "ALLREDUCE_DIRECT",
-    "ALLREDUCE_DOUBLING",
-    "ALLREDUCE_HALVING",
-    "REDUCE_BINOMIAL",
-    "REDUCE_CHAIN",
-]
+__all__ = ["ALGORITHMS"]
 
 
 def _lanes(topology: Topology) -> int:
@@ -56,7 +49,8 @@ def _one_lane(topology: Topology) -> Topology:
 
 
 def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
-    """Return the hierarchical allreduce that carries out ``across`` in every lane."""
+    """Return the hierarchical algorithm that carries out ``across``, an allreduce or a reduce, in every lane."""
+    to_all = across.collective is Collective.ALLREDUCE
 
     def nblocks(topology: Topology) -> int:
         return _lanes(topology) * across.nblocks(_one_lane(topology))
@@ -71,81 +65,53 @@ def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
         yield Step(loads=tuple(Transfer(peer, mine, reduce=True) for peer in sorted(peers)), by_rank=True)
         # Ascending, so that steps that combine by rank (recursive doubling) order their terms alike on all members.
         members = sorted(topology.cross_group(rank))
-        inner = across.steps(members.index(rank), _one_lane(topology), 0)
+        lane_root = next((members.index(each) for each in topology.node_of(root) if each in members), 0)
+        inner = across.steps(members.index(rank), _one_lane(topology), lane_root)
         yield from relabelled(inner, members, first_block=mine.start)
-        yield Step(stores=tuple(Transfer(peer, mine) for peer in peers))
+        yield Step(stores=tuple(Transfer(peer, mine) for peer in peers if to_all or peer == root))
 
     def cost(topology: Topology) -> Cost:
         largest = max(len(node) for node in topology.nodes)
         inner, lanes = across.cost(_one_lane(topology)), _lanes(topology)
-        return Cost(steps=inner.steps + 2 * (largest > 1), sent=inner.sent / lanes, touched=2 * (largest - 1) / lanes)
+        touched = 2 * (largest - 1) / lanes if to_all else int(lanes > 1)
+        return Cost(steps=inner.steps + 2 * (largest > 1), sent=inner.sent / lanes, touched=touched)
 
-    return Algorithm(name, Collective.ALLREDUCE, summary, steps, cost, nblocks)
+    def refuses(topology: Topology) -> str | None:
+        same = len({len(node) for node in topology.nodes}) == 1
+        return None if to_all or same else f"all nodes must have as many ranks, but these are {topology.describe()}"
 
-
-ALLREDUCE = _make(
-    "hierarchical",
-    ring.ALLREDUCE,
-    "reduces in shared memory, then one ring per local rank between nodes; wins for large buffers on many nodes",
-)
-
-ALLREDUCE_DOUBLING = _make(
-    "hierarchical_doubling",
-    recursive_doubling.ALLREDUCE,
-    "reduces in shared memory, then recursive doubling between nodes; wins for small buffers on several nodes",
-)
-
-ALLREDUCE_HALVING = _make(
-    "hierarchical_halving",
-    halving_doubling.ALLREDUCE,
-    "reduces in shared memory, then halving-doubling between nodes; wins for large buffers on 2^k nodes",
-)
-
-ALLREDUCE_DIRECT = _make(
-    "hierarchical_direct",
-    direct.ALLREDUCE,
-    "reduces in shared memory, then everyone with everyone between nodes; wins for large buffers on a few nodes",
-)
+    return Algorithm(name, across.collective, summary, steps, cost, nblocks, refuses)
 
 
-def _make_reduce(name: str, across: Algorithm, summary: str) -> Algorithm:
-    """Return the hierarchical reduction to a root that carries out ``across`` in every lane."""
-
-    def nblocks(topology: Topology) -> int:
-        return _lanes(topology) * across.nblocks(_one_lane(topology))
-
-    def steps(rank: int, topology: Topology, root: int) -> Iterator[Step]:
-        lane, width = topology.local_rank(rank), across.nblocks(_one_lane(topology))
-        mine = range(lane * width, (lane + 1) * width)
-        peers, members = topology.node_of(rank), sorted(topology.cross_group(rank))
-        loads = tuple(Transfer(peer, mine, reduce=True) for peer in sorted(peers) if peer != rank)
-        yield Step(loads=loads, by_rank=True)
-        lane_root = next(members.index(each) for each in topology.node_of(root) if each in members)
-        inner = across.steps(members.index(rank), _one_lane(topology), lane_root)
-        yield from relabelled(inner, members, first_block=mine.start)
-        if root in peers and rank != root:
-            yield Step(stores=(Transfer(root, mine),))
-
-    def cost(topology: Topology) -> Cost:
-        inner, lanes = across.cost(_one_lane(topology)), _lanes(topology)
-        return Cost(steps=inner.steps + 2 * (lanes > 1), sent=inner.sent / lanes, touched=int(lanes > 1))
-
-    return Algorithm(name, Collective.REDUCE, summary, steps, cost, nblocks, refuses=_even_nodes_only)
-
-
-def _even_nodes_only(topology: Topology) -> str | None:
-    same = len({len(node) for node in topology.nodes}) == 1
-    return None if same else f"all nodes must have as many ranks, but these are {topology.describe()}"
-
-
-REDUCE_BINOMIAL = _make_reduce(
-    "hierarchical_binomial",
-    reduce.BINOMIAL,
-    "reduces in shared memory, then up a tree of nodes; wins for small buffers on several nodes",
-)
-
-REDUCE_CHAIN = _make_reduce(
-    "hierarchical_chain",
-    reduce.CHAIN,
-    "reduces in shared memory, then from node to node; wins for large buffers on several nodes",
+ALGORITHMS = (
+    _make(
+        "hierarchical",
+        ring.ALLREDUCE,
+        "reduces in shared memory, then one ring per local rank between nodes; wins for large buffers on many nodes",
+    ),
+    _make(
+        "hierarchical_doubling",
+        recursive_doubling.ALLREDUCE,
+        "reduces in shared memory, then recursive doubling between nodes; wins for small buffers on several nodes",
+    ),
+    _make(
+        "hierarchical_halving",
+        halving_doubling.ALLREDUCE,
+        "reduces in shared memory, then halving-doubling between nodes; wins for large buffers on 2^k nodes",
+    ),
+    _make(
+        "hierarchical_direct",
+        pairs.ALLREDUCE,
+        "reduces in shared memory, then everyone with everyone between nodes; wins for large buffers on a few nodes",
+    ),
+    _make(
+        "hierarchical_binomial",
+        rooted.REDUCE_BINOMIAL,
+        "reduces in shared memory, then up a tree of nodes; wins for small buffers on several nodes",
+    ),
+    _make(
+        "hierarchical_chain",
+        rooted.REDUCE_CHAIN,
+        "reduces in shared memory, then from node to node; wins for large buffers on several nodes",
+    ),
 )

@@ -20,12 +20,13 @@ Where the partial sum of each block is, 4 ranks (block b ends up on rank b):
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from ringreduce.algorithms.patterns import block, node_order
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["ALLGATHER", "ALLREDUCE", "REDUCE_SCATTER"]
+__all__ = ["ALGORITHMS", "ALLREDUCE"]
 
 
 def _reduce_scatter(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
@@ -52,34 +53,30 @@ def _rounds(rank: int, topology: Topology, lead: int, reduce: bool) -> Iterator[
         yield Step(sends=(Transfer(after, outgoing),), recvs=(Transfer(before, incoming, reduce),))
 
 
-def _one_turn(topology: Topology) -> Cost:
-    return Cost(steps=topology.size - 1, sent=(topology.size - 1) / topology.size)
-
-
-def _two_turns(topology: Topology) -> Cost:
-    return Cost(steps=2 * (topology.size - 1), sent=2 * (topology.size - 1) / topology.size)
-
-
 ALLREDUCE = Algorithm(
     name="ring",
     collective=Collective.ALLREDUCE,
     summary="passes blocks around a ring, twice; wins for large buffers on few or moderately many ranks",
     steps=_allreduce,
-    cost=_two_turns,
+    cost=lambda topology: Cost(steps=2 * (topology.size - 1), sent=2 * (topology.size - 1) / topology.size),
 )
 
-REDUCE_SCATTER = Algorithm(
+_once = partial(
+    Algorithm,
     name="ring",
-    collective=Collective.REDUCE_SCATTER,
-    summary="passes partial sums around a ring; wins for large buffers",
-    steps=_reduce_scatter,
-    cost=_one_turn,
+    cost=lambda topology: Cost(steps=topology.size - 1, sent=(topology.size - 1) / topology.size),
 )
 
-ALLGATHER = Algorithm(
-    name="ring",
-    collective=Collective.ALLGATHER,
-    summary="passes blocks around a ring; wins for large buffers",
-    steps=_allgather,
-    cost=_one_turn,
+ALGORITHMS = (
+    ALLREDUCE,
+    _once(
+        collective=Collective.REDUCE_SCATTER,
+        summary="passes partial sums around a ring; wins for large buffers",
+        steps=_reduce_scatter,
+    ),
+    _once(
+        collective=Collective.ALLGATHER,
+        summary="passes blocks around a ring; wins for large buffers",
+        steps=_allgather,
+    ),
 )

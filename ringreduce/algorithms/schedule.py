@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 from ringreduce.common.topology import Topology
 
-__all__ = ["Algorithm", "Collective", "Cost", "Schedule", "Step", "Transfer"]
+__all__ = ["Algorithm", "Collective", "Cost", "Schedule", "Step", "Steps", "Transfer"]
 
 
 class Collective(Enum):
@@ -58,6 +59,32 @@ class Collective(Enum):
     def reduces(self) -> bool:
         """Whether values of several ranks are combined."""
         return self in (Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE)
+
+    def before_and_after(
+        self, rank: int, size: int, nblocks: int, root: int
+    ) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
+        """Return the table above for one rank; what is not mentioned holds nothing before, and anything afterwards.
+
+        Returns:
+            By place, which of the rank's own blocks is there before; and whose terms, as a bit mask of ranks, of which
+            block have to be there afterwards.
+        """
+        at_root, everyone = rank == root, (1 << size) - 1
+        everything, own = {block: block for block in range(nblocks)}, {rank: rank}
+        gathered = {peer: (1 << peer, peer) for peer in range(size)}
+        reduced = {block: (everyone, block) for block in everything}
+        sent = {block: (1 << rank, block) for block in range(size)}
+        received = {size + peer: (1 << peer, rank) for peer in range(size)}
+        return {
+            Collective.ALLREDUCE: (everything, reduced),
+            Collective.REDUCE_SCATTER: (everything, {rank: (everyone, rank)}),
+            Collective.ALLGATHER: (own, gathered),
+            Collective.BROADCAST: (everything if at_root else {}, {block: (1 << root, block) for block in everything}),
+            Collective.ALLTOALL: ({**{block: block for block in sent}, size + rank: rank}, {**sent, **received}),
+            Collective.REDUCE: (everything, reduced if at_root else {}),
+            Collective.GATHER: (own, gathered if at_root else {}),
+            Collective.SCATTER: (everything if at_root else {}, {rank: (1 << root, rank)}),
+        }[self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +171,10 @@ class Schedule:
         return found[::-1]
 
 
+#: ``(rank, topology, root) -> steps``; only those of rooted collectives look at ``root``.
+Steps: TypeAlias = Callable[[int, Topology, int], Iterator[Step]]
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What a schedule costs the rank that does most, for n bytes in equal blocks (alltoall: n in the blocks to send).
@@ -168,8 +199,7 @@ class Algorithm:
         name: the name users give, e.g. ``"ring"``.
         collective: what it computes.
         summary: one line: what it is and when it wins.
-        steps: ``(rank, topology, root) -> steps``; only those of rooted collectives look at ``root``. Empty steps are
-            left out.
+        steps: of each rank; empty ones are left out.
         cost: ``topology -> Cost``, exact for equal blocks; `verify` holds the steps to it.
         nblocks: ``topology -> number of blocks``; one for each rank if nothing is said.
         refuses: ``topology -> why it cannot run there``, or None where it can.
@@ -178,7 +208,7 @@ class Algorithm:
     name: str
     collective: Collective
     summary: str
-    steps: Callable[[int, Topology, int], Iterator[Step]]
+    steps: Steps
     cost: Callable[[Topology], Cost]
     nblocks: Callable[[Topology], int] = lambda topology: topology.size
     refuses: Callable[[Topology], str | None] = lambda topology: None

@@ -31,31 +31,23 @@ from ringreduce.algorithms.patterns import block, node_order, one_node_only, pee
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = [
-    "ALLGATHER",
-    "ALLREDUCE",
-    "ALLTOALL",
-    "BROADCAST",
-    "GATHER",
-    "REDUCE",
-    "REDUCE_BY_ROOT",
-    "REDUCE_SCATTER",
-    "SCATTER",
-]
+__all__ = ["ALGORITHMS"]
+
+
+def _load_own(rank: int, topology: Topology, stores: tuple[Transfer, ...] = (), own: int | None = None) -> Step:
+    """Reduce this rank's block, or block ``own``, out of the memory of all."""
+    mine = block(rank if own is None else own)
+    loads = tuple(Transfer(peer, mine, reduce=True) for peer in sorted(peers_after(rank, node_order(topology))))
+    return Step(loads=loads, stores=stores, by_rank=True)
 
 
 def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     peers = peers_after(rank, node_order(topology))
-    yield Step(
-        loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in sorted(peers)),
-        stores=tuple(Transfer(peer, block(rank)) for peer in peers),
-        by_rank=True,
-    )
+    yield _load_own(rank, topology, tuple(Transfer(peer, block(rank)) for peer in peers))
 
 
 def _reduce_scatter(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    peers = sorted(peers_after(rank, node_order(topology)))
-    yield Step(loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in peers), by_rank=True)
+    yield _load_own(rank, topology)
 
 
 def _allgather(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
@@ -75,18 +67,12 @@ def _alltoall(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
 
 
 def _reduce(rank: int, topology: Topology, root: int) -> Iterator[Step]:
-    peers = sorted(peers_after(rank, node_order(topology)))
-    yield Step(
-        loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in peers),
-        stores=() if rank == root else (Transfer(root, block(rank)),),
-        by_rank=True,
-    )
+    yield _load_own(rank, topology, () if rank == root else (Transfer(root, block(rank)),))
 
 
 def _reduce_by_root(rank: int, topology: Topology, root: int) -> Iterator[Step]:
     if rank == root:
-        peers = sorted(peers_after(rank, node_order(topology)))
-        yield Step(loads=tuple(Transfer(peer, block(0), reduce=True) for peer in peers), by_rank=True)
+        yield _load_own(rank, topology, own=0)
 
 
 def _gather(rank: int, topology: Topology, root: int) -> Iterator[Step]:
@@ -99,74 +85,71 @@ def _scatter(rank: int, topology: Topology, root: int) -> Iterator[Step]:
         yield Step(loads=(Transfer(root, block(rank)),))
 
 
-def _all_but_own(topology: Topology) -> Cost:
-    return Cost(steps=int(topology.size > 1), touched=(topology.size - 1) / topology.size)
+def _moves(topology: Topology) -> int:
+    return int(topology.size > 1)
 
 
-ALLREDUCE = Algorithm(
-    name="two_shot",
-    collective=Collective.ALLREDUCE,
-    summary="reduces block b on rank b in peers' memory, without a copy; wins on one node from some KiB up",
-    steps=_allreduce,
-    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=2 * (topology.size - 1) / topology.size),
+_two_shot = partial(Algorithm, name="two_shot", refuses=one_node_only)
+
+_load = partial(
+    Algorithm,
+    name="load",
+    cost=lambda topology: Cost(steps=_moves(topology), touched=(topology.size - 1) / topology.size),
     refuses=one_node_only,
 )
 
-_load = partial(Algorithm, name="load", cost=_all_but_own, refuses=one_node_only)
-
-REDUCE_SCATTER = _load(
-    collective=Collective.REDUCE_SCATTER,
-    summary="loads and reduces one's own block from peers' memory; wins on one node",
-    steps=_reduce_scatter,
-)
-
-ALLGATHER = _load(
-    collective=Collective.ALLGATHER,
-    summary="loads every block from its owner's memory; wins on one node",
-    steps=_allgather,
-)
-
-BROADCAST = _load(
-    collective=Collective.BROADCAST,
-    summary="loads everything from the root's memory; wins on one node",
-    steps=_broadcast,
-    nblocks=lambda topology: 1,
-    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=int(topology.size > 1)),
-)
-
-ALLTOALL = _load(
-    collective=Collective.ALLTOALL,
-    summary="loads one's block from every peer's memory; wins on one node",
-    steps=_alltoall,
-    nblocks=lambda topology: 2 * topology.size,
-)
-
-REDUCE = Algorithm(
-    name="two_shot",
-    collective=Collective.REDUCE,
-    summary="reduces block b on rank b, right into the root's memory; wins on one node from some KiB up",
-    steps=_reduce,
-    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=int(topology.size > 1)),
-    refuses=one_node_only,
-)
-
-REDUCE_BY_ROOT = _load(
-    collective=Collective.REDUCE,
-    summary="the root loads and reduces everything from peers' memory; wins on one node for small buffers",
-    steps=_reduce_by_root,
-    nblocks=lambda topology: 1,
-    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=topology.size - 1),
-)
-
-GATHER = _load(
-    collective=Collective.GATHER,
-    summary="the root loads every block from its owner's memory; wins on one node",
-    steps=_gather,
-)
-
-SCATTER = _load(
-    collective=Collective.SCATTER,
-    summary="loads one's own block from the root's memory; wins on one node",
-    steps=_scatter,
-    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=(topology.size > 1) / topology.size),
+ALGORITHMS = (
+    _two_shot(
+        collective=Collective.ALLREDUCE,
+        summary="reduces block b on rank b in peers' memory, without a copy; wins on one node from some KiB up",
+        steps=_allreduce,
+        cost=lambda topology: Cost(steps=_moves(topology), touched=2 * (topology.size - 1) / topology.size),
+    ),
+    _load(
+        collective=Collective.REDUCE_SCATTER,
+        summary="loads and reduces one's own block from peers' memory; wins on one node",
+        steps=_reduce_scatter,
+    ),
+    _load(
+        collective=Collective.ALLGATHER,
+        summary="loads every block from its owner's memory; wins on one node",
+        steps=_allgather,
+    ),
+    _load(
+        collective=Collective.BROADCAST,
+        summary="loads everything from the root's memory; wins on one node",
+        steps=_broadcast,
+        nblocks=lambda topology: 1,
+        cost=lambda topology: Cost(steps=_moves(topology), touched=_moves(topology)),
+    ),
+    _load(
+        collective=Collective.ALLTOALL,
+        summary="loads one's block from every peer's memory; wins on one node",
+        steps=_alltoall,
+        nblocks=lambda topology: 2 * topology.size,
+    ),
+    _load(
+        collective=Collective.REDUCE,
+        summary="the root loads and reduces everything from peers' memory; wins on one node for small buffers",
+        steps=_reduce_by_root,
+        nblocks=lambda topology: 1,
+        cost=lambda topology: Cost(steps=_moves(topology), touched=topology.size - 1),
+    ),
+    _two_shot(
+        collective=Collective.REDUCE,
+        summary="reduces block b on rank b, right into the root's memory; wins on one node from some KiB up",
+        steps=_reduce,
+        cost=lambda topology: Cost(steps=_moves(topology), touched=_moves(topology)),
+    ),
+    _load(
+        collective=Collective.GATHER,
+        summary="the root loads every block from its owner's memory; wins on one node",
+        steps=_gather,
+    ),
+    _load(
+        collective=Collective.SCATTER,
+        summary="loads one's own block from the root's memory; wins on one node",
+        steps=_scatter,
+        cost=lambda topology: Cost(steps=_moves(topology), touched=_moves(topology) / topology.size),
+    ),
 )

@@ -266,36 +266,6 @@ class _Value(NamedTuple):
         return f"block {self.block} of {ranks}"
 
 
-def _before_and_after(
-    rank: int, size: int, nblocks: int, collective: Collective, root: int
-) -> tuple[dict[int, _Value], dict[int, tuple[int, int]]]:
-    """Return what the blocks of ``rank`` hold at the beginning, and what they must hold in the end (see `Collective`).
-
-    The latter as (whose terms as a bit mask, for which block). Blocks that are not mentioned hold nothing at the
-    beginning, and may hold anything in the end.
-    """
-    mine, everyone = 1 << rank, (1 << size) - 1
-    everything = {block: _Value(block, mine, rank) for block in range(nblocks)}
-    own = _Value(rank, mine, rank)
-    if collective is Collective.ALLREDUCE:
-        return everything, {block: (everyone, block) for block in everything}
-    if collective is Collective.REDUCE_SCATTER:
-        return everything, {rank: (everyone, rank)}
-    if collective is Collective.ALLGATHER:
-        return {rank: own}, {peer: (1 << peer, peer) for peer in range(size)}
-    if collective is Collective.BROADCAST:
-        return everything if rank == root else {}, {block: (1 << root, block) for block in everything}
-    if collective is Collective.REDUCE:
-        return everything, {block: (everyone, block) for block in everything} if rank == root else {}
-    if collective is Collective.GATHER:
-        return {rank: own}, {peer: (1 << peer, peer) for peer in range(size)} if rank == root else {}
-    if collective is Collective.SCATTER:
-        return everything if rank == root else {}, {rank: (1 << root, rank)}
-    sent = {block: everything[block] for block in range(size)}
-    received = {size + peer: (1 << peer, rank) for peer in range(size)}
-    return {**sent, size + rank: own}, {**{block: (mine, block) for block in sent}, **received}
-
-
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
@@ -314,8 +284,12 @@ class _World:
 
     def __init__(self, schedules: Sequence[Schedule], collective: Collective, root: int) -> None:
         self.schedules, self.collective, self.size = schedules, collective, len(schedules)
-        states = [_before_and_after(r, self.size, schedules[0].nblocks, collective, root) for r in range(self.size)]
-        self.memory, self._wanted = [before for before, _ in states], [after for _, after in states]
+        nblocks, ranks = schedules[0].nblocks, range(self.size)
+        states = [collective.before_and_after(rank, self.size, nblocks, root) for rank in ranks]
+        self.memory = [
+            {place: _Value(block, 1 << rank, rank) for place, block in states[rank][0].items()} for rank in ranks
+        ]
+        self._wanted = [after for _, after in states]
         self._done = [0] * self.size
         self._arrived: list[dict[int, tuple[_Value, ...]]] = [{} for _ in schedules]
         self._waiting = [0] * self.size

@@ -12,8 +12,8 @@ from ringreduce.algorithms import Collective
 from ringreduce.bench.cases import Case
 from ringreduce.bench.measure import Clock, Contender, Stopwatch, bound_contenders
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.buffers.device_driver import Driver
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.gpu.cupy_driver import Driver
 from ringreduce.gpu.devices import STAGED
 from ringreduce.gpu.measuring import cupy_tools
 from ringreduce.training.objects import gather
@@ -151,7 +151,6 @@ class OnDevice:
         event = self.driver.make_event()
         self.driver.record(event, stream)
         self.driver.synchronize(event)
-        self.driver.free_event(event)
 
 
 def device_operand(array: Any) -> DeviceOperand:

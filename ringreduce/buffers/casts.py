@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from ringreduce.buffers.dtypes import DTYPES, DType
+from ringreduce.buffers.dtypes import DTYPES, Array, DType
 
 __all__ = ["divide_toward_zero", "narrow", "widen", "wider"]
-
-Array = npt.NDArray[Any]
 
 
 def wider(dtype: DType) -> DType:

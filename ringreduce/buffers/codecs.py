@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DTYPES, DType, narrow, widen
 
-__all__ = ["CODECS", "Codec", "relative_error"]
+__all__ = ["CODECS", "Codec"]
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -296,25 +296,3 @@ CODECS: Mapping[str, Codec] = {
         _Int4Codec("int4", bits=4, block=64, largest=7),
     )
 }
-
-
-def relative_error(exact: npt.NDArray[Any], approximate: npt.NDArray[Any]) -> float:
-    """Return the Euclidean norm of the difference, divided by that of ``exact``, both in float64.
-
-    It is 0 if there is no difference, also where all is zero; infinite if only ``exact`` is zero or only
-    ``approximate`` has infinities; NaN if there is a NaN in either or an infinity in ``exact``.
-
-    Args:
-        exact: real numbers in any shape; their squares have to be finite in float64.
-        approximate: as ``exact``, of its shape.
-    """
-    assert exact.shape == approximate.shape
-    left, right = exact.reshape(-1), approximate.reshape(-1)
-    lost, total = np.float64(0), np.float64(0)
-    with np.errstate(all="ignore"):
-        for start in range(0, left.size, _PIECE):
-            piece = left[start : start + _PIECE].astype(np.float64)
-            total += np.dot(piece, piece)
-            piece -= right[start : start + _PIECE]
-            lost += np.dot(piece, piece)
-        return float(np.sqrt(lost / total)) if lost else 0.0

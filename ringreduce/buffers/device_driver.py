@@ -1,23 +1,18 @@
-"""What ringreduce asks of a GPU: memory, streams, events, copies and sums.
-
-Everything above works on addresses and opaque handles and asks a `Driver`. There is one over CuPy, and one for tests
-that does all of it in host memory and keeps a record (`tests/gpu_doubles`).
-"""
+"""What is said of a GPU and of work on it, above the driver that does it (`ringreduce.gpu.cupy_driver`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from ringreduce.buffers.dtypes import DType
 from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = ["Arithmetic", "Device", "Driver", "Event", "Stream"]
+__all__ = ["Arithmetic", "Device", "Event", "Stream"]
 
-#: Opaque: what the driver made, and takes back. Stream 0 is the legacy default stream.
+#: Opaque: what the driver made. Stream 0 is the legacy default stream.
 Stream = int
-Event = int
+Event = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,75 +52,3 @@ class Arithmetic:
     def nbytes(self) -> int:
         """Of each array."""
         return self.count * self.dtype.itemsize
-
-
-class Driver(Protocol):
-    """The GPU that this process works on.
-
-    Calls return before what they enqueue is done, in the order of their stream, except where it says otherwise.
-    Errors become `ringreduce.TransportError`; only a lack of device memory in `allocate` is a `MemoryError`.
-    """
-
-    @property
-    def device(self) -> Device: ...
-
-    # ---- memory ----
-
-    def allocate(self, nbytes: int) -> int:
-        """Return the address of new device memory, aligned to 256 bytes, from no pool."""
-
-    def free(self, address: int) -> None:
-        """Give back what `allocate` gave; waits for the device."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Pin host memory, so that copies to and from it are asynchronous."""
-
-    def unregister(self, address: int) -> None:
-        """Take back what `register` did; nothing that is enqueued may still use it."""
-
-    # ---- order ----
-
-    def make_stream(self) -> Stream:
-        """Return a new stream of high priority, which does not wait for the default stream."""
-
-    def free_stream(self, stream: Stream) -> None: ...
-
-    def make_event(self) -> Event:
-        """Return a new event without timing."""
-
-    def free_event(self, event: Event) -> None: ...
-
-    def record(self, event: Event, stream: Stream) -> None:
-        """Let the event stand for all that has been enqueued on the stream."""
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Let what is enqueued on the stream from now on begin after the event, as it was recorded last."""
-
-    def done(self, event: Event) -> bool:
-        """Return whether what the event stands for is done."""
-
-    def synchronize(self, event: Event) -> None:
-        """Return when what the event stands for is done."""
-
-    def synchronize_device(self) -> None:
-        """Return when all that this process has enqueued on the GPU so far is done, on any stream and by anybody."""
-
-    # ---- work ----
-
-    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy between any two of device and host memory.
-
-        If the host memory is not pinned, the call returns when the host may use it again: when the copy is done, or its
-        bytes have at least left it for the device.
-        """
-
-    def combine(self, arithmetic: Arithmetic, sources: Sequence[int], target: int, size: int, stream: Stream) -> None:
-        """Reduce arrays in device memory, in the order of ``sources``.
-
-        Args:
-            arithmetic: what is done.
-            sources: the addresses of the arrays.
-            target: where the result goes; it may be one of the sources.
-            size: what an average is divided by.
-            stream: on which the sources are ready.
-        """

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ringreduce.common.errors import UnsupportedBufferError
 
-__all__ = ["DTYPES", "DType", "ml_bfloat16"]
+__all__ = ["DTYPES", "Array", "DType", "ml_bfloat16"]
+
+#: Of any dtype and shape.
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)

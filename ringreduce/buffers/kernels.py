@@ -1,4 +1,4 @@
-"""What is done to the elements: combine the ranks' blocks, fold one block into another, copy.
+"""What is done to the elements: combine the ranks' blocks, divide, copy.
 
 Kernels work on one-dimensional views in a dtype's storage type (or on views of any equal shape, where they are used
 in mailboxes). They come bound: building one may be slow, calling it must not be.
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers.casts import divide_toward_zero, wider
-from ringreduce.buffers.dtypes import DTYPES, DType, ml_bfloat16
+from ringreduce.buffers.dtypes import Array, DType, ml_bfloat16
 from ringreduce.common.reduce_ops import ReduceOp
 
 if TYPE_CHECKING:
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
-    "IntegerMeanKernels",
     "Kernels",
-    "NumpyHalfKernels",
     "TorchHalfKernels",
     "UfuncKernels",
+    "WideKernels",
     "divide",
     "kernels_for",
     "quiet_context",
 ]
 
-Array = npt.NDArray[Any]
 Call = Callable[[], object]
 
 _UFUNCS = {
@@ -81,19 +79,14 @@ class Kernels(Protocol):
             complete: whether no term is missing: only then is an average divided.
         """
 
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        """Bind ``target = target op source``; ``complete`` as for `combine`."""
-
 
 def kernels_for(dtype: DType, op: ReduceOp, size: int) -> Kernels:
     """Return the kernels that serve ``dtype``; cheap, but worth caching in a plan."""
-    if op is ReduceOp.AVERAGE and dtype.integral:
-        return IntegerMeanKernels(dtype, size)
-    if not dtype.half:
-        return UfuncKernels(dtype, op, size)
-    if importlib.util.find_spec("torch") is not None:
+    if dtype.half and importlib.util.find_spec("torch") is not None:
         return TorchHalfKernels(dtype, op, size)
-    return NumpyHalfKernels(dtype, op, size)
+    if dtype.half or (op is ReduceOp.AVERAGE and dtype.integral):
+        return WideKernels(dtype, op, size)
+    return UfuncKernels(dtype, op, size)
 
 
 class _Scratch:
@@ -140,6 +133,8 @@ class UfuncKernels:
 
     def _combine_pair(self, left: Array, right: Array, size: int | None) -> Callable[[Array], object]:
         ufunc = self._ufunc
+        if size is None and ufunc in (np.add, np.multiply):
+            return partial(ufunc, left, right)  # it takes where to store as the next argument, minima do not
         if size is None:
             return lambda target: ufunc(left, right, out=target)
 
@@ -149,89 +144,61 @@ class UfuncKernels:
 
         return combine
 
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        if complete and self._size is not None:
-            return partial(self._combine_pair(target, source, self._size), target)
-        return partial(self._ufunc, target, source, out=target)
 
+class WideKernels:
+    """Reductions in a wider type: averages of integers, rounded toward zero, and 16-bit floats without torch.
 
-class IntegerMeanKernels:
-    """Averages of integers, rounded toward zero, where all terms are at hand: summed wide, divided, cast back.
-
-    Floats of 64 bits are the quickest, and exact for integers of up to 32 bits of two million ranks; integers of 8 bits
-    are quicker still in 16 bits, which hold the sums of 256 ranks.
+    Each term is cast into scratch, combined there, and the result is cast back. All of an average of integers has to be
+    at hand. Floats of 64 bits are the quickest for those, and exact for integers of up to 32 bits of two million ranks;
+    integers of 8 bits are quicker still in 16 bits, which hold the sums of 256 ranks.
     """
 
-    def __init__(self, dtype: DType, size: int) -> None:
-        self._wide = self._wide_enough(dtype, size)
-        self._size = size
-        self._total, self._term = _Scratch(self._wide), _Scratch(self._wide)
+    def __init__(self, dtype: DType, op: ReduceOp, size: int) -> None:
+        self._native = ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage
+        self._integral = dtype.integral
+        self._ufunc = _UFUNCS[op]
+        self._size = size if op is ReduceOp.AVERAGE else None
+        wide = self._wide_enough(dtype, size)
+        self._total, self._term = _Scratch(wide), _Scratch(wide)
 
     @staticmethod
     def _wide_enough(dtype: DType, size: int) -> np.dtype[Any]:
         if dtype.itemsize == 1 and size <= 256:
             return np.dtype(np.int16 if dtype.kind == "int" else np.uint16)
-        if dtype.itemsize <= 4 and dtype.kind != "bool":
+        if dtype.integral and dtype.itemsize <= 4 and dtype.kind != "bool":
             return np.dtype(np.float64)
         return wider(dtype).storage
 
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
-        assert complete and len(sources) == self._size, "a part of a sum cannot be divided"
+        assert not self._integral or (complete and len(sources) == self._size), "a part of a sum cannot be divided"
+        divisor = self._size if complete else None
         if sources[0].ndim != 1 or sources[0].size <= _IN_CACHE:
-            return self._mean(sources)
+            return self._bound(sources, divisor)
         cuts = [slice(start, start + _IN_CACHE) for start in range(0, sources[0].size, _IN_CACHE)]
-        means = [(cut, self._mean([source[cut] for source in sources])) for cut in cuts]
+        parts = [(cut, self._bound([source[cut] for source in sources], divisor)) for cut in cuts]
 
         def combine(target: Array) -> None:
-            for cut, mean in means:
-                mean(target[cut])
+            for cut, part in parts:
+                part(target[cut])
 
         return combine
 
-    def _mean(self, sources: Sequence[Array]) -> Callable[[Array], object]:
-        first, *others = sources
-        total, term = self._total.like(first), self._term.like(first)
+    def _bound(self, sources: Sequence[Array], divisor: int | None) -> Callable[[Array], object]:
+        first, *others = [source.view(self._native) for source in sources]
+        total, term, ufunc = self._total.like(first), self._term.like(first), self._ufunc
 
-        def mean(target: Array) -> None:
+        def combine(target: Array) -> None:
             np.copyto(total, first)
             for source in others:
                 np.copyto(term, source)
-                np.add(total, term, out=total)
-            if self._wide.kind == "f":
-                divide(total, self._size)
-            else:
-                divide_toward_zero(total, self._size, term)
-            np.copyto(target, total, casting="unsafe")
-
-        return mean
-
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        raise NotImplementedError  # it would be a part of a sum, and those are of the wider type
-
-
-class NumpyHalfKernels:
-    """float16 and bfloat16 without torch: cast into float32 scratch, reduce there, cast back. Right, not fast."""
-
-    def __init__(self, dtype: DType, op: ReduceOp, size: int) -> None:
-        self._wide = UfuncKernels(DTYPES["float32"], op, size)
-        self._native = np.dtype(np.float16) if dtype.name == "float16" else ml_bfloat16()
-        self._scratches = [_Scratch(np.float32) for _ in range(size + 1)]
-
-    def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
-        natives = [source.view(self._native) for source in sources]
-        total, *wides = (scratch.like(sources[0]) for scratch in self._scratches[: len(sources) + 1])
-        reduce = self._wide.combine(wides, complete=complete)
-
-        def combine(target: Array) -> None:
-            for wide, native in zip(wides, natives, strict=True):
-                np.copyto(wide, native)
-            reduce(total)
+                ufunc(total, term, out=total)
+            if divisor is not None and total.dtype.kind == "f":
+                divide(total, divisor)
+            elif divisor is not None:
+                divide_toward_zero(total, divisor, term)
             np.copyto(target.view(self._native), total, casting="unsafe")
 
         return combine
-
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        return partial(self.combine([target, source], complete=complete), target)
 
 
 class TorchHalfKernels:
@@ -282,9 +249,6 @@ class TorchHalfKernels:
             choose = torch.minimum if self._op is ReduceOp.MIN else torch.maximum
             return lambda tensor: choose(scratch, tensor.float(), out=scratch)
         return scratch.add_
-
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        return partial(self.combine([target, source], complete=complete), target)
 
 
 def _copy_into(source: Array, target: Array) -> None:

@@ -16,7 +16,7 @@ from ringreduce.algorithms import Collective, find, schedule_for
 from ringreduce.buffers import DTYPES, DType, wider
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.topology import Topology
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, Arrival, signature_hash
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, Entry, signature_hash
 
 __all__ = [
     "DETERMINISTIC",
@@ -240,20 +240,20 @@ class Signature:
     Attributes:
         text: for people.
         code: a hash of the text, for flags and tags.
-        arrival: the same as a board takes it, where no rank touches the memory of others.
+        entry: the same as a board takes it, where no rank touches the memory of others.
         waits: whether no rank can end the call before all have begun it. Then ranks of several nodes need not compare a
             call that all have made before: if the calls differ, their messages do not match, and no rank ends.
     """
 
     text: str
     code: int
-    arrival: Arrival
+    entry: Entry
     waits: bool
 
     @classmethod
     def of(cls, text: str, *, waits: bool = True) -> Signature:
         code = signature_hash(text)
-        return cls(text, code, Arrival(text, code), waits)
+        return cls(text, code, Entry(text, code), waits)
 
 
 class Kind(NamedTuple):

@@ -38,7 +38,7 @@ class Choices:
                 too; where NCCL cannot run, the ranks use another path.
         """
         kind = _collective(collective)
-        ours = names(kind, self._context.topology, vendor=self._context.messages.has_allreduce)
+        ours = names(kind, self._context.topology, vendor=self._context.messages.offers_allreduce is not None)
         on_device = device not in (None, "cpu") and kind is Collective.ALLREDUCE
         return [*ours, NCCL] if on_device else ours
 

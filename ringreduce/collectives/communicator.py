@@ -401,7 +401,7 @@ class Communicator(Messaging, Choices):
     def neighbours(self) -> list[int]:
         """Return the processes of the other ranks of this node."""
         context = self._context
-        return [context.arena.pid(member) for member in context.board.peers]
+        return [context.arena.segments.pid(member) for member in context.board.peers]
 
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""

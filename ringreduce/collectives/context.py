@@ -26,7 +26,7 @@ from ringreduce.common.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
-from ringreduce.transport.shared.board import Arrival, Board
+from ringreduce.transport.shared.board import Board, Entry
 from ringreduce.transport.shared.direct import INNER_NBYTES
 from ringreduce.transport.shared.node import Node
 from ringreduce.transport.waiting import Waiter
@@ -117,13 +117,14 @@ class Context:
         self.calls = self.board if self.single_node else self.agreement
         self.board.called = self.called
         self.lifetime.listen("forking", self.arena.forked)
-        self.lifetime.listen("forked", self.arena.disown)  # what this process writes to its buffers stays its own
+        # What a forked process writes to its buffers stays its own.
+        self.lifetime.listen("forked", self.arena.segments.after_fork_in_child)
         if not self.single_node:
             self.waiter.watchers.append(self.agreement.watch)
 
     def problem(self, collective: Collective, nbytes: int, dtype: DType, op: ReduceOp) -> Problem:
         """Return a problem of these ranks; ``op`` matters where something is reduced."""
-        library = self.messages.offers_allreduce if self.messages.has_allreduce else None
+        library = self.messages.offers_allreduce
         return Problem(collective, nbytes, self.topology, dtype, op if collective.reduces else None, library)
 
     # ---- binding ----
@@ -191,7 +192,7 @@ class Context:
             MismatchError: they do not.
         """
         if self.single_node:
-            self.node.board.arrive(signature.arrival)
+            self.node.board.enter(signature.entry)
         else:
             self._enter(signature)
 
@@ -220,7 +221,7 @@ class Context:
             self._enter(signature)
         try:
             place = NOWHERE if location is None else location.packed
-            return self.board.arrive(Arrival(signature.text, signature.code, place))[::2]
+            return self.board.enter(Entry(signature.text, signature.code, place))[::2]
         except MismatchError:
             if not self.single_node:
                 self.agreement.settle()  # the other nodes must hear of it, and say what they call
@@ -274,7 +275,7 @@ class Context:
     def abandon(self) -> None:
         """Give back, after a failure, all that messages under way cannot write to."""
         self.waiter.forget()
-        self.arena.close()
+        self.arena.segments.close()
 
     def close(self) -> None:
         """Give everything back; arrays that users still hold stay valid."""
@@ -282,7 +283,7 @@ class Context:
         self.board.close()
         self.waiter.forget()
         self.messages.close()
-        self.arena.close()
+        self.arena.segments.close()
 
 
 class NodeSchedule:

@@ -354,12 +354,12 @@ class BoundSchedule:
             own, complete = mine[part], blocks.start in self._last[number]
             if step.by_rank:
                 combine = kernels.combine(_by_rank([*arrived, (self._rank, own)]), complete=complete)
-                bound.after.append(
-                    partial(combine, own if memory.result is None else memory.result[_span(into, blocks)])
-                )
+                target = own if memory.result is None else memory.result[_span(into, blocks)]
+                bound.after.append(partial(combine, target))
                 continue
             for count, (_, place) in enumerate(arrived, start=1):
-                bound.after.append(kernels.fold(own, place, complete=complete and count == len(arrived)))
+                combine = kernels.combine([own, place], complete=complete and count == len(arrived))
+                bound.after.append(partial(combine, own))
         if encoding:
             yield _Round(f"{name}: encode", before=encoding)
         yield bound

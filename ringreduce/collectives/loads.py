@@ -23,7 +23,7 @@ from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
 from ringreduce.common.partition import Partition, Segment
 from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, Arrival
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, Entry
 from ringreduce.transport.shared.private import PrivateMemory
 
 __all__ = ["plan_loads"]
@@ -90,10 +90,10 @@ class _ToRoot(_NodePlan):
         arena, signature = context.arena, task.signature
         self._target = None if target is None else unowned(target.view, target.address)
         where = NOWHERE if target is None else arena.place(target.address, target.nbytes)
-        self._arrival = Arrival(signature.text, signature.code, arena.place(source.address, source.nbytes), where)
+        self._entry = Entry(signature.text, signature.code, arena.place(source.address, source.nbytes), where)
 
     def run(self, source: Operand, place: Place) -> None:
-        mine, room = self._arrival, self._target
+        mine, room = self._entry, self._target
         blocks: list[Block] = []
         if mine.source == NOWHERE:
             block, copy = self._block()
@@ -108,9 +108,9 @@ class _ToRoot(_NodePlan):
         for block in blocks:  # after a failure they stay: a rank that is late may still store there
             self._context.arena.release(block)
 
-    def _carry_out(self, mine: Arrival, result: Array | None) -> None:
+    def _carry_out(self, mine: Entry, result: Array | None) -> None:
         board, observed = self._board, self._instruments.observers
-        others = board.arrive(mine)
+        others = board.enter(mine)
         if observed:
             self._instruments.step("publish and meet")
         key = (mine.source, mine.target, *others)
@@ -208,10 +208,10 @@ class _Loads(_NodePlan):
                 place = MAILED
                 boxes = [self._board.mailboxes(parity, self._source.dtype, self._source.shape) for parity in (0, 1)]
                 self._box = [each[self._board.index] for each in boxes]
-        self._arrival = Arrival(self._text, task.signature.code, place)
+        self._entry = Entry(self._text, task.signature.code, place)
 
     def run(self, source: Operand, place: Place) -> None:
-        mine, block = self._arrival, None
+        mine, block = self._entry, None
         if self._box:
             self._box[self._board.number + 1 & 1][...] = self._source
         elif mine.source == NOWHERE:
@@ -224,12 +224,12 @@ class _Loads(_NodePlan):
             if block is not None:
                 self._context.arena.release(block)
 
-    def _carry_out(self, place: Place, mine: Arrival) -> None:
+    def _carry_out(self, place: Place, mine: Entry) -> None:
         board, instruments, numbers = self._board, self._instruments, self._mine
         if numbers:
-            board.say(numbers)
-        others = board.arrive(mine)
-        theirs = (*board.said(len(numbers)),) if numbers else ()
+            board.publish(numbers)
+        others = board.enter(mine)
+        theirs = (*board.published(len(numbers)),) if numbers else ()
         layout = self._layouts.get(theirs)
         if layout is None:
             layout = self._lay_out(theirs)

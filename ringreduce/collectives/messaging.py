@@ -56,7 +56,7 @@ class Messaging:
         """
         point_to_point, source = self._to_one(), require_host(operand_of(array), "send")
         with self._timed("send", source.nbytes):
-            point_to_point.wait(point_to_point.send_array(source, whole_number("dest", dest), whole_number("tag", tag)))
+            point_to_point.wait(point_to_point.send(source, whole_number("dest", dest), whole_number("tag", tag)))
 
     def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
         """Receive an array that a rank sends; not collective. Any thread may call this.
@@ -78,7 +78,7 @@ class Messaging:
         point_to_point, target = self._to_one(), require_host(operand_of(out), "recv")
         sender = None if source is None else whole_number("source", source)
         with self._timed("recv", target.nbytes):
-            transfer = point_to_point.recv_array(target, sender, whole_number("tag", tag))
+            transfer = point_to_point.recv(target, sender, whole_number("tag", tag))
             try:
                 point_to_point.wait(transfer)
             except BaseException:
@@ -110,9 +110,9 @@ class Messaging:
                 return out
             if np.may_share_memory(given.view, taken.view):
                 raise ConfigError("sendrecv takes two arrays that have no memory in common; send a copy")
-            coming = point_to_point.recv_array(taken, sender, tag)
+            coming = point_to_point.recv(taken, sender, tag)
             try:
-                point_to_point.wait(point_to_point.send_array(given, to, tag))
+                point_to_point.wait(point_to_point.send(given, to, tag))
                 point_to_point.wait(coming)
             except BaseException:
                 point_to_point.withdraw(coming)

@@ -24,7 +24,7 @@ from ringreduce.collectives.execution import Memory
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
-from ringreduce.transport.shared.board import STAGE_NBYTES, Arrival
+from ringreduce.transport.shared.board import STAGE_NBYTES, Entry
 
 __all__ = ["OneShot", "StagedTwoShot", "TwoShot", "plan_allreduce"]
 
@@ -72,7 +72,7 @@ class OneShot(BoundCall):
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         board = self._board = context.board
-        self._instruments, self._arrival = context.instruments, task.signature.arrival
+        self._instruments, self._entry = context.instruments, task.signature.entry
         mailboxes = [board.mailboxes(parity, task.dtype.storage, (count,)) for parity in (0, 1)]
         kernels = context.kernels(task.dtype, task.op)
         self._mine = [each[board.index] for each in mailboxes]
@@ -82,7 +82,7 @@ class OneShot(BoundCall):
         board = self._board
         parity = board.number + 1 & 1
         self._mine[parity][...] = source.view
-        board.arrive(self._arrival)
+        board.enter(self._entry)
         observed = self._instruments.observers
         if observed:
             self._instruments.step("post and meet")
@@ -143,7 +143,7 @@ class StagedTwoShot(BoundCall):
             staged = self._staged = self.bind(given, into)
             self._where = where
         staged.copy_in()  # before the ranks meet: if all ranks do so, no further barrier is needed
-        for other in self._board.arrive(self._signature.arrival):
+        for other in self._board.enter(self._signature.entry):
             if other != NOWHERE:  # that rank stages its input only once the ranks have met
                 self._board.barrier(self._signature.text)
                 break
@@ -238,7 +238,7 @@ class TwoShot(BoundCall):
         self._target = unowned(target.view, target.address)
         in_place = target.address == source.address
         self._source = self._target if in_place else unowned(source.view, source.address)
-        self._arrival = Arrival(self._text, task.signature.code, *places)
+        self._entry = Entry(self._text, task.signature.code, *places)
         #: By the places of the others: what to do, in their memory or through staging areas.
         self._bound: dict[tuple[int, ...], list[Call] | _Staged] = {}
         self._others: list[int] = []  # in the last call
@@ -246,7 +246,7 @@ class TwoShot(BoundCall):
 
     def run(self, source: Operand, place: Place) -> None:
         board, observed = self._board, self._instruments.observers
-        others = board.arrive(self._arrival)
+        others = board.enter(self._entry)
         if others != self._others:
             self._last, self._others = self._bind((*others,)), others
         if observed:
@@ -287,7 +287,7 @@ class TwoShot(BoundCall):
             }
             for index in (0, 1)
         )
-        in_place = self._arrival.source == self._arrival.target and others[::2] == others[1::2]
+        in_place = self._entry.source == self._entry.target and others[::2] == others[1::2]
         memory = Memory(
             source,
             sources,

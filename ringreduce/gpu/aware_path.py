@@ -1,7 +1,7 @@
 """The allreduce of device memory by an MPI library that takes its addresses, and CuPy's kernels.
 
-The library moves bytes and nothing else: its own reductions may go through the host, and round in other places. The
-schedule is `ringreduce.algorithms.direct`: all ranks' parts of a block are added up in the order of ranks, and 16-bit
+The library moves bytes and nothing else: its own reductions may go through the host, and round in other places. In the
+schedule, direct of `ringreduce.algorithms.pairs`, all terms of a block are added up in the order of ranks, and 16-bit
 floats are rounded once.
 
 MPI knows of no streams: the host waits for the device before it starts messages, and for the sums between the steps.
@@ -18,14 +18,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import Call, DType, address_of
-from ringreduce.buffers.device_driver import Arithmetic, Driver, Stream
+from ringreduce.buffers import DType, address_of
+from ringreduce.buffers.device_driver import Arithmetic, Stream
+from ringreduce.buffers.dtypes import Array
 from ringreduce.collectives.call import Signature
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.execution import BoundSchedule, Memory
@@ -34,14 +34,13 @@ from ringreduce.common.errors import TransportError
 from ringreduce.common.partition import segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.awareness import CudaAwareness
+from ringreduce.gpu.cupy_driver import Driver
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import StepFailedError, together
 
 __all__ = ["AwareAllreduce", "untouchable"]
 
 _log = logging.getLogger(__name__)
-
-Array = npt.NDArray[Any]
 
 #: The most bytes of a block that travel at once: a message that long keeps a fast link busy for longer than it takes to
 #: launch a kernel and wait for it.
@@ -121,9 +120,8 @@ class AwareAllreduce(OnDevice):
         driver = self._driver
         driver.synchronize(self._done)
         memory = (partial(driver.free, address) for address in self._memory.values())
-        events = (partial(driver.free_event, each) for each in (self._computed, self._ready, self._done))
         close_all(
-            *(plan.close for plan in self._plans.values()), *memory, *events, partial(driver.free_stream, self._stream)
+            *(each.plan.close for each in self._plans.values()), *memory, partial(driver.free_stream, self._stream)
         )
 
     def abandon(self) -> None:
@@ -135,9 +133,11 @@ class AwareAllreduce(OnDevice):
         Raises:
             StepFailedError: on all of them, if one has no memory.
         """
-        made = together(self._context.messages, lambda: self._bind(arithmetic, signature), _Plan.close)
+        made = together(
+            self._context.messages, lambda: self._bind(arithmetic, signature), lambda made: made.plan.close()
+        )
         if len(self._plans) >= _MOST_PLANS:
-            self._plans.pop(next(iter(self._plans))).close()
+            self._plans.pop(next(iter(self._plans))).plan.close()
         self._plans[signature.code] = made
         return made
 
@@ -174,15 +174,11 @@ class AwareAllreduce(OnDevice):
         self._driver.synchronize(self._computed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """A plan on device memory, and where that begins."""
 
     address: int
     plan: BoundSchedule
-
-    def close(self) -> None:
-        self.plan.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +199,6 @@ class _Sums:
             self.finish(lambda stream: self.driver.combine(arithmetic, addresses, place, self.size, stream))
 
         return run
-
-    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        return partial(self.combine([target, source], complete=complete), target)
 
 
 def untouchable(address: int, nbytes: int) -> Array:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from ringreduce.buffers import DType
 from ringreduce.buffers.device_arrays import INSTALL
-from ringreduce.buffers.device_driver import Arithmetic, Device, Driver, Event, Stream
+from ringreduce.buffers.device_driver import Arithmetic, Device, Event, Stream
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = ["CupyDriver", "cuda_driver", "on_stream", "reduced"]
+__all__ = ["Driver", "cuda_driver", "on_stream", "reduced"]
 
 # Values of the CUDA runtime's headers, some of which CuPy does not name in all its versions.
 _SUCCESS, _NO_MEMORY, _NOT_READY = 0, 2, 600
@@ -22,7 +22,6 @@ _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which memory is mea
 _REGISTERED = 1  # pinned for all contexts of the process
 _NON_BLOCKING = 1  # a stream that does not wait for the legacy default stream
 _HIGHEST_PRIORITY = -100  # lower numbers go first, and what is out of range counts as the highest there is
-_EVENT_WITHOUT_TIMING = 2
 _UUID_NBYTES = 16
 
 #: The functions of NumPy and CuPy that combine two arrays.
@@ -57,28 +56,34 @@ def cuda_driver(number: int | None = None) -> Driver:
         ) from error
 
 
-@functools.cache
-def _driver(number: int) -> CupyDriver:
+@cache
+def _driver(number: int) -> Driver:
     import cupy
 
-    return CupyDriver(cupy, number)
+    return Driver(cupy, number)
 
 
-class CupyDriver:
-    """A `ringreduce.buffers.device_driver.Driver` over CuPy 13 or 14.
+class Driver:
+    """The GPU that this process works on, over CuPy 13 or 14: memory, streams, events, copies and sums.
 
-    Can be used from any thread, whatever GPU is the current one there.
+    Everything above works on addresses and opaque handles, and asks this. Calls return before what they enqueue is
+    done, in the order of their stream, except where it says otherwise. Errors become `ringreduce.TransportError`; only
+    a lack of device memory in `allocate` is a `MemoryError`. Can be used from any thread, whatever GPU is the current
+    one there. One for tests does all of it in host memory, and keeps a record (`tests/gpu_doubles`).
 
     Args:
         cupy: the module.
         number: the GPU's ordinal.
+
+    Attributes:
+        device: what it is.
     """
 
     def __init__(self, cupy: Any, number: int) -> None:
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
         self._number = number
-        self._device = self._describe()
+        self.device = self._describe()
 
     def _describe(self) -> Device:
         # Both take the ordinal. To make that GPU the current one would take memory of it for a context, on every GPU
@@ -96,13 +101,10 @@ class CupyDriver:
             nbytes=looks["totalGlobalMem"],
         )
 
-    @property
-    def device(self) -> Device:
-        return self._device
-
     # ---- memory ----
 
     def allocate(self, nbytes: int) -> int:
+        """Return the address of new device memory, aligned to 256 bytes, from no pool."""
         try:
             return int(self._ask(self._runtime.malloc, max(1, nbytes)))
         except TransportError as error:
@@ -111,37 +113,43 @@ class CupyDriver:
             raise MemoryError(f"GPU {self._number} has not that much free memory: {error.__cause__}") from error
 
     def free(self, address: int) -> None:
-        self.synchronize_device()  # which `cudaFree` may do or not
+        """Give back what `allocate` gave; waits for the device."""
+        self._ask(self._runtime.deviceSynchronize)  # which `cudaFree` may do or not
         self._ask(self._runtime.free, address)
 
     def register(self, address: int, nbytes: int) -> None:
+        """Pin host memory, so that copies to and from it are asynchronous."""
         self._ask(self._runtime.hostRegister, address, nbytes, _REGISTERED)
 
     def unregister(self, address: int) -> None:
+        """Take back what `register` did; nothing that is enqueued may still use it."""
         self._ask(self._runtime.hostUnregister, address)
 
     # ---- order ----
 
     def make_stream(self) -> Stream:
+        """Return a new stream of high priority, which does not wait for the default stream."""
         return int(self._ask(self._runtime.streamCreateWithPriority, _NON_BLOCKING, _HIGHEST_PRIORITY))
 
     def free_stream(self, stream: Stream) -> None:
+        """Give a stream back; what is enqueued there is still done."""
         self._ask(self._runtime.streamDestroy, stream)
 
     def make_event(self) -> Event:
-        return int(self._ask(self._runtime.eventCreateWithFlags, _EVENT_WITHOUT_TIMING))
-
-    def free_event(self, event: Event) -> None:
-        self._ask(self._runtime.eventDestroy, event)
+        """Return a new event without timing; it is given back when nobody refers to it any more."""
+        return self._ask(partial(self._cupy.cuda.Event, disable_timing=True))
 
     def record(self, event: Event, stream: Stream) -> None:
-        self._ask(self._runtime.eventRecord, event, stream)
+        """Let the event stand for all that has been enqueued on the stream."""
+        self._ask(self._runtime.eventRecord, event.ptr, stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        self._ask(self._runtime.streamWaitEvent, stream, event)
+        """Let what is enqueued on the stream from now on begin after the event, as it was recorded last."""
+        self._ask(self._runtime.streamWaitEvent, stream, event.ptr)
 
     def done(self, event: Event) -> bool:
-        status = int(self._ask(self._runtime.eventQuery, event))
+        """Return whether what the event stands for is done."""
+        status = int(self._ask(self._runtime.eventQuery, event.ptr))
         if status == _SUCCESS:
             return True
         try:
@@ -153,18 +161,31 @@ class CupyDriver:
         return False
 
     def synchronize(self, event: Event) -> None:
-        self._ask(self._runtime.eventSynchronize, event)
-
-    def synchronize_device(self) -> None:
-        self._ask(self._runtime.deviceSynchronize)
+        """Return when what the event stands for is done."""
+        self._ask(self._runtime.eventSynchronize, event.ptr)
 
     # ---- work ----
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        """Copy between any two of device and host memory.
+
+        If the host memory is not pinned, the call returns when the host may use it again: when the copy is done, or its
+        bytes have at least left it for the device.
+        """
         if nbytes:
             self._ask(self._runtime.memcpyAsync, target, source, nbytes, _COPY_BY_ADDRESS, stream)
 
     def combine(self, arithmetic: Arithmetic, sources: Sequence[int], target: int, size: int, stream: Stream) -> None:
+        """Reduce arrays in device memory, in the order of ``sources``.
+
+        Args:
+            arithmetic: what is done.
+            sources: the addresses of the arrays.
+            target: where the result goes; it may be one of the sources.
+            size: what an average is divided by.
+            stream: on which the sources are ready.
+        """
+
         def enqueue() -> None:
             with on_stream(self._cupy, stream):
                 result = reduced(self._cupy, [self._flat(address, arithmetic) for address in sources], arithmetic, size)

@@ -14,7 +14,7 @@ from typing import Any
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device
-from ringreduce.buffers.device_driver import Arithmetic, Driver
+from ringreduce.buffers.device_driver import Arithmetic
 from ringreduce.collectives.call import DETERMINISTIC, NCCL, Choice, Signature
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import SegmentReducer
@@ -30,9 +30,8 @@ from ringreduce.common.errors import (
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.aware_path import AwareAllreduce
 from ringreduce.gpu.awareness import CudaAwareness, cuda_awareness
-from ringreduce.gpu.cupy_driver import cuda_driver
-from ringreduce.gpu.nccl import Nccl, cupy_nccl
-from ringreduce.gpu.nccl_path import NcclAllreduce
+from ringreduce.gpu.cupy_driver import Driver, cuda_driver
+from ringreduce.gpu.nccl import Nccl, NcclAllreduce, cupy_nccl
 from ringreduce.gpu.path import OnDevice
 from ringreduce.gpu.staging import Staging
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ringreduce.buffers.device_driver import Driver
-from ringreduce.gpu.cupy_driver import cuda_driver
+from ringreduce.gpu.cupy_driver import Driver, cuda_driver
 
 __all__ = ["CupyTools", "cupy_tools"]
 

@@ -1,7 +1,14 @@
-"""NCCL, through CuPy: what ringreduce asks of it, and how the ranks of a process set find each other in it.
+"""The allreduce of device memory by NCCL, through CuPy.
 
 NCCL waits without limit for ranks that do not come, so the ranks first make sure, over messages, that each of them can
 come. A rank that fails all the same leaves the others waiting in a thread, up to a limit.
+
+The ranks meet on the host first, as a collective that not all of them call would never end on the GPU. The rest is
+enqueued on the caller's stream. What NCCL cannot know about a peer that is lost, the meeting of the next call finds
+out; kernels that wait for the peer are ended then.
+
+The order of summation is NCCL's: all ranks get the same bits, which depend on the number of ranks and the size, and
+16-bit floats may be rounded at every step.
 """
 
 from __future__ import annotations
@@ -11,19 +18,29 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ringreduce.buffers.device_arrays import INSTALL
-from ringreduce.buffers.device_driver import Driver, Stream
+from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.buffers.dtypes import DType
-from ringreduce.common.errors import CollectiveTimeoutError, TransportError, UnsupportedBufferError
+from ringreduce.collectives.call import NCCL, Signature
+from ringreduce.collectives.context import Context
+from ringreduce.common.errors import (
+    CollectiveTimeoutError,
+    MismatchError,
+    RingReduceError,
+    TransportError,
+    UnsupportedBufferError,
+)
 from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.cupy_driver import Driver
+from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Nccl", "NcclRanks", "code_of_dtype", "code_of_op", "cupy_nccl", "join_nccl", "version_text"]
+__all__ = ["Nccl", "NcclAllreduce", "NcclRanks", "code_of_dtype", "code_of_op", "cupy_nccl", "version_text"]
 
 # As nccl.h numbers them. CuPy passes on whatever it is given, and has no names for the last dtype and the last op.
 _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
@@ -38,41 +55,6 @@ _CONNECTING_S = 60.0
 
 #: What CuPy raises; a KeyError where NCCL has a newer kind of error than CuPy has a name for.
 _ERRORS = (RuntimeError, KeyError)
-
-
-class NcclRanks(Protocol):
-    """The ranks of a process set, connected by NCCL. All calls are enqueued and return at once.
-
-    Errors become `TransportError`.
-    """
-
-    def allreduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: Stream) -> None:
-        """Reduce ``count`` elements; ``dtype`` and ``op`` are NCCL's numbers, the target may be the source."""
-
-    def error(self) -> str | None:
-        """Return what went wrong since in what was enqueued, None if nothing did."""
-
-    def abort(self) -> None:
-        """End what is under way; nothing can be called any more."""
-
-    def close(self) -> None:
-        """Give everything back, when all that was enqueued is done."""
-
-
-class Nccl(Protocol):
-    """NCCL on one GPU.
-
-    Attributes:
-        version: of the library, 22203 for 2.22.3.
-    """
-
-    version: int
-
-    def unique_id(self) -> bytes:
-        """Return what ranks find each other by; one of them asks, and tells the others."""
-
-    def connect(self, size: int, unique_id: bytes, rank: int) -> NcclRanks:
-        """Connect; blocks until all ranks do, without limit."""
 
 
 def code_of_dtype(dtype: DType, version: int) -> int | None:
@@ -93,39 +75,6 @@ def code_of_op(op: ReduceOp, dtype: DType, version: int) -> int | None:
     if op is ReduceOp.AVERAGE and (not floating or version < _OLDEST_WITH_AVERAGE):
         return None
     return _OPS[op]
-
-
-def join_nccl(
-    messages: Messages,
-    waiter: Waiter,
-    driver: Driver,
-    find: Callable[[int], Nccl],
-    switches: Mapping[str, str],
-) -> tuple[Nccl, NcclRanks] | str:
-    """Connect the ranks over NCCL. Collective over ``messages``.
-
-    Args:
-        messages: the ranks.
-        waiter: how long they wait.
-        driver: this rank's GPU.
-        find: returns NCCL on a GPU by its ordinal, or raises `RingReduceError`, saying why there is none.
-        switches: this rank's variables that NCCL reads.
-
-    Returns:
-        NCCL and the ranks; on all ranks, if it fails on one of them, the reason in words.
-    """
-    try:
-        nccl = together(messages, lambda: find(driver.device.number))
-        shares = switches.get(_SHARED_GPUS) == "1"
-        why_not = _refusal(exchange_json(messages, [nccl.version, driver.device.uuid, shares]))
-        if why_not is not None:
-            return why_not
-        unique_id = together(messages, lambda: nccl.unique_id().hex() if messages.rank == 0 else "")
-        unique_id = exchange_json(messages, unique_id)[0]
-        connect = partial(_connect, nccl, messages, waiter, bytes.fromhex(unique_id))
-        return nccl, together(messages, connect, lambda ranks: ranks.abort())  # to close them would take all the others
-    except StepFailedError as error:
-        return str(error)
 
 
 def _refusal(everyone: Sequence[tuple[int, str, bool]]) -> str | None:
@@ -192,6 +141,105 @@ def version_text(code: int) -> str:
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
+class NcclAllreduce(OnDevice):
+    """Carries out allreduces of one process set by NCCL. See `of`."""
+
+    transport = NCCL
+    algorithm = NCCL
+
+    def __init__(self, context: Context, driver: Driver, nccl: Nccl, ranks: NcclRanks) -> None:
+        super().__init__(context, driver)
+        self._version = nccl.version
+        self._ranks: NcclRanks | None = ranks
+        self.description = f"NCCL {version_text(nccl.version)}"
+
+    @classmethod
+    def of(
+        cls, context: Context, driver: Driver, find: Callable[[int], Nccl], switches: Mapping[str, str]
+    ) -> NcclAllreduce | str:
+        """Return one if all ranks can have one; on all ranks the reason in words otherwise. Collective.
+
+        Args:
+            context: the ranks.
+            driver: this rank's GPU.
+            find: returns NCCL on a GPU by its ordinal, or raises `RingReduceError`, saying why there is none.
+            switches: this rank's variables that NCCL reads.
+        """
+        messages = context.messages
+        try:
+            nccl = together(messages, lambda: find(driver.device.number))
+            shares = switches.get(_SHARED_GPUS) == "1"
+            why_not = _refusal(exchange_json(messages, [nccl.version, driver.device.uuid, shares]))
+            if why_not is not None:
+                return why_not
+            unique_id = together(messages, lambda: nccl.unique_id().hex() if messages.rank == 0 else "")
+            unique_id = exchange_json(messages, unique_id)[0]
+            connect = partial(_connect, nccl, messages, context.waiter, bytes.fromhex(unique_id))
+            ranks = together(messages, connect, lambda ranks: ranks.abort())  # to close them would take all the others
+        except StepFailedError as error:
+            return str(error)
+        try:
+            return cls(context, driver, nccl, ranks)
+        except TransportError:
+            ranks.abort()  # or Python would destroy it, which waits for all ranks
+            raise
+
+    def supports(self, dtype: DType, op: ReduceOp) -> bool:
+        return code_of_dtype(dtype, self._version) is not None and code_of_op(op, dtype, self._version) is not None
+
+    def run(self, source: int, target: int, arithmetic: Arithmetic, stream: Stream, signature: Signature) -> bool:
+        """Reduce; see `OnDevice.run`.
+
+        Returns:
+            True.
+
+        Raises:
+            MismatchError, CollectiveTimeoutError, PeerLostError: see `Context.meet`; between nodes, two calls that
+                were both made before can be confused, and then NCCL waits, or mixes them up.
+            TransportError: NCCL failed, in this call or an earlier one.
+        """
+        dtype = code_of_dtype(arithmetic.dtype, self._version)
+        op = code_of_op(arithmetic.op, arithmetic.dtype, self._version)
+        assert dtype is not None and op is not None, "see `supports`"
+        try:
+            ranks = self._working()
+            self._context.meet(signature)
+            if arithmetic.count == 0:
+                return True
+            # NCCL's calls have one order on all ranks, whatever streams they are on.
+            self._driver.wait(stream, self._done)
+            ranks.allreduce(source, target, arithmetic.count, dtype, op, stream)
+            self._driver.record(self._done, stream)
+        except MismatchError:
+            raise  # nothing was enqueued, and all ranks know
+        except RingReduceError:
+            self.abandon()
+            raise
+        return True
+
+    def close(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def abandon(self) -> None:
+        """End kernels that wait for what will not come: they would keep the GPU busy for good.
+
+        NCCL itself would wait for it wherever Python drops the ranks.
+        """
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.abort()
+
+    def _working(self) -> NcclRanks:
+        if self._ranks is None:
+            raise TransportError("NCCL was given up after an error")
+        problem = self._ranks.error()
+        if problem is not None:
+            raise TransportError(f"NCCL reports {problem}")
+        return self._ranks
+
+
 # ---- CuPy ----
 
 
@@ -213,24 +261,32 @@ def cupy_nccl(number: int) -> Nccl:
         raise UnsupportedBufferError(
             f"CuPy {cupy.__version__} finds no NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
         )
-    return _CupyNccl(cupy, library, number)
+    return Nccl(cupy, library, number)
 
 
-class _CupyNccl:
+class Nccl:
+    """NCCL on one GPU.
+
+    Attributes:
+        version: of the library, 22203 for 2.22.3.
+    """
+
     def __init__(self, cupy: Any, library: Any, number: int) -> None:
         self._cupy, self._library, self._number = cupy, library, number
         self.version = int(_ask(library.get_version))
 
     def unique_id(self) -> bytes:
+        """Return what ranks find each other by; one of them asks, and tells the others."""
         made = _ask(self._library.get_unique_id)
         # Bytes since CuPy 14, a tuple of C's chars before, which have a sign on some machines.
         return made if isinstance(made, bytes) else bytes(each & 0xFF for each in made)
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> NcclRanks:
+        """Connect; blocks until all ranks do, without limit."""
         # For good: this is a thread of its own, and to go back to the GPU that it has never chosen would make a context
         # there, which takes memory.
         self._cupy.cuda.Device(self._number).use()
-        return _CupyRanks(self._cupy, self._number, _ask(lambda: self._communicator(size, unique_id, rank)))
+        return NcclRanks(self._cupy, self._number, _ask(lambda: self._communicator(size, unique_id, rank)))
 
     def _communicator(self, size: int, unique_id: bytes, rank: int) -> Any:
         make = self._library.NcclCommunicator
@@ -242,15 +298,22 @@ class _CupyNccl:
             return make(size, tuple(unique_id), rank)
 
 
-class _CupyRanks:
+class NcclRanks:
+    """The ranks of a process set, connected by NCCL. All calls are enqueued and return at once.
+
+    Errors become `TransportError`.
+    """
+
     def __init__(self, cupy: Any, number: int, communicator: Any) -> None:
         self._cupy, self._number, self._communicator = cupy, number, communicator
 
     def allreduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: Stream) -> None:
+        """Reduce ``count`` elements; ``dtype`` and ``op`` are NCCL's numbers, the target may be the source."""
         with self._cupy.cuda.Device(self._number):
             _ask(self._communicator.allReduce, source, target, count, dtype, op, stream)
 
     def error(self) -> str | None:
+        """Return what went wrong since in what was enqueued, None if nothing did."""
         try:
             self._communicator.check_async_error()
         except _ERRORS as error:
@@ -258,9 +321,11 @@ class _CupyRanks:
         return None
 
     def abort(self) -> None:
+        """End what is under way; nothing can be called any more."""
         _ask(self._communicator.abort)
 
     def close(self) -> None:
+        """Give everything back, when all that was enqueued is done."""
         _ask(self._communicator.destroy)
 
 

@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DType, Operand, address_of
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.buffers.device_driver import Driver, Stream
+from ringreduce.buffers.device_driver import Stream
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import TransportError
 from ringreduce.common.partition import pieces
+from ringreduce.gpu.cupy_driver import Driver
 from ringreduce.transport.shared.arena import Arena
 
 __all__ = ["Staging"]
@@ -191,7 +192,7 @@ class Staging:
         """Give everything back; waits for the copies that are under way."""
         blocks = (block.close for block in self._blocks())
         streams = (partial(self.driver.free_stream, stream) for stream in (self._down, self._up))
-        close_all(*blocks, partial(self.driver.free_event, self._called), *streams)
+        close_all(*blocks, *streams)
 
     def idle(self) -> bool:
         """Return whether no copy is under way."""
@@ -289,8 +290,6 @@ class _HostBlock:
         except TransportError:
             _kept_mapped.append(self._block)
             raise
-        for event in (self.arrived, self.sent):
-            self._driver.free_event(event)
         self._arena.release(self._block)
 
     def idle(self) -> bool:

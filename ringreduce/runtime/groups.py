@@ -22,7 +22,7 @@ from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.flight_recorder import Observed
 from ringreduce.runtime.bootstrap import Connection
 from ringreduce.runtime.process_sets import context_of
-from ringreduce.transport.checked import CheckedMessages
+from ringreduce.transport.checked import checked
 from ringreduce.transport.point_to_point import Deliveries, PointToPoint, Transfer
 from ringreduce.transport.waiting import Waiter
 
@@ -89,9 +89,9 @@ class Group:
         self.communicator = Communicator(self._context, devices=Gpu)
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self._waiter.crowded = self._context.waiter.crowded
-        checked = CheckedMessages(channel) if settings.checksum else channel
+        channel = checked(channel) if settings.checksum else channel
         self._messages = PointToPoint(
-            checked, self._waiter, self._context.board.find_lost, self.lifetime.child(), counts_decide=True
+            channel, self._waiter, self._context.board.find_lost, self.lifetime.child(), counts_decide=True
         )
         self._waiter.watchers += [self._messages.watch, advance]
         self._context.waiter.watchers.append(advance)
@@ -152,11 +152,11 @@ class Group:
             peer: another rank of the group.
             tag: at least 0, at most 2^63 - 1.
         """
-        return self._messages.send_array(require_host(operand_of(array), "send"), peer, tag)
+        return self._messages.send(require_host(operand_of(array), "send"), peer, tag)
 
     def recv(self, array: Any, peer: int | None, tag: int = 0) -> Transfer:
         """Begin to receive into an array; arguments as for `send`, and peer None: from any rank."""
-        return self._messages.recv_array(require_host(operand_of(array), "recv"), peer, tag)
+        return self._messages.recv(require_host(operand_of(array), "recv"), peer, tag)
 
     def wait(self, transfer: Transfer, timeout_s: float | None = None) -> None:
         """Return once a message was sent or received; see `PointToPoint.wait`."""

@@ -17,7 +17,7 @@ from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.flight_recorder import Observed
-from ringreduce.transport.checked import CheckedMessages
+from ringreduce.transport.checked import checked
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.shared.node import host_name, join
@@ -241,9 +241,9 @@ def connect(make: Callable[[Waiter], Messages], settings: Config, lifetime: Life
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
     between_two = make(Waiter(settings.timeout_s))
-    checked = CheckedMessages(between_two) if settings.checksum else between_two
+    between_two = checked(between_two) if settings.checksum else between_two
     blocking, asynchronous = (
-        Communicator(blocking_context, checked, Gpu),
+        Communicator(blocking_context, between_two, Gpu),
         Communicator(context, devices=Gpu),
     )
     engine = Engine(asynchronous, channel, find_lost=context.board.find_lost, threads=context.messages.concurrent)
@@ -270,6 +270,6 @@ def context_of(
         counts_decide: see `Context`.
     """
     waiter = Waiter(settings.timeout_s)
-    messages = CheckedMessages(make(waiter)) if settings.checksum else make(waiter)
+    messages = checked(make(waiter)) if settings.checksum else make(waiter)
     node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
     return Context(messages, waiter, node, settings, called, counts_decide, lifetime.child())

@@ -16,7 +16,7 @@ from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
 from ringreduce.runtime.process_sets import Parts, ProcessSet
-from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.shared.node import join
 from ringreduce.transport.waiting import Waiter
@@ -71,7 +71,7 @@ def _communicator(
 ) -> Communicator:
     waiter = Waiter(settings.timeout_s, crowded=True)
     messages = wrap(world.messages(rank))
-    node = join(messages, waiter, settings, "threads", lambda pids: world.segments_of(rank))
+    node = join(messages, waiter, settings, "threads", lambda pids: MemorySegments(world, rank))
     waiter.crowded = True  # threads of one interpreter run one at a time
     context = Context(messages, waiter, node, settings, called)
     context.agreement.patience_s = 0.0  # a false suspicion costs nothing here, a test that waits does

@@ -5,19 +5,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import TransportError
-from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["CheckedMessages"]
-
-Array = npt.NDArray[Any]
+__all__ = ["checked"]
 
 
 @dataclass(slots=True)
@@ -53,8 +50,8 @@ class _Transfer:
             )
 
 
-class CheckedMessages:
-    """A `Messages` like another, but that each message carries a checksum, and one that has changed is an error.
+def checked(inner: Messages) -> Messages:
+    """Return messages like others, but that each carries a checksum, and one that has changed is an error.
 
     The rank that gets it raises a `TransportError`. The library's own allreduce is not offered, as nobody sees what
     that moves. Control notes and exchanges, and data in device memory, travel as they are.
@@ -62,15 +59,20 @@ class CheckedMessages:
     Args:
         inner: what moves the bytes.
     """
+    return cast("Messages", _CheckedMessages(inner))
 
-    has_allreduce = False
+
+class _CheckedMessages:
+    """See `checked`; everything that is not here is done by the inner messages."""
+
+    offers_allreduce = None
 
     def __init__(self, inner: Messages) -> None:
         self._inner = inner
-        self.name, self.library = inner.name, inner.library
-        self.rank, self.size = inner.rank, inner.size
         self.max_tag = (inner.max_tag - 1) // 2  # checksums have tags above those
-        self.concurrent = inner.concurrent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         return self._described(self._inner.send, data, peer, tag, is_send=True)
@@ -124,33 +126,7 @@ class CheckedMessages:
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:
         part = self._inner.subset(ranks, waiter)
-        return None if part is None else CheckedMessages(part)
-
-    # ---- as they are ----
-
-    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
-        return False
-
-    def allreduce(self, data: Array, op: ReduceOp) -> None:
-        raise AssertionError("this is not offered")
-
-    def post(self, note: bytes, peer: int) -> None:
-        self._inner.post(note, peer)
-
-    def poll(self) -> tuple[int, bytes] | None:
-        return self._inner.poll()
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        return self._inner.exchange(payload)
-
-    def renew(self) -> None:
-        self._inner.renew()
-
-    def revoke(self) -> None:
-        self._inner.revoke()
-
-    def close(self) -> None:
-        self._inner.close()
+        return None if part is None else checked(part)
 
 
 def _parts(requests: Iterable[Request]) -> list[Request]:

@@ -97,22 +97,6 @@ class _Stream:
         waiting: what did not fit into this rank's ring.
     """
 
-    __slots__ = (
-        "_arena",
-        "_count_put",
-        "_count_taken",
-        "_fence",
-        "_laid_out",
-        "_peer",
-        "_put",
-        "_ring",
-        "_taken_there",
-        "_theirs",
-        "put_there",
-        "taken",
-        "waiting",
-    )
-
     def __init__(self, arena: Arena, peer: int, mine: memoryview, theirs: memoryview) -> None:
         self._arena = arena
         self._peer = peer

@@ -6,11 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import CollectiveTimeoutError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request
@@ -18,8 +17,6 @@ from ringreduce.transport.shared.segments import Segments
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["MemoryMessages", "MemorySegments", "MemoryWorld"]
-
-Array = npt.NDArray[Any]
 
 
 class MemoryWorld:
@@ -39,9 +36,6 @@ class MemoryWorld:
 
     def messages(self, rank: int) -> MemoryMessages:
         return MemoryMessages(self, rank)
-
-    def segments_of(self, rank: int) -> MemorySegments:
-        return MemorySegments(self, rank)
 
 
 @dataclass(slots=True)
@@ -72,7 +66,7 @@ class MemoryMessages:
     name = "memory"
     library = "none"
     max_tag = (1 << 31) - 1
-    has_allreduce = False
+    offers_allreduce = None
     concurrent = True
 
     def __init__(self, world: MemoryWorld, rank: int) -> None:
@@ -126,9 +120,6 @@ class MemoryMessages:
     def free(self, requests: Sequence[Request]) -> None:
         pass
 
-    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
-        return False
-
     def allreduce(self, data: Array, op: ReduceOp) -> None:
         raise AssertionError("not offered")
 
@@ -170,9 +161,6 @@ class MemoryMessages:
             if receiver == self.rank:
                 queue.clear()
         self._meet()
-
-    def revoke(self) -> None:
-        self._world.meeting.abort()
 
     def close(self) -> None:
         pass

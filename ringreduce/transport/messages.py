@@ -6,15 +6,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import numpy.typing as npt
-
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Messages", "Request", "StepFailedError", "exchange_json", "together"]
 
-Array = npt.NDArray[Any]
 T = TypeVar("T")
 
 #: What a step of `together` may fail with: what it opens, maps or asks may be anybody's, and fail in any of these ways.
@@ -40,8 +38,6 @@ class Messages(Protocol):
     size: int
     #: Tags are 0 <= tag <= max_tag.
     max_tag: int
-    #: Whether there is an allreduce of the library's own, for any argument.
-    has_allreduce: bool
     #: Whether two transports may be used by two threads at once.
     concurrent: bool
 
@@ -63,8 +59,9 @@ class Messages(Protocol):
     def free(self, requests: Sequence[Request]) -> None:
         """Give back requests that will not be started again; those that were given up go once they have ended."""
 
-    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
-        """Return whether the library's own allreduce takes so many elements."""
+    @property
+    def offers_allreduce(self) -> Callable[[int, str, ReduceOp], bool] | None:
+        """Returns whether the library's own allreduce takes so many elements of a dtype; None: there is none at all."""
 
     def allreduce(self, data: Array, op: ReduceOp) -> None:
         """Reduce contiguous ``data`` in place by the library's own allreduce, where it is offered. Collective.
@@ -94,12 +91,6 @@ class Messages(Protocol):
 
     def renew(self) -> None:
         """Bring what was given up to an end on all ranks, so that no later message meets any of it. Collective."""
-
-    def revoke(self) -> None:
-        """Give up everything after the loss of a rank: what the others have under way fails, too. Local.
-
-        Its memory is nobody's afterwards, unless the transport keeps it.
-        """
 
     def close(self) -> None:
         """Give back what the transport holds; local, and safe to call twice."""

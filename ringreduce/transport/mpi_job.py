@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from operator import index
 from typing import cast
 
-from ringreduce.transport import mpi  # before mpi4py.MPI, as it decides how MPI ends
+from ringreduce.transport.mpi import keep_left, library, translated, world  # first, as it decides how MPI ends
 
 # isort: split
 
@@ -22,7 +22,7 @@ from ringreduce.common import processes
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, TransportError, name_ranks
 from ringreduce.common.launch import launch
 from ringreduce.transport.messages import exchange_json
-from ringreduce.transport.mpi import HERE_TAG, LEFT_TAG, MpiMessages, library, translated, world
+from ringreduce.transport.mpi_messages import MpiMessages, revoke_all
 from ringreduce.transport.shared.node import host_name, pid_namespace
 from ringreduce.transport.waiting import Waiter
 
@@ -30,6 +30,8 @@ __all__ = ["MpiRanks", "subworld", "world_ranks"]
 
 _log = logging.getLogger(__name__)
 
+#: On communicators that are not ours, the largest tags that there always are; see `ringreduce.transport.mpi` for one.
+_HERE_TAG, _LEFT_TAG = 32767, 32765
 _MOST_BEHIND = 1000
 _TOLD_S = 2.0  # the library tells of a death within 0.1 s
 
@@ -89,7 +91,7 @@ class MpiRanks:
         MPI.COMM_WORLD.Abort(code)
 
     def reconfigure(self, priority: int, waiter: Waiter) -> None:
-        mpi.revoke_all()
+        revoke_all()
         former, self._comm = self._comm, self._given
         with translated():  # MPI knows of earlier deaths, too, and cannot say which is new
             if former != self._given:
@@ -99,7 +101,7 @@ class MpiRanks:
                 self._comm = self._left(priority)
         self._here.clear()
         if self._given in (world(), MPI.COMM_WORLD):
-            mpi.keep_left(self._comm)
+            keep_left(self._comm)
 
     def _left(self, priority: int) -> MPI.Intracomm:
         """Return the ranks that are left, in the order of their priority. Collective over these, without limit."""
@@ -149,9 +151,9 @@ class MpiRanks:
         for peer in range(comm.size):
             with suppress(MPI.Exception):  # that one is dead
                 if peer != comm.rank:
-                    comm.Isend([b"", MPI.BYTE], peer, LEFT_TAG)
+                    comm.Isend([b"", MPI.BYTE], peer, _LEFT_TAG)
                     if peer not in self._awaited:
-                        self._awaited[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, LEFT_TAG)
+                        self._awaited[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, _LEFT_TAG)
         quiet: dict[int, float] = {}  # ranks whose process has ended, and when that was seen
 
         def all_heard() -> bool:
@@ -238,8 +240,8 @@ def _part(comm: MPI.Intracomm, ranks: Sequence[int], waiter: Waiter, purpose: st
 
 def _hear_from_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter, purpose: str) -> None:
     with translated():
-        sent = [comm.Isend([b"", MPI.BYTE], peer, HERE_TAG) for peer in peers]
-        heard = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, HERE_TAG) for peer in peers}
+        sent = [comm.Isend([b"", MPI.BYTE], peer, _HERE_TAG) for peer in peers]
+        heard = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, _HERE_TAG) for peer in peers}
         try:
             waiter.until(
                 lambda: all(each.Test() for each in (*sent, *heard.values())),

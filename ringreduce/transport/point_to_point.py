@@ -8,12 +8,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.buffers import Operand
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.serial import Task
@@ -21,8 +20,6 @@ from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Deliveries", "PointToPoint", "Transfer"]
-
-Array = npt.NDArray[Any]
 
 _HEAD = struct.Struct("<qqqH")  # the tag, the number, bytes, and how long the description is
 _SMALL = 4096  # bytes that travel in the note itself
@@ -108,7 +105,7 @@ class PointToPoint:
         """Whether anything is under way."""
         return bool(self._moving or self._awaited)
 
-    def send_array(self, source: Operand, peer: int, tag: int) -> Transfer:
+    def send(self, source: Operand, peer: int, tag: int) -> Transfer:
         """Begin to send an array; it belongs to the transfer until that is done.
 
         Args:
@@ -119,35 +116,8 @@ class PointToPoint:
         Raises:
             ConfigError: there is no such rank, or it is this one; or no such tag.
         """
-        self._require_peer(peer)
-        what = source.describe(by_count=self._counts_decide)
-        return self.send(source.flat().view(np.uint8), what, peer, _require_tag(tag))
-
-    def recv_array(self, target: Operand, peer: int | None, tag: int) -> Transfer:
-        """Begin to receive into an array.
-
-        Args, Raises:
-            as for `send_array`, and peer None: from any rank; `UnsupportedBufferError`: the array is read-only.
-        """
-        if peer is not None:
-            self._require_peer(peer)
-        target.require_writable()
-        room, store = target.view, None
-        if not target.contiguous:
-            room = np.empty(target.shape, target.dtype.storage)
-            store = partial(np.copyto, target.view, room)
-        what = target.describe(by_count=self._counts_decide)
-        return self.recv(room.reshape(-1).view(np.uint8), what, peer, _require_tag(tag), store)
-
-    def send(self, data: Array, what: str, peer: int, tag: int) -> Transfer:
-        """Begin to send an array.
-
-        Args:
-            data: its contiguous bytes (uint8).
-            what: its dtype and shape.
-            peer: another rank of the group.
-            tag: at least 0.
-        """
+        self._require(peer, tag)
+        what, data = source.describe(by_count=self._counts_decide), source.flat().view(np.uint8)
         transfer = Transfer(data, what, peer, tag, is_send=True)
         with self._lock:
             self._lifetime.require_open("message")
@@ -162,16 +132,19 @@ class PointToPoint:
             self._start(transfer, data, number)
         return transfer
 
-    def recv(
-        self, data: Array, what: str, peer: int | None, tag: int, then: Callable[[], object] | None = None
-    ) -> Transfer:
-        """Begin to receive an array; arguments as for `send`, and peer None: from any rank.
+    def recv(self, target: Operand, peer: int | None, tag: int) -> Transfer:
+        """Begin to receive into an array.
 
-        Args:
-            then: called as soon as it has come, on whatever thread sees that.
+        Args, Raises:
+            as for `send`, and peer None: from any rank; `UnsupportedBufferError`: the array is read-only.
         """
-        transfer = Transfer(data, what, peer, tag, is_send=False)
-        transfer.then = then
+        self._require(peer, tag)
+        target.require_writable()
+        room = target.view if target.contiguous else np.empty(target.shape, target.dtype.storage)
+        what = target.describe(by_count=self._counts_decide)
+        transfer = Transfer(room.reshape(-1).view(np.uint8), what, peer, tag, is_send=False)
+        if not target.contiguous:
+            transfer.then = partial(np.copyto, target.view, room)
         with self._lock:
             self._lifetime.require_open("message")
             self._awaited.append(transfer)
@@ -259,10 +232,12 @@ class PointToPoint:
         self._lock = threading.RLock()  # the rank may hold it
         self._moving, self._awaited = [], []
 
-    def _require_peer(self, peer: int) -> None:
+    def _require(self, peer: int | None, tag: int) -> None:
         rank, size = self._messages.rank, self._messages.size
-        if not 0 <= peer < size or peer == rank:
+        if peer is not None and (not 0 <= peer < size or peer == rank):
             raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
+        if not 0 <= tag < 1 << 63:
+            raise ConfigError(f"tags are at least 0, got {tag}")
 
     def _advance(self) -> None:
         try:
@@ -384,9 +359,3 @@ class Deliveries:
                 if transfer.done:
                     task.end(transfer.error)
             waiting = [each for each in waiting if not each[0].done]
-
-
-def _require_tag(tag: int) -> int:
-    if not 0 <= tag < 1 << 63:
-        raise ConfigError(f"tags are at least 0, got {tag}")
-    return tag

@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DTYPES, DType, narrow, widen
-from ringreduce.buffers.device_driver import Arithmetic, Device, Driver, Event, Stream
+from ringreduce.buffers.device_driver import Arithmetic, Device, Event, Stream
 from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.cupy_driver import Driver, reduced
 
-__all__ = ["HostArray", "HostDriver", "HostMachine", "check_driver", "reduced"]
+__all__ = ["HostArray", "HostDriver", "HostMachine"]
 
 Array = npt.NDArray[Any]
 
@@ -99,7 +99,7 @@ class HostMachine:
         return HostDriver(self, gpu)
 
     def leftovers(self) -> list[str]:
-        """Return what was not given back: memory, pinned memory, streams, events."""
+        """Return what was not given back: memory, pinned memory, streams."""
         with self.lock:
             left = [f"{each.owner.name}:{each.name}" for each in self._memory.values() if not each.freed]
             return sorted([*left, *(name for driver in self.drivers for name in driver.leftovers())])
@@ -183,8 +183,8 @@ def _needed(tasks: Sequence[_Task]) -> list[_Task]:
     return list(found.values())
 
 
-class HostDriver:
-    """A `ringreduce.buffers.device_driver.Driver` of one rank over host memory; see the module.
+class HostDriver(Driver):
+    """A `ringreduce.gpu.cupy_driver.Driver` of one rank over host memory; see the module.
 
     Args:
         machine: what it shares with the drivers of other ranks; None: a machine of its own.
@@ -205,19 +205,12 @@ class HostDriver:
         self.log: list[str] = []
         self._pinned: dict[int, tuple[str, int]] = {}  # address -> (name, nbytes)
         self._streams: dict[Stream, _Stream] = {0: _Stream("s0")}
-        self._events: dict[Event, _Event] = {}
         self._made: dict[str, int] = {}
-        self._faults: dict[str, tuple[int, type[Exception] | None]] = {}
+        self.faults: set[str] = set()
 
-    def fail(self, method: str, *, after: int = 0, error: type[Exception] | None = None) -> None:
-        """Let calls of a method (allocate, register, combine, copy, ...) fail once it succeeded often.
-
-        Args:
-            method: its name.
-            after: how many more calls succeed.
-            error: what is raised; None: what the protocol names.
-        """
-        self._faults[method] = after, error
+    def fail(self, method: str) -> None:
+        """Let calls of a method (allocate, register, combine, copy, ...) fail from now on."""
+        self.faults.add(method)
 
     def view(self, address: int, nbytes: int) -> Array:
         """Return bytes that this rank's kernels may touch, as they are now."""
@@ -326,40 +319,33 @@ class HostDriver:
     def make_event(self) -> Event:
         with self.machine.lock:
             self._may_fail("make_event")
-            name = self._new("e")
-            self._events[self._made["e"]] = _Event(name)
-            self.log.append(f"make {name}")
-            return self._made["e"]
-
-    def free_event(self, event: Event) -> None:
-        with self.machine.lock:
-            self._may_fail("free_event")
-            self.log.append(f"free {self._events[event].name}")
-            del self._events[event]
+            made = _Event(self._new("e"))
+            self.log.append(f"make {made.name}")
+            return made
 
     def record(self, event: Event, stream: Stream) -> None:
         with self.machine.lock:
-            self.log.append(f"record {self._events[event].name} on {self._streams[stream].name}")
-            self._events[event].task = self._streams[stream].last
+            self.log.append(f"record {event.name} on {self._streams[stream].name}")
+            event.task = self._streams[stream].last
 
     def wait(self, stream: Stream, event: Event) -> None:
         with self.machine.lock:
-            self.log.append(f"{self._streams[stream].name} waits for {self._events[event].name}")
-            task = self._events[event].task
+            self.log.append(f"{self._streams[stream].name} waits for {event.name}")
+            task = event.task
             if task is not None and not task.done:
                 self._enqueue(stream, lambda: None, [task])
 
     def done(self, event: Event) -> bool:
         with self.machine.lock:
             self.machine.advance()
-            task = self._events[event].task
+            task = event.task
             return task is None or task.done
 
     def synchronize(self, event: Event) -> None:
         with self.machine.lock:
             self._may_fail("synchronize")
-            self.log.append(f"synchronize {self._events[event].name}")
-            task = self._events[event].task
+            self.log.append(f"synchronize {event.name}")
+            task = event.task
             if task is not None:
                 self.machine.finish([task])
 
@@ -394,7 +380,8 @@ class HostDriver:
 
         def work() -> None:
             terms = [self.view(address, arithmetic.nbytes).copy().view(dtype.storage) for address in sources]
-            self.view(target, arithmetic.nbytes)[:] = reduced(terms, dtype, op, size).view(np.uint8)
+            with np.errstate(all="ignore"):
+                self.view(target, arithmetic.nbytes)[:] = reduced(np, terms, arithmetic, size).view(np.uint8)
 
         self.launch(f"combine {dtype.name} {op.value} {arithmetic.count}", work, stream)
 
@@ -417,7 +404,7 @@ class HostDriver:
         """Return the driver's part of `HostMachine.leftovers`, without device memory."""
         names = [name for name, _ in self._pinned.values()]
         names += [stream.name for number, stream in self._streams.items() if number]
-        return [f"{self.name}:{name}" for name in [*names, *(event.name for event in self._events.values())]]
+        return [f"{self.name}:{name}" for name in names]
 
     def _enqueue(self, stream: Stream, work: Callable[[], Iterator[None] | None], after: Sequence[_Task] = ()) -> _Task:
         queue = self._streams[stream]
@@ -438,11 +425,8 @@ class HostDriver:
         return f"{kind}{self._made[kind]}"
 
     def _may_fail(self, method: str, error: type[Exception] = TransportError) -> None:
-        if method in self._faults:
-            left, other = self._faults[method]
-            self._faults[method] = left - 1, other
-            if left < 1:
-                raise (other or error)(f"{self.name} was told to fail to {method}")
+        if method in self.faults:
+            raise error(f"{self.name} was told to fail to {method}")
 
 
 class HostArray:
@@ -500,71 +484,3 @@ def _host_bytes(address: int, nbytes: int) -> Array:
 
 def _bytes_of(values: Array) -> Array:
     return np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
-
-
-def reduced(arrays: Sequence[Array], dtype: DType, op: ReduceOp, size: int) -> Array:
-    """Return the reduction of arrays in ``dtype.storage``, one after the other; 16-bit floats in float32."""
-    wide = [widen(each, dtype) if dtype.half else each for each in arrays]
-    total: Array = wide[0].copy()
-    ufuncs = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
-    with np.errstate(all="ignore"):
-        for each in wide[1:]:
-            ufuncs.get(op, np.add)(total, each, out=total)
-        if op is ReduceOp.AVERAGE:
-            total /= total.dtype.type(size)
-    if not dtype.half:
-        return total
-    result = np.empty(total.shape, dtype.storage)
-    with np.errstate(over="ignore"):
-        narrow(total, dtype, result)
-    return result
-
-
-def check_driver(driver: Driver) -> None:
-    """Check what any driver must do within one process: copies, order, sums, errors. For real GPUs too.
-
-    Raises:
-        AssertionError: it does something else.
-    """
-    count = 100_003
-    host = np.zeros((3, count), np.float32)  # one array: no two that are pinned may share a page
-    values, results = host[0], host[1:]
-    values[:] = np.arange(count)
-    nbytes = values.nbytes
-    first, second, third = (driver.allocate(size) for size in (nbytes, nbytes, nbytes + 4))
-    assert first % _ALIGNMENT == second % _ALIGNMENT == 0, "memory begins at multiples of 256 bytes"
-    streams, event, last = [driver.make_stream(), driver.make_stream()], driver.make_event(), driver.make_event()
-    assert driver.done(event), "an event that stands for nothing is done"
-    driver.register(host.ctypes.data, host.nbytes)
-    driver.copy(first, values.ctypes.data, nbytes, streams[0])
-    driver.copy(second, first, nbytes, streams[0])
-    driver.record(event, streams[0])
-    driver.wait(streams[1], event)
-    arithmetic = Arithmetic(DTYPES["float32"], ReduceOp.SUM, count)
-    driver.combine(arithmetic, [first, second], third + 4, 2, streams[1])
-    driver.copy(results[0].ctypes.data, third + 4, nbytes, streams[1])
-    driver.record(event, streams[1])
-    driver.wait(0, event)
-    driver.copy(results[1].ctypes.data, second, nbytes, 0)
-    driver.record(last, 0)
-    driver.synchronize(last)
-    assert driver.done(event), "what an event waited for is done when that one is"
-    assert np.array_equal(results[0], 2 * values), "a sum on a stream that waited for the copies sees them"
-    assert np.array_equal(results[1], values), "copies arrive"
-    driver.copy(first, second, nbytes, streams[0])
-    driver.record(event, streams[0])
-    driver.synchronize_device()
-    assert driver.done(event), "when the device is done, every stream is"
-    try:
-        driver.allocate(1 << 50)
-    except MemoryError:
-        pass
-    else:
-        raise AssertionError("no MemoryError where there is no such memory")
-    driver.unregister(host.ctypes.data)
-    for each in (event, last):
-        driver.free_event(each)
-    for stream in streams:
-        driver.free_stream(stream)
-    for address in (first, second, third):
-        driver.free(address)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from gpu_doubles.driver import HostDriver, reduced
+from gpu_doubles.driver import HostDriver
 from ringreduce.buffers import DTYPES, DType
-from ringreduce.buffers.device_driver import Stream
+from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.nccl import code_of_dtype, code_of_op
+from ringreduce.gpu.cupy_driver import reduced
+from ringreduce.gpu.nccl import Nccl, NcclRanks, code_of_dtype, code_of_op
 
 __all__ = ["HostNccl"]
 
@@ -41,7 +42,7 @@ class _Group:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class HostNccl:
+class HostNccl(Nccl):
     """A `ringreduce.gpu.nccl.Nccl` of one rank.
 
     Its collectives are kernels of the driver that wait for their peers', so they are late, take part in the order of
@@ -86,7 +87,7 @@ class HostNccl:
             raise TransportError(f"NCCL was told to fail to {step}")
 
 
-class _HostRanks:
+class _HostRanks(NcclRanks):
     def __init__(self, nccl: HostNccl, group: _Group, size: int, rank: int) -> None:
         self._nccl, self._group, self._size, self._rank = nccl, group, size, rank
         self._ncalls = 0
@@ -111,7 +112,8 @@ class _HostRanks:
                     return
                 yield
             arrays = [call.sources[rank].view(row.storage) for rank in range(self._size)]
-            result = reduced(arrays, row, kind, self._size).view(np.uint8)
+            with np.errstate(all="ignore"):
+                result = reduced(np, arrays, Arithmetic(row, kind, count), self._size).view(np.uint8)
             self._nccl.driver.view(target, count * row.itemsize)[:] = result
 
         self._nccl.driver.launch(f"nccl {row.name} {kind.value} {count}", run, stream)

@@ -133,7 +133,7 @@ def test_a_late_exchange_writes_to_no_memory_of_others(run_job):
         from mpi4py import MPI
         import ringreduce as rr
         from ringreduce.testing import caught
-        from ringreduce.transport.mpi import MpiMessages
+        from ringreduce.transport.mpi_messages import MpiMessages
         from ringreduce.transport.waiting import Waiter
         messages = MpiMessages(MPI.COMM_WORLD, Waiter(5.0))
         messages._waiter.timeout_s = 0.2

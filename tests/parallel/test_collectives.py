@@ -10,8 +10,8 @@ import ringreduce as rr
 from ringreduce.collectives import Context
 from ringreduce.common.config import Config
 from ringreduce.testing import check_choices, check_collectives, check_messages, expected, sample
-from ringreduce.transport.checked import CheckedMessages
-from ringreduce.transport.mpi import MpiMessages
+from ringreduce.transport.checked import checked
+from ringreduce.transport.mpi_messages import MpiMessages
 from ringreduce.transport.shared.node import host_name, join
 from ringreduce.transport.shared.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
@@ -33,7 +33,7 @@ def test_mpi_messages_conform() -> None:
     check_messages(messages)
     messages.renew()
     check_messages(messages)
-    check_messages(CheckedMessages(messages))
+    check_messages(checked(messages))
     messages.close()
 
 

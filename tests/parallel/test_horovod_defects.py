@@ -41,7 +41,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.engine import CollectiveOp
 from ringreduce.testing import caught
-from ringreduce.transport.mpi import MpiMessages
+from ringreduce.transport.mpi_messages import MpiMessages
 from ringreduce.transport.waiting import Waiter
 
 torch = pytest.importorskip("torch")

@@ -13,7 +13,7 @@ import ringreduce as rr
 from ringreduce.collectives import Context
 from ringreduce.common.config import Config
 from ringreduce.testing import caught
-from ringreduce.transport.mpi import MpiMessages
+from ringreduce.transport.mpi_messages import MpiMessages
 from ringreduce.transport.shared.node import host_name, join
 from ringreduce.transport.shared.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter

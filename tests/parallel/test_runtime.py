@@ -12,7 +12,7 @@ from mpi4py import MPI
 import ringreduce as rr
 from ringreduce.testing import caught
 from ringreduce.testing.toy import Toy
-from ringreduce.transport import mpi
+from ringreduce.transport import mpi_messages
 from ringreduce.transport.waiting import Waiter
 
 PRIVATE = MPI.COMM_WORLD.Dup()
@@ -117,7 +117,7 @@ def test_gradients_of_a_world_that_failed_are_let_go(no_world: None) -> None:
 
 def test_a_closed_transport_is_let_go() -> None:
     """A transport that was closed with nothing under way does not outlive its user."""
-    messages = mpi.MpiMessages(PRIVATE, Waiter(20.0))
+    messages = mpi_messages.MpiMessages(PRIVATE, Waiter(20.0))
     assert messages.exchange(b"x" * messages.rank) == [b"x" * rank for rank in range(messages.size)]
     messages.close()
     watched = weakref.ref(messages)
@@ -129,7 +129,7 @@ def test_a_closed_transport_is_let_go() -> None:
 @pytest.mark.sizes(2, 3, 4)
 def test_a_transport_whose_exchange_failed_stays() -> None:
     """After a time-out MPI may still write to the memory of an exchange: nothing of it is freed, not even at close."""
-    messages = mpi.MpiMessages(PRIVATE, Waiter(20.0))
+    messages = mpi_messages.MpiMessages(PRIVATE, Waiter(20.0))
     late = messages.rank == messages.size - 1
     if not late:
         messages._waiter = Waiter(0.05)

@@ -48,21 +48,19 @@ def both_ways(run: Callable[[], Tensors], monkeypatch: pytest.MonkeyPatch) -> To
 
 
 def allreduces() -> Tensors:
-    """Of all dtypes and odd counts, out of place and in place; of other operations, scales and strides."""
+    """Of several dtypes and odd counts, out of place and in place; of other operations, scales and strides."""
     made = []
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64):
-        for count in (0, 1, 1001):
-            mine = (10 * of_rank(count)).to(dtype)
-            kept = mine.clone()
-            made += [hvd.allreduce(mine, op=hvd.Sum), hvd.allreduce(mine, op=hvd.Max)]
-            assert torch.equal(mine, kept)
-            assert hvd.allreduce_(mine, op=hvd.Sum) is mine
-            made.append(mine)
-    mine = of_rank(129).float()
-    made += [hvd.allreduce(mine, op=op) for op in (hvd.Average, hvd.Min, hvd.Product, hvd.ReproducibleSum)]
-    made += [hvd.allreduce(mine, op=hvd.Adasum)] if rr.size() in (1, 2, 4) else []
-    made += [hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)]
-    return [*made, hvd.allreduce(of_rank(7, 5).t()), hvd.allreduce_(of_rank(7, 5).t())]
+    for dtype, count in ((torch.float32, 0), (torch.float16, 1001), (torch.bfloat16, 1), (torch.int64, 7)):
+        mine = (10 * of_rank(count)).to(dtype)
+        made += [hvd.allreduce(mine, op=hvd.Sum), hvd.allreduce_(mine, op=hvd.Max)]
+    mine = of_rank(7, 5).t()
+    made += [hvd.allreduce(mine, op=op) for op in (hvd.Average, hvd.ReproducibleSum)]
+    made += [hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), hvd.allreduce_(mine)]
+    made += hvd.grouped_allreduce([of_rank(3), of_rank(2).float()], op=hvd.Sum)
+    later = [hvd.allgather_async(mine), hvd.broadcast_async(mine, 0)]
+    sparse = torch.sparse_coo_tensor([[rr.rank(), 5 + rr.rank()]], [1.0, 2.0], (20,), check_invariants=True)
+    made += [hvd.synchronize(hvd.sparse_allreduce_async(sparse, op=hvd.Sum)).to_dense()]
+    return [*made, *map(hvd.synchronize, later), hvd.alltoall(of_rank(rr.size() * 2)), hvd.broadcast_(of_rank(3), 0)]
 
 
 def handles() -> Tensors:
@@ -73,29 +71,6 @@ def handles() -> Tensors:
     return [hvd.synchronize(begun[each]) for each in range(6)]
 
 
-def groups() -> Tensors:
-    """One operation; each result has its own dtype and shape."""
-    dtypes = enumerate((torch.float32, torch.float64, torch.float32, torch.int64))
-    mine = [(10 * of_rank(3, each + 1, seed=each)).to(dtype) for each, dtype in dtypes]
-    later = hvd.grouped_allreduce_async(mine, op=hvd.Sum)
-    return [*hvd.synchronize(later), *hvd.grouped_allreduce(mine, op=hvd.Sum)]
-
-
-def others() -> Tensors:
-    """The other collectives, at once and later, with other numbers of rows too; sparse tensors."""
-    rank, mine = rr.rank(), of_rank(rr.size() * 2, 3)
-    made = [
-        hvd.allgather(mine),
-        hvd.allgather(mine[: rank + 1]),
-        hvd.broadcast(mine, rr.size() - 1),
-        hvd.alltoall(mine),
-    ]
-    later = [hvd.allgather_async(mine), hvd.broadcast_async(mine, 0), hvd.reducescatter_async(mine, op=hvd.Sum)]
-    made += [hvd.reducescatter(mine, op=hvd.Sum), *map(hvd.synchronize, later), hvd.broadcast_(mine, 0)]
-    sparse = torch.sparse_coo_tensor([[rank, 5 + rank]], [1.0, 2.0], (20,), check_invariants=True)
-    return [*made, hvd.synchronize(hvd.sparse_allreduce_async(sparse, op=hvd.Sum)).to_dense()]
-
-
 def backward() -> Tensors:
     """Gradients flow through allreduce, allgather, broadcast and reducescatter."""
     size, x = rr.size(), of_rank(rr.size(), 3).requires_grad_()
@@ -104,26 +79,7 @@ def backward() -> Tensors:
     return [torch.autograd.grad(r, x, g)[0] for r, g in zip(results, (y, y.repeat(size, 1), y, y[:1]), strict=True)]
 
 
-def states() -> Tensors:
-    """Weights, objects and the state of an optimizer are broadcast; batches of all ranks are normalised together."""
-    weights = {"a": of_rank(5, 3), "b": of_rank(7, seed=1)}
-    hvd.broadcast_parameters(weights, root_rank=0)
-    sent = hvd.broadcast_object({"tensor": of_rank(4)}, root_rank=0)["tensor"]
-    model = make_model()
-    adam = torch.optim.Adam(model.parameters(), lr=0.1 * (rr.rank() + 1))
-    if rr.rank() == 0:
-        model(torch.ones(1, 7)).sum().backward()
-        adam.step()
-    hvd.broadcast_optimizer_state(adam, root_rank=0)
-    assert adam.param_groups[0]["lr"] == 0.1
-    x, norm = of_rank(6, 4).requires_grad_(), hvd.SyncBatchNorm(4).double()
-    result = norm(x)
-    result.square().sum().backward()
-    moments = [each["exp_avg"] for each in adam.state.values()]
-    return [*weights.values(), sent, *moments, result.detach(), x.grad, norm.running_var]
-
-
-@pytest.mark.parametrize("run", [allreduces, handles, groups, others, backward, states])
+@pytest.mark.parametrize("run", [allreduces, handles, backward])
 def test_operations(run: Callable[[], Tensors], monkeypatch: pytest.MonkeyPatch) -> None:
     """What an operation gives does not depend on where the tensors are."""
     both_ways(run, monkeypatch)
@@ -165,10 +121,7 @@ def train(scaled: bool = False, **options: Any) -> Tensors:
     [
         {},
         {"scaled": True},
-        {"compression": Compression.fp16},
-        {"compression": Compression.bf16},
         {"compression": Compression.powersgd(rank=3)},
-        {"compression": Compression.topk},
     ],
 )
 def test_training(options: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,27 +129,3 @@ def test_training(options: dict[str, Any], overlap: bool, monkeypatch: pytest.Mo
     double = both_ways(lambda: train(overlap=overlap, **options), monkeypatch)
     waits = any("waits for" in line for line in double.record)
     assert waits or not overlap or "compression" in options or hvd.size() == 1  # alone, nothing is reduced
-
-
-def test_sparse_gradients_and_closures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are gathered; the loss that comes back from a closure is that of all ranks."""
-
-    def run() -> Tensors:
-        torch.manual_seed(1)
-        table, weight = torch.nn.Embedding(30, 4, sparse=True), torch.nn.Parameter(torch.ones(3))
-        rows = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0))
-        table(torch.tensor([rr.rank(), 7])).sum().backward()
-        rows.step()
-        sgd = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
-
-        def closure() -> Any:
-            sgd.zero_grad()
-            loss = (rr.rank() + 1) * weight.sum()
-            loss.backward()
-            return loss
-
-        loss = sgd.step(closure)
-        assert float(loss.detach()) == pytest.approx(3 * (rr.size() + 1) / 2)
-        return [table.weight.detach(), weight.detach(), loss.detach()]
-
-    both_ways(run, monkeypatch)

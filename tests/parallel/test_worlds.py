@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.testing import caught
-from ringreduce.transport import mpi, mpi_job
+from ringreduce.transport import mpi_job, mpi_messages
 from ringreduce.transport.waiting import Waiter
 
 PRIVATE = MPI.COMM_WORLD.Dup()
@@ -146,7 +146,7 @@ def test_a_world_of_some_ranks_has_a_time_limit(no_world: None) -> None:
 @pytest.mark.sizes(3, 4)
 def test_an_exchange_that_is_given_up_names_who_is_missing() -> None:
     """All that have come say the same, who comes late hears of it, and the next exchange is not taken for that one."""
-    messages = mpi.MpiMessages(PRIVATE, Waiter(20.0))
+    messages = mpi_messages.MpiMessages(PRIVATE, Waiter(20.0))
     messages._waiter.timeout_s = 0.3
     last = RANK == SIZE - 1
     if last:

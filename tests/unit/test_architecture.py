@@ -103,7 +103,7 @@ def test_imports_go_down(path: Path):
 @pytest.mark.parametrize(
     ("place", "source", "complaint"),
     [
-        ("launcher/x.py", "from ringreduce.transport.mpi import MpiMessages", "launcher imports transport"),
+        ("launcher/x.py", "from ringreduce.transport.mpi_messages import MpiMessages", "launcher imports transport"),
         ("common/x.py", "def f():\n    import numpy, os", "common imports numpy"),
         ("buffers/x.py", "from ringreduce.algorithms import find", "buffers imports algorithms"),
         ("collectives/x.py", "import ringreduce", "collectives imports __init__"),
@@ -208,17 +208,9 @@ LIMITS = {
 #: What is above a limit, with its figure of today. Each entry is to be removed: it may shrink, and none may be added.
 ABOVE: dict[str, dict[str, int]] = {
     "floors of the modules in a folder": {},
-    "lines of a file": {
-        "algorithms/verify.py": 465,
-        "transport/mpi.py": 492,
-    },
+    "lines of a file": {},
     "lines of a function": {},
-    "methods of a class that is no public name": {
-        "gpu/cupy_driver.py CupyDriver": 22,
-        "transport/mpi.py MpiMessages": 26,
-        "transport/shared/arena.py Arena": 25,
-        "transport/shared/board.py Board": 22,
-    },
+    "methods of a class that is no public name": {},
     "parameters of what is no public name": {},
 }
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ringreduce.common.errors import TransportError
 from ringreduce.common.processes import Forked
 from ringreduce.testing import run_threads
-from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.shared.arena import Arena, Block, Location
 from ringreduce.transport.shared.segments import MemfdSegments, PrivateSegments
 
@@ -156,12 +156,12 @@ def test_a_memfd_segment_is_seen_through_another_mapping() -> None:
     mapped[0] = 9
     assert block.memory[0] == 9
     assert address(arena.peer_view(0, block.location, UINT8, PAGE)) == address(mapped)
-    arena.close()
+    arena.segments.close()
 
 
 def test_fresh_segments_are_zero() -> None:
     """A segment starts as zeros, whatever makes it: flags must not be random."""
-    for segments in (MemfdSegments({}), PrivateSegments(), MemoryWorld(1).segments_of(0)):
+    for segments in (MemfdSegments({}), PrivateSegments(), MemorySegments(MemoryWorld(1), 0)):
         _, memory = segments.create(3 * PAGE)
         assert memory.nbytes == 3 * PAGE
         assert not memory.any()
@@ -183,12 +183,12 @@ def test_closing_leaves_arrays_valid_and_no_descriptor() -> None:
     array = arena.array(2 * PAGE)
     location = arena.locate(address(array), 1)
     assert location is not None
-    assert arena.alive(0)
+    assert arena.segments.alive(0)
     fd = location.segment
     mapped = arena.peer_view(0, location, UINT8, PAGE)
     os.fstat(fd)
-    arena.close()
-    arena.close()
+    arena.segments.close()
+    arena.segments.close()
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         os.fstat(fd)
     array[:] = 5
@@ -260,7 +260,7 @@ def test_arena_gives_free_memory_back_when_it_grows(shared: bool) -> None:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if number == 0 else resident
         del array
     assert int(Path("/proc/self/statm").read_text().split()[1]) * 4096 < resident + (200 << 20)
-    arena.close()
+    arena.segments.close()
 
 
 def test_a_dropped_array_is_not_kept_by_the_arena() -> None:
@@ -281,7 +281,7 @@ def test_what_a_forked_process_writes_is_its_own(shared: bool) -> None:
     written, read = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        segments.disown()
+        segments.after_fork_in_child()
         memory[: 8 * PAGE] = 99
         os.write(written[1], b"x")
         os.read(read[0], 1)
@@ -349,7 +349,7 @@ def test_what_is_kept_of_dropped_arrays_is_bounded() -> None:
         array[::PAGE] = 1
         del array
     assert resident_nbytes() < before + (512 << 20) + (40 << 20)
-    arena.close()
+    arena.segments.close()
 
 
 def test_a_block_of_the_same_size_comes_again() -> None:
@@ -405,4 +405,4 @@ def test_what_lives_at_a_fork_is_not_handed_out_before_the_child_ends() -> None:
     late = arena.array(PAGE)
     del late  # what comes back is looked at when something does
     assert place in {address(arena.array(8 * PAGE)) for _ in range(2)}
-    arena.close()
+    arena.segments.close()

@@ -14,7 +14,7 @@ from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, Tran
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.shared.arena import Arena, Location
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, NOWHERE, Arrival, Board, signature_hash
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, NOWHERE, Board, Entry, signature_hash
 from ringreduce.transport.waiting import Waiter
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def on_boards(
 
 
 def arrive(board: Board, signature: str, source: int = NOWHERE, target: int = NOWHERE) -> list[int]:
-    return board.arrive(Arrival(signature, signature_hash(signature), source, target))
+    return board.enter(Entry(signature, signature_hash(signature), source, target))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -128,11 +128,11 @@ def test_numbers_said_are_those_of_this_call(count: int) -> None:
 
     def talk(board: Board) -> None:
         for turn in range(4):
-            board.say([turn * 10_000 + board.index * 1000 + i for i in range(count)])
+            board.publish([turn * 10_000 + board.index * 1000 + i for i in range(count)])
             arrive(board, "call")
             others = [index for index in range(3) if index != board.index]
             said = [turn * 10_000 + index * 1000 + i for index in others for i in range(count)]
-            assert board.said(count) == said
+            assert board.published(count) == said
 
     on_boards(3, talk)
 
@@ -141,9 +141,9 @@ def test_a_number_that_nobody_says_is_not_heard() -> None:
     """To a call to which nothing is said, nothing is heard."""
 
     def publish(board: Board) -> None:
-        board.say([1, 2])
+        board.publish([1, 2])
         arrive(board, "call")
-        assert board.said(0) == []
+        assert board.published(0) == []
 
     on_boards(2, publish)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringreduce.buffers.codecs import CODECS, Codec, relative_error
+from ringreduce.buffers.codecs import CODECS, Codec
 
 ALL = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 SCALED = {"fp8": 448, "int8": 127, "int4": 7}
@@ -305,28 +305,3 @@ def test_scratch_does_not_grow_with_the_array(codec: Codec) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
-
-
-def test_relative_error_is_a_ratio_of_norms() -> None:
-    """(3, 4) to (3, 4.5) is off by 0.5 of 5; the shape does not matter, nor does the count of pieces."""
-    assert relative_error(np.array([3, 4]), np.array([3, 4.5])) == 0.1
-    assert relative_error(np.array([[3], [4]], np.float32), np.array([[3], [4.5]], np.float32)) == 0.1
-    ones = np.ones(SEVERAL_PIECES, np.float32)
-    assert relative_error(ones, ones * np.float32(1.25)) == pytest.approx(0.25, rel=1e-12)
-    assert relative_error(np.full(3, LARGEST, np.float32), np.zeros(3, np.float32)) == 1
-
-
-def test_relative_error_of_equal_arrays_is_zero() -> None:
-    """No difference is no error: of zeros, of nothing, of anything finite."""
-    for values in (np.zeros(3), np.zeros(0), np.ones(3)):
-        assert relative_error(values, values) == 0
-
-
-def test_relative_error_shows_what_is_not_finite() -> None:
-    """A NaN on either side gives NaN, an infinity that came in inf; so does anything where there should be zeros."""
-    assert np.isnan(relative_error(np.ones(2), np.array([1, np.nan])))
-    assert np.isnan(relative_error(np.array([1, np.nan]), np.ones(2)))
-    assert np.isnan(relative_error(np.zeros(2), np.array([0, np.nan])))
-    assert np.isnan(relative_error(np.array([np.inf]), np.array([np.inf])))
-    assert relative_error(np.ones(2), np.array([1, np.inf])) == np.inf
-    assert relative_error(np.zeros(2), np.ones(2)) == np.inf

@@ -18,7 +18,7 @@ from ringreduce.testing import (
     run_ranks,
     run_threads,
 )
-from ringreduce.transport.checked import CheckedMessages
+from ringreduce.transport.checked import checked
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 
@@ -34,7 +34,7 @@ def test_memory_messages_conform(size: int) -> None:
 def test_checked_messages_conform(size: int) -> None:
     """A checksum behind each message changes nothing about messages that arrive as they were sent."""
     world = MemoryWorld(size)
-    run_threads(size, lambda rank: check_messages(CheckedMessages(world.messages(rank))), on_error=world.meeting.abort)
+    run_threads(size, lambda rank: check_messages(checked(world.messages(rank))), on_error=world.meeting.abort)
 
 
 @pytest.mark.parametrize(("size", "node_size"), [(3, None), (5, 2)])
@@ -50,7 +50,7 @@ def test_collectives_conform(size: int, node_size: int | None) -> None:
 def test_collectives_with_checked_messages_conform() -> None:
     """Every collective gives the known answer where each message is checked."""
     config = Config(timeout_s=30.0, segment_nbytes=64 << 10)
-    run_ranks(3, check_collectives, node_size=1, config=config, wrap=CheckedMessages)
+    run_ranks(3, check_collectives, node_size=1, config=config, wrap=checked)
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 5])
@@ -67,7 +67,7 @@ def test_a_message_that_has_changed_is_an_error(damaged: int) -> None:
     unchecked = run_ranks(3, reduced, node_size=1, config=config, wrap=damaging)
     assert not all(np.array_equal(each, np.full(100_003, 3.0)) for each in unchecked)
     errors = run_ranks(
-        3, partial(caught, reduced), node_size=1, config=config, wrap=lambda inner: CheckedMessages(damaging(inner))
+        3, partial(caught, reduced), node_size=1, config=config, wrap=lambda inner: checked(damaging(inner))
     )
     assert isinstance(errors[1], TransportError)
     assert "have changed on their way" in str(errors[1])

@@ -25,6 +25,7 @@ from ringreduce.bench.devices import OnDevice
 from ringreduce.bench.measure import Contender
 from ringreduce.bench.results import Report, Settings
 from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.gpu import aware_path, staging
 from ringreduce.gpu.inventory import Inventory
 from ringreduce.testing import run_ranks
 
@@ -116,18 +117,6 @@ def test_the_benchmark_verifies_results_on_a_gpu(
     assert "GPU in host memory, " in "".join(printed)
 
 
-def test_the_bound_is_a_copy_for_each_rank_of_the_gpu() -> None:
-    """One of the ranks that share a GPU copies, as often as there are such ranks; the others do nothing."""
-
-    def work(world: rr.Communicator, driver: HostDriver) -> int:
-        (way,) = HostPlace(world, HostTools(driver)).bounds(4096)
-        driver.log.clear()
-        way.call()
-        return sum(line.startswith("copy 4096") for line in driver.log)
-
-    assert run_gpu_ranks(3, work) == [3, 0, 0]
-
-
 def test_mpi_by_hand_goes_down_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer copies down, runs the host's collective and copies up; what it pinned it unpins."""
 
@@ -162,30 +151,39 @@ def test_the_benchmark_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- the checks ----
 
 
-@pytest.mark.parametrize(
-    ("path", "asked"), [("staged", "staged"), ("nccl", "nccl"), ("mpi", "mpi"), ("nccl", "staged")]
-)
-def test_paths_are_checked(path: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is right passes; a sum that is wrong is named with its operation, and so is a path that does not run."""
-    monkeypatch.setattr(gpu_check, "COUNTS", (0, 1, 1001))
-
-    def put(driver: HostDriver) -> Callable[[Any, str], HostArray]:
-        return lambda values, dtype: driver.put(values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+def checked(path: str, asked: str, broken: bool = False, size: int = 2, **options: Any) -> list[Any]:
+    """Return what the check of a path finds on ranks where another may be asked for, and sums may go wrong."""
 
     def work(world: rr.Communicator, driver: HostDriver) -> list[Any]:
-        driver_put, broken = put(driver), asked == "mpi" and world.rank == 1
-        if broken:
-            monkeypatch.setattr(driver, "combine", lambda *arguments: None)
-        return list(gpu_check.check_allreduce(world, path, driver_put, lambda array: array.get(0)))
+        if broken and world.rank == 1:
+            driver.combine = lambda *arguments: None  # type: ignore[method-assign]
 
-    found = run_gpu_ranks(2, work, path=asked)[1]
+        def put(values: Any, dtype: str) -> HostArray:
+            return driver.put_late(values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+
+        return list(gpu_check.check_allreduce(world, path, put, lambda array: array.get(array.stream)))
+
+    return run_gpu_ranks(size, work, path=asked, **options)[1]
+
+
+@pytest.mark.parametrize("path", gpu_check.PATHS)
+@pytest.mark.parametrize(("size", "node_size"), [(2, None), (3, 1), (4, 2)])
+def test_results_are_right_by_every_path(path: str, size: int, node_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every dtype and operation, in place and out of place, of no element, one, and several segments."""
+    monkeypatch.setattr(gpu_check, "COUNTS", (0, 1, size - 1, 2049))
+    for module in (staging, aware_path):
+        monkeypatch.setattr(module, "_SEGMENT_NBYTES", 4096)
+    assert [each.seen for each in checked(path, path, size=size, node_size=node_size) if not each.passed] == []
+
+
+def test_the_check_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that is wrong is named with its operation, and so is a path that does not run."""
+    monkeypatch.setattr(gpu_check, "COUNTS", (0, 1, 1001))
+    found = checked("mpi", "mpi", broken=True)
     failed = [each.name for each in found if not each.passed]
-    wrong = [each.name for each in found if each.name.startswith("allreduce") and each.seen]
-    if asked == "mpi":
-        assert failed == wrong != []
-        assert "sum of 1001" in next(each.seen for each in found if each.name == "allreduce of float32")
-    else:
-        assert failed == ([] if path == asked else ["carried by nccl"])
+    assert failed == [each.name for each in found if each.name.startswith("allreduce") and each.seen] != []
+    assert "sum of 1001" in next(each.seen for each in found if each.name == "allreduce of float32")
+    assert [each.name for each in checked("nccl", "staged") if not each.passed] == ["carried by nccl"]
 
 
 def test_the_page_says_what_failed_and_what_was_not_run() -> None:

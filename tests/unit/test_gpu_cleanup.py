@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_doubles.driver import HostDriver, HostMachine
-from gpu_doubles.nccl import HostNccl
+from gpu_doubles.driver import HostDriver
+from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.common.cleanup import close_all
-from ringreduce.common.config import Config
 from ringreduce.common.errors import PeerLostError, TransportError
 from ringreduce.engine import CollectiveOp
 from ringreduce.gpu import nccl as transport
 from ringreduce.gpu.staging import Staging
-from ringreduce.runtime.process_sets import Parts
-from ringreduce.testing import caught, run_engines, run_ranks
+from ringreduce.testing import caught, run_engines
 from ringreduce.transport.shared.arena import Arena
 from ringreduce.transport.shared.segments import PrivateSegments
 from ringreduce.transport.waiting import Waiter
@@ -79,99 +76,32 @@ def test_a_failure_does_not_stop_the_closing() -> None:
     del staging
     gc.collect()
     assert mapped(address)
-    assert driver.log[-3:] == ["free e1", "free s1", "free s2"]
+    assert driver.log[-2:] == ["free s1", "free s2"]
 
 
-def test_every_part_is_closed() -> None:
-    """The first error is raised, when all parts have been asked."""
-    called: list[int] = []
+@pytest.mark.parametrize("ending", ["failed", "failed and busy", "busy"])
+def test_what_does_not_end_keeps_nobody_waiting(ending: str) -> None:
+    """NCCL is aborted, as Python would destroy it, which waits for all ranks; the GPU is asked nothing else.
 
-    def part(number: int) -> None:
-        called.append(number)
-        if number:
-            raise TransportError(str(number))
+    After a failure at once; else when the GPU, which may wait for a rank that is gone, has not ended in time.
+    """
 
-    error = caught(close_all, *(lambda number=number: part(number) for number in range(3)))
-    assert str(error) == "1"
-    assert called == [0, 1, 2]
-
-
-def on_gpus(function: Callable[[rr.Communicator, HostDriver, HostNccl], Any]) -> list[Any]:
-    """Run a function on two ranks with a GPU each, which have done all kinds of work there."""
-    machine = HostMachine()
-    groups: dict[bytes, Any] = {}
-    drivers = [machine.driver(rank) for rank in range(2)]
-
-    def run(communicator: rr.Communicator) -> Any:
-        driver = drivers[communicator.rank]
-        nccl = HostNccl(driver, groups)
-        communicator.gpu.drivers = lambda number: driver
-        communicator.gpu.libraries = lambda number: nccl
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
         for how in ({}, {"algorithm": "nccl"}, {"algorithm": "ring"}):
             array = driver.put(np.ones(10, np.float32))
             communicator.allreduce(array, out=array, **how)
             assert array.get(0).tolist() == [2.0] * 10
-        result = function(communicator, driver, nccl)
-        communicator.barrier() if communicator.lifetime.open else None
-        return result
-
-    return run_ranks(2, run, config=Config(timeout_s=20.0))
-
-
-@pytest.mark.parametrize("method", ["synchronize", "unregister", "free_event"])
-def test_closing_goes_on_after_an_error(method: str) -> None:
-    """A GPU that fails at the end: the error is raised, and streams and memory went back all the same."""
-
-    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        driver.fail(method, error=TransportError)
-        assert isinstance(caught(communicator.close), TransportError)
-        assert "nccl close" in driver.log
-        assert not [name for name in driver.leftovers() if ":s" in name and method in ("synchronize", "unregister")]
-
-    on_gpus(function)
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_world_that_failed_keeps_nobody_waiting(busy: bool) -> None:
-    """NCCL is aborted, as Python would destroy it, which waits for all ranks; the GPU is asked nothing else."""
-
-    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        communicator.lifetime.fail(TransportError("a peer is gone"))
-        if busy:
+        if "failed" in ending:
+            communicator.lifetime.fail(TransportError("a peer is gone"))
+        if "busy" in ending:
             stick(driver)
             driver.record(communicator.gpu._paths["nccl"]._done, 0)
+            communicator._context.waiter.timeout_s = 0.05
         begin = len(driver.log)
         communicator.close()
         assert driver.log[begin:] == ["nccl abort"]
 
-    on_gpus(function)
-
-
-def test_a_gpu_that_does_not_end_is_left_alone() -> None:
-    """Its stream may wait for a rank that is gone: after the time limit nothing more is asked of it."""
-
-    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        stick(driver)
-        driver.record(communicator.gpu._paths["nccl"]._done, 0)
-        communicator._context.waiter.timeout_s = 0.05
-        begin = len(driver.log)
-        communicator.close()
-        assert driver.log[begin:] == ["nccl abort"]
-
-    on_gpus(function)
-
-
-def test_all_of_a_process_set_is_closed() -> None:
-    """Whatever the first part raises, the second is closed, too."""
-    closed: list[str] = []
-
-    def fail() -> None:
-        raise TransportError("a kernel of the user's")
-
-    engine: Any = SimpleNamespace(close=fail)
-    communicator: Any = SimpleNamespace(close=lambda: closed.append("communicator"))
-    assert isinstance(caught(Parts(communicator, engine).close), TransportError)
-    assert closed == ["communicator"]
+    run_gpu_ranks(2, function, gpu=lambda rank: rank)
 
 
 def test_an_engine_that_fails_gives_its_communicator_up() -> None:
@@ -208,17 +138,12 @@ def test_a_connection_that_comes_late_is_aborted(monkeypatch: pytest.MonkeyPatch
 
 def test_nccl_is_aborted_where_the_gpu_fails_after_it_connected() -> None:
     """The rank's error is raised, and its connection does not wait for the others."""
-    machine, groups = HostMachine(), dict[bytes, Any]()
-    drivers = [machine.driver(rank) for rank in range(2)]
 
-    def run(communicator: rr.Communicator) -> None:
-        driver = drivers[communicator.rank]
-        communicator.gpu.drivers = lambda number: driver
-        communicator.gpu.libraries = lambda number: HostNccl(driver, groups)
+    def run(communicator: rr.Communicator, driver: HostDriver) -> None:
         communicator.gpu.require_usable(None)
         driver.fail("make_event")
         assert isinstance(caught(communicator.gpu._set_up, "nccl"), TransportError)
         assert driver.log[-1] == "nccl abort"
         communicator.lifetime.fail(TransportError("NCCL"))
 
-    run_ranks(2, run, config=Config(timeout_s=20.0))
+    run_gpu_ranks(2, run, path="nccl")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ringreduce.buffers import DTYPES, divide, kernels_for
-from ringreduce.buffers.kernels import NumpyHalfKernels, TorchHalfKernels
+from ringreduce.buffers.kernels import TorchHalfKernels, WideKernels
 from ringreduce.common.reduce_ops import ReduceOp
 
 COUNT = 257
@@ -117,11 +117,12 @@ def test_folding_equals_the_reference(name: str, op: ReduceOp, complete: bool, r
     if op is ReduceOp.AVERAGE and not complete:
         op = ReduceOp.SUM
     once = reference([target, source], op)
-    fold = kernels.fold(target.view(row.storage), source.view(row.storage), complete=complete)
-    fold()
+    place = target.view(row.storage)
+    combine = kernels.combine([place, source.view(row.storage)], complete=complete)
+    combine(place)
     assert_agrees(name, target, once, roundings=2)
     twice = reference([target, source], op)
-    fold()
+    combine(place)
     assert_agrees(name, target, twice, roundings=2)
 
 
@@ -131,7 +132,7 @@ def test_bound_kernels_see_new_data(name: str) -> None:
     row = DTYPES[name]
     sources = [np.zeros(5, native(name)) for _ in range(4)]
     target = np.empty(5, row.storage)
-    for kernels in (NumpyHalfKernels(row, ReduceOp.SUM, 4), TorchHalfKernels(row, ReduceOp.SUM, 4)):
+    for kernels in (WideKernels(row, ReduceOp.SUM, 4), TorchHalfKernels(row, ReduceOp.SUM, 4)):
         combine = kernels.combine([source.view(row.storage) for source in sources])
         for turn in (1, 2):
             for rank, source in enumerate(sources):
@@ -148,7 +149,7 @@ def test_half_kernels_agree_with_each_other(name: str, op: ReduceOp, size: int, 
     row = DTYPES[name]
     arrays = [rng.integers(0, 1 << 16, 4096, dtype=np.uint16).astype(np.uint16) for _ in range(size)]
     results = []
-    for kernels in (NumpyHalfKernels(row, op, size), TorchHalfKernels(row, op, size)):
+    for kernels in (WideKernels(row, op, size), TorchHalfKernels(row, op, size)):
         target = np.empty(4096, row.storage)
         kernels.combine([array.view(row.storage) for array in arrays])(target)
         results.append(target.view(native(name)))
@@ -166,7 +167,7 @@ def test_half_sums_are_rounded_once(name: str) -> None:
     arrays = [np.full(3, value, native(name)) for value in (large, small, small, small)]
     wanted = np.full(3, large + 3 * small, np.float32).astype(native(name))
     assert wanted[0] != large
-    for kernels in (NumpyHalfKernels(row, ReduceOp.SUM, 4), TorchHalfKernels(row, ReduceOp.SUM, 4)):
+    for kernels in (WideKernels(row, ReduceOp.SUM, 4), TorchHalfKernels(row, ReduceOp.SUM, 4)):
         target = np.empty(3, row.storage)
         kernels.combine([array.view(row.storage) for array in arrays])(target)
         assert target.view(native(name)).tolist() == wanted.tolist()

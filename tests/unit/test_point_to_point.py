@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringreduce.buffers import Operand
 from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, ShutdownError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.transport.memory import MemoryWorld
@@ -30,12 +31,12 @@ def test_messages_come_in_order_by_tag(nbytes: int):
     sides = ends(3)
     data = [np.full(nbytes, each, np.uint8) for each in range(4)]
     room = [np.full(nbytes, 99, np.uint8) for _ in range(4)]
-    early = sides[2].recv(room[0], "x", 0, 7)
-    sent = [sides[0].send(data[each], "x", 2, 7 if each < 2 else 8) for each in range(3)]
-    sent.append(sides[1].send(data[3], "x", 2, 7))
+    early = sides[2].recv(Operand.of(room[0]), 0, 7)
+    sent = [sides[0].send(Operand.of(data[each]), 2, 7 if each < 2 else 8) for each in range(3)]
+    sent.append(sides[1].send(Operand.of(data[3]), 2, 7))
     assert all(each.done == (nbytes <= 4096) for each in sent)
-    second = sides[2].recv(room[2], "x", 0, 8)
-    third, fourth = sides[2].recv(room[1], "x", None, 7), sides[2].recv(room[3], "x", None, 7)
+    second = sides[2].recv(Operand.of(room[2]), 0, 8)
+    third, fourth = sides[2].recv(Operand.of(room[1]), None, 7), sides[2].recv(Operand.of(room[3]), None, 7)
     for each in (early, second, third, fourth):
         sides[2].wait(each)
     for number, each in enumerate(sent):
@@ -48,16 +49,16 @@ def test_messages_come_in_order_by_tag(nbytes: int):
 def test_waits_end():
     """In time, with the loss of a rank, and when the group ends."""
     sides = ends(2)
-    room = np.zeros(3, np.uint8)
+    room = Operand.of(np.zeros(3, np.uint8))
     with pytest.raises(CollectiveTimeoutError, match="receive from rank 1"):
-        sides[0].wait(sides[0].recv(room, "x", 1, 0), 0.01)
+        sides[0].wait(sides[0].recv(room, 1, 0), 0.01)
     alone = ends(2, PeerLostError(1, "gone"))[0]
     alone._waiter.watchers.append(alone.watch)
     with pytest.raises(PeerLostError):
-        alone.wait(alone.recv(room, "x", 1, 0))
-    pending = sides[0].recv(room, "x", 1, 0)
+        alone.wait(alone.recv(room, 1, 0))
+    pending = sides[0].recv(room, 1, 0)
     sides[0].close()
     with pytest.raises(ShutdownError):
         sides[0].wait(pending)
     with pytest.raises(ShutdownError):
-        sides[0].send(room, "x", 1, 0)
+        sides[0].send(room, 1, 0)

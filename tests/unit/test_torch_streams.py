@@ -111,14 +111,6 @@ def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -
     assert "second work" in cuda.main.before
 
 
-def test_a_rank_that_has_filled_nothing_can_work(cuda: TorchStreams) -> None:
-    """As one that has joined: it waits for nothing."""
-    world: Any = World()
-    sync = streams.StreamSync(torch.device("cuda", 0), world)
-    with sync.working():
-        assert cuda.current_stream().enqueue("work") == frozenset()
-
-
 def test_work_that_fails_is_over_as_well(cuda: TorchStreams) -> None:
     """The next filling comes after what it has enqueued."""
     world: Any = World()

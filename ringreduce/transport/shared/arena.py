@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.buffers import address_of
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import TransportError
 from ringreduce.common.processes import Forked
 from ringreduce.transport.shared.private import PrivateMemory, reads
@@ -33,8 +33,6 @@ __all__ = [
     "Location",
     "memory_nbytes",
 ]
-
-Array = npt.NDArray[Any]
 
 #: Places in the memory of a rank, as one number: not negative, a location in its arena, packed; less than these two,
 #: the negative of an address in the private memory of its process.
@@ -88,6 +86,64 @@ def _most_segments() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft // 4
 
 
+class _Space:
+    """The segments of a rank and what is free in them, handed out first fit. Used under the lock of its arena."""
+
+    def __init__(self, segments: Segments) -> None:
+        self.memory: dict[int, Array] = {}
+        self._segments = segments
+        self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> (offset, nbytes) of holes, ascending
+        self._freed_nbytes = 0  # since the pages of holes went back
+        self._bases: list[tuple[int, int, int]] = []  # (address, nbytes, segment) of all segments, ascending
+
+    def find(self, nbytes: int) -> Location | None:
+        """Take ``nbytes`` of what is free; None: no hole is large enough."""
+        for segment, holes in self._free.items():
+            for index, (offset, size) in enumerate(holes):
+                if size >= nbytes:
+                    holes[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+                    return Location(segment, offset)
+        return None
+
+    def extend(self, nbytes: int) -> Location:
+        """Take ``nbytes`` of a new segment."""
+        self._discard_holes()
+        segment, memory = self._segments.create(max(nbytes, self._segments.nbytes))
+        self.memory[segment] = memory
+        self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []
+        bisect.insort(self._bases, (address_of(memory), memory.nbytes, segment))
+        return Location(segment, 0)
+
+    def release(self, location: Location, nbytes: int) -> None:
+        """Take memory back."""
+        holes = self._free[location.segment]
+        bisect.insort(holes, (location.offset, nbytes))
+        merged: list[tuple[int, int]] = []
+        for offset, size in holes:
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((offset, size))
+        self._free[location.segment] = merged
+        self._freed_nbytes += nbytes
+        if self._freed_nbytes > _KEPT_NBYTES:
+            self._discard_holes()
+
+    def _discard_holes(self) -> None:
+        for segment, holes in self._free.items():
+            for offset, size in holes:
+                self._segments.discard(segment, offset, size)
+        self._freed_nbytes = 0
+
+    def locate(self, address: int, nbytes: int) -> Location | None:
+        """Return where memory is, None if it is not part of the segments."""
+        index = bisect.bisect_right(self._bases, (address, 1 << 62, 0)) - 1
+        if index < 0:
+            return None
+        base, length, segment = self._bases[index]
+        return Location(segment, address - base) if address + nbytes <= base + length else None
+
+
 class _Lease(weakref.ref[Array]):
     """A reference to an array that was lent a block; its callback takes the block back.
 
@@ -119,13 +175,17 @@ class Arena:
         results_nbytes: how much all results may take that live at once; beyond that they are private.
 
     Attributes:
+        segments: its own and those of the peers; closed by whoever has closed everything that uses them.
+        locate: returns where ``(address, nbytes)`` are in the arena, None if they are not part of it.
         copies_private: whether the ranks of the node can copy each other's private memory; the same on all of them.
     """
 
     def __init__(self, segments: Segments, results_nbytes: int = 0) -> None:
         self.copies_private = False
         self._lock = threading.RLock()
-        self._segments = segments
+        self.segments = segments
+        self._space = _Space(segments)
+        self.locate = self._space.locate
         self._results_nbytes = results_nbytes
         self._result_nbytes_lent = 0
         self._leases: dict[int, _Lease] = {}
@@ -133,10 +193,6 @@ class Arena:
         self._kept: list[Block] = []
         self._kept_nbytes = 0
         self._seen: list[_Lease] = []  # by processes that were forked and have not ended
-        self._memory: dict[int, Array] = {}
-        self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> (offset, nbytes) of holes, ascending
-        self._freed_nbytes = 0  # since the pages of holes went back
-        self._bases: list[tuple[int, int, int]] = []  # (address, nbytes, segment) of all segments, ascending
 
     def allocate(self, nbytes: int, most_segments: Callable[[], int] | None = None) -> Block:
         """Return a page-aligned block of at least one byte; its content is undefined.
@@ -152,25 +208,14 @@ class Arena:
                 if self._kept[index].memory.nbytes == nbytes:
                     self._kept_nbytes -= nbytes
                     return self._kept.pop(index)
-            segment, offset = self._take(nbytes, most_segments)
-            memory = self._memory[segment][offset : offset + nbytes]
-            return Block(memory, memory.data, address_of(memory), Location(segment, offset))
+            location = self._take(nbytes, most_segments)
+            memory = self.view(location, np.dtype(np.uint8), nbytes)
+            return Block(memory, memory.data, address_of(memory), location)
 
     def release(self, block: Block) -> None:
         """Take a block back."""
         with self._lock:
-            holes = self._free[block.location.segment]
-            bisect.insort(holes, (block.location.offset, block.memory.nbytes))
-            merged: list[tuple[int, int]] = []
-            for offset, nbytes in holes:
-                if merged and sum(merged[-1]) == offset:
-                    merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
-                else:
-                    merged.append((offset, nbytes))
-            self._free[block.location.segment] = merged
-            self._freed_nbytes += block.memory.nbytes
-            if self._freed_nbytes > _KEPT_NBYTES:
-                self._discard_holes()
+            self._space.release(block.location, block.memory.nbytes)
 
     def array(self, nbytes: int) -> Array:
         """Return a block as an array that takes its memory back to the arena when it and all its views are gone."""
@@ -204,7 +249,6 @@ class Arena:
         if last.seen or not last.is_result or not 0 <= last.block.memory.nbytes - nbytes < _PAGE:
             return None
         self._returned.popleft()
-        self._segments.settle()
         return last.block
 
     def _lend(self, block: Block, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_result: bool) -> Array:
@@ -220,12 +264,9 @@ class Arena:
         self._returned.append(self._leases.pop(id(lease)))
 
     def _take_back(self) -> None:
-        nreturned = len(self._returned)
-        self._segments.settle()
         back, self._seen = self._seen, []
-        back += [
-            self._returned.popleft() for _ in range(nreturned)
-        ]  # none that comes back meanwhile: it is not settled
+        while self._returned:
+            back.append(self._returned.popleft())
         for lease in back:
             if not all(each.ended for each in lease.seen):
                 self._seen.append(lease)
@@ -251,14 +292,6 @@ class Arena:
             if processes not in lease.seen:
                 lease.seen.append(processes)
 
-    def locate(self, address: int, nbytes: int) -> Location | None:
-        """Return where ``nbytes`` bytes at ``address`` are in the arena, None if they are not part of it."""
-        index = bisect.bisect_right(self._bases, (address, 1 << 62, 0)) - 1
-        if index < 0:
-            return None
-        base, length, segment = self._bases[index]
-        return Location(segment, address - base) if address + nbytes <= base + length else None
-
     def place(self, address: int, nbytes: int) -> int:
         """Return the place of some memory of this rank's."""
         location = self.locate(address, nbytes)
@@ -272,74 +305,28 @@ class Arena:
     ) -> Array | PrivateMemory:
         """Return elements of a peer's memory at a place that it has published; ``present`` as for `PrivateMemory`."""
         if place < MAILED:
-            return PrivateMemory(rank, self._segments.pid(rank), -place, dtype, count, present)
+            return PrivateMemory(rank, self.segments.pid(rank), -place, dtype, count, present)
         return self.peer_view(rank, Location.unpack(place), dtype, count)
-
-    def private(self, rank: int, address: int, nbytes: int) -> PrivateMemory:
-        """Return bytes in the private memory of a peer."""
-        return PrivateMemory(rank, self._segments.pid(rank), address, np.dtype(np.uint8), nbytes)
 
     def view(self, location: Location, dtype: np.dtype[Any], count: int) -> Array:
         """Return elements of this rank's own memory, without holding on to the array that was made of it."""
-        return self._memory[location.segment][location.offset : location.offset + count * dtype.itemsize].view(dtype)
+        segment = self._space.memory[location.segment]
+        return segment[location.offset : location.offset + count * dtype.itemsize].view(dtype)
 
     def peer_view(self, rank: int, location: Location, dtype: np.dtype[Any], count: int) -> Array:
         """Return elements of a peer's memory."""
-        segment = self._segments.open(rank, location.segment)
+        segment = self.segments.open(rank, location.segment)
         return segment[location.offset : location.offset + count * dtype.itemsize].view(dtype)
 
-    def open(self, rank: int, location: Location) -> None:
-        """Map the segment of a peer's location.
-
-        Raises:
-            TransportError: this process cannot reach that memory.
-        """
-        self._segments.open(rank, location.segment)
-
-    def disown(self) -> None:
-        """Make this process's segments private copies; see `Segments.disown`."""
-        self._segments.disown()
-
-    def alive(self, rank: int) -> bool:
-        """Return whether the process of a peer on this node still runs."""
-        return self._segments.alive(rank)
-
-    def pid(self, rank: int) -> int:
-        """Return the process of a rank of the node."""
-        return self._segments.pid(rank)
-
-    def close(self) -> None:
-        """Give back the segments; arrays that users still hold stay valid."""
-        self._segments.close()
-
-    def _take(self, nbytes: int, most_segments: Callable[[], int] | None) -> tuple[int, int]:
-        found = self._first_fit(nbytes)
+    def _take(self, nbytes: int, most_segments: Callable[[], int] | None) -> Location:
+        found = self._space.find(nbytes)
         if found is None and self._kept:
             kept, self._kept, self._kept_nbytes = self._kept, [], 0
             for block in kept:
                 self.release(block)
-            found = self._first_fit(nbytes)
+            found = self._space.find(nbytes)
         if found is not None:
             return found
-        if most_segments is not None and len(self._memory) >= most_segments():
-            raise TransportError(f"there are {len(self._memory)} segments already")
-        self._discard_holes()
-        segment, memory = self._segments.create(max(nbytes, self._segments.nbytes))
-        self._memory[segment] = memory
-        self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []
-        bisect.insort(self._bases, (address_of(memory), memory.nbytes, segment))
-        return segment, 0
-
-    def _first_fit(self, nbytes: int) -> tuple[int, int] | None:
-        for segment, holes in self._free.items():
-            for index, (offset, size) in enumerate(holes):
-                if size >= nbytes:
-                    holes[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
-                    return segment, offset
-        return None
-
-    def _discard_holes(self) -> None:
-        for segment, holes in self._free.items():
-            for offset, size in holes:
-                self._segments.discard(segment, offset, size)
-        self._freed_nbytes = 0
+        if most_segments is not None and len(self._space.memory) >= most_segments():
+            raise TransportError(f"there are {len(self._space.memory)} segments already")
+        return self._space.extend(nbytes)

@@ -3,19 +3,19 @@
 Every rank owns two pages of flags and texts that only it writes, and areas that its peers read (or write, between
 barriers):
 
-    line 0, 1   arrival: call number, signature hash, places of input and result, four more numbers, for even and odd
+    line 0, 1   entry:   call number, signature hash, places of input and result, four more numbers, for even and odd
                 calls
     line 2      barrier: how many barriers this rank has reached
     line 4      status: not 0 once the rank takes part in no further call; processors fetch lines in pairs, and nothing
                 beside this one is ever written in a call
     line 6 ...  what this rank called, as text, written only when a mismatch was seen
     page 1      why this rank takes part in no further call, written before its status
-    numbers     two of `_NUMBERS_NBYTES`: numbers said at arrival that the line cannot hold, for even and odd calls
+    numbers     two of `_NUMBERS_NBYTES`: numbers published at entry that the line cannot hold, for even and odd calls
     mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls
     staging     four of `STAGE_NBYTES`: pieces of private buffers on their way (two in, two out)
 
-Counters are 64-bit and never reset. A rank may be one call ahead of its peers, never two: it passes the arrival of
-call n + 1 only after they have arrived there, and they do so only after they are done with call n. Hence two lines.
+Counters are 64-bit and never reset. A rank may be one call ahead of its peers, never two: it passes the entry of
+call n + 1 only after they have entered it, and they do so only after they are done with call n. Hence two lines.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
 from ringreduce.common.errors import CollectiveError, PeerLostError, name_ranks
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Arrival", "Board", "fence", "signature_hash"]
-
-Array = npt.NDArray[Any]
+__all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Board", "Entry", "fence", "signature_hash"]
 
 MAILBOX_NBYTES = 256 << 10
 STAGE_NBYTES = 1 << 20
@@ -58,8 +56,8 @@ _BOARD_NBYTES = _STAGES + 4 * STAGE_NBYTES
 _POLLS = 100  # about 3 us
 _YIELDS = 200  # about 100 us, or as long as the ranks that share the core take
 
-_NUMBER, _SIGNATURE, _SOURCE, _TARGET, _SAID = range(5)
-_NSAID = _LINE // 8 - _SAID
+_NUMBER, _SIGNATURE, _SOURCE, _TARGET, _PUBLISHED = range(5)
+_NPUBLISHED = _LINE // 8 - _PUBLISHED
 
 #: What a rank publishes in place of the hash of a signature, which is never negative, for a call that it cannot make.
 _REFUSED = -1
@@ -70,7 +68,7 @@ def signature_hash(signature: str) -> int:
     return int.from_bytes(blake2b(signature.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class Arrival(NamedTuple):
+class Entry(NamedTuple):
     """What a rank tells the other members when it comes to a call; quickest where the same object comes again.
 
     Attributes:
@@ -110,7 +108,7 @@ class Board:
         self.peers = [member for member in members if member != rank]
         self.index = self.members.index(rank)
         self._rank = rank
-        self._arena = arena
+        self._segments = arena.segments
         self._waiter = waiter
         self._parts = [
             arena.view(location, np.dtype(np.uint8), _BOARD_NBYTES)
@@ -121,15 +119,15 @@ class Board:
         lines = [[part[line * _LINE :][:_LINE].data.cast("q") for line in range(5)] for part in self._parts]
         self._mine = lines[self.index]
         self._others = [(member, lines[i]) for i, member in enumerate(members) if member != rank]
-        # What `arrive` and `barrier` walk through: the peers' lines, by parity.
-        self._arrivals = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
+        # What `enter` and `barrier` walk through: the peers' lines, by parity.
+        self._entries = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
         self._barriers = tuple(line[_BARRIER] for _, line in self._others)
-        # Where `say` puts what a line cannot hold, by parity and member.
+        # Where `publish` puts what a line cannot hold, by parity and member.
         self._longer = tuple(
             [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
             for parity in (0, 1)
         )
-        self._published: list[Arrival | None] = [None, None]  # in the arrival lines, by parity
+        self._published: list[Entry | None] = [None, None]  # in the entry lines, by parity
         self.number = 0
         self.epoch = 0
         self.called: Callable[[str], CallSite] = CallSite.here
@@ -155,28 +153,29 @@ class Board:
         starts = range(_STAGES, _BOARD_NBYTES, STAGE_NBYTES)
         return [[part[start : start + STAGE_NBYTES].view(dtype) for part in self._parts] for start in starts]
 
-    def say(self, numbers: Sequence[int]) -> None:
-        """Let the other members read numbers once this rank has arrived at its next call; see `said`."""
+    def publish(self, numbers: Sequence[int]) -> None:
+        """Let the other members read numbers once this rank has entered its next call; see `published`."""
         parity = self.number + 1 & 1
-        if len(numbers) > _NSAID:
+        if len(numbers) > _NPUBLISHED:
             self._longer[parity][self.index][: len(numbers)] = array("q", numbers)
             return
         line = self._mine[parity]
-        for index, number in enumerate(numbers, _SAID):
+        for index, number in enumerate(numbers, _PUBLISHED):
             line[index] = number
 
-    def said(self, count: int) -> list[int]:
-        """Return what each of the other members has said to this call: ``count`` numbers each, in the order of `peers`.
+    def published(self, count: int) -> list[int]:
+        """Return the ``count`` numbers that each of the other members has published for this call, in their order.
 
         Valid until this rank leaves the call.
         """
         parity = self.number & 1
-        if count <= _NSAID:
-            return [number for line in self._arrivals[parity] for number in line[_SAID : _SAID + count].tolist()]
+        if count <= _NPUBLISHED:
+            part = slice(_PUBLISHED, _PUBLISHED + count)
+            return [number for line in self._entries[parity] for number in line[part].tolist()]
         longer = [area for index, area in enumerate(self._longer[parity]) if index != self.index]
         return [number for area in longer for number in area[:count].tolist()]
 
-    def arrive(self, mine: Arrival) -> list[int]:
+    def enter(self, mine: Entry) -> list[int]:
         """Begin a call together with the other members: the barrier before any data is touched.
 
         Args:
@@ -197,7 +196,7 @@ class Board:
         if self._fence is not None:
             self._fence()
         line[_NUMBER] = number
-        lines = self._arrivals[parity]
+        lines = self._entries[parity]
         for peer in lines:
             if peer[_NUMBER] < number and not self._soon(peer, number):
                 self._wait(lines, number, mine.signature)
@@ -223,7 +222,7 @@ class Board:
             MismatchError: on every member.
             CollectiveTimeoutError, PeerLostError: a member did not come.
         """
-        self.arrive(Arrival(reason, _REFUSED))
+        self.enter(Entry(reason, _REFUSED))
         self._disagree(reason)  # all have refused
 
     def barrier(self, signature: str, *, wait: bool = True) -> None:
@@ -265,7 +264,7 @@ class Board:
     def detach(self, why: AbortReason) -> bool:
         """Let nobody wait for this rank in vain; return whether it is the first member that does so."""
         if not self._mine[_STATUS][0]:
-            self._write_text(_WHY, json.dumps(why).encode())
+            _write(self._parts[self.index][_WHY], json.dumps(why).encode())
             if self._fence is not None:
                 self._fence()
             self._mine[_STATUS][0] = 1
@@ -326,7 +325,7 @@ class Board:
         left = {position: self._why(position) for position in reached if self._left(position)}
         for position in reached:
             member = self._others[position][0]
-            if position not in left and not self._arena.alive(member) and not self._left(position):
+            if position not in left and not self._segments.alive(member) and not self._left(position):
                 return PeerLostError(member, f"its process has ended; {doing}")
         for position, why in left.items():
             if why.reason or among is not None:
@@ -340,7 +339,7 @@ class Board:
         return bool(flag)
 
     def _why(self, position: int) -> AbortReason:
-        return AbortReason(*json.loads(self._read_text(self.members.index(self._others[position][0]), _WHY)))
+        return AbortReason(*json.loads(_read(self._parts[self.members.index(self.peers[position])][_WHY])))
 
     def _watch(self) -> None:
         """Raise if a member that is waited for has left or died."""
@@ -352,26 +351,24 @@ class Board:
         if lost is not None:
             raise lost
 
-    def _write_text(self, where: slice, text: bytes) -> None:
-        """Write what the others read once a flag tells them to."""
-        area = self._parts[self.index][where]
-        assert 8 + len(text) <= len(area)
-        area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
-        area[:8].view(np.int64)[0] = len(text)
-
-    def _read_text(self, index: int, where: slice) -> bytes:
-        area = self._parts[index][where]
-        return area[8 : 8 + int(area[:8].view(np.int64)[0])].tobytes()
-
     def _disagree(self, signature: str) -> NoReturn:
         """Tell the others what was called, learn what they called, and raise."""
-        self._write_text(_CALLED, self.called(signature).to_json())
+        _write(self._parts[self.index][_CALLED], self.called(signature).to_json())
         self.barrier(signature)
-        calls = {
-            member: CallSite.from_json(self._read_text(index, _CALLED)) for index, member in enumerate(self.members)
-        }
+        calls = [CallSite.from_json(_read(part[_CALLED])) for part in self._parts]
         self.barrier(signature)
-        raise disagreement(calls)
+        raise disagreement(dict(zip(self.members, calls, strict=True)))
+
+
+def _write(area: Array, text: bytes) -> None:
+    """Write what the others read once a flag tells them to."""
+    assert 8 + len(text) <= len(area)
+    area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+    area[:8].view(np.int64)[0] = len(text)
+
+
+def _read(area: Array) -> bytes:
+    return area[8 : 8 + int(area[:8].view(np.int64)[0])].tobytes()
 
 
 def fence(machine: str = platform.machine()) -> Callable[[], object] | None:

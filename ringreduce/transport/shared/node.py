@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from ringreduce.buffers import address_of
 from ringreduce.common.config import Config
@@ -19,6 +20,7 @@ from ringreduce.common.topology import Topology
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.shared.arena import Arena, Block, Location, memory_nbytes
 from ringreduce.transport.shared.board import Board
+from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.shared.segments import PrivateSegments, Segments
 from ringreduce.transport.waiting import Waiter
 
@@ -94,17 +96,17 @@ def join(
     if len({everyone[member]["namespace"] for member in members}) > 1:
         why_not = why_not or "ranks of its machine run in separate pid namespaces"
     try:
-        locations = _share(messages, arena, members, why_not)
+        locations, copies_private = _share(messages, arena, members, why_not)
     except StepFailedError as reason:
         if warn and messages.rank == 0 and messages.size > 1:
             _log.warning("no shared memory between ranks, all bytes go over %s: %s", messages.name, reason)
-        arena.close()
+        arena.segments.close()
         topology = Topology.from_hosts(range(messages.size))
         members = (messages.rank,)
         arena = Arena(PrivateSegments(), results_nbytes)
         locations = [Board.allocate(arena)]
     else:
-        arena.copies_private = config.private_memory and _copies_private(messages, arena, members)
+        arena.copies_private = config.private_memory and copies_private()
     board = Board(arena, members, locations, messages.rank, waiter)
     messages.exchange(b"")  # nobody may flag before everyone looks
     return Node(topology, hosts, arena, board)
@@ -118,7 +120,9 @@ def pid_namespace() -> str:
         return ""
 
 
-def _share(messages: Messages, arena: Arena, members: Sequence[int], why_not: str) -> list[Location]:
+def _share(
+    messages: Messages, arena: Arena, members: Sequence[int], why_not: str
+) -> tuple[list[Location], Callable[[], bool]]:
     """Make every rank's part of its board and make sure that each member of a node reaches those of the others.
 
     Pids and descriptors are small numbers. Where they mean something else than their sender thinks, a rank maps other
@@ -132,59 +136,51 @@ def _share(messages: Messages, arena: Arena, members: Sequence[int], why_not: st
         why_not: why memory cannot be shared, as far as this rank knows already.
 
     Returns:
-        Where the boards of the members are.
+        Where the boards of the members are; and what finds out whether the ranks of every node can copy each other's
+        private memory, collectively.
 
     Raises:
         StepFailedError: on all ranks, if any rank of any node has a problem.
     """
-    secret = secrets.token_hex(_SECRET_NBYTES // 2)
+    secret = np.frombuffer(bytearray(secrets.token_bytes(_SECRET_NBYTES)), np.uint8)
 
     def make() -> tuple[Location, Block]:
         if why_not:
             raise TransportError(why_not)
         board, block = Board.allocate(arena), arena.allocate(_SECRET_NBYTES)
-        block.memory[:_SECRET_NBYTES] = np.frombuffer(secret.encode(), np.uint8)
+        block.memory[:_SECRET_NBYTES] = secret
         return board, block
+
+    def require_secret(member: int, found: npt.NDArray[np.uint8]) -> None:
+        if found.tolist() != everyone[member]["secret"]:
+            raise TransportError(f"it finds other memory in place of rank {member}'s")
 
     def look() -> None:
         for member in members:
             if member != messages.rank:
                 place = Location(*everyone[member]["place"])
-                found = arena.peer_view(member, place, np.dtype(np.uint8), _SECRET_NBYTES)
-                if found.tobytes() != everyone[member]["secret"].encode():
-                    raise TransportError(f"it finds other memory in place of rank {member}'s")
+                require_secret(member, arena.peer_view(member, place, secret.dtype, _SECRET_NBYTES))
 
-    board, block = together(messages, make)
-    everyone = exchange_json(messages, {"board": astuple(board), "place": astuple(block.location), "secret": secret})
-    together(messages, look)
-    arena.release(block)
-    return [Location(*everyone[member]["board"]) for member in members]
-
-
-def _copies_private(messages: Messages, arena: Arena, members: Sequence[int]) -> bool:
-    """Return whether the ranks of every node can copy each other's private memory. Collective.
-
-    Args:
-        messages: all ranks.
-        arena: of this one.
-        members: of its node.
-    """
-    secret = np.frombuffer(bytearray(secrets.token_bytes(_SECRET_NBYTES)), np.uint8)
-    mine = {"address": address_of(secret), "secret": secret.tolist()}
-    everyone = exchange_json(messages, mine)
-
-    def look() -> None:
+    def look_at_private() -> None:
         found = np.empty_like(secret)
         for member in members:
-            memory = arena.private(member, everyone[member]["address"], _SECRET_NBYTES)
+            pid, address = arena.segments.pid(member), everyone[member]["address"]
+            memory = PrivateMemory(member, pid, address, secret.dtype, _SECRET_NBYTES)
             memory.copy_to(found)()
-            if found.tolist() != everyone[member]["secret"]:
-                raise TransportError(f"it finds other memory in place of rank {member}'s")
+            require_secret(member, found)
             memory.copy_from(found)()  # what is there already: only to try it
 
-    try:
-        together(messages, look)
-    except StepFailedError as reason:
-        _log.info("private arrays are copied twice between ranks of a node: %s", reason)
-        return False
-    return True
+    def copies_private() -> bool:
+        try:
+            together(messages, look_at_private)
+        except StepFailedError as reason:
+            _log.info("private arrays are copied twice between ranks of a node: %s", reason)
+            return False
+        return True
+
+    board, block = together(messages, make)
+    places = {"board": astuple(board), "place": astuple(block.location), "address": address_of(secret)}
+    everyone = exchange_json(messages, {**places, "secret": secret.tolist()})
+    together(messages, look)
+    arena.release(block)
+    return [Location(*everyone[member]["board"]) for member in members], copies_private

@@ -14,14 +14,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.buffers import address_of
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import PeerLostError, TransportError
 
 __all__ = ["PrivateMemory", "reads"]
-
-Array = npt.NDArray[Any]
 
 _MOST_NBYTES = 1 << 30  # in one call; Linux copies no more than 2 GiB at once
 
@@ -83,24 +81,20 @@ class PrivateMemory:
             PeerLostError: when called: the process has ended.
             TransportError: when called: its memory cannot be read; at once, where no memory can be.
         """
-        pid, rank, copies = self._pid, self._rank, self._copies(target)
-
-        def copy(memory: Array = target) -> None:  # keeps the target
-            for here, there, nbytes in copies:
-                copied = _readv(pid, here, 1, there, 1, 0)
-                if copied != nbytes:
-                    _fail(rank, copied, nbytes)
-
-        return copy
+        return self._bind(_readv, target, None)
 
     def copy_from(self, source: Array) -> Callable[[], object]:
         """Bind: copy all elements of a contiguous ``source`` here; otherwise as `copy_to`."""
-        pid, rank, present, copies = self._pid, self._rank, self._present, self._copies(source)
+        return self._bind(_writev, source, self._present)
 
-        def copy(memory: Array = source) -> None:
+    def _bind(self, transfer: Any, array: Array, present: Callable[[], object] | None) -> Callable[[], object]:
+        pid, rank, copies = self._pid, self._rank, self._copies(array)
+
+        def copy(memory: Array = array) -> None:  # keeps the array
             for here, there, nbytes in copies:
-                present()
-                copied = _writev(pid, here, 1, there, 1, 0)
+                if present is not None:
+                    present()
+                copied = transfer(pid, here, 1, there, 1, 0)
                 if copied != nbytes:
                     _fail(rank, copied, nbytes)
 

@@ -8,16 +8,13 @@ import os
 import select
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import TransportError
 
 __all__ = ["MemfdSegments", "PrivateSegments", "Segments"]
-
-Array = npt.NDArray[Any]
 
 _MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
 
@@ -43,10 +40,6 @@ class Segments(ABC):
             TransportError: there is no memory to share.
         """
 
-    def settle(self) -> None:
-        """Return when nothing touches any more what was given back so far; the host is done with its memory then."""
-        return
-
     @abstractmethod
     def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
         """Give the pages of a part of one's own segment back to the system; it reads as zeros afterwards."""
@@ -63,7 +56,7 @@ class Segments(ABC):
     def alive(self, rank: int) -> bool:
         """Return whether the peer's process still runs."""
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """Keep what is written to one's own segments from now on to this process, which was forked by their rank.
 
         What the rank writes may be seen here, in pages that this process has not written to.
@@ -124,7 +117,7 @@ class MemfdSegments(Segments):
         finally:
             os.close(fd)
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         # The same file at the same addresses, but pages that are written here become this process's own. To copy all
         # of it would cost each worker of a DataLoader the memory and the time of all gradients, which it never reads.
         libc = ctypes.CDLL(None, use_errno=True)
