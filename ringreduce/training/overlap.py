@@ -45,7 +45,7 @@ from ringreduce.training.stages import (
     what_is_wrong,
 )
 
-__all__ = ["Overlap"]
+__all__ = ["BucketState", "Overlap"]
 
 _STEPS = 2  # so many alike before overlap begins
 
