@@ -715,6 +715,32 @@ def test_profiles_show_messages_and_monitored_barriers(rank: int, size: int):
     ]
 
 
+@pytest.mark.sizes(2, 3, 4)
+def test_works_that_outlive_a_profile_write_nothing_into_its_memory(rank: int):
+    """Their spans end with the profile; when the works end, the profiler has freed its memory, and others use it."""
+    group = dist.new_group()
+    first, second = torch.full((3,), float(rank)), torch.zeros(3)
+    if rank == 0:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            works = [dist.all_reduce(first, dist.ReduceOp.MAX, group, async_op=True), dist.irecv(second, 1, group)]
+        assert not any(each.is_completed() for each in works)
+        names = [each.name for each in profile.events() if each.name.startswith("ringreduce:")]
+        assert [each.split(" (")[0] for each in names] == ["ringreduce:allreduce", "ringreduce:recv from 1"]
+        arrays = [np.zeros(2000, np.uint8) for _ in range(10_000)]
+    dist.barrier()
+    if rank != 0:
+        works = [dist.all_reduce(first, dist.ReduceOp.MAX, group, async_op=True)]
+        if rank == 1:
+            works.append(dist.isend(torch.ones(3), 0, group))
+    for each in works:
+        each.wait()
+    dist.destroy_process_group(group)  # its threads have ended what comes after the works
+    assert first.tolist() == [dist.get_world_size() - 1.0] * 3
+    if rank == 0:
+        assert second.tolist() == [1.0] * 3
+        assert not any(each.any() for each in arrays)
+
+
 def test_threads_end_with_their_group():
     """A group has a thread once it has an asynchronous work, and none after it was destroyed."""
     before = threading.active_count()

@@ -18,7 +18,7 @@ from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, Reduce
 from ringreduce.runtime import group_collectives
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.arrays import TENSORS, sparse_entries, sum_entries
-from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, seconds
+from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, end_span_with, seconds
 from ringreduce.transport.point_to_point import Transfer
 
 __all__ = ["NAME", "Collectives", "GroupBackend", "begin_anew", "group_of", "open_groups"]
@@ -88,10 +88,9 @@ class GroupBackend:
                 release()
                 raise
             task.when_done(release)
-            work = CollectiveWork(task, results)
             if span is not None:
-                span._call_end_callbacks_on_future(work.get_future())
-            return work
+                end_span_with(task, span)
+            return CollectiveWork(task, results)
 
     def _shown(self, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         """Return a context that torch's profiler shows, if it is on."""
@@ -134,7 +133,7 @@ class GroupBackend:
         with self._shown(name, [tensor]) as span:
             work = MessageWork(self._group, begin(_movable(tensor), peer, tag), tensor)
             if span is not None:
-                span._call_end_callbacks_on_future(work.get_future())
+                end_span_with(work.task(), span)
         return work
 
     # ---- coalescing: works come one after the other anyway, and the last of them stands for all ----

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch.autograd import profiler
 
 from ringreduce.common.serial import Task
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.transport.point_to_point import Transfer
 
-__all__ = ["CollectiveWork", "MessageWork", "seconds"]
+__all__ = ["CollectiveWork", "MessageWork", "end_span_with", "seconds"]
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -54,6 +56,52 @@ def seconds(timeout: timedelta | None) -> float | None:
     if timeout is None or timeout <= timedelta(0):
         return None
     return timeout.total_seconds()
+
+
+# A span that waits for a future writes the time into the profiler's memory once the future is done, also where the
+# profiler has stopped and freed that memory: torch does not check it, and what is there by then, Python's objects for
+# example, is overwritten. So the futures are ended before the profiler stops; torch has no hook for that.
+
+_awaited_by_spans: set[Any] = set()  # futures
+_ending_spans = threading.Lock()
+_disable_profiler: Callable[[], Any] = profiler._disable_profiler
+
+
+def end_span_with(task: Task, span: Any) -> None:
+    """Let a span of torch's profiler last until a task has ended, or until the profiler stops if that is earlier.
+
+    Args:
+        task: which may have ended already.
+        span: a `torch.profiler.record_function` that the caller is in.
+    """
+    future = torch.futures.Future[Any]()
+    span._call_end_callbacks_on_future(future)
+    _awaited_by_spans.add(future)
+    task.when_done(partial(_end_span, future))
+
+
+def _end_span(future: Any) -> None:
+    with _ending_spans:
+        if future in _awaited_by_spans:
+            future.set_result(None)
+            _awaited_by_spans.remove(future)  # only now, so that a profiler that stops meanwhile waits for the lock
+
+
+def _end_spans() -> None:
+    for future in list(_awaited_by_spans):
+        _end_span(future)
+
+
+def _end_spans_and_disable_profiler() -> Any:
+    if _awaited_by_spans:
+        # For torch, spans that another thread ends are asynchronous, and all others are nested.
+        thread = threading.Thread(target=_end_spans)
+        thread.start()
+        thread.join()
+    return _disable_profiler()
+
+
+cast("Any", profiler)._disable_profiler = _end_spans_and_disable_profiler
 
 
 class _Work(Work):
