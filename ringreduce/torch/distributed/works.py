@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -64,7 +64,8 @@ def seconds(timeout: timedelta | None) -> float | None:
 
 _awaited_by_spans: set[Any] = set()  # futures
 _ending_spans = threading.Lock()
-_disable_profiler: Callable[[], Any] = profiler._disable_profiler
+_profiler: Any = profiler
+_disable_profiler = _profiler._disable_profiler
 
 
 def end_span_with(task: Task, span: Any) -> None:
@@ -101,7 +102,7 @@ def _end_spans_and_disable_profiler() -> Any:
     return _disable_profiler()
 
 
-cast("Any", profiler)._disable_profiler = _end_spans_and_disable_profiler
+_profiler._disable_profiler = _end_spans_and_disable_profiler
 
 
 class _Work(Work):
