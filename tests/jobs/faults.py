@@ -12,13 +12,10 @@ on in every epoch, and nothing may be left behind.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
-import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -149,9 +146,9 @@ def _ended(done: launching.Job) -> str:
     return "" if done.returncode != 0 and done.seconds < LIMIT_S else f"the job ended with {done.returncode}"
 
 
-def left_behind(folder: Path, patience_s: float = 6.0) -> str:
+def left_behind(folder: Path) -> str:
     """Return which processes of the job still run; a rank whose launcher is gone has some seconds to end."""
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + 6
     while True:
         found = []
         for each in Path("/proc").glob("[0-9]*/cmdline"):
@@ -163,14 +160,6 @@ def left_behind(folder: Path, patience_s: float = 6.0) -> str:
         if not found or time.monotonic() > end:
             return f"processes {', '.join(found)} are left" if found else ""
         time.sleep(0.1)
-
-
-def end_all(folder: Path) -> None:
-    """Kill what a wrong job has not ended, so that the next one is alone."""
-    for each in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if str(folder).encode() in each.read_bytes():
-                os.kill(int(each.parent.name), signal.SIGKILL)
 
 
 def whole_lines(path: Path) -> list[str]:
