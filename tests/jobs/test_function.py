@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_the_ranks_end_with_the_program_that_called_run(tmp_path: Path, number: signal.Signals) -> None:
     """Within 5 s, however it ends."""
     ready = tmp_path / "ready"
@@ -72,7 +73,8 @@ def test_the_ranks_end_with_the_program_that_called_run(tmp_path: Path, number: 
             """
         )
     )
-    job = subprocess.Popen([sys.executable, program], stderr=subprocess.DEVNULL)
+    listen = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off
+    job = subprocess.Popen([sys.executable, program], stderr=subprocess.DEVNULL, preexec_fn=listen)
     try:
         started = b""
         while len(started) < 2:

@@ -110,10 +110,6 @@ def fail_early(): raise_it() if launch().rank else rr.init()
 def fail_and_stay(): stay(); raise_it()
 def stay(): threading.Thread(target=threading.Event().wait, args=[40]).start()
 def no_result(): return threading.Lock()
-
-def tell_and_stay():
-    with open("pids", "w") as pipe: pipe.write(str(os.getpid()))
-    stay()
 """
 
 
@@ -246,29 +242,3 @@ def test_a_script_that_starts_ranks_whenever_it_is_imported_is_refused(tmp_path:
     done = run(sys.executable, "forever.py", cwd=tmp_path)
     assert done.returncode == 1
     assert 'put the call under if __name__ == "__main__":' in done.stderr
-
-
-def test_an_interrupt_ends_the_ranks(run_script, tmp_path: Path) -> None:
-    """Ctrl-C goes through run, and leaves no rank behind."""
-    os.mkfifo(tmp_path / "pids")
-    done = run_script(
-        """
-        def interrupt():
-            with open("pids") as pipe:  # waits for a rank that opens it
-                print(pipe.read())
-            os.kill(os.getpid(), signal.SIGINT)
-        threading.Thread(target=interrupt).start()
-        try:
-            horovod.run(tell_and_stay)
-        except KeyboardInterrupt:
-            print("interrupted")
-        """
-    )
-    assert done.returncode == 0, done.stderr
-    pid, interrupted = done.stdout.split()
-    assert interrupted == "interrupted"
-    try:
-        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return
-    assert state == "Z"  # ended, and nobody has asked for its status yet

@@ -61,8 +61,8 @@ def test_workers_of_every_start_method_know_their_rank(run_job, tmp_path: Path, 
     assert job.stdout.count("well") == ranks
 
 
-def test_what_a_forked_process_writes_is_its_own(run_job) -> None:
-    """Also in communication buffers: a child that trains on changes no gradient of its rank."""
+def test_what_a_forked_process_does_is_its_own(run_job) -> None:
+    """What it writes, also to communication buffers, and how it ends, well or with an exception: data loaders fork."""
     job = run_job(
         2,
         source="""
@@ -75,12 +75,16 @@ def test_what_a_forked_process_writes_is_its_own(run_job) -> None:
         child = os.fork()
         if child == 0:
             buffer[:] = 1000
+            rr.shutdown()
+            assert rr.is_initialized()
+            sys.excepthook(ValueError, ValueError("in the child"), None)
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert rr.allreduce(buffer, out=buffer).tolist() == [1.0] * 5
         """,
     )
     assert job.returncode == 0, job.stderr
+    assert "ending the job" not in job.stderr
 
 
 def test_a_worker_may_ask_anything_first(run_job, tmp_path: Path) -> None:

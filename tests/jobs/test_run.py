@@ -107,13 +107,6 @@ def test_what_an_mpirun_of_a_rank_says_passes(tmp_path: Path) -> None:
     assert re.findall("Exit code: +([0-9]+)", done.stderr) == ["4"]
 
 
-def test_an_exit_code_is_returned() -> None:
-    """That of the rank, without a traceback to show."""
-    code = "import os, sys; sys.exit(7 if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else 0)"
-    done = run("run", "-np", 2, sys.executable, "-c", code)
-    assert done.returncode == 7
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

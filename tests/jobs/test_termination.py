@@ -50,54 +50,6 @@ def test_an_exception_ends_the_job_wherever_the_others_wait(run_job, program: st
     assert f"{who} failed" in job.stderr
 
 
-def test_a_forked_process_does_not_end_the_job(run_job):
-    """What a child does at its end, well or with an exception, is nothing to the ranks: data loaders fork."""
-    job = run_job(
-        2,
-        source="""
-        import os, sys
-        import numpy as np
-        import ringreduce as rr
-        rr.init()
-        child = os.fork()
-        if child == 0:
-            rr.shutdown()
-            error = ValueError("in the child")
-            sys.excepthook(ValueError, error, None)
-            os._exit(0)
-        os.waitpid(child, 0)
-        rr.barrier()
-        assert rr.allreduce(np.ones(4)).tolist() == [2] * 4
-        """,
-    )
-    assert job.returncode == 0, job.stderr
-    assert "ending the job" not in job.stderr
-
-
-def test_a_rank_without_shared_memory_does_not_end_the_job(run_job):
-    """When the system refuses shared memory to one rank, all use messages, and one line says so."""
-    job = run_job(
-        2,
-        source="""
-        import os
-        from mpi4py import MPI
-        import numpy as np
-        import ringreduce as rr
-        def refused(*arguments):
-            raise OSError("the reason")
-        if MPI.COMM_WORLD.rank == 1:
-            os.memfd_create = refused
-        rr.init()
-        assert rr.local_size() == 2
-        assert len(rr.world().topology.nodes) == 2
-        assert rr.allreduce(np.ones(4)).tolist() == [2] * 4
-        """,
-    )
-    assert job.returncode == 0, job.stderr
-    said = "ringreduce: rank 0: warning: no shared memory between ranks, all bytes go over mpi: .*the reason\n"
-    assert re.fullmatch(said, job.stderr)
-
-
 def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
     """With a container for each rank, pids and descriptors can be equal: no rank takes its own memory for a peer's."""
     namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
@@ -122,38 +74,6 @@ def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
     )
     assert job.returncode == 0, job.stderr
     assert "ranks of its machine run in separate pid namespaces" in job.stderr
-
-
-def test_a_late_exchange_writes_to_no_memory_of_others(run_job):
-    """What arrives after an exchange timed out goes where it was meant to go, though nobody waits for it any more."""
-    job = run_job(
-        2,
-        source="""
-        import numpy as np
-        from mpi4py import MPI
-        import ringreduce as rr
-        from ringreduce.testing import caught
-        from ringreduce.transport.mpi_messages import MpiMessages
-        from ringreduce.transport.waiting import Waiter
-        messages = MpiMessages(MPI.COMM_WORLD, Waiter(5.0))
-        messages._waiter.timeout_s = 0.2
-        if messages.rank == 0:
-            assert isinstance(caught(messages.exchange, b"x" * 50), rr.CollectiveTimeoutError)
-            others = [np.full(2, 7, np.int64) for _ in range(2000)]
-        MPI.COMM_WORLD.Barrier()
-        if messages.rank == 1:
-            caught(messages.exchange, b"y" * 50)
-        MPI.COMM_WORLD.Barrier()
-        if messages.rank == 0:
-            for _ in range(20000):
-                messages.poll()
-            assert all((each == 7).all() for each in others)
-        print("done", flush=True)
-        MPI.COMM_WORLD.Barrier()
-        MPI.COMM_WORLD.Abort(0)  # the exchange is never completed, so MPI could not be finalised
-        """,
-    )
-    assert job.stdout.count("done") == 2, job.stderr
 
 
 def test_ending_without_shutdown_is_clean(run_job):
@@ -465,35 +385,6 @@ def test_ranks_do_not_wait_in_init_without_limit(run_job, absent: str, present: 
     assert job.returncode not in (0, 124)
     assert job.seconds < started_within_s(run_job) + 2 + 5
     assert said in job.stderr
-
-
-def test_a_rank_0_that_stops_ends_a_join(run_job, tmp_path: Path):
-    """It counts the time for all; where it is stopped, the others name it ten seconds after the limit."""
-    started = started_within_s(run_job)
-    begin = time.monotonic()
-    job = run_job(
-        3,
-        source=f"""
-        import os, pathlib, signal
-        import ringreduce as rr
-        import ringreduce.torch as hvd
-        rr.init()
-        rr.barrier()
-        if rr.rank() == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        try:
-            hvd.join()
-        except rr.PeerLostError as error:
-            pathlib.Path({str(tmp_path)!r}, str(rr.rank())).write_text(str(error))
-            raise
-        """,
-        RINGREDUCE_TIMEOUT="2",
-    )
-    assert job.returncode not in (0, 124), job.stderr
-    assert time.monotonic() - begin < started + 2 + 10 + 5
-    said = [each.read_text() for each in tmp_path.iterdir()]
-    assert said
-    assert all("rank 0 is lost: it has said nothing for 12 s" in each for each in said), said
 
 
 def test_ranks_of_different_versions_do_not_start(run_job):

@@ -237,26 +237,6 @@ assert (rr.rank(), rr.size(), rr.config().launched_size) == (0, 1, 1)
     )
 
 
-def test_a_forked_process_does_not_end_the_world() -> None:
-    """Shutdown, called or at exit, does nothing in a child: only the process that called init may end the world."""
-    run(
-        """
-        import os, sys
-        import ringreduce as rr
-        rr.init()
-        child = os.fork()
-        if child == 0:
-            rr.shutdown()
-            assert rr.is_initialized()
-            sys.exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        rr.barrier()
-        rr.shutdown()
-        assert not rr.is_initialized()
-        """
-    )
-
-
 @pytest.mark.parametrize("name", [each.value for each in Collective])
 def test_functions_take_what_methods_take(name: str) -> None:
     """Each collective has the same arguments as a function of the package and as a method of a communicator."""
