@@ -67,13 +67,9 @@ class _Memory:
 
 
 @dataclass(eq=False, slots=True)
-class _Event:
-    name: str
-    task: _Task | None = None
+class _Queue:
+    """A stream, whose last task this is, or an event, which stands for one."""
 
-
-@dataclass(eq=False, slots=True)
-class _Stream:
     name: str
     last: _Task | None = None
 
@@ -93,18 +89,6 @@ class HostMachine:
         self._bases: list[int] = []
         self._memory: dict[int, _Memory] = {}
         self._error: BaseException | None = None
-
-    def driver(self, gpu: int = 0) -> HostDriver:
-        """Return the driver of one more rank, on a GPU."""
-        return HostDriver(self, gpu)
-
-    def leftovers(self) -> list[str]:
-        """Return what was not given back: memory, pinned memory, streams."""
-        with self.lock:
-            left = [f"{each.owner.name}:{each.name}" for each in self._memory.values() if not each.freed]
-            return sorted([*left, *(name for driver in self.drivers for name in driver.leftovers())])
-
-    # ---- for the drivers ----
 
     def shared(self, uuid: str) -> bool:
         """Return whether several drivers use a GPU."""
@@ -204,7 +188,7 @@ class HostDriver(Driver):
         self.device = Device(gpu, f"GPU-{gpu}", "GPU in host memory", 90, 1 << 30)
         self.log: list[str] = []
         self._pinned: dict[int, tuple[str, int]] = {}  # address -> (name, nbytes)
-        self._streams: dict[Stream, _Stream] = {0: _Stream("s0")}
+        self._streams: dict[Stream, _Queue] = {0: _Queue("s0")}
         self._made: dict[str, int] = {}
         self.faults: set[str] = set()
 
@@ -231,17 +215,16 @@ class HostDriver(Driver):
         )
         return memory.array[offset : offset + nbytes]
 
-    def put(self, values: Array, stream: Stream | None = None, *, shift: int = 0) -> HostArray:
+    def put(self, values: Array, stream: Stream | None = None) -> HostArray:
         """Return a new device array with the values.
 
         Args:
             values: any array; bfloat16 as that of ml_dtypes or as uint16.
             stream: what fills it, as late as it may; None: it is filled at once.
-            shift: bytes by which it begins beyond an aligned address.
         """
         values = np.array(values)
         with self.machine.lock:
-            address = self.allocate(values.nbytes + shift) + shift
+            address = self.allocate(values.nbytes)
             if stream is None:
                 self.view(address, values.nbytes)[:] = _bytes_of(values)
             else:
@@ -259,11 +242,10 @@ class HostDriver(Driver):
     def place(self, address: int) -> str:
         """Return the name that the log has for an address."""
         memory = self.machine.find(address)
-        if memory is not None:
-            return _with_offset(memory.name, address - memory.address)
-        for base, (name, nbytes) in self._pinned.items():
+        known = {} if memory is None else {memory.address: (memory.name, memory.nbytes)}
+        for base, (name, nbytes) in (known or self._pinned).items():
             if base <= address < base + nbytes:
-                return _with_offset(name, address - base)
+                return f"{name}+{address - base}" if address > base else name
         return "host"
 
     # ---- memory ----
@@ -297,7 +279,6 @@ class HostDriver(Driver):
 
     def unregister(self, address: int) -> None:
         with self.machine.lock:
-            self._may_fail("unregister")
             self.log.append(f"unregister {self.place(address)}")
             del self._pinned[address]  # what is enqueued and touches it fails
 
@@ -305,9 +286,8 @@ class HostDriver(Driver):
 
     def make_stream(self) -> Stream:
         with self.machine.lock:
-            self._may_fail("make_stream")
             name = self._new("s")
-            self._streams[self._made["s"]] = _Stream(name)
+            self._streams[self._made["s"]] = _Queue(name)
             self.log.append(f"make {name}")
             return self._made["s"]
 
@@ -319,39 +299,35 @@ class HostDriver(Driver):
     def make_event(self) -> Event:
         with self.machine.lock:
             self._may_fail("make_event")
-            made = _Event(self._new("e"))
+            made = _Queue(self._new("e"))
             self.log.append(f"make {made.name}")
             return made
 
     def record(self, event: Event, stream: Stream) -> None:
         with self.machine.lock:
             self.log.append(f"record {event.name} on {self._streams[stream].name}")
-            event.task = self._streams[stream].last
+            event.last = self._streams[stream].last
 
     def wait(self, stream: Stream, event: Event) -> None:
         with self.machine.lock:
             self.log.append(f"{self._streams[stream].name} waits for {event.name}")
-            task = event.task
-            if task is not None and not task.done:
-                self._enqueue(stream, lambda: None, [task])
+            if event.last is not None and not event.last.done:
+                self._enqueue(stream, lambda: None, [event.last])
 
     def done(self, event: Event) -> bool:
         with self.machine.lock:
             self.machine.advance()
-            task = event.task
-            return task is None or task.done
+            return event.last is None or event.last.done
 
     def synchronize(self, event: Event) -> None:
         with self.machine.lock:
             self._may_fail("synchronize")
             self.log.append(f"synchronize {event.name}")
-            task = event.task
-            if task is not None:
-                self.machine.finish([task])
+            if event.last is not None:
+                self.machine.finish([event.last])
 
     def synchronize_device(self) -> None:
         with self.machine.lock:
-            self._may_fail("synchronize_device")
             self.log.append("synchronize the device")
             self.machine.finish(self.machine.pending(self))
 
@@ -399,12 +375,6 @@ class HostDriver(Driver):
             self._enqueue(stream, work)
 
     # ---- own ----
-
-    def leftovers(self) -> list[str]:
-        """Return the driver's part of `HostMachine.leftovers`, without device memory."""
-        names = [name for name, _ in self._pinned.values()]
-        names += [stream.name for number, stream in self._streams.items() if number]
-        return [f"{self.name}:{name}" for name in names]
 
     def _enqueue(self, stream: Stream, work: Callable[[], Iterator[None] | None], after: Sequence[_Task] = ()) -> _Task:
         queue = self._streams[stream]
@@ -472,10 +442,6 @@ class HostArray:
                 driver.machine.finish([last] if last is not None else [])
             content: Array = driver.view(self.address, self.nbytes).copy().view(self.dtype).reshape(self.shape)
             return content
-
-
-def _with_offset(name: str, offset: int) -> str:
-    return f"{name}+{offset}" if offset else name
 
 
 def _host_bytes(address: int, nbytes: int) -> Array:

@@ -43,7 +43,7 @@ def run_gpu_ranks(
     """
     machine, groups = HostMachine(seed), dict[bytes, Any]()
     place = gpu or (lambda rank: 0 if path == "staged" else rank)
-    drivers = [machine.driver(place(rank)) for rank in range(size)]
+    drivers = [HostDriver(machine, place(rank)) for rank in range(size)]
     for driver in drivers:
         driver.make_stream()
 

@@ -38,13 +38,8 @@ class _Stream:
         self.before |= event.before
 
 
-class _Event:
+class _Event(_Stream):
     """An event; one that was never recorded stands for nothing."""
-
-    def __init__(self, name: str, record: list[str]) -> None:
-        self.name = name
-        self.before: frozenset[str] = frozenset()
-        self._record = record
 
     def record(self, stream: _Stream) -> None:
         self._record.append(f"{self.name} on {stream.name}")

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import weakref
 from itertools import pairwise
 from pathlib import Path
 

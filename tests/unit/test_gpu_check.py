@@ -19,15 +19,11 @@ from gpu_doubles.driver import HostArray, HostDriver
 from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
-from ringreduce.bench import bench, peers
-from ringreduce.bench.cases import COLLECTIVES, Case
+from ringreduce.bench import bench
 from ringreduce.bench.devices import OnDevice
-from ringreduce.bench.measure import Contender
 from ringreduce.bench.results import Report, Settings
-from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.gpu import aware_path, staging
 from ringreduce.gpu.inventory import Inventory
-from ringreduce.testing import run_ranks
 
 with contextlib.suppress(ImportError):
     import torch  # noqa: F401  # here, since threads that import it at once see half of it
@@ -115,37 +111,6 @@ def test_the_benchmark_verifies_results_on_a_gpu(
     assert ran[0] is None or {each.algorithm for each in found.results} == {ran[0]}
     assert collective != "allreduce" or all(row.in_place.bound_share > 0 for row in found.rows)
     assert "GPU in host memory, " in "".join(printed)
-
-
-def test_mpi_by_hand_goes_down_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer copies down, runs the host's collective and copies up; what it pinned it unpins."""
-
-    def contender(self: Any, case: Case, **options: Any) -> Contender:
-        array = self._new(case.input_count, case.dtype)
-        return Contender("mpi", array, lambda: np.multiply(array, 2, out=array))
-
-    monkeypatch.setattr(peers.MpiPeer, "__init__", lambda self, world: None)
-    monkeypatch.setattr(peers.MpiPeer, "contender", contender)
-    monkeypatch.setattr(peers.MpiPeer, "close", lambda self: None)
-
-    def work(world: rr.Communicator, driver: HostDriver) -> list[str]:
-        device = HostPlace(world, HostTools(driver))
-        peer = peers.StagedMpi(world, device)
-        found = peer.contender(Case(COLLECTIVES["allreduce"], "float", "sum", 0, 1, 5))
-        assert found is not None
-        device.store(found.source, lambda values: values.fill(3))
-        assert device.fetch(found.call()).tolist() == [6] * 5
-        peer.close()
-        return [line.split()[0] for line in driver.log if "register" in line.split()[0]]
-
-    assert run_gpu_ranks(1, work) == [["register", "unregister"]]
-
-
-def test_the_benchmark_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without CuPy, arrays on a GPU are refused with what to install."""
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(UnsupportedBufferError, match=r"pip install 'cupy-cuda12x\[ctk\]'"):
-        run_ranks(1, lambda world: bench.run(world, settings("allreduce"), print))
 
 
 # ---- the checks ----

@@ -1,17 +1,19 @@
 """Arrays in device memory by every path: staging, NCCL and CUDA-aware MPI, over drivers that do everything late.
 
-What is the same for all paths is tested for all of them here; what only one has, in `test_staged` and `test_nccl`.
+What is the same for all paths is tested for all of them; then what only one has. NCCL's own is in `test_nccl`.
 """
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_doubles.driver import HostArray, HostDriver
+from gpu_doubles.driver import HostArray, HostDriver, HostMachine
 from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
@@ -21,12 +23,14 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError, TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu import aware_path, devices, staging
+from ringreduce.gpu.staging import Staging
 from ringreduce.testing import assert_close, assert_equal, caught, expected, sample
+from ringreduce.transport.shared.arena import Arena
+from ringreduce.transport.shared.segments import PrivateSegments
 
 TRANSPORTS = {"staged": "staged", "nccl": "nccl", "mpi": "device+messages"}
 PATHS = pytest.mark.parametrize("path", TRANSPORTS)
 ASKED = pytest.mark.parametrize("path", ["nccl", "mpi"])
-WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (4, None), (4, 2), (3, 1)])
 SAID = "arrays go through host memory, in segments"
 
 
@@ -52,6 +56,24 @@ def carried_by(path: str, dtype: str, op: ReduceOp = ReduceOp.SUM) -> str:
 def launches(driver: HostDriver) -> list[str]:
     """Return what was enqueued to reduce on the GPU."""
     return [line.removeprefix("launch ") for line in driver.log if line.startswith("launch")]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_order_that_is_missing_shows(waits: bool) -> None:
+    """A second stream sees what the first wrote if it waits for its event; if it does not, some seeds show that."""
+    seen = []
+    for seed in range(20):
+        driver = HostDriver(HostMachine(seed))
+        first, second, event = driver.make_stream(), driver.make_stream(), driver.make_event()
+        source = driver.put(np.arange(5), first)
+        target = driver.put(np.zeros(5, np.int64))
+        driver.record(event, first)
+        if waits:
+            driver.wait(second, event)
+        driver.copy(target.address, source.address, source.nbytes, second)
+        seen.append(target.get(second).tolist())
+    good = [values == [0, 1, 2, 3, 4] for values in seen]
+    assert all(good) if waits else not all(good)
 
 
 # ---- results ----
@@ -281,22 +303,17 @@ def test_ranks_may_differ_where_nothing_is_reduced_in_segments() -> None:
     run_gpu_ranks(2, check)
 
 
-class _ReadOnly:
-    def __init__(self, array: HostArray) -> None:
-        given = array.__cuda_array_interface__
-        self.__cuda_array_interface__ = {**given, "data": (given["data"][0], True)}
-
-
 def test_arrays_that_cannot_be_used_are_refused() -> None:
     """Without reaching the others: a read-only result, host memory for a device's result, and other elements."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         array = driver.put_late(np.ones(4, np.float32))
+        frozen = {**array.__cuda_array_interface__, "data": (array.address, True)}
         for out in (np.ones(4, np.float32), driver.put_late(np.ones(4)), driver.put_late(np.ones(5, np.float32))):
             with pytest.raises(UnsupportedBufferError, match=r"device memory|out has shape"):
                 communicator.allreduce(array, out=out)
         with pytest.raises(UnsupportedBufferError, match="no result can be stored"):
-            communicator.allreduce(array, out=_ReadOnly(array))
+            communicator.allreduce(array, out=SimpleNamespace(__cuda_array_interface__=frozen))
         with pytest.raises(UnsupportedBufferError, match="wire formats are for floats"):
             communicator.allreduce(driver.put_late(np.ones(4, np.int32)), wire="bf16")
         communicator.allreduce(array, out=array)
@@ -321,6 +338,115 @@ def test_an_error_of_the_gpu_ends_the_communicator(path: str) -> None:
     run_gpu_ranks(2, check, path=path)
 
 
+# ---- staging ----
+
+
+def operand(array: HostArray) -> DeviceOperand:
+    made = DeviceOperand.of(array)
+    assert made is not None
+    return made
+
+
+def test_segments_come_down_and_go_up_while_others_are_reduced() -> None:
+    """Four come down before the first is reduced; another one is asked for as soon as one was, and sent up."""
+    driver = HostDriver()
+    source, target = (driver.put_late(np.zeros(5 * 1024 + 3, np.float32)) for _ in range(2))
+    staging = Staging(driver, Arena(PrivateSegments()))
+    given, taken = operand(source), operand(target)
+    driver.log.clear()
+    staging.allreduce(given, taken, staging.segments(given), lambda part: driver.log.append(f"reduce {part.count}"))
+    kinds = {"copy 4096 m": "down", "copy 12 m": "down", "copy 4096 h": "up", "copy 12 h": "up", "reduce": "reduce"}
+    steps = [kind for line in driver.log for begin, kind in kinds.items() if line.startswith(begin)]
+    turn = ["reduce", "up"]
+    assert steps == ["down"] * 4 + 2 * [*turn, "down"] + 4 * turn
+
+
+def test_large_arrays_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is larger than what is kept travels through memory of the call's own, and the host waits for all of it."""
+    monkeypatch.setattr(staging, "_KEPT_NBYTES", 100)
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        own = sample(communicator.rank, 101, "uint8")
+        array = driver.put_late(own)
+        communicator.broadcast(array, 1, out=array)
+        assert_equal(array.get(), sample(1, 101, "uint8"))
+        assert not [line for line in driver.log if line.startswith("register")]
+
+    run_gpu_ranks(2, check)
+
+
+def test_memory_that_cannot_be_pinned_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the system pins nothing, be it on one rank alone, results are right and a line of the log says so."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        if communicator.rank == 1:
+            driver.fail("register")
+        array = driver.put_late(sample(communicator.rank, 3000, "float32"))
+        communicator.allreduce(array, out=array)
+        total = expected([sample(rank, 3000, "float32") for rank in range(2)], rr.SUM)
+        assert_equal(array.get(array.stream), total)
+
+    run_gpu_ranks(2, check)
+    assert "cannot be pinned" in caplog.text
+
+
+def test_a_call_need_not_wait_for_the_last_copy_up() -> None:
+    """The host writes what goes up next while the last result is still on its way; the one before has arrived."""
+    driver = HostDriver()
+    staging = Staging(driver, Arena(PrivateSegments()))
+    first, second = driver.put_late(np.ones(3)), driver.put_late(np.full(3, 2.0))
+    with staging.lend(operand(first), operand(first)):
+        driver.launch("never", lambda: iter(lambda: None, 0), first.stream or 0)
+    with staging.lend(operand(second), operand(second)) as (given, _):
+        assert given.view.tolist() == [2.0] * 3
+        given.view[:] = 4
+    assert len(driver.machine.pending(driver)) > 1
+
+
+def mapped(address: int) -> bool:
+    """Return whether an address means memory of this process."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        bounds = [[int(each, 16) for each in line.split()[0].split("-")] for line in maps]
+    return any(low <= address < high for low, high in bounds)
+
+
+def lend(staging: Staging, driver: HostDriver, busy: bool = False) -> None:
+    """Bring an array down and up, on the default stream, where something may not end."""
+    array = operand(driver.put(np.ones(10, np.float32)))
+    with staging.lend(array, array):
+        if busy:
+            driver.launch("never", lambda: iter(lambda: None, 0), 0)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_pinned_memory_stays_mapped(busy: bool) -> None:
+    """What is given up stays pinned and mapped, and the GPU is asked nothing, as any answer may take for ever."""
+    driver = HostDriver()
+    staging = Staging(driver, Arena(PrivateSegments()))
+    lend(staging, driver, busy=busy)
+    (address,) = driver._pinned
+    begin = len(driver.log)
+    staging.abandon()
+    del staging
+    gc.collect()
+    assert mapped(address)
+    assert driver.log[begin:] == []
+
+
+def test_a_failure_does_not_stop_the_closing() -> None:
+    """An event that cannot be waited for: its memory is neither unmapped nor used again, and all else goes back."""
+    driver = HostDriver()
+    staging = Staging(driver, Arena(PrivateSegments()))
+    lend(staging, driver)
+    (address,) = driver._pinned
+    driver.fail("synchronize")
+    assert isinstance(caught(staging.close), TransportError)
+    del staging
+    gc.collect()
+    assert mapped(address)
+    assert driver.log[-2:] == ["free s1", "free s2"]
+
+
 # ---- CUDA-aware MPI ----
 
 
@@ -337,7 +463,9 @@ def test_the_same_memory_serves_all_plans() -> None:
         return sum(line.startswith("allocate") and line.endswith(str(2 << 20)) for line in driver.log)
 
     assert run_gpu_ranks(2, check, path="mpi", node_size=1) == [2, 2]
-    assert drivers[0].machine.leftovers() == ["rank 0:s1", "rank 1:s1"]  # which `run_gpu_ranks` has made
+    for driver in drivers:
+        taken, given_back = (sum(line.startswith(word) for line in driver.log) for word in ("allocate m", "free m"))
+        assert (taken, driver._pinned) == (given_back, {})
 
 
 def test_a_rank_without_memory_takes_all_to_the_host(caplog: pytest.LogCaptureFixture) -> None:

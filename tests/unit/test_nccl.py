@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from ringreduce.gpu import devices
 from ringreduce.gpu import nccl as transport
 from ringreduce.gpu.nccl import Nccl, code_of_dtype, code_of_op
 from ringreduce.testing import assert_equal, caught, expected, sample
+from ringreduce.transport.waiting import Waiter
 
 with contextlib.suppress(ImportError):
     import torch  # noqa: F401 - before one thread imports it for its kernels while another one asks what is a tensor
@@ -228,6 +230,49 @@ def test_a_peer_that_is_gone_ends_what_waits_for_it() -> None:
             assert "nccl abort" in driver.log
 
     on_gpus(2, function, config=Config(timeout_s=1.0, gpu="nccl"))
+
+
+@pytest.mark.parametrize("ending", ["failed", "failed and busy", "busy"])
+def test_what_does_not_end_keeps_nobody_waiting(ending: str) -> None:
+    """NCCL is aborted, as Python would destroy it, which waits for all ranks; the GPU is asked nothing else.
+
+    After a failure at once; else when the GPU, which may wait for a rank that is gone, has not ended in time.
+    """
+
+    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
+        for how in ({}, {"algorithm": "nccl"}, {"algorithm": "ring"}):
+            array = driver.put(np.ones(10, np.float32))
+            communicator.allreduce(array, out=array, **how)
+            assert array.get(0).tolist() == [2.0] * 10
+        if "failed" in ending:
+            communicator.lifetime.fail(TransportError("a peer is gone"))
+        if "busy" in ending:
+            driver.launch("never", lambda: iter(lambda: None, 0), 0)
+            driver.record(communicator.gpu._paths["nccl"]._done, 0)
+            communicator._context.waiter.timeout_s = 0.05
+        begin = len(driver.log)
+        communicator.close()
+        assert driver.log[begin:] == ["nccl abort"]
+
+    on_gpus(2, function, config=Config(timeout_s=20.0))
+
+
+def test_a_connection_that_comes_late_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have given NCCL up by then, and to destroy what this one got would wait for them."""
+    monkeypatch.setattr(transport, "_CONNECTING_S", 0.01)
+    gate, aborted = threading.Event(), threading.Event()
+
+    def connect(size: int, unique_id: bytes, rank: int) -> Any:
+        gate.wait(20.0)
+        return SimpleNamespace(abort=aborted.set)
+
+    nccl: Any = SimpleNamespace(connect=connect)
+    messages: Any = SimpleNamespace(size=2, rank=0)
+    with pytest.raises(TransportError, match="to connect over NCCL"):
+        transport._connect(nccl, messages, Waiter(20.0, crowded=True), b"id")
+    assert not aborted.is_set()
+    gate.set()
+    assert aborted.wait(20.0)
 
 
 # ---- numbers, and CuPy ----
