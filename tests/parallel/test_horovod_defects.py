@@ -25,8 +25,7 @@
 | and shutdown | test_shutdown_waits_for_no_rank_that_never_came, unit/test_engine.py::test_closing_ends_what_is_under_way |
 | no init after shutdown | test_runtime.py::test_shutdown_and_init_again |
 | an MPI error ends the job | test_an_error_of_mpi_is_an_exception |
-| no elastic training over MPI (here all but the recovery of lost ranks) | test_torch_elastic.py::test_the_function_is_called_again_when_hosts_change |
-| a build takes a compiler and must match torch's | unit/test_horovod_defects.py::test_there_is_nothing_to_compile |
+| no elastic training over MPI (here all but the recovery of lost ranks) | test_torch_elastic.py::test_a_distributed_optimizer_works_on_in_the_next_world |
 """  # noqa: E501
 
 from __future__ import annotations

@@ -9,32 +9,6 @@ import ringreduce as rr
 from ringreduce.testing import expected, sample
 
 
-@pytest.mark.parametrize("count", [1, 513, 300_007])
-def test_a_ring_of_messages(world: rr.Communicator, count: int) -> None:
-    """Each rank gets what the one before it has sent, small or large, on any number of ranks."""
-    rank, size = world.rank, world.size
-    ahead, behind = (rank + 1) % size, (rank - 1) % size
-    for turn in range(3):
-        out = np.zeros(count, np.float32)
-        rr.sendrecv(sample(rank, count, "float32", turn), ahead, out, behind, tag=turn)
-        np.testing.assert_array_equal(out, sample(behind, count, "float32", turn))
-
-
-@pytest.mark.sizes(2, 3, 4)
-def test_arrays_from_any_rank(world: rr.Communicator) -> None:
-    """A receive that names nobody takes what comes, and says from whom."""
-    rank, size = world.rank, world.size
-    if rank:
-        rr.send(np.full(5000, rank), 0, tag=9)
-        return
-    seen, out = set(), np.zeros(5000, int)
-    for _ in range(size - 1):
-        source = rr.recv(out, tag=9)
-        assert (out == source).all()
-        seen.add(source)
-    assert seen == set(range(1, size))
-
-
 def test_members_of_a_process_set_send_by_its_numbers(world: rr.Communicator) -> None:
     """In a set, ranks, roots and peers are numbered as its members are."""
     rank, size = world.rank, world.size

@@ -168,19 +168,6 @@ def test_wrapping_twice_and_senseless_factors_are_refused(world: rr.Communicator
         assert isinstance(caught(sgd, weight_of(), gradient_predivide_factor=factor), rr.ConfigError)
 
 
-def test_a_closure_may_return_anything(world: rr.Communicator) -> None:
-    """What is neither a tensor nor a number is returned as it is; it was to become a tensor."""
-    weight = weight_of()
-    optimizer = sgd(weight)
-
-    def closure() -> dict[str, float]:
-        weight.grad = torch.full((3,), world.rank + 1.0)
-        return {"loss": 1.0}
-
-    assert optimizer.step(closure) == {"loss": 1.0}
-    assert weight.tolist() == [-(world.size + 1) / 2] * 3
-
-
 def test_a_tensor_that_occurs_twice_in_an_object_arrives_as_one(world: rr.Communicator) -> None:
     """Two copies arrived, and what was written to one was not seen in the other."""
     tensor = torch.arange(3.0)

@@ -560,27 +560,8 @@ def test_pipeline(schedule: str):
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_functional_collectives():
-    """Those that torch.compile traces find the group by its name and come to it through C++."""
-    import torch.distributed._functional_collectives as functional
-
-    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-    reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-    size, rank = dist.get_world_size(), dist.get_rank()
-    tensor = torch.full((2 * size,), float(rank))
-    total = functional.all_reduce(tensor, "sum", dist.group.WORLD)
-    assert functional.wait_tensor(total).tolist() == [size * (size - 1) / 2] * (2 * size)
-    gathered = functional.wait_tensor(gather(tensor[:1], 0, dist.group.WORLD))
-    assert gathered.tolist() == [float(each) for each in range(size)]
-    mine = functional.wait_tensor(reduce_scatter(tensor, "avg", 0, dist.group.WORLD))
-    assert mine.tolist() == [(size - 1) / 2] * 2
-    moved = functional.wait_tensor(functional.all_to_all_single(tensor, None, None, dist.group.WORLD))
-    assert moved.tolist() == [float(each // 2) for each in range(2 * size)]
-
-
-@pytest.mark.sizes(2, 3)
 def test_compiled_collectives():
-    """torch.compile takes them into one graph, of torch.distributed's own calls too, and DDP's model as a whole."""
+    """Functional ones find the group by its name; torch.compile takes them, and torch.distributed's, into one graph."""
     import torch.distributed._functional_collectives as functional
 
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -600,8 +581,9 @@ def test_compiled_collectives():
     total = torch.stack(everyone).sum(0)
     expected = (2 * total + 1, torch.cat(everyone), everyone[rank], everyone[rank].repeat(size), total)
     # Its code needs no C++ compiler.
-    actual = torch.compile(collectives, fullgraph=True, backend="aot_eager")(tensor)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    for each in (collectives, torch.compile(collectives, fullgraph=True, backend="aot_eager")):
+        actual = tuple(map(functional.wait_tensor, each(tensor.clone())))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.sizes(2)

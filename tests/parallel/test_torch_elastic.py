@@ -257,27 +257,6 @@ def test_several_models_and_a_distributed_optimizer_are_kept(world: rr.Communica
     assert state.generator == "gone"
 
 
-def test_the_function_is_called_again_when_hosts_change(world: rr.Communicator) -> None:
-    """All ranks are interrupted when rank 0 has heard of it, meet anew, and go on with the values they had."""
-    model, _ = trained(seed=world.rank)
-    state = hvd.elastic.TorchState(model, sampler=hvd.elastic.ElasticSampler(Indices()), step=0)
-    calls = []
-
-    @hvd.elastic.run
-    def train(state: Any) -> int:
-        calls.append(state.step)
-        while state.step < 4:
-            state.step += 1
-            if state.step == 2 and len(calls) == 1 and hvd.rank() == 0:
-                state.on_hosts_updated(0.0, 2)
-            state.commit()
-        return int(state.step)
-
-    assert train(state) == 4
-    assert calls == [0, 2]
-    assert same(list(model.state_dict().values()), list(trained(seed=0)[0].state_dict().values()))
-
-
 @pytest.mark.parametrize("count", [0, 1, 4, ROWS])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_an_epoch_is_divided_among_the_ranks(world: rr.Communicator, count: int, shuffle: bool) -> None:

@@ -443,11 +443,12 @@ def test_lbfgs_calls_the_closure_many_times(line_search: str | None) -> None:
     assert_same(alone, together, tolerance=1e-7)
 
 
-def test_a_closure_may_return_a_number() -> None:
-    """A loss that is a Python number is averaged as one."""
+def test_a_closure_may_return_anything() -> None:
+    """A loss that is a Python number is averaged as one; what is neither that nor a tensor is returned as it is."""
     optimizer = distributed(sgd, mlp())
     assert optimizer.step(lambda: float(rr.rank())) == (rr.size() - 1) / 2
     assert optimizer.step(lambda: None) is None
+    assert optimizer.step(lambda: {"loss": 1.0}) == {"loss": 1.0}
 
 
 def test_clipping_between_synchronize_and_step() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
-import re
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -21,7 +18,6 @@ from ringreduce.testing import run_ranks
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = Config(timeout_s=30.0)
 
 
@@ -102,17 +98,3 @@ def test_ranks_that_wait_say_so_once(size: int) -> None:
         engine.close()
 
     run_ranks(size, program, config=SETTINGS)
-
-
-def test_there_is_nothing_to_compile() -> None:
-    """The package is Python, and what builds it knows of no compiler and no version of torch but the oldest."""
-    files = [path for path in (ROOT / "ringreduce").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert {path.suffix for path in files if path.name != "py.typed"} == {".py"}
-    build = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body[-1]
-    assert isinstance(build, ast.Expr)
-    assert isinstance(build.value, ast.Call)
-    assert {each.arg for each in build.value.keywords} == {"long_description", "long_description_content_type"}
-    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.findall(r"^requires = (.*)$", settings, re.MULTILINE) == ['["setuptools>=77"]']
-    assert re.findall(r"^torch = (.*)$", settings, re.MULTILINE) == ['["torch>=2.3"]']
-    assert "ext-modules" not in settings

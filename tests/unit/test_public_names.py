@@ -56,22 +56,44 @@ NAMES = {
     "ringreduce.torch.sync_batch_norm": "SyncBatchNorm convert_sync_batchnorm",
     "ringreduce.horovod": "run",
     "horovod": "run",
+    "horovod.runner": "run",
     "horovod.common.util": """
-        ccl_built check_extension check_installed_version cuda_built ddl_built extension_available gloo_built
-        gpu_available is_iterable is_version_greater_equal_than mpi_built nccl_built num_rank_is_power_2
-        rocm_built split_list
+        EXTENSIONS HorovodVersionMismatchError ccl_built check_extension check_installed_version cuda_built
+        ddl_built env extension_available get_average_backwards_compatibility_fun get_ext_suffix
+        get_extension_full_path get_version_mismatch_message gloo_built gpu_available is_iterable
+        is_version_greater_equal_than mpi_built nccl_built num_rank_is_power_2 rocm_built split_list
     """,
-    "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
-    "horovod.common.elastic": "ObjectState State run_fn",
+    "horovod.common.exceptions": """
+        HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt get_version_mismatch_message
+    """,
+    "horovod.common.elastic": "ObjectState State WorkerNotificationManager notification_manager run_fn",
+    "horovod.data": "AsyncDataLoaderMixin BaseDataLoader",
+    "horovod.data.data_loader_base": "AsyncDataLoaderMixin BaseDataLoader",
     "horovod.common.basics": "HorovodBasics",
     "horovod.common.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
     "horovod.torch.compression": """
         BF16Compressor Compression Compressor FP16Compressor Float8Compressor Int4Compressor Int8Compressor
+        NoneCompressor
     """,
+    "horovod.torch.elastic.sampler": "ElasticSampler",
+    "horovod.torch.elastic.state": """
+        ModelStateHandler OptimizerStateHandler SamplerStateHandler StateHandler TorchState get_handler_registry
+        set_handler_registry
+    """,
+    "horovod.torch.optimizer": "DistributedOptimizer _DistributedOptimizer",
+    "horovod.torch.sync_batch_norm": "SyncBatchNorm",
     "horovod.torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
     "ringreduce.conventions": "Conventions",
 }
-NAMES["horovod.torch"] = NAMES["ringreduce.torch"]
+#: What Horovod's module of operations lacks of the names of the binding.
+NO_OPERATIONS = """
+    DistributedOptimizer DistributedSampler Handle ReproducibleSum Shard SyncBatchNorm allgather_object broadcast_object
+    broadcast_optimizer_state broadcast_parameters checkpoint compression data elastic functions load_checkpoint metrics
+    mpi_ops optimizer save_checkpoint set_conventions sync_batch_norm weighted_average
+"""
+NAMES["horovod.torch"] = f"check_extension {NAMES['ringreduce.torch']}"
+operations = {*NAMES["ringreduce.torch"].split()} - {*NO_OPERATIONS.split()}
+NAMES["horovod.torch.mpi_ops"] = " ".join([*sorted(operations), "_basics", "_handle_map"])
 NAMES["horovod.torch.elastic"] = NAMES["ringreduce.torch.elastic"]
 
 #: By command: its options and arguments.
@@ -94,10 +116,11 @@ OPTIONS = {
     "tune": "--budget --directory --even-if-busy",
 }
 
-#: Prints what is missing. What needs a library that is not installed is not looked at.
+#: Prints what is missing, and what is not the same in two modules of Horovod's; no library is needed that is not here.
 PROGRAM = """
 import importlib, json, sys
 import ringreduce.horovod
+once = {}
 for module, names in json.load(sys.stdin).items():
     try:
         found = importlib.import_module(module)
@@ -106,6 +129,9 @@ for module, names in json.load(sys.stdin).items():
             print(module, error)
         continue
     print(*(f"{module}.{name}" for name in names.split() if not hasattr(found, name)))
+    if module.startswith("horovod.") and module not in ("horovod.common.util", "horovod.runner"):
+        things = {name: getattr(found, name) for name in names.split()}
+        print(*(name for name, thing in things.items() if once.setdefault(name, thing) is not thing))
 """
 
 
