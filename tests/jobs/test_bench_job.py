@@ -45,14 +45,6 @@ def test_table_of_two_ranks(mpirun: Run):
     assert "# Out of bounds values : 0 OK" in done.stdout
 
 
-def test_all_collectives_of_three_ranks(mpirun: Run):
-    """Every collective runs and verifies on an odd number of ranks, beside MPI's own."""
-    done = mpirun(3, "bench", "all", "-b", "8", "-e", "32K", "-f", "64", "-n", "3", "--vs", "mpi", "-d", "int32")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("# Out of bounds values : 0 OK") == len(COLLECTIVES)
-    assert len(rows(done.stdout)) == 3 * len(COLLECTIVES)
-
-
 def test_all_algorithms_on_shared_buffers(mpirun: Run, tmp_path):
     """--algorithm all measures several algorithms, and -J gets them all with the peers' figures."""
     pytest.importorskip("torch")

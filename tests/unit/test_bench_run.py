@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import threading
 
@@ -177,30 +175,6 @@ def test_sizes_below_one_element_per_rank_are_measured_once():
     """8 and 16 bytes of double over 4 ranks are the same case."""
     reports, _ = run(Settings("allgather", types=("double",), **{**FAST, "step_factor": 2, "max_nbytes": 64}), ranks=4)
     assert [row.best.case.nbytes for row in reports[0].rows] == [32, 64]
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"algorithm": "rnig"}, "'rnig' cannot run allreduce here; choose auto, all or one of"),
-        ({"root": 2}, "no rank 2 to be the root"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(changes, complaint: str):
-    """Names and ranks that are not there are refused before anything is measured or printed."""
-    printed: list[str] = []
-    settings = dataclasses.replace(Settings("allreduce", **FAST), **changes)
-    with pytest.raises(ConfigError, match=complaint):
-        run_ranks(2, lambda communicator: bench.run(communicator, settings, printed.append))
-    assert printed == []
-
-
-def test_json_output_is_one_document():
-    """Standard output of ``--format json`` can be read by a JSON parser as it is."""
-    _, printed = run(Settings("allreduce", format="json", **FAST))
-    document = json.loads(printed)
-    assert document["config"]["nranks"] == 2
-    assert [result["in_place"] for result in document["results"]] == [False, True] * 3
 
 
 def test_messages_between_two_ranks_take_two():

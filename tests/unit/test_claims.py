@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
+import claims
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-def _load_script():
-    """Import benchmarks/claims.py, which belongs to no package."""
-    spec = importlib.util.spec_from_file_location("claims", ROOT / "benchmarks" / "claims.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-claims = _load_script()
 RUNS, CLAIMS = claims.load()
 
 

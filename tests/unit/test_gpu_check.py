@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import ml_dtypes
 import numpy as np
 import pytest
@@ -29,11 +28,6 @@ with contextlib.suppress(ImportError):
     import torch  # noqa: F401  # here, since threads that import it at once see half of it
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-try:  # a script, which belongs to no package
-    gpu_check = importlib.import_module("gpu_check")
-finally:
-    sys.path.remove(str(ROOT / "benchmarks"))
 
 
 # ---- the benchmark on a GPU ----
