@@ -273,21 +273,6 @@ def test_a_process_among_several_does_not_train_alone(run_alone, variables: dict
     assert (alone.returncode, alone.stdout) == (0, "size 1\n"), alone.stderr
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"},
-        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-        {"WORLD_SIZE": "4"},
-        {"WORLD_SIZE": "1", "RANK": "0"},
-    ],
-)
-def test_an_allocation_is_no_proof(run_alone, variables: dict[str, str]) -> None:
-    """In an interactive session a program is alone."""
-    done = run_alone(sys.executable, "-c", ALONE, **variables)
-    assert (done.returncode, done.stdout) == (0, "size 1\n"), done.stderr
-
-
 def test_the_mpirun_of_another_library_is_recognised(run_alone) -> None:
     """MPICH's mpiexec with an mpi4py that uses Open MPI starts as many worlds of one as processes: an error."""
     other = Path(__file__).parents[2] / ".venv-mpich" / "bin" / "mpiexec"
