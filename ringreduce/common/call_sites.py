@@ -36,6 +36,11 @@ __all__ = [
 Stack = tuple[tuple[CodeType, int], ...]
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+#: Of frameworks that call this package in between, or write the code that does (to files of random names).
+_CALLERS = (
+    *("/torch/autograd/", "/torch/distributed/", "/torch/_tensor.py"),
+    *("/tensorflow/python/", "/keras/src/", "/__autograph_generated_file", "/jax/_src/", "/optax/"),
+)
 _DEPTH = 16  # frames of the program: more cost more, and tell hardly any two calls apart that these do not
 _TEXT_LENGTH, _PLACE_LENGTH = 1200, 200  # also if JSON escapes every character, less than a page of the board
 
@@ -190,5 +195,4 @@ def _expression(code: CodeType, instruction: int) -> str:
 
 @lru_cache(maxsize=4096)
 def _is_ours(path: str) -> bool:
-    inside = "/torch/autograd/" in path or "/torch/distributed/" in path or path.endswith("/torch/_tensor.py")
-    return inside or path.startswith(_PACKAGE)
+    return path.startswith(_PACKAGE) or any(each in path for each in _CALLERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from ringreduce.common.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 __all__ = ["Executor", "neutral_array"]
 
 _BUFFERS_NBYTES = 64 << 20  # communication buffers that are kept for the next time
+
+#: What is packed, reduced and unpacked at once of a large group: it stays in the cache of a core meanwhile.
+_PIECE_NBYTES = 1 << 20
 
 # A bfloat16 is kept as its bits.
 _BFLOAT16_ONE, _BFLOAT16_INFINITY, _BFLOAT16_SIGN = 0x3F80, 0x7F80, 0x8000
@@ -62,7 +66,7 @@ class Executor:
             elif wire is None:
                 operand = Operand.of(array)
                 view = operand.flat()
-                self._reduce(op, operand.dtype, view.size, [(view, view)], divisor)
+                self._reduce_pairs(op, operand.dtype, view.size, [(view, view)], divisor)
             else:
                 self.communicator.allreduce(array, SUM, out=array, wire=wire, feedback=feedback)
                 divide(Operand.of(array).flat(), divisor)
@@ -83,7 +87,7 @@ class Executor:
             pairs.setdefault(source.dtype.name, []).append((source.view, target.view))
         divisor = self._divisor(op, active)
         for name, count in totals.items():
-            self._reduce(op, DType.of(name), count, pairs.get(name, []), divisor)
+            self._reduce_pairs(op, DType.of(name), count, pairs.get(name, []), divisor)
 
     def _divisor(self, op: ReduceOp, active: int) -> int:
         """Return by which number a sum must be divided where the communicator's average is over too many ranks, or 0.
@@ -94,6 +98,21 @@ class Executor:
             return 0
         divisor = self.communicator.config.conventions.averaged_over(active, self.size)
         return divisor if divisor < self.size else 0
+
+    def _reduce_pairs(self, op: ReduceOp, dtype: DType, count: int, pairs: Sequence[_Pair], divisor: int) -> None:
+        """Reduce sources into their targets, in pieces that follow from the number of elements alone."""
+        longest = _PIECE_NBYTES // dtype.itemsize
+        if count <= 2 * longest:
+            self._reduce(op, dtype, count, pairs, divisor)
+            return
+        sources = [source.reshape(-1) for source, _ in pairs]
+        targets = [target.reshape(-1) if target.flags.c_contiguous else np.empty_like(target).ravel() for _, target in pairs]
+        for piece in _pieces(tuple(map(len, sources)) or (count,), longest):
+            mine = [(sources[number][part], targets[number][part]) for number, part in piece] if pairs else []
+            self._reduce(op, dtype, sum(part.stop - part.start for _, part in piece), mine, divisor)
+        for flat, (_, target) in zip(targets, pairs, strict=True):
+            if not np.shares_memory(flat, target):
+                np.copyto(target, flat.reshape(target.shape))
 
     def _reduce(self, op: ReduceOp, dtype: DType, count: int, pairs: Sequence[_Pair], divisor: int) -> None:
         """Reduce sources into their targets, through one buffer. With a divisor, the sum is divided by that."""
@@ -120,19 +139,22 @@ class Executor:
             instruments.step(f"unpack {len(pairs)} arrays")
 
     def _buffer(self, dtype: DType, count: int, shapes: tuple[tuple[int, ...], ...]) -> _Buffer:
-        """Return a communication buffer; the same one for equal arguments, since a repeated call is fastest then."""
-        key = dtype.name, shapes
-        found = self._buffers.get(key)
-        if found is not None:
+        """Return a communication buffer; the same one for equal arguments, since a repeated call is fastest then.
+
+        Pieces of a large group share one, as each has other shapes.
+        """
+        nbytes = count * dtype.itemsize
+        key = dtype.name, shapes if nbytes < _PIECE_NBYTES else ((count,),)
+        made = self._buffers.get(key)
+        if made is not None:
             self._buffers.move_to_end(key)
-            return found
-        memory = self.communicator.empty(count * dtype.itemsize, np.uint8)
-        flat = memory.view(dtype.storage)
-        made = _Buffer(typed(memory, dtype), flat, _cut(flat, shapes))
-        self._buffers[key] = made
-        while len(self._buffers) > 1 and sum(each.flat.nbytes for each in self._buffers.values()) > _BUFFERS_NBYTES:
-            self._buffers.popitem(last=False)
-        return made
+        else:
+            memory = self.communicator.empty(nbytes, np.uint8)
+            flat = memory.view(dtype.storage)
+            made = self._buffers[key] = _Buffer(typed(memory, dtype), flat, _cut(flat, key[1]))
+            while len(self._buffers) > 1 and sum(each.flat.nbytes for each in self._buffers.values()) > _BUFFERS_NBYTES:
+                self._buffers.popitem(last=False)
+        return made if key[1] == shapes else made._replace(parts=_cut(made.flat, shapes))
 
 
 class _Buffer(NamedTuple):
@@ -147,6 +169,24 @@ class _Buffer(NamedTuple):
     array: Any
     flat: npt.NDArray[Any]
     parts: list[npt.NDArray[Any]]
+
+
+@lru_cache(maxsize=64)
+def _pieces(lengths: Sequence[int], longest: int) -> list[list[tuple[int, slice]]]:
+    """Cut arrays of these lengths, one after the other, into pieces; a piece says which parts of which arrays it is."""
+    pieces: list[list[tuple[int, slice]]] = []
+    room = 0
+    for number, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            if not room:
+                pieces.append([])
+                room = longest
+            stop = min(start + room, length)
+            pieces[-1].append((number, slice(start, stop)))
+            room -= stop - start
+            start = stop
+    return pieces
 
 
 def _cut(flat: npt.NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[npt.NDArray[Any]]:

@@ -1,0 +1,75 @@
+"""Data-parallel training with JAX: collectives on pytrees, inside and outside of `jit`, and an optax transformation.
+
+    import ringreduce.jax as rj
+
+    rj.init()
+    tx = rj.DistributedGradientTransformation(optax.adam(1e-3))
+    params = rj.broadcast_parameters(params)
+    opt_state = tx.init(params)
+
+Import it before the first array is made: errors of compiled programs are then raised where they are called. Arrays are
+reduced in host memory; a compiled program has to run on the CPU, outside of `jit` arrays of other devices are copied.
+"""
+
+from ringreduce.jax import elastic, ops
+from ringreduce.jax.functions import broadcast_parameters
+from ringreduce.jax.ops import *  # noqa: F403  # what it exports is written down there, and not once more
+from ringreduce.jax.optimizer import DistributedGradientTransformation, DistributedState, RankState
+from ringreduce.runtime import (
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    metrics,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.averages import weighted_average
+from ringreduce.training.compression.powersgd import PowerSGD
+from ringreduce.training.compression.topk import TopK
+from ringreduce.training.objects import allgather_object, broadcast_object
+from ringreduce.training.requests import barrier, join
+
+__all__ = [
+    "DistributedGradientTransformation",
+    "DistributedState",
+    "PowerSGD",
+    "ProcessSet",
+    "RankState",
+    "TopK",
+    "add_process_set",
+    "allgather_object",
+    "barrier",
+    "broadcast_object",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "elastic",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "metrics",
+    "rank",
+    "remove_process_set",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "weighted_average",
+]
+__all__ += ops.__all__
+__all__.sort()

@@ -1,0 +1,38 @@
+"""Elastic training with JAX: a state of pytrees, and the loop that goes on from it when ranks die or come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
+from ringreduce.jax.functions import broadcast_parameters
+from ringreduce.runtime import rank
+from ringreduce.training.objects import broadcast_object
+
+__all__ = ["HostsUpdatedInterrupt", "JaxState", "ObjectState", "State", "run", "run_fn"]
+
+
+class JaxState(ObjectState):
+    """Pytrees of arrays, and other values, that training goes on from.
+
+    A copy has memory of its own, so steps may donate what the state holds.
+
+    Args:
+        **kwargs: the attributes and their first values: pytrees, or anything that can be copied and pickled.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(broadcast_object, rank, **kwargs)
+
+    def _sync_values(self) -> None:
+        trees = {name: getattr(self, name) for name in self._names if _is_tree_of_arrays(getattr(self, name))}
+        others = {name: getattr(self, name) for name in (*self._names, "_commits") if name not in trees}
+        for name, value in {**broadcast_object(others), **broadcast_parameters(trees)}.items():
+            setattr(self, name, value)
+
+
+def _is_tree_of_arrays(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(isinstance(each, jax.Array) for each in leaves)

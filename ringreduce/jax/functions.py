@@ -1,0 +1,73 @@
+"""What training with JAX needs besides reductions: the root's parameters on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.jax.optimizer import RankState
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.host import HOST
+from ringreduce.training.parameters import broadcast_parameters as _broadcast
+from ringreduce.training.requests import Preparing
+
+__all__ = ["broadcast_parameters"]
+
+
+def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> Any:
+    """Return the root's arrays: parameters, the state of an optimizer, random keys. Collective; outside of `jit`.
+
+    Args:
+        tree: arrays and numbers, as a pytree; structure, shapes and dtypes must agree on all ranks, values count at the
+            root only. What ranks have of their own (`RankState`) stays as it is.
+        root_rank: whose values count, as a rank of the world; must agree.
+        process_set: the ranks that take part. The others get their own arrays back.
+
+    Returns:
+        The same tree, with new arrays; numbers of Python stay such.
+
+    Raises:
+        UnsupportedBufferError: a leaf is neither an array nor a number, or is traced by `jit`. The other ranks get a
+            `MismatchError`.
+        MismatchError: the trees differ between ranks in more than their values.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: isinstance(each, RankState))
+    with Preparing("broadcast_parameters", None, process_set):
+        named = [
+            (jax.tree_util.keystr(path), _writable(leaf)) for path, leaf in paths if not isinstance(leaf, RankState)
+        ]
+    _broadcast(HOST, named, root_rank, process_set)
+    arrays = iter(named)
+    leaves = [leaf if isinstance(leaf, RankState) else _like(next(arrays)[1], leaf) for _, leaf in paths]
+    return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _writable(leaf: Any) -> Any:
+    """Return the values of a leaf in memory that may be overwritten."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise UnsupportedBufferError("broadcast_parameters is called outside of jit; in there, use broadcast")
+    if _is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        raise UnsupportedBufferError(
+            f"broadcast_parameters takes arrays, got {type(leaf).__name__}; use broadcast_object for other things"
+        )
+    return np.array(leaf)
+
+
+def _like(array: Any, leaf: Any) -> Any:
+    """Return values as what the leaf is, where it is."""
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(array, leaf.sharding)
+    return array if isinstance(leaf, np.ndarray) else type(leaf)(array[()])

@@ -1,0 +1,139 @@
+"""Optax transformations that average gradients over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ringreduce.common.arguments import real_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE, SUM
+from ringreduce.jax.compressed import Compressed, checked_compression
+from ringreduce.jax.ops import Call, allreduce, name_here, ranks_of, run_compiled
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.requests import Op, Preparing, chosen_op
+
+__all__ = ["DistributedGradientTransformation", "DistributedState", "RankState"]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class RankState:
+    """Arrays that each rank has of its own, by name; `broadcast_parameters` leaves them as they are."""
+
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        self.arrays = arrays
+
+    def tree_flatten_with_keys(self) -> tuple[Sequence[tuple[Any, Any]], Sequence[str]]:
+        names = sorted(self.arrays)
+        return [(jax.tree_util.DictKey(name), self.arrays[name]) for name in names], tuple(names)
+
+    @classmethod
+    def tree_unflatten(cls, names: Sequence[str], arrays: Sequence[Any]) -> RankState:
+        return cls(dict(zip(names, arrays, strict=True)))
+
+
+class DistributedState(NamedTuple):
+    """The state of a `DistributedGradientTransformation` that compresses gradients.
+
+    Attributes:
+        inner: that of the transformation it wraps.
+        lost: what compression has not sent yet.
+    """
+
+    inner: Any
+    lost: RankState
+
+
+def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, as Horovod's do
+    tx: optax.GradientTransformation,
+    op: Op = AVERAGE,
+    compression: Any = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    gradient_predivide_factor: float = 1.0,
+    name: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that averages gradients over the ranks and passes them on to another one.
+
+    It may be used inside and outside of `jit`. Its ``update`` is collective, and so is its ``init`` with a compression.
+
+    Args:
+        tx: what the averages go to. Clipping belongs in here, so that it sees the averages.
+        op: `Average`, `Sum` or `Adasum`; must agree on all ranks.
+        compression: what travels in place of float32 gradients: the name of a wire format (``"fp16"``, ``"int8"``), or a
+            compression of `ringreduce.training.compression` (`PowerSGD`, `TopK`). What it loses is added to the next
+            gradients, and is a part of the state, each rank's own. Must agree.
+        process_set: the ranks that train together.
+        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
+        name: of the operation, as for `ringreduce.jax.allreduce`.
+
+    Returns:
+        A transformation whose state is that of ``tx``, or with a compression a `DistributedState`.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+    with Preparing("DistributedGradientTransformation", name, process_set):
+        kind, factor = chosen_op(op, None), real_number("gradient_predivide_factor", gradient_predivide_factor)
+        if factor != 1.0 and kind is not AVERAGE:
+            raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
+        wanted = None if compression is None else checked_compression(compression)
+        if wanted is not None and kind not in (AVERAGE, SUM):
+            raise ConfigError(f"compressed gradients are averaged or summed (op Average or Sum), got {op}")
+    inner = optax.with_extra_args_support(tx)
+    reduce = partial(
+        allreduce,
+        op=kind,
+        name=name,
+        prescale_factor=1.0 / factor,
+        postscale_factor=factor,
+        process_set=process_set,
+    )
+
+    def init(params: Any) -> Any:
+        if wanted is None:
+            return inner.init(params)
+        compressed = Compressed(wanted, [each.shape for each in jax.tree.leaves(params) if _is_compressed(each)])
+        with Preparing("DistributedGradientTransformation", name, process_set) as prepare:
+            request = prepare.call(compressed.key, compressed.begin)
+        lost = {each: jnp.asarray(array) for each, array in request.carry_out().items()}
+        return DistributedState(inner.init(params), RankState(lost))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if wanted is None:
+            return inner.update(reduce(updates), state, params, **extra)
+        updates, lost = compress(updates, state.lost)
+        updates, changed = inner.update(updates, state.inner, params, **extra)
+        return updates, DistributedState(changed, lost)
+
+    def compress(updates: Any, lost: RankState) -> tuple[Any, RankState]:
+        leaves, structure = jax.tree.flatten(updates)
+        chosen = [number for number, each in enumerate(leaves) if _is_compressed(each)]
+        names = sorted(lost.arrays)
+        arrays = [*(leaves[number] for number in chosen), *(lost.arrays[each] for each in names)]
+        compressed = Compressed(wanted, [leaves[number].shape for number in chosen], names)
+        call = Call(
+            "compressed allreduce",
+            name or name_here("compressed allreduce"),
+            ranks_of(process_set),
+            kind.value,
+            compression=compressed.key,
+        )
+        specs = tuple((tuple(each.shape), each.dtype.name) for each in arrays)
+        made = run_compiled(call, specs, arrays)
+        rest = reduce([None if number in chosen else each for number, each in enumerate(leaves)])
+        for number, each in zip(chosen, made, strict=False):
+            rest[number] = each
+        return jax.tree.unflatten(structure, rest), RankState(dict(zip(names, made[len(chosen) :], strict=True)))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_compressed(leaf: Any) -> bool:
+    return bool(leaf.dtype == jnp.float32)
