@@ -1,0 +1,225 @@
+"""JAX: collectives on pytrees outside and inside of compiled programs, against closed forms, and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+
+import jax.numpy as jnp  # noqa: E402
+
+import ringreduce as rr  # noqa: E402
+import ringreduce.jax as rj  # noqa: E402
+from ringreduce.testing.toy import RATE  # noqa: E402
+from ringreduce.testing.training import CHECKS, check_mismatches  # noqa: E402
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+TRIANGLE = sum(range(SIZE))
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "compiled"])
+def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """What calls a function as it is, or compiled."""
+    return jax.jit if request.param else lambda function: function
+
+
+def test_trees_are_reduced(called: Any) -> None:
+    tree = {"a": jnp.arange(7.0) + RANK, "b": [jnp.full((3, 5), RANK, jnp.int32), jnp.float32(2.0)]}
+    made = called(lambda each: rj.allreduce(each, rj.Sum))(tree)
+    np.testing.assert_allclose(made["a"], np.arange(7.0) * SIZE + TRIANGLE)
+    np.testing.assert_array_equal(made["b"][0], np.full((3, 5), TRIANGLE))
+    assert made["b"][1] == 2.0 * SIZE
+    assert made["b"][0].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "float32", "complex64"])
+def test_every_dtype_travels(called: Any, dtype: str) -> None:
+    values = jnp.asarray(np.arange(11) % 2).astype(jnp.bool_ if dtype == "bool" else dtype)
+    made = called(lambda each: rj.allreduce(each, rj.Max if dtype != "complex64" else rj.Sum))(values)
+    assert made.dtype == values.dtype
+    np.testing.assert_array_equal(np.asarray(made), np.asarray(values) * (SIZE if dtype == "complex64" else 1))
+
+
+def test_rows_are_gathered_scattered_and_exchanged(called: Any) -> None:
+    mine = jnp.full((2, 3), float(RANK))
+    np.testing.assert_array_equal(called(rj.allgather)(mine), np.repeat(np.arange(SIZE), 2)[:, None] * np.ones(3))
+    whole = jnp.arange(5.0)
+    parts = np.array_split(np.arange(5.0), SIZE)
+    np.testing.assert_allclose(called(rj.reducescatter)(whole), parts[RANK])
+    sent = jnp.arange(float(SIZE)) + 10 * RANK
+    np.testing.assert_array_equal(called(rj.alltoall)(sent), 10.0 * np.arange(SIZE) + RANK)
+    root = SIZE - 1
+    np.testing.assert_array_equal(called(lambda each: rj.broadcast(each, root))(mine), np.full((2, 3), float(root)))
+
+
+def test_ragged_rows_are_gathered_outside_of_jit() -> None:
+    made = rj.allgather(jnp.full((RANK, 2), float(RANK)))
+    np.testing.assert_array_equal(made[:, 0], np.repeat(np.arange(SIZE), np.arange(SIZE)))
+
+
+def test_gradients_are_those_of_the_sum_of_all_losses(called: Any) -> None:
+    weight = RANK + 1.0
+    total = sum(rank + 1.0 for rank in range(SIZE))
+
+    def gradient(function: Callable[[Any], Any]) -> Any:
+        return np.asarray(called(jax.grad(lambda each: (function(each) * weight).sum()))(jnp.arange(4.0)))
+
+    np.testing.assert_allclose(gradient(lambda each: rj.allreduce(each, rj.Sum)), np.full(4, total))
+    np.testing.assert_allclose(gradient(rj.allreduce), np.full(4, total / SIZE))
+    np.testing.assert_allclose(gradient(rj.allgather), np.full(4, total))
+    root = SIZE - 1
+    expected = np.full(4, total if root == RANK else 0.0)
+    np.testing.assert_allclose(gradient(lambda each: rj.broadcast(each, root)), expected)
+    owners = np.concatenate([np.full(len(part), rank + 1.0) for rank, part in enumerate(np.array_split(range(4), SIZE))])
+    np.testing.assert_allclose(gradient(lambda each: rj.reducescatter(each, rj.Sum)), owners)
+
+
+def test_second_gradients_flow() -> None:
+    def cubed(each: Any) -> Any:
+        return (rj.allreduce(each, rj.Sum) ** 3).sum()
+
+    found = jax.jit(jax.grad(lambda each: jax.grad(cubed)(each).sum()))(jnp.array([1.0]))
+    # With S = P x, the first is 3 P S^2 on each rank; those of all ranks together are 3 P^2 S^2.
+    np.testing.assert_allclose(found, [6.0 * SIZE**3])
+
+
+def test_control_flow_batches_and_recomputation() -> None:
+    def scanned(start: Any) -> Any:
+        return jax.lax.scan(lambda each, _: (rj.allreduce(each) * 2, None), start, None, length=3)[0]
+
+    np.testing.assert_allclose(jax.jit(scanned)(jnp.full(3, float(RANK))), np.full(3, 8 * TRIANGLE / SIZE))
+    batched = jax.jit(jax.vmap(rj.allgather))(jnp.full((2, 3), float(RANK)))
+    np.testing.assert_array_equal(batched, np.tile(np.repeat(np.arange(float(SIZE)), 3), (2, 1)))
+    chosen = jax.jit(lambda flag, each: jax.lax.cond(flag, rj.allreduce, lambda other: other, each))
+    np.testing.assert_allclose(chosen(True, jnp.full(3, float(RANK))), np.full(3, TRIANGLE / SIZE))
+    again = jax.checkpoint(lambda each: jnp.sin(rj.allreduce(each, rj.Sum)).sum())
+    np.testing.assert_allclose(jax.jit(jax.grad(again))(jnp.ones(3)), np.full(3, SIZE * np.cos(SIZE)), rtol=1e-5)
+    donated = jax.jit(lambda each: rj.allreduce(each, rj.Sum), donate_argnums=0)
+    np.testing.assert_allclose(donated(jnp.ones(1000)), np.full(1000, SIZE))
+
+
+def test_results_stay_as_they_are() -> None:
+    """Though the next step reduces into the same memory of the toolkit."""
+    step = jax.jit(lambda each: rj.allreduce(each, rj.Sum))
+    for make in (step, lambda each: rj.allreduce(each, rj.Sum)):
+        kept = [make(jnp.full(300_000, float(number))) for number in range(3)]
+        for number, each in enumerate(kept):
+            np.testing.assert_array_equal(each, np.full(300_000, float(number * SIZE)))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is all ranks")
+def test_some_ranks_reduce_among_themselves() -> None:
+    process_set = rj.add_process_set([SIZE - 1])
+    try:
+        if RANK == SIZE - 1:
+            made = jax.jit(lambda each: rj.allreduce(each, rj.Sum, process_set=process_set))(jnp.ones(3))
+            np.testing.assert_array_equal(made, np.ones(3))
+    finally:
+        rj.remove_process_set(process_set)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_ranks_that_disagree_hear_the_same_error_and_go_on(called: Any) -> None:
+    reduce = called(lambda each: rj.allreduce(each, rj.Sum))
+    with pytest.raises((rr.MismatchError, RuntimeError)) as caught:
+        reduce(jnp.ones(3 + (RANK == 0)))
+    found = rj.error_of(caught.value)
+    assert isinstance(found, rr.MismatchError)
+    assert sorted(found.values) == list(range(SIZE))
+    np.testing.assert_array_equal(reduce(jnp.ones(3)), np.full(3, float(SIZE)))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank tells nobody")
+def test_wrong_arguments_of_one_rank_reach_all(called: Any) -> None:
+    reduce = called(lambda each: rj.allreduce(each, rj.Sum, prescale_factor="x" if RANK == 0 else 1.0, name="scaled"))
+    with pytest.raises((rr.ConfigError, rr.MismatchError, RuntimeError)) as caught:
+        reduce(jnp.ones(3))
+    assert isinstance(rj.error_of(caught.value), rr.ConfigError if RANK == 0 else rr.MismatchError)
+
+
+def test_what_is_no_array_is_refused() -> None:
+    with pytest.raises(rr.UnsupportedBufferError, match="no array"):
+        rj.allreduce({"a": "text"})
+    with pytest.raises(rr.UnsupportedBufferError, match="at least one dimension"):
+        rj.allgather(jnp.float32(1.0))
+    with pytest.raises(rr.ConfigError, match="no gradient flows through allreduce with op max"):
+        jax.grad(lambda each: rj.allreduce(each, rj.Max).sum())(jnp.ones(2))
+
+
+class Trainee:
+    """A linear model and steepest descent, compiled; weights lie in NumPy arrays, as the suite overwrites them."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        passes: int = 1,
+        bucket_nbytes: int | None = None,
+        compression: Any = None,
+    ) -> None:
+        self.values = {name: value.copy() for name, value in values.items()}
+        rj.broadcast_parameters(self.values)  # which compares names and shapes
+        self.tx = rj.DistributedGradientTransformation(optax.sgd(RATE), compression=compression)
+        self.state = self.tx.init(jax.tree.map(jnp.asarray, self.values))
+        self.no_sync = nullcontext
+        self.zero_grad()
+
+    def weights(self) -> list[Any]:
+        return list(self.values.values())
+
+    def zero_grad(self) -> None:
+        self.gradients = jax.tree.map(jnp.zeros_like, self.values)
+
+    def backward(self, x: Any, y: Any, *, extra: bool = True) -> None:
+        def loss(values: Any) -> Any:
+            found = x @ values["matrix"] + values["bias"] + (values["extra"] if extra else 0)
+            return ((found - y) ** 2).sum() / 2 / len(x)
+
+        found = jax.jit(jax.grad(loss))(jax.tree.map(jnp.asarray, self.values))
+        self.gradients = jax.tree.map(jnp.add, self.gradients, found)
+
+    def step(self) -> None:
+        updates, self.state = jax.jit(self.tx.update)(self.gradients, self.state)
+        for name, value in self.values.items():
+            value += np.asarray(updates[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+@pytest.mark.parametrize("check", [each for each in CHECKS if each is not check_mismatches], ids=lambda each: each.__name__)
+def test_the_suite_for_bindings(check: Callable[..., None]) -> None:
+    check(Trainee)
+
+
+def test_only_the_root_counts_and_what_ranks_have_of_their_own_stays() -> None:
+    own = rj.RankState({"lost": jnp.full(RANK + 1, float(RANK))})
+    tree = {"w": jnp.full(3, float(RANK)), "own": own, "step": RANK, "key": jax.random.key(RANK)}
+    made = rj.broadcast_parameters(tree, root_rank=SIZE - 1)
+    np.testing.assert_array_equal(made["w"], np.full(3, SIZE - 1.0))
+    assert made["step"] == SIZE - 1
+    assert type(made["step"]) is int
+    np.testing.assert_array_equal(made["own"].arrays["lost"], np.full(RANK + 1, float(RANK)))
+    assert jax.random.uniform(made["key"]) == jax.random.uniform(jax.random.key(SIZE - 1))
+
+
+def test_a_state_goes_back_to_its_commit_and_takes_the_values_of_rank_0() -> None:
+    state = rj.elastic.JaxState(params={"w": jnp.full(3, float(RANK))}, epoch=RANK)
+    state.sync()
+    np.testing.assert_array_equal(state.params["w"], np.zeros(3))
+    assert state.epoch == 0
+    state.params, state.epoch = {"w": jnp.ones(3)}, 7
+    state.restore()
+    np.testing.assert_array_equal(state.params["w"], np.zeros(3))
+    assert state.epoch == 0
