@@ -106,7 +106,9 @@ class Executor:
             self._reduce(op, dtype, count, pairs, divisor)
             return
         sources = [source.reshape(-1) for source, _ in pairs]
-        targets = [target.reshape(-1) if target.flags.c_contiguous else np.empty_like(target).ravel() for _, target in pairs]
+        targets = [
+            target.reshape(-1) if target.flags.c_contiguous else np.empty_like(target).ravel() for _, target in pairs
+        ]
         for piece in _pieces(tuple(map(len, sources)) or (count,), longest):
             mine = [(sources[number][part], targets[number][part]) for number, part in piece] if pairs else []
             self._reduce(op, dtype, sum(part.stop - part.start for _, part in piece), mine, divisor)

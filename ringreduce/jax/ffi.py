@@ -1,8 +1,8 @@
 """XLA's foreign function interface, spoken from Python: compiled programs call a function on views of their memory.
 
-XLA calls a C function with one frame: arguments, results, attributes. `ctypes` makes such a function of a Python one, so
-nothing is compiled and nothing is copied. The structures are those of ``xla/ffi/api/c_api.h``, a part of jaxlib and
-stable within a major version of its API, which a target states when it is registered.
+XLA calls a C function with one frame: arguments, results, attributes. `ctypes` makes such a function of a Python one:
+nothing is compiled and nothing is copied. The structures are those of ``xla/ffi/api/c_api.h`` in jaxlib, which are
+stable within a major version of that API; a target states the version when it is registered.
 """
 
 from __future__ import annotations

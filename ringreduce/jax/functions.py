@@ -14,7 +14,7 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.host import HOST
 from ringreduce.training.parameters import broadcast_parameters as _broadcast
-from ringreduce.training.requests import Preparing
+from ringreduce.training.requests import RequestBuilder
 
 __all__ = ["broadcast_parameters"]
 
@@ -37,7 +37,7 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
         MismatchError: the trees differ between ranks in more than their values.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: isinstance(each, RankState))
-    with Preparing("broadcast_parameters", None, process_set):
+    with RequestBuilder("broadcast_parameters", None, process_set):
         named = [
             (jax.tree_util.keystr(path), _writable(leaf)) for path, leaf in paths if not isinstance(leaf, RankState)
         ]

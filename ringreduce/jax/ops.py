@@ -1,16 +1,16 @@
-"""Collectives on pytrees of JAX arrays, inside and outside of `jax.jit`; all arrays of a tree travel as one operation.
+"""Collectives on pytrees of JAX arrays, inside and outside of `jax.jit`. The arrays of a tree are one operation.
 
-Inside of `jit` a collective is a call of the compiled program, which `grad`, `vmap`, `remat`, `scan` and `cond` take as
-any other; outside it runs at once. Operations have names, as in `ringreduce.torch.ops`; those of a compiled program that
-are given none are named by the line that made them and their number in the program, so that they match whatever order
-the ranks' compilers choose. A collective whose result nobody uses is left out, as JAX does with all computations: use it
-on all ranks or on none.
+Inside of `jit` a collective is a call of the compiled program; `grad`, `vmap`, `remat`, `scan` and `cond` take it as
+any other. Outside it runs at once. Operations have names, as in `ringreduce.torch.ops`. Without one, an operation of a
+compiled program is named by its line in the source and its number in the program, so that operations match in
+whatever order the ranks run them. JAX leaves out computations whose results nobody uses, and collectives, too: use a
+result on all ranks or on none.
 
 Gradients are those of the sum of all ranks' losses, as the chain rule gives them; see `ringreduce.common.conventions`.
 
-All functions raise, besides what they list: `UnsupportedBufferError` and `ConfigError` for arguments, `MismatchError` on
-all ranks where these do not agree, `CollectiveTimeoutError`, `PeerLostError`, `ShutdownError`. From a compiled program
-JAX raises an error of its own; `error_of` returns ours.
+All functions raise, besides what they list: `UnsupportedBufferError` and `ConfigError` for arguments; on all ranks
+`MismatchError` where these do not agree; `CollectiveTimeoutError`, `PeerLostError`, `ShutdownError`. From a compiled
+program JAX raises an error of its own; `error_of` returns ours.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import real_number
 from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.common.partition import Partition
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.jax import ffi
 from ringreduce.jax.compressed import find
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.host import HOST
-from ringreduce.training.requests import Adasum, Op, PreparingArrays, ReproducibleSum, chosen_op, in_words
+from ringreduce.training.requests import Adasum, Op, ReproducibleSum, RequestBuilder, chosen_op, in_words
 
 __all__ = [
     "Adasum",
@@ -111,7 +109,7 @@ def _read(text: str) -> Call:
 
 def carry_out(call: Call, sources: Sequence[_Host], targets: Sequence[_Host] | None = None) -> Sequence[_Host]:
     """Return what the collective makes of arrays of the host: new ones, or ``targets``."""
-    with PreparingArrays(HOST, call.kind, call.name, _sets[call.ranks]) as prepare:
+    with RequestBuilder(call.kind, call.name, _sets[call.ranks]) as prepare:
         if call.kind == "allreduce":
             given = prepare.new_like(sources) if targets is None else targets
             request = prepare.allreduce(sources, given, call.op, call.prescale, call.postscale, wire=call.wire)
@@ -124,11 +122,11 @@ def carry_out(call: Call, sources: Sequence[_Host], targets: Sequence[_Host] | N
             text = f"allreduce({call.op}, {in_words(*sources[: compressed.count])}) as {call.compression}"
             average = call.op == AVERAGE.value
             run = partial(compressed.reduce, sources=sources, targets=targets, average=average)
-            request = prepare.call_on(text, run, sources, targets)
+            request = prepare.call(text, run, sources, targets)
         else:
             outs = [None] * len(sources) if targets is None else targets
             text = f"{call.kind}({call.op}, root {call.root}, {in_words(*(targets or sources))})"
-            request = prepare.call_on(text, partial(_one_by_one, call, sources, outs), sources, targets or ())
+            request = prepare.call(text, partial(_one_by_one, call, sources, outs), sources, targets or ())
     made: Sequence[_Host] = request.carry_out()
     if targets is not None and made is not targets:
         for target, each in zip(targets, made, strict=True):
@@ -235,7 +233,7 @@ run_compiled.defvjp(_forward, _backward)
 
 
 def _adjoint(call: Call, shapes: Sequence[tuple[int, ...]], cotangents: Sequence[Any]) -> list[Any]:
-    """Return the gradients of the arrays of a call, which have these shapes; see `ringreduce.training.differentiable`."""
+    """Return the gradients of a call's arrays, which have these shapes; see `ringreduce.training.differentiable`."""
     process_set = _sets[call.ranks]
     conventions = process_set.communicator.config.conventions
     back = call._replace(name=f"gradient of {call.name}")
@@ -254,7 +252,9 @@ def _adjoint(call: Call, shapes: Sequence[tuple[int, ...]], cotangents: Sequence
         totals = run_compiled(Call("allreduce", back.name, call.ranks, op), like, cotangents)
         first = process_set.rank()
         return [total[first * shape[0] :][: shape[0]] for total, shape in zip(totals, shapes, strict=True)]
-    return list(run_compiled(Call("gradient of broadcast", back.name, call.ranks, op, root=call.root), like, cotangents))
+    return list(
+        run_compiled(Call("gradient of broadcast", back.name, call.ranks, op, root=call.root), like, cotangents)
+    )
 
 
 #: The traces that are under way, and how many collectives each has: what tells those of one line apart.
@@ -277,17 +277,11 @@ def name_here(kind: str) -> str:
 
 
 def _collective(
-    tree: Any,
-    kind: str,
-    name: str | None,
-    process_set: ProcessSet,
-    made: Callable[[tuple[int, ...]], tuple[int, ...]],
-    checked: Callable[[], dict[str, Any]],
+    tree: Any, kind: str, name: str | None, process_set: ProcessSet, checked: Callable[[], dict[str, Any]] = dict
 ) -> Any:
     """Carry out a collective on all arrays of a tree, now or in the program that is being traced.
 
     Args:
-        made: returns the shape of a result, given that of its array.
         checked: returns fields of the `Call`.
     """
     leaves, structure = jax.tree.flatten(tree)
@@ -297,14 +291,30 @@ def _collective(
     traced = any(isinstance(each, jax.core.Tracer) for each in leaves)
     if traced and name is None:
         name = name_here(kind)
-    with PreparingArrays(HOST, kind, name, process_set):
+    with RequestBuilder(kind, name, process_set):
         leaves = [_usable(each) for each in leaves]
         call = Call(kind, name, ranks_of(process_set), **checked())
-        specs = tuple((made(tuple(each.shape)), each.dtype.name) for each in leaves) if traced else ()
+        specs = tuple((_result_shape(kind, each.shape, process_set), each.dtype.name) for each in leaves)
     if traced:
         return jax.tree.unflatten(structure, run_compiled(call, specs, leaves))
     results = carry_out(call, [np.asarray(each) for each in leaves])
     return jax.tree.unflatten(structure, list(map(_array_like, results, leaves)))
+
+
+def _result_shape(kind: str, shape: tuple[int, ...], process_set: ProcessSet) -> tuple[int, ...]:
+    """Return the shape of a result, where ranks have equal shapes."""
+    if kind in ("allreduce", "broadcast"):
+        return shape
+    if not shape:
+        raise UnsupportedBufferError(f"{kind} needs arrays with at least one dimension, got a scalar")
+    rows, size = shape[0], process_set.size()
+    if kind == "allgather":
+        rows *= size
+    elif kind == "reducescatter":
+        rows = rows // size + (process_set.rank() < rows % size)
+    elif rows % size:
+        raise ConfigError(f"alltoall sends equal parts, but {rows} rows go to {size} ranks")
+    return (rows, *shape[1:])
 
 
 def ranks_of(process_set: ProcessSet) -> tuple[int, ...] | None:
@@ -353,76 +363,22 @@ def allreduce(
         tree: arrays, or numbers, as a pytree; its shapes and dtypes must agree on all ranks.
         op: `Average`, `Sum`, `Min`, `Max`, `Product`, `Adasum` or `ReproducibleSum`; must agree. Integers are averaged
             toward zero. Gradients flow through `Average`, `Sum` and `ReproducibleSum`.
-        name: what matches it with the other ranks' calls; None: outside of `jit` calls match in order, inside of it by
-            the line of the program.
+        name: matches it with the other ranks' calls. None: outside of `jit` calls match in order, inside of it by the
+            line of the program.
         compression: the format in which floats travel between nodes: ``"fp16"``, ``"bf16"``, ``"fp8"``, ``"int8"`` or
-            ``"int4"``; None: as they are. Must agree. What rounding loses is lost; `DistributedGradientTransformation`
-            keeps it.
-        prescale_factor: multiplies what goes in; must agree.
-        postscale_factor: multiplies what comes out; must agree.
+            ``"int4"``; None: as they are. Must agree. Rounding errors are dropped; `DistributedGradientTransformation`
+            keeps them for the next step.
+        prescale_factor: multiplies the input; must agree.
+        postscale_factor: multiplies the result; must agree.
         process_set: the ranks that take part.
     """
 
     def checked() -> dict[str, Any]:
         kind = chosen_op(op, None)
-        return {
-            "op": kind.value if isinstance(kind, ReduceOp) else kind,
-            "prescale": real_number("prescale_factor", prescale_factor),
-            "postscale": real_number("postscale_factor", postscale_factor),
-            "wire": compression,
-        }
+        word = kind.value if isinstance(kind, ReduceOp) else kind
+        return {"op": word, **_factors(prescale_factor, postscale_factor), "wire": compression}
 
-    return _collective(tree, "allreduce", name, process_set, lambda shape: shape, checked)
-
-
-def allgather(tree: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Concatenate the ranks' arrays along the first dimension, in rank order. Collective.
-
-    Args:
-        tree: arrays of at least one dimension, as a pytree. Outside of `jit` the first may differ between ranks; the
-            others and the dtypes must agree.
-        name, process_set: as for `allreduce`.
-    """
-
-    def made(shape: tuple[int, ...]) -> tuple[int, ...]:
-        _require_rows("allgather", shape)
-        return (shape[0] * process_set.size(), *shape[1:])
-
-    return _collective(tree, "allgather", name, process_set, made, dict)
-
-
-def broadcast(
-    tree: Any, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Return the root's arrays. Collective.
-
-    Args:
-        tree: arrays, as a pytree; shapes and dtypes must agree on all ranks, values count at the root only.
-        root_rank: the sender, as a rank of the world; must agree.
-        name, process_set: as for `allreduce`.
-    """
-
-    def checked() -> dict[str, Any]:
-        return {"root": process_set.rank_of(root_rank)}
-
-    return _collective(tree, "broadcast", name, process_set, lambda shape: shape, checked)
-
-
-def alltoall(tree: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Send an equal part of each array to every rank, and concatenate what they sent, in rank order. Collective.
-
-    Args:
-        tree: arrays, as a pytree, whose first dimension the number of ranks divides; shapes and dtypes must agree.
-        name, process_set: as for `allreduce`.
-    """
-
-    def made(shape: tuple[int, ...]) -> tuple[int, ...]:
-        _require_rows("alltoall", shape)
-        if shape[0] % process_set.size():
-            raise ConfigError(f"alltoall sends equal parts, but {shape[0]} rows go to {process_set.size()} ranks")
-        return shape
-
-    return _collective(tree, "alltoall", name, process_set, made, dict)
+    return _collective(tree, "allreduce", name, process_set, checked)
 
 
 def reducescatter(
@@ -444,21 +400,48 @@ def reducescatter(
     """
 
     def checked() -> dict[str, Any]:
-        return {
-            "op": ReduceOp.parse(op).value,
-            "prescale": real_number("prescale_factor", prescale_factor),
-            "postscale": real_number("postscale_factor", postscale_factor),
-        }
+        return {"op": ReduceOp.parse(op).value, **_factors(prescale_factor, postscale_factor)}
 
-    def made(shape: tuple[int, ...]) -> tuple[int, ...]:
-        _require_rows("reducescatter", shape)
-        bounds = Partition.first_larger(shape[0], process_set.size()).bounds
-        first = process_set.rank()
-        return (bounds[first + 1] - bounds[first], *shape[1:])
-
-    return _collective(tree, "reducescatter", name, process_set, made, checked)
+    return _collective(tree, "reducescatter", name, process_set, checked)
 
 
-def _require_rows(kind: str, shape: tuple[int, ...]) -> None:
-    if not shape:
-        raise UnsupportedBufferError(f"{kind} needs arrays with at least one dimension, got a scalar")
+def _factors(prescale: float, postscale: float) -> dict[str, float]:
+    return {
+        "prescale": real_number("prescale_factor", prescale),
+        "postscale": real_number("postscale_factor", postscale),
+    }
+
+
+def allgather(tree: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Concatenate the ranks' arrays along the first dimension, in rank order. Collective.
+
+    Args:
+        tree: arrays of at least one dimension, as a pytree. Outside of `jit` the first may differ between ranks; the
+            others and the dtypes must agree.
+        name, process_set: as for `allreduce`.
+    """
+    return _collective(tree, "allgather", name, process_set)
+
+
+def alltoall(tree: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Send an equal part of each array to every rank, and concatenate what they sent, in rank order. Collective.
+
+    Args:
+        tree: arrays, as a pytree, whose first dimension is a multiple of the number of ranks; shapes and dtypes must
+            agree.
+        name, process_set: as for `allreduce`.
+    """
+    return _collective(tree, "alltoall", name, process_set)
+
+
+def broadcast(
+    tree: Any, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the root's arrays. Collective.
+
+    Args:
+        tree: arrays, as a pytree; shapes and dtypes must agree on all ranks, values count at the root only.
+        root_rank: the sender, as a rank of the world; must agree.
+        name, process_set: as for `allreduce`.
+    """
+    return _collective(tree, "broadcast", name, process_set, lambda: {"root": process_set.rank_of(root_rank)})

@@ -17,7 +17,7 @@ from ringreduce.jax.compressed import Compressed, checked_compression
 from ringreduce.jax.ops import Call, allreduce, name_here, ranks_of, run_compiled
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.requests import Op, Preparing, chosen_op
+from ringreduce.training.requests import Op, RequestBuilder, chosen_op
 
 __all__ = ["DistributedGradientTransformation", "DistributedState", "RankState"]
 
@@ -66,9 +66,8 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
     Args:
         tx: what the averages go to. Clipping belongs in here, so that it sees the averages.
         op: `Average`, `Sum` or `Adasum`; must agree on all ranks.
-        compression: what travels in place of float32 gradients: the name of a wire format (``"fp16"``, ``"int8"``), or a
-            compression of `ringreduce.training.compression` (`PowerSGD`, `TopK`). What it loses is added to the next
-            gradients, and is a part of the state, each rank's own. Must agree.
+        compression: of float32 gradients: the name of a wire format (``"fp16"``, ``"int8"``), `PowerSGD` or `TopK`.
+            What it loses is added to the next gradients; the state holds it, each rank its own. Must agree.
         process_set: the ranks that train together.
         gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
         name: of the operation, as for `ringreduce.jax.allreduce`.
@@ -79,7 +78,7 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
     Raises:
         ConfigError: an argument is wrong.
     """
-    with Preparing("DistributedGradientTransformation", name, process_set):
+    with RequestBuilder("DistributedGradientTransformation", name, process_set):
         kind, factor = chosen_op(op, None), real_number("gradient_predivide_factor", gradient_predivide_factor)
         if factor != 1.0 and kind is not AVERAGE:
             raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
@@ -100,7 +99,7 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
         if wanted is None:
             return inner.init(params)
         compressed = Compressed(wanted, [each.shape for each in jax.tree.leaves(params) if _is_compressed(each)])
-        with Preparing("DistributedGradientTransformation", name, process_set) as prepare:
+        with RequestBuilder("DistributedGradientTransformation", name, process_set) as prepare:
             request = prepare.call(compressed.key, compressed.begin)
         lost = {each: jnp.asarray(array) for each, array in request.carry_out().items()}
         return DistributedState(inner.init(params), RankState(lost))

@@ -78,7 +78,9 @@ def test_gradients_are_those_of_the_sum_of_all_losses(called: Any) -> None:
     root = SIZE - 1
     expected = np.full(4, total if root == RANK else 0.0)
     np.testing.assert_allclose(gradient(lambda each: rj.broadcast(each, root)), expected)
-    owners = np.concatenate([np.full(len(part), rank + 1.0) for rank, part in enumerate(np.array_split(range(4), SIZE))])
+    owners = np.concatenate(
+        [np.full(len(part), rank + 1.0) for rank, part in enumerate(np.array_split(range(4), SIZE))]
+    )
     np.testing.assert_allclose(gradient(lambda each: rj.reducescatter(each, rj.Sum)), owners)
 
 
@@ -198,7 +200,9 @@ class Trainee:
         self.state = state["state"]
 
 
-@pytest.mark.parametrize("check", [each for each in CHECKS if each is not check_mismatches], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "check", [each for each in CHECKS if each is not check_mismatches], ids=lambda each: each.__name__
+)
 def test_the_suite_for_bindings(check: Callable[..., None]) -> None:
     check(Trainee)
 

@@ -39,11 +39,13 @@ HOMES = {
         for library in (
             "click",
             "cupy",
+            "jax",
             "lightning",
             "lightning_fabric",
             "matplotlib",
             "ml_dtypes",
             "mpi4py",
+            "optax",
             "pytorch_lightning",
             "rich",
             "ringreduce_torch_backend",
