@@ -15,25 +15,8 @@ from ringreduce.jax import elastic, ops
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.jax.ops import *  # noqa: F403  # what it exports is written down there, and not once more
 from ringreduce.jax.optimizer import DistributedGradientTransformation, DistributedState, RankState
-from ringreduce.runtime import (
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    metrics,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.runtime import names
+from ringreduce.runtime.names import *  # noqa: F403
 from ringreduce.training.averages import weighted_average
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
@@ -44,32 +27,15 @@ __all__ = [
     "DistributedGradientTransformation",
     "DistributedState",
     "PowerSGD",
-    "ProcessSet",
     "RankState",
     "TopK",
-    "add_process_set",
     "allgather_object",
     "barrier",
     "broadcast_object",
     "broadcast_parameters",
-    "cross_rank",
-    "cross_size",
     "elastic",
-    "global_process_set",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "metrics",
-    "rank",
-    "remove_process_set",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
     "weighted_average",
 ]
-__all__ += ops.__all__
+__all__ += names.__all__ + ops.__all__
 __all__.sort()

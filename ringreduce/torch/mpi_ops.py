@@ -11,26 +11,8 @@ import torch
 
 from ringreduce.common.errors import CollectiveError as HorovodInternalError
 from ringreduce.gpu.inventory import nccl_version
-from ringreduce.runtime import (
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    metrics,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    world,
-)
-from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.runtime import global_process_set, names, world
+from ringreduce.runtime.names import *  # noqa: F403
 from ringreduce.torch import ops
 from ringreduce.torch.compression import Compression
 from ringreduce.torch.ops import *  # noqa: F403  # what it exports is written down there, and not once more
@@ -39,35 +21,18 @@ from ringreduce.training.requests import Handle
 __all__ = [
     "Compression",
     "HorovodInternalError",
-    "ProcessSet",
-    "add_process_set",
     "ccl_built",
-    "cross_rank",
-    "cross_size",
     "cuda_built",
     "ddl_built",
-    "global_process_set",
     "gloo_built",
     "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "metrics",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "rank",
-    "remove_process_set",
     "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
-__all__ += ops.__all__
+__all__ += names.__all__ + ops.__all__
 __all__.sort()
 
 #: What programs note of operations under way, by handle; forgotten with the handle. Operations here keep their tensors.
