@@ -78,8 +78,8 @@ def _view(address: int, code: int, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     dtype = np.dtype(_DTYPES[code])
     if not prod(shape):
         return np.empty(shape, dtype)
-    memory = (ctypes.c_byte * (prod(shape) * dtype.itemsize)).from_address(address)
-    return np.frombuffer(memory, dtype).reshape(shape)
+    memory: Any = (ctypes.c_byte * (prod(shape) * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
 
 def _views(buffers: Any) -> list[npt.NDArray[Any]]:
@@ -98,7 +98,6 @@ def register(handler: Handler, describe: Callable[[BaseException], str]) -> None
         describe: returns the text of an error that it raised; JAX raises an error of its own with that text.
     """
 
-    @ctypes.CFUNCTYPE(_Address, _to(_Frame))
     def target(pointer: Any) -> Any:
         frame = pointer.contents
         if frame.extension and frame.extension.contents.type == _METADATA:
@@ -111,12 +110,13 @@ def register(handler: Handler, describe: Callable[[BaseException], str]) -> None
             waits = sys._getframe().f_back is not None  # else this thread has begun outside of Python
             handler(text, _views(frame.arguments), _views(frame.results), waits)
         except BaseException as error:
-            made = _Error(ctypes.sizeof(_Error), None, describe(error).encode(errors="replace"), _INTERNAL)
-            return frame.api.contents.create_error(ctypes.byref(made))
+            said = _Error(ctypes.sizeof(_Error), None, describe(error).encode(errors="replace"), _INTERNAL)
+            return frame.api.contents.create_error(ctypes.byref(said))
         return None
 
-    _kept.append(target)
-    address = jax.ffi.pycapsule(ctypes.cast(target, _Address).value)
+    made = ctypes.CFUNCTYPE(_Address, _to(_Frame))(target)
+    _kept.append(made)
+    address = jax.ffi.pycapsule(ctypes.cast(made, _Address).value)
     jax.ffi.register_ffi_target(_TARGET, address, platform="cpu", api_version=_API_VERSION)
 
 

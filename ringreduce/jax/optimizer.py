@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +11,12 @@ import optax
 
 from ringreduce.common.arguments import real_number
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import AVERAGE, SUM
+from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.jax.compressed import Compressed, checked_compression
 from ringreduce.jax.ops import Call, allreduce, name_here, ranks_of, run_compiled
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.compression import BucketCompression
 from ringreduce.training.requests import Op, RequestBuilder, chosen_op
 
 __all__ = ["DistributedGradientTransformation", "DistributedState", "RankState"]
@@ -85,53 +85,62 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
         wanted = None if compression is None else checked_compression(compression)
         if wanted is not None and kind not in (AVERAGE, SUM):
             raise ConfigError(f"compressed gradients are averaged or summed (op Average or Sum), got {op}")
-    inner = optax.with_extra_args_support(tx)
-    reduce = partial(
-        allreduce,
-        op=kind,
-        name=name,
-        prescale_factor=1.0 / factor,
-        postscale_factor=factor,
-        process_set=process_set,
-    )
+    made = _Distributed(optax.with_extra_args_support(tx), kind, wanted, process_set, factor, name)
+    return optax.GradientTransformationExtraArgs(made.init, made.update)
 
-    def init(params: Any) -> Any:
-        if wanted is None:
-            return inner.init(params)
-        compressed = Compressed(wanted, [each.shape for each in jax.tree.leaves(params) if _is_compressed(each)])
-        with RequestBuilder("DistributedGradientTransformation", name, process_set) as prepare:
+
+class _Distributed(NamedTuple):
+    """A transformation whose gradients are averaged over the ranks; see `DistributedGradientTransformation`."""
+
+    inner: Any
+    op: Op
+    compression: BucketCompression | None
+    process_set: ProcessSet
+    factor: float
+    name: str | None
+
+    def init(self, params: Any) -> Any:
+        if self.compression is None:
+            return self.inner.init(params)
+        shapes = [each.shape for each in jax.tree.leaves(params) if _is_compressed(each)]
+        compressed = Compressed(self.compression, shapes)
+        with RequestBuilder("DistributedGradientTransformation", self.name, self.process_set) as prepare:
             request = prepare.call(compressed.key, compressed.begin)
         lost = {each: jnp.asarray(array) for each, array in request.carry_out().items()}
-        return DistributedState(inner.init(params), RankState(lost))
+        return DistributedState(self.inner.init(params), RankState(lost))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        if wanted is None:
-            return inner.update(reduce(updates), state, params, **extra)
-        updates, lost = compress(updates, state.lost)
-        updates, changed = inner.update(updates, state.inner, params, **extra)
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if self.compression is None:
+            return self.inner.update(self.reduce(updates), state, params, **extra)  # type: ignore[no-any-return]
+        updates, lost = self.compress(self.compression, updates, state.lost)
+        updates, changed = self.inner.update(updates, state.inner, params, **extra)
         return updates, DistributedState(changed, lost)
 
-    def compress(updates: Any, lost: RankState) -> tuple[Any, RankState]:
+    def reduce(self, updates: Any) -> Any:
+        return allreduce(
+            updates,
+            self.op,
+            name=self.name,
+            prescale_factor=1.0 / self.factor,
+            postscale_factor=self.factor,
+            process_set=self.process_set,
+        )
+
+    def compress(self, compression: BucketCompression, updates: Any, lost: RankState) -> tuple[Any, RankState]:
+        """Return reduced gradients, and what compression loses now; gradients of other dtypes travel as they are."""
+        assert isinstance(self.op, ReduceOp)
         leaves, structure = jax.tree.flatten(updates)
         chosen = [number for number, each in enumerate(leaves) if _is_compressed(each)]
         names = sorted(lost.arrays)
         arrays = [*(leaves[number] for number in chosen), *(lost.arrays[each] for each in names)]
-        compressed = Compressed(wanted, [leaves[number].shape for number in chosen], names)
-        call = Call(
-            "compressed allreduce",
-            name or name_here("compressed allreduce"),
-            ranks_of(process_set),
-            kind.value,
-            compression=compressed.key,
-        )
-        specs = tuple((tuple(each.shape), each.dtype.name) for each in arrays)
-        made = run_compiled(call, specs, arrays)
-        rest = reduce([None if number in chosen else each for number, each in enumerate(leaves)])
+        compressed = Compressed(compression, [leaves[number].shape for number in chosen], names)
+        kind, ranks = "compressed allreduce", ranks_of(self.process_set)
+        call = Call(kind, self.name or name_here(kind), ranks, self.op.value, compression=compressed.key)
+        made = run_compiled(call, tuple((each.shape, each.dtype.name) for each in arrays), arrays)
+        rest = self.reduce([None if number in chosen else each for number, each in enumerate(leaves)])
         for number, each in zip(chosen, made, strict=False):
             rest[number] = each
         return jax.tree.unflatten(structure, rest), RankState(dict(zip(names, made[len(chosen) :], strict=True)))
-
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _is_compressed(leaf: Any) -> bool:

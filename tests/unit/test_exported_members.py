@@ -55,7 +55,7 @@ def test_all_is_sorted_complete_and_true(path: Path, monkeypatch: pytest.MonkeyP
     tree = ast.parse(source)
     if not tree.body or (len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr)):
         pytest.skip("an empty module")
-    for library in ("mpi4py", "torch"):
+    for library in ("jax", "mpi4py", "torch"):
         if f"import {library}" in source or f"ringreduce.{library}" in name_of(path):
             pytest.importorskip(library)
     # Importing Horovod's names chooses its conventions, which the worlds of later tests shall not have.
