@@ -198,6 +198,13 @@ def test_a_process_that_ended_is_not_alive() -> None:
     late.close()
 
 
+def test_threads_may_ask_at_once_whether_a_process_is_alive() -> None:
+    """As they do where calls of two groups wait for the same rank."""
+    segments = MemfdSegments({1: os.getpid()})
+    assert all(run_threads(4, lambda _: all(segments.alive(1) for _ in range(2000))))
+    segments.close()
+
+
 def test_arena_survives_arrays_that_die_at_any_time() -> None:
     """Arrays dropped by the collector or by another thread never make two live arrays share memory.
 

@@ -82,7 +82,7 @@ class MemfdSegments(Segments):
         self._fds: list[int] = []
         self._own: dict[int, mmap.mmap] = {}
         self._opened: dict[tuple[int, int], Array] = {}
-        self._watched: dict[int, select.poll] = {}
+        self._watched: dict[int, int] = {}  # rank -> descriptor of its process
 
     def pid(self, rank: int) -> int:
         return self._pids[rank]
@@ -131,7 +131,6 @@ class MemfdSegments(Segments):
 
     def alive(self, rank: int) -> bool:
         if rank not in self._watched:
-            watch = select.poll()
             try:
                 pidfd = os.pidfd_open(self._pids[rank])
             except ProcessLookupError:
@@ -139,9 +138,10 @@ class MemfdSegments(Segments):
             except (OSError, AttributeError):  # a kernel without process descriptors: ask for the process each time
                 return os.path.exists(f"/proc/{self._pids[rank]}")
             self._fds.append(pidfd)
-            watch.register(pidfd, select.POLLIN)
-            self._watched[rank] = watch
-        return not self._watched[rank].poll(0)
+            self._watched[rank] = pidfd
+        watch = select.poll()  # each time, as two threads that wait in two groups may not share one
+        watch.register(self._watched[rank], select.POLLIN)
+        return not watch.poll(0)
 
     def close(self) -> None:
         for fd in self._fds:
