@@ -36,7 +36,7 @@ def _register() -> None:
     from torch.distributed import distributed_c10d
     from torch.distributed.rendezvous import register_rendezvous_handler
 
-    register_rendezvous_handler(_NAME, _meet)  # type: ignore[no-untyped-call]
+    register_rendezvous_handler(_NAME, _rendezvous)  # type: ignore[no-untyped-call]
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
     # Without a store and an init_method torch looks for MASTER_ADDR and RANK, whatever the backend; only its own MPI
     # backend is spared. The ranks of this one know each other already.
@@ -96,7 +96,7 @@ def _for_ours_too(monitored_barrier: Callable[..., None]) -> Callable[..., None]
     return monitored_barrier_of_any
 
 
-def _meet(url: str, **options: Any) -> Iterator[Any]:
+def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
     from ringreduce.torch.distributed import process_group
 
     return process_group.rendezvous(url)

@@ -37,7 +37,7 @@ _BARRIER = Signature.of("barrier", waits=False)
 class Communicator(Messaging, Choices):
     """The collectives of one process set.
 
-    The methods named after collectives, `meet`, `refuse` and `close` are collective: all ranks call them, in the same
+    The methods named after collectives, `rendezvous`, `refuse` and `close` are collective: all ranks call them in one
     order, with arguments that agree where the method says so. Calls block until this rank's result is there. Not
     thread-safe.
 
@@ -288,20 +288,20 @@ class Communicator(Messaging, Choices):
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._state.call(_BARRIER.text, self._meet, _BARRIER)
+        self._state.call(_BARRIER.text, self._rendezvous, _BARRIER)
 
     # ---- calls that consist of several collectives ----
 
-    def meet(self, text: str) -> None:
+    def rendezvous(self, text: str) -> None:
         """Return when every rank has called it with this text; begins a call that consists of several collectives.
 
         Args:
             text: all that must agree: the name of the call, and its arguments in brackets.
         """
-        self._state.call(text.partition("(")[0], self._meet, Signature.of(text, waits=False))
+        self._state.call(text.partition("(")[0], self._rendezvous, Signature.of(text, waits=False))
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Tell the others, in place of `meet`, that this rank cannot make a call that consists of several collectives.
+        """Enter a call in place of `rendezvous`, with the reason why this rank cannot make it.
 
         Args:
             name: of the call.
@@ -309,10 +309,10 @@ class Communicator(Messaging, Choices):
         """
         self._state.refuse(name, error)
 
-    def _meet(self, signature: Signature) -> None:
+    def _rendezvous(self, signature: Signature) -> None:
         self.lifetime.require_open()
         try:
-            self._context.meet(signature)
+            self._context.rendezvous(signature)
         except BaseException as error:
             self._state.fail(error)
             raise

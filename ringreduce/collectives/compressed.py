@@ -124,9 +124,9 @@ class Compressed(BoundCall):
                 work = context.scratch.shared(context.arena, max(4, data.nbytes)).view(np.float32)[: data.size]
                 location = context.arena.locate(address_of(work), work.nbytes)
                 np.copyto(work, data)
-            others = context.meet_at_board(signature, location)
+            others = context.rendezvous_at_board(signature, location)
         else:
-            context.meet(signature)
+            context.rendezvous(signature)
         key = "compressed", signature.code, location
         make = partial(_Coded, context, self._codec, self._task, data.size, location)
         context.plans.get(key, make).run(work, others, self._feedback)

@@ -185,7 +185,7 @@ class Context:
 
     # ---- the rendezvous ----
 
-    def meet(self, signature: Signature) -> None:
+    def rendezvous(self, signature: Signature) -> None:
         """Wait until it is known that all ranks make this call, before any data is sent as messages.
 
         Raises:
@@ -207,8 +207,8 @@ class Context:
         """
         self.calls.refuse(reason)
 
-    def meet_at_board(self, signature: Signature, location: Location | None) -> list[int]:
-        """Do what `meet` does, and publish to the node where this rank's buffer is.
+    def rendezvous_at_board(self, signature: Signature, location: Location | None) -> list[int]:
+        """Do what `rendezvous` does, and publish to the node where this rank's buffer is.
 
         Returns:
             Where the buffers of the other ranks of the node are, packed, in the order of ``board.peers``; `NOWHERE`

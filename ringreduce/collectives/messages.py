@@ -66,7 +66,7 @@ class _LibraryReduction(BoundCall):
 
     def run(self, source: Operand, place: Place) -> None:
         context, task, target = self._context, self._task, place(())
-        context.meet(task.signature)
+        context.rendezvous(task.signature)
         work = np.empty(source.view.size, task.dtype.storage) if task.is_wide else target.view
         _load(source, task, work)
         context.messages.allreduce(work, task.op)
@@ -111,10 +111,10 @@ class _Reduction(BoundCall):
         if source.address != self._address:
             _load(source, self._task, work)
         if self._shares_memory:
-            self._schedule.run(context.meet_at_board(signature, self._location))
+            self._schedule.run(context.rendezvous_at_board(signature, self._location))
             context.board.barrier(signature.text)
         else:
-            context.meet(signature)
+            context.rendezvous(signature)
             self._schedule.run([])
         if self._wants_result:
             if self._divides:
@@ -158,7 +158,7 @@ class _ReduceScatter(BoundCall):
         self._own = work[own] if target is None else target
 
     def run(self, source: Operand, place: Place) -> None:
-        self._context.meet(self._task.signature)
+        self._context.rendezvous(self._task.signature)
         if self._target is None:
             _load(source, self._task, self._work)
         self._schedule.run()

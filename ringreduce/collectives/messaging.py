@@ -32,7 +32,7 @@ class Messaging:
         self._point_to_point: PointToPoint | None = None
         if channel is not None:
             waiter = Waiter(context.waiter.timeout_s, context.waiter.crowded)
-            self._point_to_point = PointToPoint(channel, waiter, context.board.find_lost, context.lifetime.child())
+            self._point_to_point = PointToPoint(channel, waiter, context.board.find_failed, context.lifetime.child())
             waiter.watchers.append(self._point_to_point.watch)
         self.message_tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
 

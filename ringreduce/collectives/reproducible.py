@@ -210,7 +210,7 @@ def _merge_group(
 
 def _require_agreement(communicator: Communicator, target: Operand) -> None:
     """Raise `MismatchError` on all ranks if shapes or dtypes differ."""
-    communicator.meet(f"{_NAME}(shape {'x'.join(map(str, target.shape)) or 'scalar'}, {target.dtype.name})")
+    communicator.rendezvous(f"{_NAME}(shape {'x'.join(map(str, target.shape)) or 'scalar'}, {target.dtype.name})")
 
 
 # ---- floats to words ----

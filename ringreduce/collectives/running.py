@@ -337,7 +337,7 @@ class Runner:
         text = self._task(prepared.kind).signature.text
         signature = Signature.of(name + text.removeprefix(call.collective.value), waits=False)
         try:
-            self._context.meet(signature)
+            self._context.rendezvous(signature)
             if prepared.numbers:
                 everyone = self._perform(Call(Collective.ALLGATHER, np.array([prepared.numbers]))).tolist()
                 rows = received_rows(signature.text, everyone, self._context.rank)

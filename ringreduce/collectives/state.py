@@ -195,7 +195,7 @@ class CallTimer:
 
     def __enter__(self) -> None:
         if self._instruments.observers:
-            self._instruments.tell("collective_started", self._collective, self._algorithm, self.nbytes)
+            self._instruments.notify("collective_started", self._collective, self._algorithm, self.nbytes)
         self._call: list[Any] = [perf_counter(), 0.0, self._collective, self.nbytes]
         if self._fail is not None:  # a call that is kept has the same number on all ranks
             self._instruments.calls.append(self._call)
@@ -213,7 +213,7 @@ class CallTimer:
         tally.seconds += seconds
         instruments = self._instruments
         if instruments.observers:
-            instruments.tell("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
+            instruments.notify("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
 
 
 def _require_alone(error: BaseException) -> None:

@@ -52,7 +52,7 @@ class _Transfer(BoundCall):
         self._where = source.address
 
     def run(self, source: Operand, place: Place) -> None:
-        self._context.meet(self._task.signature)
+        self._context.rendezvous(self._task.signature)
         self._move(place)
 
     @abstractmethod

@@ -13,13 +13,13 @@ __all__ = ["CheckingArguments", "array_shape", "real_number", "row_counts", "sha
 _Context = TypeVar("_Context", bound="CheckingArguments")
 
 
-class _Teller(Protocol):
+class _Notifier(Protocol):
     """What tells the other ranks of a call: a `Communicator`."""
 
     def refuse(self, name: str, error: Exception) -> None:
         """Tell the others, in place of a call of this name, that this rank cannot make it, and why."""
 
-    def meet(self, text: str) -> None:
+    def rendezvous(self, text: str) -> None:
         """Return when every rank has called it with this text."""
 
 
@@ -30,15 +30,15 @@ class CheckingArguments:
     `@contextmanager` would add its own frames to the recorded stack.) A subclass may tell them in another way.
 
     Args:
-        teller: the ranks of the call.
+        notifier: the ranks of the call.
         name: of the call, for the other ranks.
         text: on which the ranks meet once their checks have passed. None: they do not, as the call itself does that.
     """
 
-    __slots__ = ("_name", "_teller", "_text")
+    __slots__ = ("_name", "_notifier", "_text")
 
-    def __init__(self, teller: _Teller, name: str, text: str | None = None) -> None:
-        self._teller, self._name, self._text = teller, name, text
+    def __init__(self, notifier: _Notifier, name: str, text: str | None = None) -> None:
+        self._notifier, self._name, self._text = notifier, name, text
 
     def __enter__(self: _Context) -> _Context:
         return self
@@ -47,10 +47,10 @@ class CheckingArguments:
         if isinstance(error, Exception):
             self._refuse(error)
         elif error is None and self._text is not None:
-            self._teller.meet(self._text)
+            self._notifier.rendezvous(self._text)
 
     def _refuse(self, error: Exception) -> None:
-        self._teller.refuse(self._name, error)
+        self._notifier.refuse(self._name, error)
 
 
 def real_number(name: str, value: Any) -> float:

@@ -107,7 +107,7 @@ def disagreement(calls: Mapping[int, CallSite], texts: Mapping[int, str] | None 
 
 class _AbortReason(NamedTuple):
     reason: str
-    lost: int | None
+    failed_rank: int | None
     late: bool
 
 
@@ -116,14 +116,14 @@ class AbortReason(_AbortReason):
 
     Attributes:
         reason: in words; empty if it has shut down. The end of a long one is cut off.
-        lost: the rank that it has lost, itself if it was ended; None: that is not the reason.
+        failed_rank: the rank that it has lost, itself if it was ended; None: that is not the reason.
         late: whether it has waited for too long.
     """
 
     __slots__ = ()
 
-    def __new__(cls, reason: str = "", lost: int | None = None, late: bool = False) -> AbortReason:
-        return super().__new__(cls, _plain(reason, _TEXT_LENGTH), lost, late)
+    def __new__(cls, reason: str = "", failed_rank: int | None = None, late: bool = False) -> AbortReason:
+        return super().__new__(cls, _plain(reason, _TEXT_LENGTH), failed_rank, late)
 
     @classmethod
     def after(cls, failure: BaseException | None) -> AbortReason:
@@ -140,8 +140,8 @@ class AbortReason(_AbortReason):
         """Return what whoever waits for that rank raises; ``doing`` says what it does."""
         if not self.reason:
             return PeerLostError(rank, f"it has shut down; {doing}")
-        if self.lost is not None:
-            return PeerLostError(self.lost, f"{self.reason}; {doing}", ends_job=self.lost == rank)
+        if self.failed_rank is not None:
+            return PeerLostError(self.failed_rank, f"{self.reason}; {doing}", ends_job=self.failed_rank == rank)
         kind = CollectiveTimeoutError if self.late else TransportError
         return kind(f"rank {rank} has given up ({self.reason}); {doing}")
 

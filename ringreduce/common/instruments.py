@@ -85,7 +85,7 @@ class Instruments:
     def remove(self, observer: Instrument) -> None:
         self.observers = tuple(each for each in self.observers if each is not observer)
 
-    def tell(self, event: str, *what: object) -> None:
+    def notify(self, event: str, *what: object) -> None:
         """Call the method ``event`` of all observers."""
         for observer in self.observers:
             try:
@@ -96,7 +96,7 @@ class Instruments:
 
     def step(self, step: str) -> None:
         """Tell that a step has ended; to be called only where there are observers."""
-        self.tell("step_finished", step)
+        self.notify("step_finished", step)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["LAUNCHERS", "TORCHRUN", "VARIABLES", "Launch", "Launcher", "launch", "tell_launcher"]
+__all__ = ["LAUNCHERS", "TORCHRUN", "VARIABLES", "Launch", "Launcher", "launch", "notify_launcher"]
 
 
 _log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def launch() -> Launch:
     return Launch.from_environ(os.environ)
 
 
-def tell_launcher(what: str) -> None:
+def notify_launcher(what: str) -> None:
     """Tell `ringreduce run` what this rank does, in a few small letters; nothing, if that has not started it.
 
     It reads that among what ranks write to standard error. Where this rank's own is something else, it writes to that

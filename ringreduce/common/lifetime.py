@@ -83,7 +83,7 @@ class Lifetime:
             return False
         # Its traceback keeps the arrays of the call alive: a rank that is late may still store to them.
         self.open, self.failure = False, error
-        self._tell("failed", error)
+        self._notify("failed", error)
         return True
 
     def close(self) -> bool:
@@ -95,7 +95,7 @@ class Lifetime:
 
     def forking(self, processes: object) -> None:
         """Tell all listeners here and below that this process forks others, or has just done so."""
-        self._tell("forking", processes)
+        self._notify("forking", processes)
         for each in tuple(self._below):
             each.forking(processes)
 
@@ -106,11 +106,11 @@ class Lifetime:
             reason: what the errors say.
         """
         self.open, self.forked = False, reason
-        self._tell("forked")
+        self._notify("forked")
         for each in tuple(self._below):
             each.fork(reason)
 
-    def _tell(self, event: Event, *what: Any) -> None:
+    def _notify(self, event: Event, *what: Any) -> None:
         for each, call in tuple(self._listeners):
             if each == event:
                 call(*what)

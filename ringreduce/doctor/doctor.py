@@ -43,7 +43,7 @@ def look() -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
 def _start_world() -> World:
     """Start the world, and keep what is said meanwhile; a failure becomes a complaint. Collective."""
     try:
-        with _heard() as said, warnings.catch_warnings(record=True) as warned:
+        with _captured_logs() as said, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             ringreduce.init()
     except RingReduceError as error:
@@ -62,7 +62,7 @@ def _start_world() -> World:
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
+def _captured_logs() -> Iterator[list[str]]:
     """Keep the warnings that the log gets meanwhile."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)

@@ -152,13 +152,13 @@ def prometheus_text(ranks: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def serve(port: int, text: Callable[[], str], tell: Callable[[str], object]) -> None:
+def serve(port: int, text: Callable[[], str], report: Callable[[str], object]) -> None:
     """Serve a text to Prometheus on this machine, until it is interrupted.
 
     Args:
         port: 0 for any.
         text: is asked for at each request.
-        tell: gets the address.
+        report: gets the address.
 
     Raises:
         ConfigError: the port cannot be used.
@@ -184,6 +184,6 @@ def serve(port: int, text: Callable[[], str], tell: Callable[[str], object]) -> 
     except OSError as error:
         raise ConfigError(f"port {port} cannot be served: {error.strerror}; name another one, or 0 for any") from None
     with server:
-        tell(f"http://127.0.0.1:{server.server_port}/metrics")
+        report(f"http://127.0.0.1:{server.server_port}/metrics")
         with suppress(KeyboardInterrupt):
             server.serve_forever()

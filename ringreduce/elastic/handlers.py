@@ -33,22 +33,22 @@ _log = logging.getLogger(__name__)
 class StateHandler:
     """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler.
 
-    Subclasses keep objects of other kinds. A state that is given an object saves it at once. A subclass with a `save`
-    or `restore` of its own overrides `copy_small`, `stands` and `restore_small`, too, if it is to serve in a state that
-    does not copy the weights in each commit (`HandlingState.keep_in_memory`).
+    Subclasses keep objects of other kinds. A state saves an object as soon as it gets it. A subclass that overrides
+    `save` or `restore` must also override `copy_small`, `is_unchanged` and `restore_small` if a state is to use it
+    that does not copy the weights in each commit (`HandlingState.keep_in_memory`).
 
     Args:
         value: the object.
 
     Attributes:
         own: whether each rank has a state of its own.
-        made_anew: whether the object makes a state dict that it does not keep, nor what is in it, and takes none over,
-            so that nothing has to be copied.
-        notes_steps: whether `stands` says if there was a step of this optimizer; None: it is none.
+        returns_new_state: whether `state_dict` returns, and `load_state_dict` takes, values that the object does not
+            share, so that nothing has to be copied.
+        notes_steps: whether `is_unchanged` notices steps of this optimizer; None: the object is no optimizer.
     """
 
     own = False
-    made_anew = False
+    returns_new_state = False
     notes_steps: bool | None = None
     _saved: Any = None  # the copy that was taken last, which nobody changes; subclasses may keep theirs elsewhere
 
@@ -60,22 +60,22 @@ class StateHandler:
         self._saved = self._copied(self.value.state_dict())
 
     def restore(self) -> None:
-        """Go back to the copy that was taken last."""
+        """Load the last copy."""
         self.value.load_state_dict(self._copied(self._saved))  # a copy: the object may keep these arrays
 
     def _copied(self, state: Any) -> Any:
-        return state if self.made_anew else copy.deepcopy(state)
+        return state if self.returns_new_state else copy.deepcopy(state)
 
     def copy_small(self) -> Any:
-        """Return a copy of all but what only steps change, and note where that is."""
+        """Return a copy of everything that other calls than steps change; remember where the rest is."""
         return self._copied(self.value.state_dict())
 
-    def stands(self) -> bool:
-        """Return whether what `copy_small` has left out last is as it was then."""
+    def is_unchanged(self) -> bool:
+        """Return whether nothing has changed in what the last `copy_small` did not copy."""
         return True
 
     def restore_small(self, copied: Any) -> None:
-        """Go back to what `copy_small` has returned last, as the rest `stands`."""
+        """Load what the last `copy_small` returned; the rest `is_unchanged`."""
         self.value.load_state_dict(self._copied(copied))
 
     def sync(self) -> None:
@@ -91,7 +91,7 @@ class StateHandler:
 class SamplerStateHandler(StateHandler):
     """Keeps an `EpochDivision`."""
 
-    made_anew = True
+    returns_new_state = True
 
     def sync(self) -> None:
         """Put together what the ranks have processed of rank 0's epoch. Collective."""
@@ -116,7 +116,7 @@ class SamplerStateHandler(StateHandler):
 class OwnStateHandler(StateHandler):
     """Keeps the `Generators` that each rank has of its own."""
 
-    own = made_anew = True
+    own = returns_new_state = True
 
     def sync(self) -> None:
         pass
@@ -272,7 +272,7 @@ class HandlingState(ObjectState):
     def restore(self) -> None:
         if not self._own:
             self._own = self._copied_own()
-        if self._small is not None and all(handler.stands() for handler in self._handlers.values()):
+        if self._small is not None and all(handler.is_unchanged() for handler in self._handlers.values()):
             handlers, values = self._small
             for name, handler in self._handlers.items():
                 handler.restore_small(handlers[name])

@@ -18,7 +18,7 @@ from ringreduce.common.errors import (
     RingReduceError,
     TransportError,
 )
-from ringreduce.common.launch import launch, tell_launcher
+from ringreduce.common.launch import launch, notify_launcher
 from ringreduce.elastic.state import HostsUpdatedInterrupt, State
 
 __all__ = ["run", "run_fn"]
@@ -52,7 +52,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     other launcher ends it. The ranks that are left get new numbers, those with the latest commit first, and go on. A
     rank that does not come within the time limit counts as lost there, too, and in the end all ranks meet.
     """
-    return _repeated(func, _start_anew)
+    return _repeated(func, _reconnect)
 
 
 def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) -> Callable[Concatenate[S, P], T]:
@@ -63,21 +63,21 @@ def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) ->
         reset: called before the state's `on_reset`. Collective. What it raises goes to the caller.
     """
 
-    def begin_anew(state: S, failure: CollectiveError | None) -> bool:
+    def reconnect(state: S, failure: CollectiveError | None) -> bool:
         reset()
         return False
 
-    return _repeated(func, begin_anew)
+    return _repeated(func, reconnect)
 
 
 def _repeated(
-    func: Callable[Concatenate[S, P], T], begin_anew: Callable[[S, CollectiveError | None], bool]
+    func: Callable[Concatenate[S, P], T], reconnect: Callable[[S, CollectiveError | None], bool]
 ) -> Callable[Concatenate[S, P], T]:
     """Return what calls a function again and again.
 
     Args:
         func: the function.
-        begin_anew: connects the ranks, given the state and, if that is why, an error. Returns whether there are fewer
+        reconnect: connects the ranks, given the state and, if that is why, an error. Returns whether there are fewer
             ranks than before, so that this cannot go on for ever.
     """
 
@@ -110,7 +110,7 @@ def _repeated(
                 if state._disk is not None:
                     state._disk.settle()
                 return result
-            if begin_anew(state, failure):
+            if reconnect(state, failure):
                 restarts = 0
             failure, begun_anew = None, True
             gc.collect()  # the error's traceback was part of what holds the memory of the old world
@@ -135,7 +135,7 @@ def _until_other_hosts(func: Callable[Concatenate[S, P], T], state: S, *args: P.
 def _end_for_next_job(state: State) -> NoReturn:
     if runtime.rank() == 0:
         _log.info("commit %d is on disk; the job ends, and begins again on the hosts that there are", state._commits)
-    tell_launcher("begins again")
+    notify_launcher("begins again")
     with suppress(CollectiveError):  # a rank that dies now leaves nothing behind
         runtime.shutdown()
     sys.exit()
@@ -158,7 +158,7 @@ def _part() -> None:
         runtime.barrier()
 
 
-def _start_anew(state: State, failure: CollectiveError | None) -> bool:
+def _reconnect(state: State, failure: CollectiveError | None) -> bool:
     if failure is None or not launch().survives_deaths:
         runtime.shutdown()
         runtime.init()
@@ -172,7 +172,7 @@ def _start_anew(state: State, failure: CollectiveError | None) -> bool:
             failure = another
         else:
             if launch().is_restartable and runtime.rank() == 0:
-                tell_launcher("has gone on")
+                notify_launcher("has gone on")
             _require_limits(failure)
             return runtime.size() < before
 

@@ -73,10 +73,10 @@ class Coordinator:
         self._breaks: Counter[int] = Counter()
         self._last_number = 0
         self._joined: list[int] = []
-        self._heard_s = 0.0  # when a rank last submitted something or joined
+        self._last_note_s = 0.0  # when a rank last submitted something or joined
         self._over = False  # a rank takes part in nothing any more, or did not come: nothing can run then
 
-    def hear(self, rank: int, note: Note, now: float = 0.0) -> list[Note]:
+    def receive(self, rank: int, note: Note, now: float = 0.0) -> list[Note]:
         """Return what to tell all ranks, in this order, now that a rank has said this.
 
         Args:
@@ -87,11 +87,11 @@ class Coordinator:
         if self._over:
             return []
         kind, *said = note
-        self._heard_s = now
+        self._last_note_s = now
         if kind == "known":
             notes: list[Note] = []
             for number in said:
-                notes += self._hear_number(rank, number, now)
+                notes += self._receive_number(rank, number, now)
             return notes
         if kind == "new":
             name, signature = said
@@ -105,8 +105,8 @@ class Coordinator:
             return self._join(rank)
         if kind == "withdraw":
             return self._withdraw(rank, *said)
-        assert kind == "leave", note
-        return self._leave(rank, *said)
+        assert kind == "detach", note
+        return self._detach(rank, *said)
 
     def waiting(self) -> list[Waiting]:
         """Return what ranks wait for, in the order of first submission under each name; if nothing, a join."""
@@ -126,7 +126,7 @@ class Coordinator:
             since = min(queue[0].since for queue in claims.values())
             found.append(Waiting(name, since, tuple(sorted(claims)), missing))
         if self._joined and not found:
-            found.append(Waiting("join", self._heard_s, tuple(sorted(self._joined)), tuple(self._expected()), True))
+            found.append(Waiting("join", self._last_note_s, tuple(sorted(self._joined)), tuple(self._expected()), True))
         return found
 
     def stalled(self, waiting: Waiting, now: float) -> Note:
@@ -144,7 +144,7 @@ class Coordinator:
 
     # ---- claims ----
 
-    def _hear_number(self, rank: int, number: int, now: float) -> list[Note]:
+    def _receive_number(self, rank: int, number: int, now: float) -> list[Note]:
         """Record that a rank has submitted the operation or group of a number; return what to tell all ranks."""
         ranks = self._whole.get(number)
         if ranks is None:
@@ -314,9 +314,9 @@ class Coordinator:
         self._take(name, [rank])
         return [["withdrawn", rank, name]]
 
-    def _leave(self, rank: int, why: Sequence[Any]) -> list[Note]:
+    def _detach(self, rank: int, why: Sequence[Any]) -> list[Note]:
         self._end()
-        return [["lost", rank, tuple(why)]]
+        return [["detached", rank, tuple(why)]]
 
     def _end(self) -> None:
         self._over = True

@@ -10,11 +10,11 @@ from ringreduce.common.call_sites import AbortReason
 
 __all__ = [
     "Decision",
+    "Detached",
     "Expired",
     "Joined",
     "Kind",
     "Late",
-    "Lost",
     "Named",
     "Note",
     "OperationSignature",
@@ -165,14 +165,14 @@ class Withdrawn(NamedTuple):
     name: str
 
 
-class Lost(NamedTuple):
+class Detached(NamedTuple):
     """A rank takes part in nothing any more, so nothing can run."""
 
     rank: int
     why: AbortReason
 
 
-Decision = Run | Refuse | Joined | Late | Stalled | Expired | Withdrawn | Lost
+Decision = Run | Refuse | Joined | Late | Stalled | Expired | Withdrawn | Detached
 
 
 class Waiting(NamedTuple):

@@ -29,7 +29,7 @@ class Engine:
     Args:
         communicator: carries the operations out; used by nobody else. Closed with the engine.
         channel: carries what the ranks say to each other about them; used by nobody else. Closed with the engine.
-        find_lost: returns the error about a rank that is gone, given what this one does; None if none is.
+        find_failed: returns the error about a rank that is gone, given what this one does; None if none is.
         threads: whether a progress thread may run operations. If not, they run only while the program waits for one.
         clock: in seconds; it does not go back.
 
@@ -44,7 +44,7 @@ class Engine:
         communicator: Communicator,
         channel: ControlChannel,
         *,
-        find_lost: Callable[[str], CollectiveError | None] = lambda doing: None,
+        find_failed: Callable[[str], CollectiveError | None] = lambda doing: None,
         threads: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,7 +53,7 @@ class Engine:
         self._pending = PendingOperations(communicator.instruments, communicator.lifetime.child())
         self.tally = self._pending.tally
         exchange = Exchange(channel, communicator.rank, communicator.size, communicator.config, clock)
-        self._progress = Progress(communicator, exchange, self._pending, find_lost, clock)
+        self._progress = Progress(communicator, exchange, self._pending, find_failed, clock)
         self._driver = Driver(
             self._progress,
             self._pending,

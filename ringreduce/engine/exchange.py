@@ -54,14 +54,14 @@ class Exchange:
         """Whether this rank decides for all."""
         return self._coordinator is not None
 
-    def tell(self, notes: list[Note]) -> None:
+    def send(self, notes: list[Note]) -> None:
         """Pass notes of this rank's participant to the coordinator."""
         if len(notes) > 1:
             notes = _merged(notes)
         if self._coordinator is None:
             self._channel.post(marshal.dumps(notes, _FORMAT), COORDINATOR)
         else:
-            self._hear(COORDINATOR, notes)
+            self._receive(COORDINATOR, notes)
 
     def poll(self) -> bool:
         """Read one message of another rank, if there is one; return whether there was.
@@ -76,7 +76,7 @@ class Exchange:
         if self._coordinator is None:
             self._decided(notes)
         else:
-            self._hear(rank, notes)
+            self._receive(rank, notes)
         return True
 
     def check_timeouts(self, now: float) -> None:
@@ -88,19 +88,19 @@ class Exchange:
 
     def detach(self, why: AbortReason) -> None:
         """Let all ranks know that this one takes part in nothing any more."""
-        self.tell(self.participant.detach(why))
+        self.send(self.participant.detach(why))
 
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
 
-    def _hear(self, rank: int, notes: list[Note]) -> None:
+    def _receive(self, rank: int, notes: list[Note]) -> None:
         """Let the coordinator, which is here, decide what follows from the notes of a rank."""
         assert self._coordinator is not None
         now = self._clock()
         decided: list[Note] = []
         for note in notes:
-            decided += self._coordinator.hear(rank, note, now)
+            decided += self._coordinator.receive(rank, note, now)
         if decided:  # as one message: this rank reads and sends nothing more before it has done all of it
             self._announce(decided)
 
@@ -114,7 +114,7 @@ class Exchange:
 
     def _decided(self, notes: list[Note]) -> None:
         for note in notes:
-            decision = self.participant.hear(note)
+            decision = self.participant.receive(note)
             if decision is not None:
                 self.decisions.append(decision)
 

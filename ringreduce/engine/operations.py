@@ -29,8 +29,8 @@ __all__ = [
     "RefusedError",
     "Withdrawal",
     "WithdrawnError",
+    "contribute_neutral",
     "is_unnamed",
-    "stand_in",
     "unnamed",
 ]
 
@@ -331,7 +331,7 @@ class Gather(Operation):
             self.result = [executor.communicator.allgather(array) for array in self.arrays]
 
 
-def stand_in(executor: Executor, run: Run) -> None:
+def contribute_neutral(executor: Executor, run: Run) -> None:
     """Take part, with neutral elements, in operations that this rank, which has joined, has not submitted."""
     signature = run.operations[0].signature
     if signature.kind is Kind.GATHER:

@@ -8,10 +8,10 @@ from typing import Any
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.engine.decisions import (
     Decision,
+    Detached,
     Expired,
     Joined,
     Late,
-    Lost,
     Named,
     Note,
     OperationSignature,
@@ -110,9 +110,9 @@ class Participant:
 
     def detach(self, why: AbortReason) -> list[Note]:
         """Return what to tell when this rank takes part in nothing any more."""
-        return [["leave", tuple(why)]]
+        return [["detach", tuple(why)]]
 
-    def hear(self, note: Note) -> Decision | None:
+    def receive(self, note: Note) -> Decision | None:
         """Return what this rank has to do now that the coordinator has said this; None: nothing."""
         kind, *said = note
         if kind == "all":
@@ -133,9 +133,9 @@ class Participant:
         if kind == "run":
             entries, active = said
             return Run(tuple(self._decode(entry) for entry in entries), active)
-        if kind == "lost":
+        if kind == "detached":
             rank, why = said
-            return Lost(rank, AbortReason(*why))
+            return Detached(rank, AbortReason(*why))
         return _SPELLED_OUT[kind](*said)
 
     def _decode(self, entry: int | Sequence[Any]) -> Named:

@@ -83,9 +83,9 @@ class PendingOperations:
         operation.record[0] = perf_counter()
         self._instruments.operations.append(operation.record)
         if self._instruments.observers:
-            self._instruments.tell("operation_submitted", operation.name)
+            self._instruments.notify("operation_submitted", operation.name)
             if operation.parts is not None:
-                self._instruments.tell("operation_described", operation.name, operation.parts())
+                self._instruments.notify("operation_described", operation.name, operation.parts())
         self.inbox.append(operation)
         return error
 
@@ -149,7 +149,7 @@ class PendingOperations:
             for operation in operations:
                 operation.error = error if isinstance(error, Exception) else TransportError(f"interrupted: {error!r}")
         if self._instruments.observers:
-            self._instruments.tell("operations_finished", [operation.name for operation in operations])
+            self._instruments.notify("operations_finished", [operation.name for operation in operations])
         self.tally.operations += len(operations)
         ended = perf_counter()
         with self.lock:

@@ -24,10 +24,10 @@ from ringreduce.common.errors import (
 )
 from ringreduce.engine.decisions import (
     Decision,
+    Detached,
     Expired,
     Joined,
     Late,
-    Lost,
     Note,
     Refuse,
     Run,
@@ -43,8 +43,8 @@ from ringreduce.engine.operations import (
     RefusedError,
     Withdrawal,
     WithdrawnError,
+    contribute_neutral,
     is_unnamed,
-    stand_in,
 )
 from ringreduce.engine.pending import PendingOperations
 
@@ -63,7 +63,7 @@ class Progress:
         communicator: runs the operations; closed by `end` and `fail`.
         exchange: between the ranks.
         pending: what the program has submitted.
-        find_lost, clock: as for `Engine`.
+        find_failed, clock: as for `Engine`.
 
     Attributes:
         joins: how often all ranks have joined.
@@ -76,7 +76,7 @@ class Progress:
         communicator: Communicator,
         exchange: Exchange,
         pending: PendingOperations,
-        find_lost: Callable[[str], CollectiveError | None],
+        find_failed: Callable[[str], CollectiveError | None],
         clock: Callable[[], float],
     ) -> None:
         self.joins = 0
@@ -87,17 +87,17 @@ class Progress:
         self._instruments = communicator.instruments
         self._exchange = exchange
         self._pending = pending
-        self._find_lost = find_lost
+        self._find_failed = find_failed
         self._clock = clock
         self._intact = False  # whether `end` came before any failure
-        self._lost: Lost | None = None  # a rank that takes part in nothing any more: nothing can run then
+        self._lost: Detached | None = None  # a rank that takes part in nothing any more: nothing can run then
         self._methods: dict[type[Decision], Callable[[Any], None]] = {
             Run: self._run,
             Refuse: self._refuse,
             Joined: self._end_join,
             Withdrawn: self._end_withdrawn,
             Late: self._count_late,
-            Lost: self._lose,
+            Detached: self._lose,
             Expired: self._expire,
             Stalled: self._warn,
         }
@@ -141,7 +141,7 @@ class Progress:
         if self._lost is not None:
             self._lose(self._lost)
         elif notes:
-            self._exchange.tell(notes)
+            self._exchange.send(notes)
         return moved
 
     def _read(self, did: Operation | Withdrawal) -> list[Note]:
@@ -153,7 +153,7 @@ class Progress:
             return participant.join()
         self._pending.queues[did.name].append(did)
         if self._instruments.observers:
-            self._instruments.tell("operation_announced", did.name)
+            self._instruments.notify("operation_announced", did.name)
         return participant.submit(did.name, did.signature)
 
     # ---- what is decided ----
@@ -163,7 +163,7 @@ class Progress:
         pending = self._pending
         own = pending.take(run.names)
         if self._instruments.observers:
-            self._instruments.tell("operations_started", [operation.name for operation in own])
+            self._instruments.notify("operations_started", [operation.name for operation in own])
         started = time.perf_counter()
         for operation in own:
             operation.record[1] = started
@@ -172,7 +172,7 @@ class Progress:
                 if own:
                     own[0].carry_out(self._executor, run, own)
                 else:
-                    stand_in(self._executor, run)
+                    contribute_neutral(self._executor, run)
             finally:
                 seconds = time.perf_counter() - started
                 pending.tally.batches += 1
@@ -231,9 +231,9 @@ class Progress:
     def _count_late(self, late: Late) -> None:
         self._pending.tally.late = self._clock(), late.rank, late.seconds
         if self._instruments.observers:
-            self._instruments.tell("rank_was_late", late.rank, late.seconds, self._pending.tally.batches)
+            self._instruments.notify("rank_was_late", late.rank, late.seconds, self._pending.tally.batches)
 
-    def _lose(self, lost: Lost) -> None:
+    def _lose(self, lost: Detached) -> None:
         """End all operations: they need a rank that takes part in nothing any more."""
         self._lost = lost
         hint = " (a rank that has no more data calls join(), and the others go on without it)" * (not lost.why.reason)
@@ -317,7 +317,7 @@ class Progress:
 
     def _check_timeouts(self, now: float) -> None:
         """Warn about operations that wait for long; end those that have waited for too long."""
-        if self._pending.count and (lost := self._find_lost(self._waits_for())) is not None:
+        if self._pending.count and (lost := self._find_failed(self._waits_for())) is not None:
             raise lost
         self._exchange.check_timeouts(now)
         silent_s = now - self.news_s

@@ -97,7 +97,7 @@ class AwareAllreduce(OnDevice):
             MismatchError, CollectiveTimeoutError, PeerLostError, TransportError: as for the collectives of the host.
         """
         driver, nbytes = self._driver, arithmetic.nbytes
-        self._context.meet(signature)
+        self._context.rendezvous(signature)
         if arithmetic.count == 0:
             return True
         try:

@@ -204,7 +204,7 @@ class Gpu:
             return
         context, driver = self._context, self._of(None).driver
         try:
-            context.meet(_FIRST_USE[asked])
+            context.rendezvous(_FIRST_USE[asked])
             made: OnDevice | str
             if asked == NCCL:
                 made = NcclAllreduce.of(context, driver, self.libraries, gpu_switches())

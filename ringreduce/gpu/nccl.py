@@ -194,8 +194,8 @@ class NcclAllreduce(OnDevice):
             True.
 
         Raises:
-            MismatchError, CollectiveTimeoutError, PeerLostError: see `Context.meet`; between nodes, two calls that
-                were both made before can be confused, and then NCCL waits, or mixes them up.
+            MismatchError, CollectiveTimeoutError, PeerLostError: see `Context.rendezvous`. Between nodes, ranks can
+                confuse two calls that all have made before; then NCCL waits, or mixes them up.
             TransportError: NCCL failed, in this call or an earlier one.
         """
         dtype = code_of_dtype(arithmetic.dtype, self._version)
@@ -203,7 +203,7 @@ class NcclAllreduce(OnDevice):
         assert dtype is not None and op is not None, "see `supports`"
         try:
             ranks = self._working()
-            self._context.meet(signature)
+            self._context.rendezvous(signature)
             if arithmetic.count == 0:
                 return True
             # NCCL's calls have one order on all ranks, whatever streams they are on.

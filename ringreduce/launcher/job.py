@@ -159,7 +159,7 @@ class Job:
     Args:
         line: its command line.
         environment: of its ranks.
-        hear: is told of marks.
+        on_mark: is told of marks.
         verbose: whether mpirun's own notices of failures are shown.
 
     Attributes:
@@ -171,7 +171,7 @@ class Job:
         self,
         line: Sequence[str],
         environment: Mapping[str, str],
-        hear: Callable[[Mark], None],
+        on_mark: Callable[[Mark], None],
         *,
         verbose: bool = False,
     ) -> None:
@@ -180,7 +180,7 @@ class Job:
         self.written = b""
         self._ended_by: signal.Signals | None = None
         self._killed_at = math.inf
-        self._hear, self._reader = hear, MarkReader()
+        self._on_mark, self._reader = on_mark, MarkReader()
         keeps_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup, which mpirun would undo
         self._process = subprocess.Popen(
             line,
@@ -223,7 +223,7 @@ class Job:
             return 128 + self._ended_by
         return status if status >= 0 else 128 - status
 
-    def tell_ranks(self) -> None:
+    def signal_ranks(self) -> None:
         """Have mpirun tell all ranks that the hosts have changed; not before all have begun."""
         self._process.send_signal(signal.SIGUSR2)
 
@@ -276,7 +276,7 @@ class Job:
                 text, marks = self._reader.feed(chunk)
                 self._write(text)
                 for mark in marks:
-                    self._hear(mark)
+                    self._on_mark(mark)
             elif has_ended:
                 break
             elif self._notices is not None:

@@ -121,15 +121,15 @@ class Restarts:
         line, environment = self._start.command(hosts, more)
         self._hosts = self._hosts.started(hosts)
         ranks = self._ranks = _Ranks(set(range(sum(hosts.values()))))
-        job = Job(line, environment, lambda mark: self._hear(mark, job), verbose=self._spec.verbose)
+        job = Job(line, environment, lambda mark: self._on_mark(mark, job), verbose=self._spec.verbose)
         status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._spec.growth else None)
         status = status or int(self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))
         if status and not job.stopped and ranks.leaving is None:
             job.end_line()
-            self._tell_failure(job.written.decode(errors="replace"), status)
+            self._report_failure(job.written.decode(errors="replace"), status)
         return status, job.stopped
 
-    def _tell_failure(self, written: str, status: int) -> None:
+    def _report_failure(self, written: str, status: int) -> None:
         """Say which rank has failed; what it has said only if that is in a file, and so was not shown."""
         folder, killed = self._spec.folder, failures.find_killed(written)
         failure = None if folder is None else failures.find_in_files(Path(folder))
@@ -168,7 +168,7 @@ class Restarts:
             # No job runs, and hosts do not say when they come: all there is to do is ask.
             time.sleep(_LOOK_EVERY_S / 10)
 
-    def _hear(self, mark: Mark, job: Job) -> None:
+    def _on_mark(self, mark: Mark, job: Job) -> None:
         ranks, now = self._ranks, self._clock()
         match mark.what:
             case "has begun":
@@ -210,7 +210,7 @@ class Restarts:
             ranks.say_once(f"{reason}, {self._limit_said}: they go on as they are")
         else:
             ranks.say_once(f"{reason}; the job begins again after the next commit")
-            job.tell_ranks()
+            job.signal_ranks()
             ranks.asked = now if ranks.asked is None else ranks.asked
             if now - ranks.asked >= _ANSWER_S and not self._has_warned:
                 self._has_warned = True

@@ -20,7 +20,7 @@ from ringreduce.collectives import NCCL, VENDOR
 from ringreduce.common import processes
 from ringreduce.common.config import VERSION, Config, former_variables, ignored_variables
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
-from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, tell_launcher
+from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, notify_launcher
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
@@ -170,7 +170,7 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
         from ringreduce.transport import mpi, mpi_job
 
         job = mpi.world()
-    tell_launcher("is connected")
+    notify_launcher("is connected")
     if comm is None:
         if job.size == 1 and said.launcher is not None:
             raise ConfigError(_unconnected(said, said.launcher, mpi.library()))

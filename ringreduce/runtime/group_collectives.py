@@ -66,7 +66,7 @@ def reduce(comm: Communicator, array: Any, root: int, op: ReduceOp | str = SUM, 
             _host(array).require_writable()
             room = like(given, (comm.size, operand.count))
         text = f"reduce({op}, root {root}, {operand.describe(by_count=True)})"
-    comm.meet(text)
+    comm.rendezvous(text)
     comm.gather(_rows(given, operand), root, out=room)
     if room is not None:
         _store(array, _bit_by_bit(room, str(op)))
@@ -114,7 +114,7 @@ def reduce_scatter_list(comm: Communicator, out: Any, arrays: Sequence[Any], op:
     if len(set(counts)) == 1:
         reduce_scatter(comm, out, flat, op)
         return
-    comm.meet(text)
+    comm.rendezvous(text)
     allreduce(comm, flat, op)
     before = sum(counts[: comm.rank])
     _store(out, flat[before : before + target.count])
@@ -126,7 +126,7 @@ def _bitwise(comm: Communicator, name: str, array: Any, op: str) -> Any:
         source = _integers(array, op)
         every = like(array, (comm.size, source.count))
         text = f"{name}({op}, {source.describe(by_count=True)})"
-    comm.meet(text)
+    comm.rendezvous(text)
     comm.allgather(_rows(array, source), out=every)
     return _bit_by_bit(every, op).reshape(source.shape)
 
@@ -177,7 +177,7 @@ def allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None:
     if len(set(counts)) == 1:
         allgather(comm, room, flat)
     else:
-        comm.meet(text)
+        comm.rendezvous(text)
         comm.allgather(flat, out=room)
     _store_parts(operands, room)
 

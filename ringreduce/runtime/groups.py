@@ -91,7 +91,7 @@ class Group:
         self._waiter.crowded = self._context.waiter.crowded
         channel = checked(channel) if settings.checksum else channel
         self._messages = PointToPoint(
-            channel, self._waiter, self._context.board.find_lost, self.lifetime.child(), counts_decide=True
+            channel, self._waiter, self._context.board.find_failed, self.lifetime.child(), counts_decide=True
         )
         self._waiter.watchers += [self._messages.watch, advance]
         self._context.waiter.watchers.append(advance)

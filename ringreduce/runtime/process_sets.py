@@ -246,7 +246,7 @@ def connect(make: Callable[[Waiter], Messages], settings: Config, lifetime: Life
         Communicator(blocking_context, between_two, Gpu),
         Communicator(context, devices=Gpu),
     )
-    engine = Engine(asynchronous, channel, find_lost=context.board.find_lost, threads=context.messages.concurrent)
+    engine = Engine(asynchronous, channel, find_failed=context.board.find_failed, threads=context.messages.concurrent)
     return Parts(blocking, engine)
 
 

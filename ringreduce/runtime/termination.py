@@ -125,7 +125,7 @@ class Termination:
             return
         code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
         try:
-            self._tell(kind, error, traceback)
+            self._report(kind, error, traceback)
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # whoever read it is gone, or the program has closed it
                     stream.flush()
@@ -133,7 +133,7 @@ class Termination:
         finally:
             self._abort(code)
 
-    def _tell(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Let the other ranks and the user know of an exception that ends this one."""
         if issubclass(kind, KeyboardInterrupt):
             if self._detach("it was interrupted"):

@@ -124,8 +124,8 @@ class TorchStreams(Streams):
 
     @contextmanager
     def on_host(self, flat: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
-        with on_host([flat]) as (lent,):
-            yield lent.numpy()
+        with on_host([flat]) as (host,):
+            yield host.numpy()
 
     def sync(self, flat: torch.Tensor) -> StreamSync | None:
         device = gpu_of([flat])
@@ -232,7 +232,7 @@ class TorchParameters(Memory, Sparse, Hooks):
 
         def after(_: object) -> None:
             if (mine := watching()) is not None:
-                _passes.tell_end(mine)
+                _passes.notify_end(mine)
                 mine.added(record)
 
         return [
@@ -274,7 +274,7 @@ class _Passes:
     def __init__(self) -> None:
         self._watchers: dict[int, list[weakref.ref[Watcher]]] = {}  # by the number of the pass
 
-    def tell_end(self, watcher: Watcher) -> None:
+    def notify_end(self, watcher: Watcher) -> None:
         """Tell a watcher when the pass ends in which this thread is now."""
         task = torch._C._current_graph_task_id()
         watchers = self._watchers.get(task)

@@ -167,9 +167,9 @@ class DistributedOptimizer(wrapping.Wrapper):
             self._named = partial(wrapping.named_parameters, optimizer, names)
             TorchStreams(training.communicator).require_usable(self._parameters())
         training.begin(type(optimizer).__name__, self._named, options, partial(hyperparameters, optimizer))
-        self._stand_ready(options)
+        self._reset_step_state(options)
 
-    def _stand_ready(self, options: Options) -> None:
+    def _reset_step_state(self, options: Options) -> None:
         self._op, self._adasum = options.op, options.adasum
         self._reduced = Reduced()
         self._skipping = False
@@ -193,7 +193,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         groups = {id(new): options.groups[id(old)] for (_, old), new in counterparts if id(old) in options.groups}
         options = replace(options, groups=groups)
         training.prepare(type(optimizer).__name__, copied._named, options, partial(hyperparameters, optimizer))
-        copied._stand_ready(options)
+        copied._reset_step_state(options)
         return copied
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

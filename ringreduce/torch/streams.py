@@ -197,9 +197,9 @@ def on_host(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
     For what is computed on the host. The host waits for the current stream.
     """
-    lent = [each.cpu() for each in tensors]  # itself, if it is there
-    yield lent
-    for tensor, values in zip(tensors, lent, strict=True):
+    host = [each.cpu() for each in tensors]  # itself, if it is there
+    yield host
+    for tensor, values in zip(tensors, host, strict=True):
         if values is not tensor:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(values)

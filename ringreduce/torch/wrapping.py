@@ -41,21 +41,23 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 class _StepWatch:
     """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies."""
 
-    __slots__ = ("_all", "_tell")
+    __slots__ = ("_all", "_notify")
 
-    def __init__(self, tell: Callable[[], Callable[[], object] | None] = lambda: None, all_steps: bool = False) -> None:
-        self._tell, self._all = tell, all_steps
+    def __init__(
+        self, notify: Callable[[], Callable[[], object] | None] = lambda: None, all_steps: bool = False
+    ) -> None:
+        self._notify, self._all = notify, all_steps
 
     def __call__(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
-        if (self._all or id(optimizer) not in STEPPING) and (tell := self._tell()) is not None:
-            tell()
+        if (self._all or id(optimizer) not in STEPPING) and (notify := self._notify()) is not None:
+            notify()
 
     def __reduce__(self) -> tuple[type[_StepWatch], tuple[()]]:
         return _StepWatch, ()
 
 
 def watch_steps(
-    optimizer: torch.optim.Optimizer, tell: Callable[[], object], *, all_steps: bool = False
+    optimizer: torch.optim.Optimizer, notify: Callable[[], object], *, all_steps: bool = False
 ) -> Callable[[], object]:
     """Call a method before each step of an optimizer; unless it is for all steps, not while that is in `STEPPING`.
 
@@ -63,10 +65,10 @@ def watch_steps(
         A function that ends this. So does the end of the method's object.
     """
     try:
-        hook = optimizer.register_step_pre_hook(_StepWatch(weakref.WeakMethod(tell), all_steps))
+        hook = optimizer.register_step_pre_hook(_StepWatch(weakref.WeakMethod(notify), all_steps))
     except AttributeError:  # an optimizer that has no hooks
         return lambda: None
-    unwatch = weakref.finalize(cast("MethodType", tell).__self__, hook.remove)
+    unwatch = weakref.finalize(cast("MethodType", notify).__self__, hook.remove)
     unwatch.atexit = False
     return unwatch
 

@@ -78,7 +78,7 @@ class Record:
     Attributes:
         memory: all of it.
         found: of each parameter, see `Memory.found`.
-        standing: of each parameter, if ``overlaps``: how its bucket stands, see `ringreduce.training.overlap`.
+        status: of each parameter, if ``overlaps``: how its bucket stands, see `ringreduce.training.overlap`.
         cleared: likewise: whether the program has cleared a gradient that was reduced.
         kept: likewise: whether it has not.
         unlike: of one number: whether the step is unlike the last one.
@@ -92,13 +92,13 @@ class Record:
         early = count if overlaps else 0
         one, signed = ("u1", (1,)), ("u1", (2, _NUMBER_NBYTES))
         fields: list[Any] = [("found", "u1", (count,))]
-        fields += [(name, "u1", (early,)) for name in ("standing", "cleared", "kept")]
+        fields += [(name, "u1", (early,)) for name in ("status", "cleared", "kept")]
         fields += [(name, *one) for name in ("unlike", "changed", "again", "slower")]
         fields += [(name, *signed) for name in ("weights", "settings", "layout", "stepped")]
         layout = np.dtype(fields)
         self.memory: _Bytes = communicator.empty(layout.itemsize, np.uint8)
         self._fields = self.memory.view(layout).reshape(())
-        self.found, self.standing, self.cleared, self.kept = (self._fields[name] for name, *_ in fields[:4])
+        self.found, self.status, self.cleared, self.kept = (self._fields[name] for name, *_ in fields[:4])
         self.unlike, self.changed, self.again, self.slower = (self._fields[name] for name, *_ in fields[4:8])
 
     def begin(self, found: bytes) -> None:
@@ -117,11 +117,11 @@ class Record:
     @property
     def is_again(self) -> bool:
         """Whether some rank has added to, or cleared, a gradient that was reduced before the step."""
-        return bool((self.standing == ADDED).any() or self.cleared.any())
+        return bool((self.status == ADDED).any() or self.cleared.any())
 
     def forget_early(self) -> None:
         """Make as if nothing was reduced before the step."""
-        for early in (self.standing, self.cleared, self.kept):
+        for early in (self.status, self.cleared, self.kept):
             early[:] = 0
 
     def differs(self, name: str) -> bool:

@@ -31,7 +31,7 @@ from ringreduce.training.options import Options, checked_names
 from ringreduce.training.overlap import Overlap
 from ringreduce.training.parameters import require_same_arrays
 from ringreduce.training.reducer import GradientReducer
-from ringreduce.training.requests import set_to_tell
+from ringreduce.training.requests import set_to_notify
 from ringreduce.training.stages import GradientState
 from ringreduce.transport.memory import MemoryWorld
 
@@ -185,7 +185,7 @@ class Training:
 
     def __init__(self, kind: str, process_set: object, arrays: Arrays, bind: Callable[[Communicator], Memory]) -> None:
         self._kind = kind
-        self._process_set = set_to_tell(process_set)
+        self._process_set = set_to_notify(process_set)
         self._arrays, self._bind = arrays, bind
         self._reducer: GradientReducer | None = None
         self._gradients: Gradients | None = None
@@ -328,8 +328,8 @@ class Training:
 
     def combine(self, changes: Sequence[Any]) -> None:
         """Combine by Adasum the changes that the ranks' steps have made, each array by itself, in place. Collective."""
-        with self._arrays.on_host(changes) as lent:
-            call = CollectiveOp(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, lent))
+        with self._arrays.on_host(changes) as host:
+            call = CollectiveOp(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, host))
             self._run(call, f"the step of {self.described}")
 
     def state_dict(self) -> dict[str, Any]:

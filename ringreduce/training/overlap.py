@@ -35,7 +35,7 @@ from ringreduce.training.checks import Checks
 from ringreduce.training.framework import EMPTY, Hooks, StreamSync
 from ringreduce.training.stages import (
     NEXT,
-    STANDING,
+    STATUS,
     UNKNOWN,
     Event,
     Fate,
@@ -69,9 +69,9 @@ class BucketState:
         self.generation = 0  # how often all ranks have withdrawn it; a part of its name
         self.stage = Stage.FILLING
         self.part: InPlaceAllreduce | None = None
-        self.meet(Event.STEPPED)
+        self.apply(Event.STEPPED)
 
-    def meet(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Go on to the next stage."""
         self.stage = NEXT[self.stage, event]
         if self.stage is not Stage.UNDER_WAY:
@@ -185,7 +185,7 @@ class Overlap:
                 record.summed = record.times = 0
                 record.fresh = False
             for state in self._buckets:
-                state.meet(Event.CLEARED)
+                state.apply(Event.CLEARED)
                 for record in state.members if state.part is not None else ():
                     record.fate = Fate.CLEARED
                     record.remember(self._hooks)
@@ -219,11 +219,11 @@ class Overlap:
                 if (state := self._state_of.get(id(parameter))) is None:
                     continue
                 if state.part is None:
-                    record.standing[index] = WAITS
+                    record.status[index] = WAITS
                     continue
                 each = self.watched[id(parameter)]
                 each.look(self._hooks, self._moved)
-                record.standing[index] = STANDING.get(each.fate, 0)
+                record.status[index] = STATUS.get(each.fate, 0)
                 record.cleared[index] = each.fate is Fate.CLEARED
                 record.kept[index] = each.fate not in (Fate.CLEARED, Fate.MISSING)
 
@@ -239,12 +239,12 @@ class Overlap:
         """
         reduced: list[Bucket] = []
         wrong, failure = "", None
-        if not (record.standing.any() or record.cleared.any() or record.kept.any()):
+        if not (record.status.any() or record.cleared.any() or record.kept.any()):
             return reduced
         with self._lock:
             for state in self._buckets:
                 numbers, part = state.bucket.numbers, state.part
-                if min(numbers) < 0 or (record.standing[numbers] == WAITS).any():
+                if min(numbers) < 0 or (record.status[numbers] == WAITS).any():
                     if part is not None:  # the program has removed a parameter; or a rank waits
                         self._engine.withdraw([part])
                     state.generation += 1
@@ -253,15 +253,15 @@ class Overlap:
                 if state.sync is not None:
                     state.sync.come_back()
                 failure = failure or part.error
-                standing, cleared, kept = (
-                    record.standing[numbers],
+                status, cleared, kept = (
+                    record.status[numbers],
                     record.cleared[numbers] > 0,
                     record.kept[numbers] > 0,
                 )
                 wrong = wrong or what_is_wrong(
-                    standing, cleared, kept, everyone=part.active == active, sums=self._op is SUM
+                    status, cleared, kept, everyone=part.active == active, sums=self._op is SUM
                 )
-                if not (standing == ADDED).any() and not cleared.any():
+                if not (status == ADDED).any() and not cleared.any():
                     reduced.append(state.bucket)
         if failure is not None:
             raise failure
@@ -310,7 +310,7 @@ class Overlap:
             if self.wanted and [each.bucket for each in self._buckets] != list(self._all):
                 self._take_buckets()
             for state in self._buckets:
-                state.meet(Event.STEPPED)
+                state.apply(Event.STEPPED)
             return False
 
     def forget_step(self) -> None:
@@ -340,7 +340,7 @@ class Overlap:
             self.begun, self._alike = False, 0
             for state in self._buckets:
                 state.generation += 1
-                state.meet(Event.STEPPED)
+                state.apply(Event.STEPPED)
 
     # ---- inside; the lock is held ----
 
@@ -368,7 +368,7 @@ class Overlap:
             if state is None:
                 continue
             if state.part is not None:
-                record.meet(Fate.ADDED)
+                record.apply(Fate.ADDED)
             elif record.times == record.expected:
                 state.missing -= 1
                 if state.missing == 0 and self.begun and state.stage is Stage.FILLING:
@@ -392,7 +392,7 @@ class Overlap:
                 pass  # this rank has joined, or the engine has ended: the step will raise it
             else:
                 state.part = part
-        state.meet(Event.HELD_BACK if state.part is None else Event.SUBMITTED)
+        state.apply(Event.HELD_BACK if state.part is None else Event.SUBMITTED)
 
     def _part(self, state: BucketState) -> InPlaceAllreduce:
         ranks, sync = self._all.ranks, state.sync
@@ -418,5 +418,5 @@ class Overlap:
             if state.sync is not None:
                 state.sync.come_back()
             return True
-        state.meet(Event.WITHDRAWN)
+        state.apply(Event.WITHDRAWN)
         return False

@@ -42,7 +42,7 @@ __all__ = [
     "join",
     "poll",
     "require_process_set",
-    "set_to_tell",
+    "set_to_notify",
     "synchronize",
 ]
 
@@ -138,7 +138,7 @@ class RequestBuilder(CheckingArguments):
 
     def _refuse(self, error: Exception) -> None:
         with suppress(ConfigError):  # outside of the set, or no world: there is nobody to tell
-            set_to_tell(self._process_set).engine.refuse(Refusal(self._key, self._name, error))
+            set_to_notify(self._process_set).engine.refuse(Refusal(self._key, self._name, error))
 
     def call(
         self, text: str, run: Callable[[Communicator], Any], sources: Sequence[Any] = (), targets: Sequence[Any] = ()
@@ -357,11 +357,11 @@ def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[...
     def reduce(communicator: Communicator, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         _scale(arrays, sources, 1.0, targets)
         if op == Adasum:
-            with arrays.on_host(targets) as lent:
-                adasum(communicator, lent)
+            with arrays.on_host(targets) as host:
+                adasum(communicator, host)
         elif op == ReproducibleSum:
-            with arrays.on_host(targets) as lent:
-                for each in lent:
+            with arrays.on_host(targets) as host:
+                for each in host:
                     reproducible_allreduce(communicator, each, out=each)
         else:
             for each in targets:
@@ -374,7 +374,7 @@ def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[...
 # ---- arguments ----
 
 
-def set_to_tell(process_set: object) -> ProcessSet:
+def set_to_notify(process_set: object) -> ProcessSet:
     """Return whose ranks hear of wrong arguments: this process set, or all if it is none or is not registered."""
     registered = isinstance(process_set, ProcessSet) and process_set.process_set_id is not None
     return cast(ProcessSet, process_set) if registered else global_process_set

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ringreduce.training.agreement import ADDED, CHANGED
 from ringreduce.training.framework import Hooks
 
-__all__ = ["NEXT", "STANDING", "UNKNOWN", "Event", "Fate", "GradientState", "OverlapProbe", "Stage", "what_is_wrong"]
+__all__ = ["NEXT", "STATUS", "UNKNOWN", "Event", "Fate", "GradientState", "OverlapProbe", "Stage", "what_is_wrong"]
 
 UNKNOWN = -1  # in place of the id of a gradient
 
@@ -66,7 +66,7 @@ class Fate(IntEnum):
 
 
 #: How a bucket stands with such a gradient.
-STANDING = {Fate.ADDED: ADDED, Fate.CHANGED: CHANGED}
+STATUS = {Fate.ADDED: ADDED, Fate.CHANGED: CHANGED}
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +99,7 @@ class GradientState:
         self.times = self.gradient = self.version = 0
         self.fate, self.fresh = Fate.NONE, False
 
-    def meet(self, fate: Fate) -> None:
+    def apply(self, fate: Fate) -> None:
         """Take note of what has become of the gradient."""
         self.fate = max(self.fate, fate)
 
@@ -121,18 +121,18 @@ class GradientState:
         """
         now = self._now(hooks)
         if now != (self.gradient, self.version) and now != moved.get(id(self.parameter)):
-            self.meet(Fate.CHANGED if now[0] == self.gradient else Fate.CLEARED)
+            self.apply(Fate.CHANGED if now[0] == self.gradient else Fate.CLEARED)
 
     def _now(self, hooks: Hooks) -> tuple[int, int]:
         gradient = self.parameter.grad
         return id(gradient), 0 if gradient is None else hooks.version(gradient)
 
 
-def what_is_wrong(standing: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, *, everyone: bool, sums: bool) -> str:
+def what_is_wrong(status: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, *, everyone: bool, sums: bool) -> str:
     """Return what is wrong with a bucket that was reduced during the backward pass; empty if nothing is.
 
     Args:
-        standing: of each gradient, the largest that a rank has said.
+        status: of each gradient, the largest that a rank has said.
         cleared: whether some rank has cleared it since.
         kept: whether some rank has not.
         everyone: whether the ranks that contribute to the step are those that have reduced the bucket.
@@ -144,11 +144,11 @@ def what_is_wrong(standing: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags
     )
     if not everyone:
         return f"a rank has made a backward pass and then joined without a step: {remedy}"
-    if (standing == CHANGED).any():
+    if (status == CHANGED).any():
         return f"the program has written to gradients between the backward pass and the step: {remedy}"
     if (cleared & kept).any() or (sums and cleared.any() and kept.any()):
         return f"some ranks, and not all, have cleared or replaced gradients after a backward pass: {remedy}"
-    if sums and (standing == ADDED).any():
+    if sums and (status == ADDED).any():
         return (
             "a backward pass has added to sums over the ranks: declare all passes of a step with "
             f"backward_passes_per_step, or {remedy}"

@@ -52,10 +52,10 @@ class Agreement:
         self._settled_up_to = 0  # notes about calls up to this one are old
         self._known: set[str] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
-        self._heard: dict[int, dict[int, CallSite]] = {}
+        self._received: dict[int, dict[int, CallSite]] = {}
         self._refused: set[int] = set()  # calls that some rank could not make
         self._announced: set[int] = set()
-        self._left: dict[int, tuple[int, AbortReason]] = {}  # rank -> its last call, and why that was the last
+        self._detached: dict[int, tuple[int, AbortReason]] = {}  # rank -> its last call, and why that was the last
         self._waits_since: float | None = None  # in the present call
 
     def enter(self, signature: str) -> bool:
@@ -102,12 +102,14 @@ class Agreement:
     def absent(self) -> str:
         """Return which ranks have not come to this call, for an error message; nothing, unless others were asked."""
         asked = self.number in self._announced
-        return self._missing() if asked and len(self._heard[self.number]) < self._messages.size else ""
+        return self._missing() if asked and len(self._received[self.number]) < self._messages.size else ""
 
     def resume(self, number: int) -> None:
         """Go on after a call of this number, which a mismatch has ended on all ranks."""
         self.number = self._settled_up_to = number
-        self._heard = {each: heard for each, heard in self._heard.items() if each > number}  # a peer may be there
+        self._received = {
+            each: received for each, received in self._received.items() if each > number
+        }  # a peer may be there
         self._refused = {each for each in self._refused if each > number}
         self._announced.clear()
 
@@ -126,7 +128,7 @@ class Agreement:
 
     def detach(self, why: AbortReason) -> None:
         """Tell the others that this rank takes part in no further call; to be called once."""
-        self._post({"left_after": self.number, "why": why})
+        self._post({"detached_after": self.number, "why": why})
 
     def _begin(self, signature: str) -> None:
         self.number += 1
@@ -137,11 +139,11 @@ class Agreement:
 
     def _settled(self) -> bool:
         self._listen()
-        return len(self._heard.get(self.number, ())) == self._messages.size
+        return len(self._received.get(self.number, ())) == self._messages.size
 
     def _missing(self) -> str:
-        heard = self._heard.get(self.number, {})
-        missing = [rank for rank in range(self._messages.size) if rank not in heard]
+        received = self._received.get(self.number, {})
+        missing = [rank for rank in range(self._messages.size) if rank not in received]
         return f"ranks {missing} to call a collective; this rank called {self._mine[self.number]}"
 
     def _announce(self, number: int) -> None:
@@ -152,7 +154,7 @@ class Agreement:
         called = self._called(text) if number == self.number else CallSite(text)  # from where, is past
         refused = number in self._refused
         self._post({"call": number, "called": called, "refused": refused})
-        self._hear(number, self._messages.rank, called, refused)
+        self._record(number, self._messages.rank, called, refused)
 
     def _post(self, said: object) -> None:
         note = json.dumps(said).encode()
@@ -164,28 +166,28 @@ class Agreement:
         while (arrived := self._messages.poll()) is not None:
             peer, note = arrived
             said = json.loads(note)
-            if "left_after" in said:
-                self._left[peer] = said["left_after"], AbortReason(*said["why"])
+            if "detached_after" in said:
+                self._detached[peer] = said["detached_after"], AbortReason(*said["why"])
             elif said["call"] > self._settled_up_to:
-                self._hear(said["call"], peer, CallSite(*said["called"]), said["refused"])
+                self._record(said["call"], peer, CallSite(*said["called"]), said["refused"])
         # Peers may have announced calls before this rank entered them, and it may have left some behind since.
-        for number in [each for each in self._heard if each <= self.number and each not in self._announced]:
+        for number in [each for each in self._received if each <= self.number and each not in self._announced]:
             self._announce(number)
-        for peer, (last, why) in self._left.items():
+        for peer, (last, why) in self._detached.items():
             # One that gave up may have done so in the very call that this rank is in.
             if self._settled_up_to <= last < self.number + bool(why.reason):
                 raise why.error(peer, f"this rank called {self._mine[self.number]}")
 
-    def _hear(self, number: int, rank: int, called: CallSite, refused: bool) -> None:
+    def _record(self, number: int, rank: int, called: CallSite, refused: bool) -> None:
         if refused:
             self._refused.add(number)
-        heard = self._heard.setdefault(number, {})
-        heard[rank] = called
-        if len(heard) < self._messages.size:
+        received = self._received.setdefault(number, {})
+        received[rank] = called
+        if len(received) < self._messages.size:
             return
-        if number in self._refused or len({each.text for each in heard.values()}) > 1:
-            raise disagreement(heard)
+        if number in self._refused or len({each.text for each in received.values()}) > 1:
+            raise disagreement(received)
         self._known.add(called.text)
-        for old in [each for each in self._heard if each < number]:
-            del self._heard[old]
+        for old in [each for each in self._received if each < number]:
+            del self._received[old]
             self._announced.discard(old)

@@ -132,12 +132,12 @@ class MemoryMessages:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         self._world.payloads[self.rank] = payload
-        self._meet()
+        self._rendezvous()
         payloads = list(self._world.payloads)
-        self._meet()
+        self._rendezvous()
         return payloads
 
-    def _meet(self) -> None:
+    def _rendezvous(self) -> None:
         try:
             self._world.meeting.wait(self._world.timeout_s)
         except threading.BrokenBarrierError:
@@ -156,11 +156,11 @@ class MemoryMessages:
             each.done = True
 
     def renew(self) -> None:
-        self._meet()  # nobody sends any more
+        self._rendezvous()  # nobody sends any more
         for (_, receiver, _), queue in list(self._world.queues.items()):
             if receiver == self.rank:
                 queue.clear()
-        self._meet()
+        self._rendezvous()
 
     def close(self) -> None:
         pass

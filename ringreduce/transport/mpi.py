@@ -29,7 +29,7 @@ if _is_ours:
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-__all__ = ["duplicates", "keep_left", "library", "peers_in", "soon", "translate", "translated", "world"]
+__all__ = ["duplicates", "library", "peers_in", "soon", "translate", "translated", "use_survivors", "world"]
 
 #: How long ranks wait for each other where they part, or where one has given up already.
 _PARTING_S = 1.0
@@ -37,7 +37,7 @@ _PARTING_S = 1.0
 _STARTING_TAG = 32766
 _WHO_IS_HERE, _I_AM = 0, 1  # what is said with it
 #: Errors that mean that a rank has died, or that another one has seen that first.
-_LOST = {getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
+_FAILED = {getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
 
 
 class _Copy(NamedTuple):
@@ -51,9 +51,9 @@ class _Copy(NamedTuple):
 #: back a collective call, so the next ones who ask for duplicates go on with them.
 _begun: defaultdict[int, list[_Copy]] = defaultdict(list)
 #: What this rank has told others while it waited for duplicates; the memory is MPI's until that has left.
-_told: list[tuple[MPI.Request, bytes]] = []
+_sent_notes: list[tuple[MPI.Request, bytes]] = []
 #: The ranks of the job that have not died; None: all.
-_left: MPI.Intracomm | None = None
+_survivors: MPI.Intracomm | None = None
 
 
 def world() -> MPI.Intracomm:
@@ -61,7 +61,7 @@ def world() -> MPI.Intracomm:
     if not MPI.Is_initialized():  # as with ``mpi4py.rc.initialize = False``
         _start()
         at_exit(_finalize)
-    return MPI.COMM_WORLD if _left is None else _left
+    return MPI.COMM_WORLD if _survivors is None else _survivors
 
 
 def _start() -> None:
@@ -75,22 +75,22 @@ def _start() -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
-def keep_left(comm: MPI.Intracomm) -> None:
+def use_survivors(comm: MPI.Intracomm) -> None:
     """Take note of the ranks of the job that have not died."""
-    global _left
-    _left = comm
+    global _survivors
+    _survivors = comm
 
 
 def _finalize() -> None:
     if MPI.Is_finalized():
         return
-    if _left is None and not (launch().survives_deaths and _lost(MPI.COMM_WORLD)):
+    if _survivors is None and not (launch().survives_deaths and _failed_ranks(MPI.COMM_WORLD)):
         MPI.Finalize()
         return
     # After a death, Open MPI 5.0 now and then waits in there for ever. So the ranks that are left part by themselves.
     with suppress(MPI.Exception):
-        if _left is not None:
-            soon(_left.Ibarrier().Test)
+        if _survivors is not None:
+            soon(_survivors.Ibarrier().Test)
 
 
 if _is_ours:
@@ -128,13 +128,13 @@ def translate(error: MPI.Exception, comm: MPI.Intracomm | None = None) -> Transp
     text = error.Get_error_string()
     kind = error.Get_error_class()
     # A test of several messages leaves it to the status of one of them to say that a rank has died.
-    if kind in _LOST or (kind == MPI.ERR_IN_STATUS and launch().survives_deaths):
-        lost = [] if comm is None or comm == MPI.COMM_NULL else _lost(comm)
-        return PeerLostError(lost[0] if lost else -1, f"MPI reports {text}")
+    if kind in _FAILED or (kind == MPI.ERR_IN_STATUS and launch().survives_deaths):
+        failed = [] if comm is None or comm == MPI.COMM_NULL else _failed_ranks(comm)
+        return PeerLostError(failed[0] if failed else -1, f"MPI reports {text}")
     return TransportError(f"MPI reports {text}")
 
 
-def _lost(comm: MPI.Intracomm) -> list[int]:
+def _failed_ranks(comm: MPI.Intracomm) -> list[int]:
     """Return the ranks of a communicator of which MPI knows that they have died."""
     with suppress(MPI.Exception, NotImplementedError):
         failed = comm.Get_failed()
@@ -184,7 +184,7 @@ def _missing(comm: MPI.Intracomm) -> list[int]:
     """Return who does not answer, within moments, that it waits for a duplicate as well; all others if all do."""
     peers, here = peers_in(comm), set[int]()
     for peer in peers:
-        _tell(comm, _WHO_IS_HERE, peer)
+        _send_note(comm, _WHO_IS_HERE, peer)
     soon(lambda: _answer(comm, here) and len(here) == len(peers))
     return [peer for peer in peers if peer not in here] or peers
 
@@ -201,10 +201,10 @@ def _answer(comm: MPI.Intracomm, here: set[int] | None = None) -> bool:
         if here is not None:
             here.add(peer)
         if said[0] == _WHO_IS_HERE:
-            _tell(comm, _I_AM, peer)
+            _send_note(comm, _I_AM, peer)
     return True
 
 
-def _tell(comm: MPI.Intracomm, what: int, peer: int) -> None:
+def _send_note(comm: MPI.Intracomm, what: int, peer: int) -> None:
     note = np.array([what], np.int64).tobytes()
-    _told.append((comm.Isend([note, MPI.BYTE], peer, _STARTING_TAG), note))
+    _sent_notes.append((comm.Isend([note, MPI.BYTE], peer, _STARTING_TAG), note))

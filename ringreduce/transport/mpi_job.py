@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from operator import index
 from typing import cast
 
-from ringreduce.transport.mpi import keep_left, library, translated, world  # first, as it decides how MPI ends
+from ringreduce.transport.mpi import library, translated, use_survivors, world  # first, as it decides how MPI ends
 
 # isort: split
 
@@ -31,9 +31,9 @@ __all__ = ["MpiRanks", "subworld", "world_ranks"]
 _log = logging.getLogger(__name__)
 
 #: On communicators that are not ours, the largest tags that there always are; see `ringreduce.transport.mpi` for one.
-_HERE_TAG, _LEFT_TAG = 32767, 32765
+_HERE_TAG, _GO_ON_TAG = 32767, 32765
 _MOST_BEHIND = 1000
-_TOLD_S = 2.0  # the library tells of a death within 0.1 s
+_NOTICE_S = 2.0  # the library tells of a death within 0.1 s
 
 
 class MpiRanks:
@@ -96,27 +96,27 @@ class MpiRanks:
         with translated():  # MPI knows of earlier deaths, too, and cannot say which is new
             if former != self._given:
                 former.Revoke()
-            self._meet(waiter)
+            self._rendezvous(waiter)
             with self._killing_who_stops(waiter.timeout_s):
-                self._comm = self._left(priority)
+                self._comm = self._shrink(priority)
         self._here.clear()
         if self._given in (world(), MPI.COMM_WORLD):
-            keep_left(self._comm)
+            use_survivors(self._comm)
 
-    def _left(self, priority: int) -> MPI.Intracomm:
+    def _shrink(self, priority: int) -> MPI.Intracomm:
         """Return the ranks that are left, in the order of their priority. Collective over these, without limit."""
-        left = cast("MPI.Intracomm", self._given.Shrink())
-        left.Set_errhandler(MPI.ERRORS_RETURN)
+        survivors = cast("MPI.Intracomm", self._given.Shrink())
+        survivors.Set_errhandler(MPI.ERRORS_RETURN)
         try:
             # A number for MPI is a C int, and those of commits grow from job to job.
-            behind = left.allreduce(priority, MPI.MAX) - priority
-            key = min(behind, _MOST_BEHIND) * left.size + left.rank
-            ordered = cast("MPI.Intracomm", left.Split(0, key))
+            behind = survivors.allreduce(priority, MPI.MAX) - priority
+            key = min(behind, _MOST_BEHIND) * survivors.size + survivors.rank
+            ordered = cast("MPI.Intracomm", survivors.Split(0, key))
         except MPI.Exception:
-            left.Revoke()  # or some would wait in there for those that it has failed for
+            survivors.Revoke()  # or some would wait in there for those that it has failed for
             raise
         ordered.Set_errhandler(MPI.ERRORS_RETURN)
-        left.Free()
+        survivors.Free()
         return ordered
 
     @contextmanager
@@ -141,7 +141,7 @@ class MpiRanks:
         with suppress(ProcessLookupError):
             os.kill(self._processes[peer], signal.SIGKILL)
 
-    def _meet(self, waiter: Waiter) -> None:
+    def _rendezvous(self, waiter: Waiter) -> None:
         """Return when all that are left look who is left: to find out takes all of them, and knows no time limit.
 
         Ranks of this host that do not come in time are killed: nobody can go on while they might.
@@ -151,37 +151,39 @@ class MpiRanks:
         for peer in range(comm.size):
             with suppress(MPI.Exception):  # that one is dead
                 if peer != comm.rank:
-                    comm.Isend([b"", MPI.BYTE], peer, _LEFT_TAG)
+                    comm.Isend([b"", MPI.BYTE], peer, _GO_ON_TAG)
                     if peer not in self._awaited:
-                        self._awaited[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, _LEFT_TAG)
+                        self._awaited[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, _GO_ON_TAG)
         quiet: dict[int, float] = {}  # ranks whose process has ended, and when that was seen
 
-        def all_heard() -> bool:
+        def all_answered() -> bool:
             for peer in list(waits):
                 if self._has_come(peer):
                     waits.discard(peer)
                     self._here.add(peer)  # for good: it waits for the others without a time limit from then on
             return not waits
 
-        def told_of_deaths() -> None:
+        def check_unreported_ends() -> None:
             for peer in waits & self._processes.keys():
                 if os.path.exists(f"/proc/{self._processes[peer]}"):
                     continue
-                if time.monotonic() - quiet.setdefault(peer, time.monotonic()) > _TOLD_S:
+                if time.monotonic() - quiet.setdefault(peer, time.monotonic()) > _NOTICE_S:
                     raise TransportError(
                         f"rank {peer} of the job has ended, but not by a signal, and {library()} tells nobody of other "
                         "ends: the others cannot go on. `ringreduce run --elastic` turns all but good ends into signals"
                     )
 
         patient = Waiter(waiter.timeout_s, waiter.crowded)
-        patient.watchers.append(told_of_deaths)
+        patient.watchers.append(check_unreported_ends)
         try:
-            patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on as well")
+            patient.until(all_answered, lambda: f"{name_ranks(sorted(waits))} of the job to go on as well")
         except CollectiveTimeoutError:
             for peer in waits & self._processes.keys():
                 self._kill(peer)
-            patient.timeout_s = 2 * _TOLD_S
-            patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died")
+            patient.timeout_s = 2 * _NOTICE_S
+            patient.until(
+                all_answered, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died"
+            )
 
     def _has_come(self, peer: int) -> bool:
         """Return whether a rank has said that it goes on, or is dead."""
@@ -233,22 +235,22 @@ def _part(comm: MPI.Intracomm, ranks: Sequence[int], waiter: Waiter, purpose: st
     # MPI would wait without limit for a rank that does not come. So all hear from all that they have come, and then
     # that they have heard from all.
     for _ in range(2):
-        _hear_from_all(comm, [rank for rank in ranks if rank != comm.rank], waiter, purpose)
+        _await_all(comm, [rank for rank in ranks if rank != comm.rank], waiter, purpose)
     with translated():
         return comm.Create_group(comm.Get_group().Incl(list(ranks)))
 
 
-def _hear_from_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter, purpose: str) -> None:
+def _await_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter, purpose: str) -> None:
     with translated():
         sent = [comm.Isend([b"", MPI.BYTE], peer, _HERE_TAG) for peer in peers]
-        heard = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, _HERE_TAG) for peer in peers}
+        answers = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, _HERE_TAG) for peer in peers}
         try:
             waiter.until(
-                lambda: all(each.Test() for each in (*sent, *heard.values())),
-                lambda: f"{name_ranks([peer for peer, each in heard.items() if not each.Test()])} to {purpose}",
+                lambda: all(each.Test() for each in (*sent, *answers.values())),
+                lambda: f"{name_ranks([peer for peer, each in answers.items() if not each.Test()])} to {purpose}",
             )
         except CollectiveTimeoutError:
-            for each in heard.values():
+            for each in answers.values():
                 if not each.Test():
                     each.Cancel()
             raise

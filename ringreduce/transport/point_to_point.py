@@ -72,7 +72,7 @@ class PointToPoint:
     Args:
         messages: the ranks, on a channel that nobody else uses; closed with this.
         waiter: how a rank waits, and for how long at most.
-        find_lost: returns what to raise about a rank that takes part in nothing any more; None: there is none.
+        find_failed: returns what to raise about a rank that takes part in nothing any more; None: there is none.
         lifetime: of this; nothing else's.
         counts_decide: whether an array may be received into one of another shape that has as many elements.
     """
@@ -81,7 +81,7 @@ class PointToPoint:
         self,
         messages: Messages,
         waiter: Waiter,
-        find_lost: Callable[[str], CollectiveError | None],
+        find_failed: Callable[[str], CollectiveError | None],
         lifetime: Lifetime,
         *,
         counts_decide: bool = False,
@@ -89,7 +89,7 @@ class PointToPoint:
         self._counts_decide = counts_decide
         self._messages = messages
         self._waiter = waiter
-        self._find_lost = find_lost
+        self._find_failed = find_failed
         self._lock = threading.RLock()
         self._numbers = [0] * messages.size  # of the large arrays that each rank was sent
         self._announced: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # by sender and tag
@@ -204,10 +204,10 @@ class PointToPoint:
 
     def watch(self) -> None:
         """Raise if a rank of the group is gone; for the waiter."""
-        lost = self._find_lost("this rank waits for a message")
-        if lost is not None:
-            self.fail(lost)
-            raise lost
+        failed = self._find_failed("this rank waits for a message")
+        if failed is not None:
+            self.fail(failed)
+            raise failed
 
     def fail(self, error: BaseException) -> None:
         """End all that is under way, and all that is begun later, in an error. Local."""

@@ -171,9 +171,9 @@ def test_what_is_changed_otherwise_than_by_a_step_is_noticed(
     state.keep_in_memory(every=50)
     state.commit()  # the first copies everything
     state.commit()
-    assert all(each.stands() for each in state._handlers.values())
+    assert all(each.is_unchanged() for each in state._handlers.values())
     damage(model, optimizer)
-    assert not all(each.stands() for each in state._handlers.values())
+    assert not all(each.is_unchanged() for each in state._handlers.values())
 
 
 def test_another_model_is_copied_whole(world: rr.Communicator) -> None:

@@ -165,7 +165,7 @@ def test_what_a_peer_announces_before_a_rank_resumes_is_not_lost() -> None:
     def call(rank: Rank) -> Exception | None:
         assert isinstance(rank.call(f"call {rank.rank}"), MismatchError)
         if rank.rank > 0:
-            rank.waiter.until(lambda: 2 in rank.agreement._heard, lambda: "the announcement of rank 0")
+            rank.waiter.until(lambda: 2 in rank.agreement._received, lambda: "the announcement of rank 0")
         rank.agreement.resume(1)
         return rank.call("next")
 

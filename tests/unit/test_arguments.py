@@ -125,7 +125,7 @@ def test_what_fails_while_arguments_are_checked_is_refused_and_raised() -> None:
         def refuse(self, name: str, error: Exception) -> None:
             told.append(f"{name} refused: {error}")
 
-        def meet(self, text: str) -> None:
+        def rendezvous(self, text: str) -> None:
             told.append(f"met in {text}")
 
     def checks(error: BaseException | None) -> None:

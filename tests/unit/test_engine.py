@@ -835,7 +835,7 @@ def test_a_process_that_ended_is_found() -> None:
     def program(communicator: Communicator) -> None:
         if communicator.rank == 0:
             lost = lambda doing: PeerLostError(1, f"its process has ended; {doing}")  # noqa: E731
-            engine = Engine(communicator, notes.messages(0), find_lost=lost, clock=clocks({0: 0.2})(0))
+            engine = Engine(communicator, notes.messages(0), find_failed=lost, clock=clocks({0: 0.2})(0))
             with pytest.raises(PeerLostError, match="rank 1 is lost: its process has ended"):
                 engine.run(reduction("x", np.ones(3)))
             engine.close()

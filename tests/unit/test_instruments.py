@@ -46,10 +46,10 @@ def test_observers_are_called_in_order() -> None:
     first, second = Recorder(log, "first"), Recorder(log, "second")
     instruments.add(first)
     instruments.add(second)
-    instruments.tell("collective_started", "allreduce", "ring", 8)
-    instruments.tell("collective_finished", "allreduce", "ring", 8, 0.5)
+    instruments.notify("collective_started", "allreduce", "ring", 8)
+    instruments.notify("collective_finished", "allreduce", "ring", 8, 0.5)
     instruments.remove(first)
-    instruments.tell("collective_started", "barrier", "", 0)
+    instruments.notify("collective_started", "barrier", "", 0)
     assert log == [
         ("first", "started", "allreduce", "ring", 8),
         ("second", "started", "allreduce", "ring", 8),
@@ -63,8 +63,8 @@ def test_an_instrument_need_not_override_anything() -> None:
     """The base class listens and does nothing; removing what is not there is harmless."""
     instruments = Instruments()
     instruments.add(rr.Instrument())
-    instruments.tell("collective_started", "allreduce", "ring", 8)
-    instruments.tell("collective_finished", "allreduce", "ring", 8, 0.5)
+    instruments.notify("collective_started", "allreduce", "ring", 8)
+    instruments.notify("collective_finished", "allreduce", "ring", 8, 0.5)
     instruments.remove(rr.Instrument())
     assert len(instruments.observers) == 1
 

@@ -17,11 +17,11 @@ from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.config import Config
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.decisions import (
+    Detached,
     Expired,
     Joined,
     Kind,
     Late,
-    Lost,
     Named,
     OperationSignature,
     Refuse,
@@ -36,7 +36,7 @@ from ringreduce.engine.participant import Participant
 SIZES = [1, 2, 3, 4]
 BIG = 1 << 30
 
-#: What a program does: ("submit", name, signature), ("wait",) for all that it has under way, ("join",) or ("leave",).
+#: What a program does: ("submit", name, signature), ("wait",) for all that it has under way, ("join",) or ("detach",).
 Action = tuple[Any, ...]
 
 
@@ -60,7 +60,7 @@ class Rank:
         self.pending: defaultdict[str, deque[OperationSignature]] = defaultdict(deque)
         self.joining = False
         self.waiting = False
-        self.lost: int | None = None
+        self.detached: int | None = None
         self.log: list[tuple[Any, ...]] = []
 
     @property
@@ -87,9 +87,9 @@ class Rank:
         self.program.clear()
         return self.participant.detach(AbortReason())
 
-    def hear(self, note: Any) -> None:
+    def receive(self, note: Any) -> None:
         """Do what the coordinator says."""
-        decision = self.participant.hear(note)
+        decision = self.participant.receive(note)
         if isinstance(decision, Run):
             for named in decision.operations:
                 self._finish(named.name, named.signature, submitted=decision.active == self.participant._size)
@@ -100,8 +100,8 @@ class Rank:
         elif isinstance(decision, Joined):
             self.joining = False
             self.log.append(("joined", decision.last))
-        elif isinstance(decision, Lost):
-            self.lost = decision.rank
+        elif isinstance(decision, Detached):
+            self.detached = decision.rank
             self.program.clear()
             self.pending.clear()
             self.joining = False
@@ -144,13 +144,13 @@ class Conversation:
             if rank.ready():
                 events.append(lambda rank=rank: self._said[rank.number].extend(rank.go_on()))
             if self._said[rank.number]:
-                events.append(lambda rank=rank: self._hear(rank.number))
+                events.append(lambda rank=rank: self._receive(rank.number))
             if self._told[rank.number]:
-                events.append(lambda rank=rank: rank.hear(self._told[rank.number].popleft()))
+                events.append(lambda rank=rank: rank.receive(self._told[rank.number].popleft()))
         return events
 
-    def _hear(self, rank: int) -> None:
-        for note in self.coordinator.hear(rank, _sent(self._said[rank].popleft())):
+    def _receive(self, rank: int) -> None:
+        for note in self.coordinator.receive(rank, _sent(self._said[rank].popleft())):
             for told in self._told:
                 told.append(_sent(note))
 
@@ -413,19 +413,19 @@ def test_a_rank_that_leaves_ends_everything(size: int, leaver: int) -> None:
     round_ = [*submissions("a", "b"), ("wait",)]
     for seed in range(20):
         programs: list[list[Action]] = [[*round_ * 5, ("join",)] for _ in range(size)]
-        programs[leaver] = [*round_ * 4, *submissions("a"), ("leave",)]
+        programs[leaver] = [*round_ * 4, *submissions("a"), ("detach",)]
         programs[-1] = programs[-1] if size - 1 == leaver else [*round_ * 3, ("join",)]
         ranks = Conversation(programs, random.Random(seed)).play()
-        assert {rank.lost for rank in ranks} == {leaver}
+        assert {rank.detached for rank in ranks} == {leaver}
         assert sum(name == "b" for names in ranks[0].runs for name in names) == 4
 
 
 def test_nothing_that_was_said_before_a_rank_left_runs_after() -> None:
     """Its own word counts no more, for it is not there to carry out what it submitted."""
     coordinator = Coordinator(2, BIG)
-    assert coordinator.hear(1, ["new", "x", summed().encode()]) == []
-    assert coordinator.hear(1, ["leave", ("", None, False)]) == [["lost", 1, ("", None, False)]]
-    assert coordinator.hear(0, ["new", "x", summed().encode()]) == []
+    assert coordinator.receive(1, ["new", "x", summed().encode()]) == []
+    assert coordinator.receive(1, ["detach", ("", None, False)]) == [["detached", 1, ("", None, False)]]
+    assert coordinator.receive(0, ["new", "x", summed().encode()]) == []
     assert coordinator.waiting() == []
 
 
@@ -436,11 +436,11 @@ def test_what_waits_is_listed_with_who_is_missing() -> None:
     """Also what was announced by number, and in a group."""
     coordinator, participant = Coordinator(3, BIG), Participant(3, plans=False)
     said = ["new", "x", summed().encode()]
-    assert coordinator.hear(2, said, 5.0) == []
-    assert coordinator.hear(0, said, 7.0) == []
+    assert coordinator.receive(2, said, 5.0) == []
+    assert coordinator.receive(0, said, 7.0) == []
     (waiting,) = coordinator.waiting()
     assert (waiting.name, waiting.since, waiting.present, waiting.missing) == ("x", 5.0, (0, 2), (1,))
-    order = participant.hear(_sent(coordinator.stalled(waiting, 65.0)))
+    order = participant.receive(_sent(coordinator.stalled(waiting, 65.0)))
     assert order == Stalled("x", (1,), 60.0, 0)
 
 
@@ -449,28 +449,30 @@ def test_nothing_runs_after_something_was_given_up(announced: list[Any]) -> None
     """A rank that comes late, or has left something out, never meets the others in what is not the same."""
     coordinator, participant = Coordinator(3, BIG), Participant(3, plans=False)
     for _ in range(2):
-        told = [note for rank in range(3) for note in coordinator.hear(rank, ["new", "x", summed().encode()])]
+        told = [note for rank in range(3) for note in coordinator.receive(rank, ["new", "x", summed().encode()])]
     assert told[0][:2] == ["number", 1]
-    assert coordinator.hear(0, announced, 1.0) == []
+    assert coordinator.receive(0, announced, 1.0) == []
     (waiting,) = coordinator.waiting()
-    assert participant.hear(_sent(coordinator.expire(waiting, 31.0))) == Expired("x", (0,), (1, 2), 30.0)
+    assert participant.receive(_sent(coordinator.expire(waiting, 31.0))) == Expired("x", (0,), (1, 2), 30.0)
     assert coordinator.waiting() == []
     for rank in (1, 2, 0):
-        assert coordinator.hear(rank, announced, 32.0) == []
+        assert coordinator.receive(rank, announced, 32.0) == []
     assert coordinator.waiting() == []
 
 
 def test_a_join_waits_since_anything_was_last_submitted() -> None:
     """Ranks that go on may take as long as they like; one that is silent is named, and given up like any other."""
     coordinator, participant = Coordinator(3, BIG), Participant(3, plans=False)
-    coordinator.hear(0, ["join"], 1.0)
-    coordinator.hear(2, ["join"], 2.0)
+    coordinator.receive(0, ["join"], 1.0)
+    coordinator.receive(2, ["join"], 2.0)
     assert coordinator.waiting() == [Waiting("join", 2.0, (0, 2), (1,), is_join=True)]
-    coordinator.hear(1, ["new", "x", summed().encode()], 40.0)
+    coordinator.receive(1, ["new", "x", summed().encode()], 40.0)
     (waiting,) = coordinator.waiting()
     assert waiting.since == 40.0
-    assert participant.hear(_sent(coordinator.stalled(waiting, 50.0))) == Stalled("join", (1,), 10.0, 0, is_join=True)
-    assert participant.hear(_sent(coordinator.expire(waiting, 70.0))) == Expired(
+    assert participant.receive(_sent(coordinator.stalled(waiting, 50.0))) == Stalled(
+        "join", (1,), 10.0, 0, is_join=True
+    )
+    assert participant.receive(_sent(coordinator.expire(waiting, 70.0))) == Expired(
         "join", (0, 2), (1,), 30.0, is_join=True
     )
     assert coordinator.waiting() == []
@@ -483,12 +485,12 @@ def test_a_call_that_a_rank_cannot_make_is_refused_on_all(before: int) -> None:
     right, refused = summed(), OperationSignature("allreduce(refused: no such op)", Kind.REFUSAL)
     for _ in range(before):
         for rank in range(2):
-            coordinator.hear(rank, ["new", "x", right.encode()])
-    assert coordinator.hear(0, ["new", "x", refused.encode()]) == []
-    (note,) = coordinator.hear(1, ["known", 1] if before else ["new", "x", right.encode()])
-    assert participant.hear(_sent(note)) == Refuse("x", {0: refused.text, 1: right.text}, (0, 1))
+            coordinator.receive(rank, ["new", "x", right.encode()])
+    assert coordinator.receive(0, ["new", "x", refused.encode()]) == []
+    (note,) = coordinator.receive(1, ["known", 1] if before else ["new", "x", right.encode()])
+    assert participant.receive(_sent(note)) == Refuse("x", {0: refused.text, 1: right.text}, (0, 1))
     for rank in range(2):
-        told = coordinator.hear(rank, ["new", "x", refused.encode()])
+        told = coordinator.receive(rank, ["new", "x", refused.encode()])
     assert [each[0] for each in told] == ["refuse"]
     assert coordinator.waiting() == []
 
@@ -500,13 +502,15 @@ def test_all_ranks_hear_who_was_late(known: bool) -> None:
     announced: list[Any] = ["known", 1] if known else ["new", "x", summed().encode()]
     for _ in range(2 if known else 0):
         for rank in range(3):
-            coordinator.hear(rank, ["new", "x", summed().encode()])
+            coordinator.receive(rank, ["new", "x", summed().encode()])
     for last, seconds, expected in ((1, 0.5, [Late(1, 0.5)]), (2, 0.0005, []), (0, 0.002, [Late(0, 0.002)])):
         first, second = (rank for rank in range(3) if rank != last)
-        assert coordinator.hear(first, announced, 0.0) == []
-        assert coordinator.hear(second, announced, seconds / 2) == []
+        assert coordinator.receive(first, announced, 0.0) == []
+        assert coordinator.receive(second, announced, seconds / 2) == []
         orders = [
-            participant.hear(_sent(note)) for note in coordinator.hear(last, announced, seconds) if note[0] == "late"
+            participant.receive(_sent(note))
+            for note in coordinator.receive(last, announced, seconds)
+            if note[0] == "late"
         ]
         assert orders == expected
 
@@ -517,10 +521,10 @@ def test_what_a_group_waits_for_is_told_of_each_of_its_operations() -> None:
     for _ in range(2):
         for rank in range(2):
             for name in "ab":
-                coordinator.hear(rank, ["new", name, summed().encode()])
-    (group,) = coordinator.hear(0, ["together", 1, 2])
+                coordinator.receive(rank, ["new", name, summed().encode()])
+    (group,) = coordinator.receive(0, ["together", 1, 2])
     assert group[0] == "group"
-    assert coordinator.hear(1, ["known", group[1]], 3.0) == []
+    assert coordinator.receive(1, ["known", group[1]], 3.0) == []
     assert [(waiting.name, waiting.missing) for waiting in coordinator.waiting()] == [("a", (0,)), ("b", (0,))]
 
 
@@ -534,8 +538,8 @@ def test_names_that_are_used_once_leave_nothing_behind() -> None:
     def use(first: int, last: int) -> tuple[int, int]:
         for number in range(first, last):
             for note in participant.submit(f"loss {number:06}", summed()):
-                for told in coordinator.hear(0, note):
-                    assert isinstance(participant.hear(told), Run)
+                for told in coordinator.receive(0, note):
+                    assert isinstance(participant.receive(told), Run)
             assert participant.wait() == []
         return len(pickle.dumps(participant)), len(pickle.dumps(coordinator))
 
@@ -567,21 +571,21 @@ def test_nobody_waits_for_what_is_speculative() -> None:
     coordinator, participant = Coordinator(2, 1 << 20), Participant(2, plans=False)
     guess = participant.submit("part", GUESS)
     assert guess == [["new", "part", ("a part", 2, "sum", (("float32", 3),), "", False, True)]]
-    assert coordinator.hear(1, guess[0]) == []
+    assert coordinator.receive(1, guess[0]) == []
     assert coordinator.waiting() == []
     (withdraw,) = participant.withdraw("part")
-    (answer,) = coordinator.hear(1, withdraw)
-    assert participant.hear(answer) == Withdrawn(1, "part")
-    assert coordinator.hear(0, guess[0]) == []  # the other's is not taken up by what was withdrawn
-    assert [note[0] for note in coordinator.hear(1, guess[0])] == ["run"]
-    assert coordinator.hear(1, withdraw) == []  # too late: it runs
+    (answer,) = coordinator.receive(1, withdraw)
+    assert participant.receive(answer) == Withdrawn(1, "part")
+    assert coordinator.receive(0, guess[0]) == []  # the other's is not taken up by what was withdrawn
+    assert [note[0] for note in coordinator.receive(1, guess[0])] == ["run"]
+    assert coordinator.receive(1, withdraw) == []  # too late: it runs
 
 
 def test_what_is_speculative_runs_without_ranks_that_have_joined() -> None:
     """As other reductions do."""
     coordinator, guess = Coordinator(2, 1 << 20), ["new", "part", GUESS.encode()]
-    assert coordinator.hear(1, guess) == []
-    assert coordinator.hear(0, ["join"]) == [["run", [["part", GUESS.encode()]], 1]]
+    assert coordinator.receive(1, guess) == []
+    assert coordinator.receive(0, ["join"]) == [["run", [["part", GUESS.encode()]], 1]]
 
 
 class Channel:
@@ -606,7 +610,7 @@ def test_what_follows_from_one_message_travels_as_one(size: int) -> None:
     channel: Any = Channel()
     exchange = Exchange(channel, 0, size, Config(), lambda: 0.0)
     notes = [["new", name, summed().encode()] for name in "abc"]
-    exchange.tell(notes)
+    exchange.send(notes)
     channel.came += [(rank, marshal.dumps(notes)) for rank in range(1, size)]
     for last in [False] * (size - 2) + [True]:
         assert exchange.poll()

@@ -15,8 +15,8 @@ from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import Start
 
-Hear = Callable[[Mark], None]
-Tell = Callable[[Hear, Callable[[], None]], int]
+OnMark = Callable[[Mark], None]
+Tell = Callable[[OnMark, Callable[[], None]], int]
 
 
 class Jobs:
@@ -43,14 +43,16 @@ class Jobs:
             stopped = False
             written = b""
 
-            def __init__(self, line: list[str], environment: Mapping[str, str], hear: Hear, *, verbose: bool) -> None:
-                self._hear, self._tell = hear, left.pop(0)
+            def __init__(
+                self, line: list[str], environment: Mapping[str, str], on_mark: OnMark, *, verbose: bool
+            ) -> None:
+                self._on_mark, self._tell = on_mark, left.pop(0)
                 jobs.asked.append(0)
 
             def wait(self, look: Callable[[], None], every_s: float | None) -> int:
-                return self._tell(self._hear, look)
+                return self._tell(self._on_mark, look)
 
-            def tell_ranks(self) -> None:
+            def signal_ranks(self) -> None:
                 jobs.asked[-1] += 1
 
             def end(self) -> None:
@@ -78,19 +80,19 @@ class Jobs:
         return Restarts(start, lambda: self.listed, lambda: self.now).run()
 
 
-def begin(hear: Hear, size: int, host: str = "a") -> None:
+def begin(on_mark: OnMark, size: int, host: str = "a") -> None:
     for rank in range(size):
-        hear(Mark("has begun", rank, host))
+        on_mark(Mark("has begun", rank, host))
 
 
 def test_ranks_are_not_asked_once_one_has_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its training is over, and so is that of the others."""
 
-    def job(hear: Hear, look: Callable[[], None]) -> int:
-        begin(hear, 2)
+    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
         jobs.listed = {"a": 3}
         look()
-        hear(Mark("has ended well", 0, "a"))
+        on_mark(Mark("has ended well", 0, "a"))
         look()
         return 0
 
@@ -102,14 +104,14 @@ def test_ranks_are_not_asked_once_one_has_ended_well(monkeypatch: pytest.MonkeyP
 def test_the_limit_of_a_job_is_never_negative(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where ranks that have not heard of it have changed past it: the next job has none left."""
 
-    def first(hear: Hear, look: Callable[[], None]) -> int:
-        begin(hear, 2)
-        hear(Mark("has gone on", 0, "a"))
-        hear(Mark("begins again", 0, "a"))
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        on_mark(Mark("has gone on", 0, "a"))
+        on_mark(Mark("begins again", 0, "a"))
         return 0
 
-    def last(hear: Hear, look: Callable[[], None]) -> int:
-        hear(Mark("has ended well", 0, "a"))
+    def last(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", 0, "a"))
         return 0
 
     jobs = Jobs(monkeypatch, first, last)
@@ -120,16 +122,16 @@ def test_the_limit_of_a_job_is_never_negative(monkeypatch: pytest.MonkeyPatch) -
 def test_a_crash_at_the_end_of_a_job_that_begins_again_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host has all its slots in the next job, though without a cooldown a death is for ever."""
 
-    def first(hear: Hear, look: Callable[[], None]) -> int:
-        begin(hear, 2)
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
         jobs.listed = {"a": 3}
         look()
-        hear(Mark("begins again", 0, "a"))
-        hear(Mark("has died", 1, "a"))
+        on_mark(Mark("begins again", 0, "a"))
+        on_mark(Mark("has died", 1, "a"))
         return 1
 
-    def last(hear: Hear, look: Callable[[], None]) -> int:
-        hear(Mark("has ended well", 0, "a"))
+    def last(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", 0, "a"))
         return 0
 
     jobs = Jobs(monkeypatch, first, last)
@@ -140,10 +142,10 @@ def test_a_crash_at_the_end_of_a_job_that_begins_again_is_no_death(monkeypatch: 
 def test_a_job_without_a_start_has_failed_though_a_rank_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 ended well before `init`, which rank 0 noticed, ended, and told first; mpirun says 0 of both."""
 
-    def job(hear: Hear, look: Callable[[], None]) -> int:
-        begin(hear, 2)
-        hear(Mark("has died", 0, "a"))
-        hear(Mark("has ended well", 1, "a"))
+    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        on_mark(Mark("has died", 0, "a"))
+        on_mark(Mark("has ended well", 1, "a"))
         return 0
 
     jobs = Jobs(monkeypatch, job)
@@ -156,9 +158,9 @@ def test_hosts_that_count_as_failing_are_named_where_slots_are_too_few(
 ) -> None:
     """With how long they do, as the job waits and when it gives up."""
 
-    def job(hear: Hear, look: Callable[[], None]) -> int:
-        begin(hear, 2)
-        hear(Mark("has died", 1, "a"))
+    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        on_mark(Mark("has died", 1, "a"))
         return 1
 
     jobs = Jobs(monkeypatch, job)
@@ -173,19 +175,19 @@ def test_users_hear_once_that_no_rank_listens(
     """30 s after the first request, unless a death has withdrawn that."""
     said: list[bool] = []
 
-    def job(hear: Hear, look: Callable[[], None]) -> int:
-        begin(hear, 2)
+    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
         jobs.listed = {"a": 3}
         for seconds in (0.0, 29.0, 1.0, 1.0):
             jobs.wait(seconds)
             if len(said) == 2:
-                hear(Mark("has gone on", 0, "a"))
+                on_mark(Mark("has gone on", 0, "a"))
             look()
             said.append("no rank has begun again" in capsys.readouterr().err)
         for _ in range(40):
             jobs.wait(1.0)
             look()
-        hear(Mark("has ended well", 0, "a"))
+        on_mark(Mark("has ended well", 0, "a"))
         return 0
 
     jobs = Jobs(monkeypatch, job)
@@ -198,11 +200,11 @@ def test_users_hear_once_that_no_rank_listens(
 def test_ranks_that_go_on_while_others_begin_again_are_ended(monkeypatch: pytest.MonkeyPatch, went_on: bool) -> None:
     """A death splits them: those that have said so know that all is on disk, and the next job begins with that."""
 
-    def splitting(hear: Hear, look: Callable[[], None]) -> int:
-        begin(hear, 2)
-        hear(Mark("begins again", 0, "a"))
+    def splitting(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        on_mark(Mark("begins again", 0, "a"))
         if went_on:
-            hear(Mark("has gone on", 0, "a"))
+            on_mark(Mark("has gone on", 0, "a"))
         else:
             look()
             assert jobs.ended == 0
@@ -211,10 +213,10 @@ def test_ranks_that_go_on_while_others_begin_again_are_ended(monkeypatch: pytest
         assert jobs.ended == 1
         return 143
 
-    def ending(hear: Hear, look: Callable[[], None]) -> int:
-        begin(hear, 2)
+    def ending(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
         look()
-        hear(Mark("has ended well", 0, "a"))
+        on_mark(Mark("has ended well", 0, "a"))
         return 0
 
     jobs = Jobs(monkeypatch, splitting, ending)

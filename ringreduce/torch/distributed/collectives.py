@@ -21,7 +21,7 @@ from ringreduce.torch.arrays import TENSORS, sparse_entries, sum_entries
 from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, end_span_with, seconds
 from ringreduce.transport.point_to_point import Transfer
 
-__all__ = ["NAME", "Collectives", "GroupBackend", "begin_anew", "group_of", "open_groups"]
+__all__ = ["NAME", "Collectives", "GroupBackend", "group_of", "open_groups", "recreate_default_group"]
 
 NAME = "ringreduce"
 
@@ -282,7 +282,7 @@ class Collectives(GroupBackend):
         return self._run("barrier", opts, Group.barrier, [(seconds(timeout or getattr(opts, "timeout", None)),)])
 
 
-def begin_anew() -> None:
+def recreate_default_group() -> None:
     """Make the default process group anew, of the ranks of the world that has begun, if ringreduce is its backend.
 
     Collective. Other groups are gone with the old one.
@@ -379,7 +379,7 @@ def _sum_rows(group: Group, tensor: torch.Tensor, op: ReduceOp | str) -> None:
         entries = sparse_entries(tensor)
         dtype = entries[1].dtype
         text = f"allreduce({op}, sparse, shape {tuple(tensor.shape)}, {dtype}, {tensor.sparse_dim()} dimensions)"
-    group.communicator.meet(text)
+    group.communicator.rendezvous(text)
     total = sum_entries(group.communicator, entries, tensor.shape, op)
     with torch.no_grad():
         tensor.copy_(total)

@@ -61,7 +61,7 @@ class TorchState(HandlingState):
                 collectives,  # which cannot be imported where torch has no such thing
             )
 
-            collectives.begin_anew()
+            collectives.recreate_default_group()
         super().reset()
 
     def _write(self, content: Any, file: BinaryIO) -> None:
@@ -95,7 +95,7 @@ class _Noted(NamedTuple):
         return cls(tensor, tensor.detach(), tensor._version)
 
 
-def _stand(noted: Sequence[_Noted], tensors: Iterable[torch.Tensor]) -> bool:
+def _are_unchanged(noted: Sequence[_Noted], tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether tensors are those that were noted, in the same memory, and as far as torch knows unchanged."""
     now = list(tensors)
     return len(now) == len(noted) and all(
@@ -117,8 +117,8 @@ class ModelStateHandler(StateHandler):
         weights = {name for name, _ in self.value.named_parameters(remove_duplicate=False)}
         return copy.deepcopy({name: each for name, each in self.value.state_dict().items() if name not in weights})
 
-    def stands(self) -> bool:
-        return _stand(self._noted, self.value.parameters())
+    def is_unchanged(self) -> bool:
+        return _are_unchanged(self._noted, self.value.parameters())
 
     def restore_small(self, copied: Any) -> None:
         self.value.load_state_dict(copied, strict=False)
@@ -149,8 +149,8 @@ class OptimizerStateHandler(StateHandler):
             for group in self.value.param_groups
         ]
 
-    def stands(self) -> bool:
-        return self._noted_steps == self._steps and _stand(self._noted, self._tensors())
+    def is_unchanged(self) -> bool:
+        return self._noted_steps == self._steps and _are_unchanged(self._noted, self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the state, and the parameters, whose number tells if a group was added."""

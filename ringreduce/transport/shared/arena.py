@@ -187,7 +187,7 @@ class Arena:
         self._space = _Space(segments)
         self.locate = self._space.locate
         self._results_nbytes = results_nbytes
-        self._result_nbytes_lent = 0
+        self._result_nbytes_in_use = 0
         self._leases: dict[int, _Lease] = {}
         self._returned: deque[_Lease] = deque()  # not taken back yet
         self._kept: list[Block] = []
@@ -232,13 +232,13 @@ class Arena:
             if block is None:
                 if self._returned:
                     self._take_back()
-                if self._result_nbytes_lent + nbytes > self._results_nbytes:
+                if self._result_nbytes_in_use + nbytes > self._results_nbytes:
                     return None
                 try:
                     block = self.allocate(nbytes, _most_segments)
                 except TransportError:
                     return None
-                self._result_nbytes_lent += block.memory.nbytes
+                self._result_nbytes_in_use += block.memory.nbytes
             return self._lend(block, shape, dtype, is_result=True), block.address
 
     def _replaced(self, nbytes: int) -> Block | None:
@@ -272,7 +272,7 @@ class Arena:
                 self._seen.append(lease)
                 continue
             if lease.is_result:
-                self._result_nbytes_lent -= lease.block.memory.nbytes
+                self._result_nbytes_in_use -= lease.block.memory.nbytes
             self._keep(lease.block)
 
     def _keep(self, block: Block) -> None:

@@ -312,7 +312,7 @@ class Board:
         if self._others[position][1][_STATUS][0]:
             raise self._why(position).error(self._others[position][0], f"this rank called {signature}")
 
-    def find_lost(self, doing: str, among: Sequence[int] | None = None) -> CollectiveError | None:
+    def find_failed(self, doing: str, among: Sequence[int] | None = None) -> CollectiveError | None:
         """Return what to raise about a member that takes part in nothing any more, None if there is none.
 
         One that has died without a word comes first: others may have ended because of it.
@@ -322,17 +322,17 @@ class Board:
             among: positions in ``peers``; None: all but those that have shut down.
         """
         reached = range(len(self._others)) if among is None else among
-        left = {position: self._why(position) for position in reached if self._left(position)}
+        detached = {position: self._why(position) for position in reached if self._has_detached(position)}
         for position in reached:
             member = self._others[position][0]
-            if position not in left and not self._segments.alive(member) and not self._left(position):
+            if position not in detached and not self._segments.alive(member) and not self._has_detached(position):
                 return PeerLostError(member, f"its process has ended; {doing}")
-        for position, why in left.items():
+        for position, why in detached.items():
             if why.reason or among is not None:
                 return why.error(self._others[position][0], doing)
         return None
 
-    def _left(self, position: int) -> bool:
+    def _has_detached(self, position: int) -> bool:
         flag = self._others[position][1][_STATUS][0]
         if flag and self._fence is not None:
             self._fence()
@@ -347,9 +347,9 @@ class Board:
             return
         lines, number, signature = self._waiting
         late = [position for position, flag in enumerate(lines) if flag[0] < number]
-        lost = self.find_lost(f"this rank called {signature}", late)
-        if lost is not None:
-            raise lost
+        failed = self.find_failed(f"this rank called {signature}", late)
+        if failed is not None:
+            raise failed
 
     def _disagree(self, signature: str) -> NoReturn:
         """Tell the others what was called, learn what they called, and raise."""

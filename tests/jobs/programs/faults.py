@@ -152,7 +152,7 @@ class Weights(StateHandler):
         if not self._killer.sync:
             self._killer.come_to("commit")
 
-    def stands(self) -> bool:
+    def is_unchanged(self) -> bool:
         return bool(self._noted == self.value.toy.steps)
 
     def restore_small(self, copied: None) -> None:
