@@ -1,4 +1,4 @@
-"""Draw a schedule as text, a line per round: for the documentation and for whoever adds an algorithm.
+"""Draw a schedule as text, a line per round: for the documentation and for authors of algorithms.
 
 r0->r1[b2]      rank 0 sends its block 2 to rank 1
 r0->r1[b2+]     ... which combines it with its own

@@ -161,7 +161,7 @@ class Schedule:
     def kept_sends(self) -> list[frozenset[Transfer]]:
         """Return for each step what it sends that neither it nor a later step of this rank changes.
 
-        Nobody has to wait for such a message to be gone, but the end of the schedule.
+        Only the end of the schedule waits until such a message is sent.
         """
         found: list[frozenset[Transfer]] = []
         changed: set[int] = set()
@@ -199,7 +199,7 @@ class Algorithm:
         name: the name users give, e.g. ``"ring"``.
         collective: what it computes.
         summary: one line: what it is and when it wins.
-        steps: of each rank; empty ones are left out.
+        steps: of each rank, without empty ones.
         cost: ``topology -> Cost``, exact for equal blocks; `verify` holds the steps to it.
         nblocks: ``topology -> number of blocks``; one for each rank if nothing is said.
         refuses: ``topology -> why it cannot run there``, or None where it can.

@@ -178,7 +178,7 @@ def native_dtype(row: DType) -> np.dtype[Any]:
 def sizes(min_nbytes: int, max_nbytes: int, step_nbytes: int | None, step_factor: int) -> Iterator[int]:
     """Yield sizes from ``min_nbytes`` on: by addition if ``step_nbytes`` is given, else by factor.
 
-    The last is ``max_nbytes``, which nccl-tests leaves out where the steps jump over it; whoever names an end wants it.
+    The last is ``max_nbytes``, also where the steps jump over it and nccl-tests skips it: a user who names it wants it.
     """
     nbytes = min_nbytes
     while nbytes < max_nbytes:

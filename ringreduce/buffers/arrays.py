@@ -1,4 +1,4 @@
-"""Arrays of any supported library as strided NumPy views, and back. The one place that tells them apart."""
+"""Arrays of any supported library as strided NumPy views, and back. The one place that distinguishes them."""
 
 from __future__ import annotations
 

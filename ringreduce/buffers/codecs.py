@@ -23,7 +23,7 @@ need at most 15 bits: they are exact in float32, and values that were decoded gi
 again. Those of the largest float32 are still finite. Scales are never below the smallest normal number, 2**-126; so
 there is no division by zero, and subnormal numbers come out as multiples of 2**-126 (fp8: of 2**-135).
 
-A block with a NaN or an infinity among its elements decodes to NaN as a whole: an overflow has to reach whoever looks
+A block with a NaN or an infinity among its elements decodes to NaN as a whole: an overflow has to reach code that looks
 for it (a gradient scaler does), and there is no finite scale that would not hide it.
 
 Everything is done in pieces that stay in the cache, with scratch that belongs to the call: a codec has no state, and

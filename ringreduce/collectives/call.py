@@ -1,7 +1,7 @@
-"""Calls as values: what a program asks for, the problem that this is, the choice for it, and what the ranks compare.
+"""Calls as values: `Call`, `Problem`, `Choice`, `Task`, and the `Signature` that ranks compare.
 
-A `Path` is how schedules are carried out. Whether it takes a problem, and what that costs, depends on nothing but the
-problem, so all ranks get the same answers.
+A `Path` is how schedules are carried out. Whether a path takes a problem, and at what cost, depends on the problem
+alone, so all ranks get the same answers.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Communicator(Messaging, Choices):
     All methods raise, besides what they list:
 
     * `UnsupportedBufferError`: an array cannot be used. Raised on the rank that has it, before anything moves; the
-      other ranks get a `MismatchError` with the reason. The same holds for every wrong argument: the other ranks are
-      told, and the call ends for all.
+      other ranks get a `MismatchError` with the reason. The same holds for every wrong argument: the call ends for
+      all ranks.
     * `MismatchError`: the ranks' calls disagree. Raised on all ranks, before any of the user's data moves; with one
       exception: between nodes, if ranks confuse two calls that all have made before, an array that is reduced in place
       may be partly reduced. The error says whether the ranks are in step; if not, all later calls raise a
@@ -351,8 +351,8 @@ class Communicator(Messaging, Choices):
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None = None) -> Any:
         """Return an uninitialised array that collectives use without a copy: a communication buffer.
 
-        It is in memory that the ranks of the node share, starts on a page, and is given back when the array and all its
-        views are gone. Local: ranks may make different buffers, or none. ``dtype`` ``"bfloat16"`` takes ml_dtypes.
+        It is in memory that the ranks of the node share, starts on a page, and is freed with the array and all its
+        views. Local: ranks may make different buffers, or none. ``dtype`` ``"bfloat16"`` takes ml_dtypes.
 
         Args:
             shape: of the array.

@@ -186,7 +186,7 @@ class Context:
     # ---- the rendezvous ----
 
     def rendezvous(self, signature: Signature) -> None:
-        """Wait until it is known that all ranks make this call, before any data is sent as messages.
+        """Wait until all ranks are known to make this call, before any data is sent as messages.
 
         Raises:
             MismatchError: they do not.
@@ -197,7 +197,7 @@ class Context:
             self._enter(signature)
 
     def refuse(self, reason: str) -> NoReturn:
-        """Tell the others, in place of a call, that this rank cannot make it, so that it ends for all.
+        """Enter a call with the reason why this rank cannot make it, so that it ends for all.
 
         Args:
             reason: what they get in place of a signature, the collective first.
@@ -224,7 +224,7 @@ class Context:
             return self.board.enter(Entry(signature.text, signature.code, place))[::2]
         except MismatchError:
             if not self.single_node:
-                self.agreement.settle()  # the other nodes must hear of it, and say what they call
+                self.agreement.settle()  # compare between the nodes, too, so that all get the mismatch
             raise
 
     def _enter(self, signature: Signature) -> None:
@@ -246,8 +246,8 @@ class Context:
         """Go on after a mismatch between nodes: end the messages under way, agree on the count of calls. Collective.
 
         Args:
-            mismatch: the error, which says that the ranks are in step. If one had already ended the call when it heard
-                of the mismatch, they are not in step, and the error is changed to say so.
+            mismatch: the error, which says that the ranks are in step. If one had already ended the call when it got
+                the mismatch, they are not in step, and the error is changed to say so.
             number: of the call that this rank was in.
 
         Raises:

@@ -171,7 +171,7 @@ class _Layout(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """What a rank does once the ranks have met.
+    """What a rank does after the rendezvous.
 
     Attributes:
         calls: what it does first.

@@ -52,7 +52,7 @@ class Messaging:
             UnsupportedBufferError: the array is in device memory.
             CollectiveTimeoutError: that rank did not receive it in time; the array is still to be sent, and must stay
                 as it is.
-            PeerLostError: a rank of this machine is gone.
+            PeerLostError: a rank of this machine has failed.
         """
         point_to_point, source = self._to_one(), require_host(operand_of(array), "send")
         with self._timed("send", source.nbytes):

@@ -142,9 +142,9 @@ class StagedTwoShot(BoundCall):
             given = into if source.address == target.address else unowned(source.view, source.address)
             staged = self._staged = self.bind(given, into)
             self._where = where
-        staged.copy_in()  # before the ranks meet: if all ranks do so, no further barrier is needed
+        staged.copy_in()  # before the rendezvous: if all ranks do so, no further barrier is needed
         for other in self._board.enter(self._signature.entry):
-            if other != NOWHERE:  # that rank stages its input only once the ranks have met
+            if other != NOWHERE:  # that rank stages its input only after the rendezvous
                 self._board.barrier(self._signature.text)
                 break
         if self._instruments.observers:
@@ -194,7 +194,7 @@ class _Staged:
         self._later = [*stages[1:], []]
 
     def copy_in(self) -> None:
-        """Stage what the other ranks own of the first piece; may be called before the ranks have met."""
+        """Stage what the other ranks own of the first piece; may be called before the rendezvous."""
         for call in self._first:
             call()
 

@@ -1,8 +1,7 @@
-"""Plans: calls bound to algorithm, path and memory, made once and run as often as the call comes again.
+"""Plans: calls bound to algorithm, path and memory, made once and run each time the call is repeated.
 
-As MPI-4's persistent collectives and UCC's ``collective_init`` and ``post``. `Plans` is the one cache of a
-communicator. It finds a plan by what that is bound to; for a call that comes again, it finds what to run by the array
-objects themselves.
+They are what MPI-4's persistent collectives and UCC's ``collective_init`` and ``post`` are. `Plans` is the one cache of
+a communicator. Its keys say what a plan is bound to; a repeated call is found by its array objects.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ class Plans:
 def unchanged(
     array: Any, out: Any, forget: Callable[[object], object]
 ) -> tuple[Callable[[Any], bool], Callable[[Any], bool] | None]:
-    """Return `Repeat.is_array` and `Repeat.is_out` for the arrays of a call; ``forget`` is called when one is gone."""
+    """Return `Repeat.is_array` and `Repeat.is_out` for the arrays of a call; ``forget`` is called when one is freed."""
     is_out = None if out is None or out is array else _same(out, forget, written=True)
     return _same(array, forget, written=out is array), is_out
 
@@ -178,7 +177,7 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
 
     Args:
         array: of NumPy or torch; None: nothing was passed.
-        forget: called when the array is gone.
+        forget: called when the array is freed.
         written: whether it must still be writable.
     """
     if array is None:
@@ -186,7 +185,7 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
     known: Callable[[], Any] = weakref.ref(array, forget)
     if isinstance(array, np.ndarray):  # a weak reference forbids `resize`; all else can be assigned
         # The field in which NumPy keeps the address, by its C interface: `address_of` takes a fifth of a small call. It
-        # is not read once the array is gone: `forget` has removed what reads it before another object gets its id.
+        # is not read once the array is freed: `forget` has removed what reads it before another object gets its id.
         data = ctypes.c_void_p.from_address(id(array) + object.__basicsize__)
         assert data.value == array.__array_interface__["data"][0]
         address, shape, strides, dtype = data.value, array.shape, array.strides, array.dtype

@@ -390,7 +390,7 @@ def _signature(kind: Kind, choice: Choice, shape: tuple[object, ...] | None) -> 
 def _waits(kind: Kind, choice: Choice, shape: tuple[object, ...] | None) -> bool:
     """Return whether no rank can end a call before all have come to it; see `Signature`."""
     if kind.collective in (Collective.GATHER, Collective.SCATTER):
-        return True  # all say how much they have, and hear it of all
+        return True  # each rank publishes how much it has, and reads the others'
     if kind.collective.rooted or shape is None or choice.path is Path.LIBRARY or 0 in shape:
         return False  # a rank that has its data goes on without the others; for an empty array nobody waits
     # With fewer rows than ranks, some ranks get nothing of a reduce-scatter.

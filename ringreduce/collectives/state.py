@@ -4,10 +4,10 @@
 |------------------------------------------------------|-----------------------------|------------------------------|
 | its own arguments, before another rank knew of the   | get the reason in place of  | go on                        |
 | call                                                 | the call, and end it, too   |                              |
-| a mismatch, after which the ranks are in step        | know it, too                | go on; between nodes, after  |
-|                                                      |                             | all have given up together   |
-|                                                      |                             | what was under way           |
-| anything else: which calls belong together is no     | do not wait for this rank   | are refused                  |
+| a mismatch, after which the ranks are in step        | get the same error          | go on; between nodes, after  |
+|                                                      |                             | all have given up the        |
+|                                                      |                             | messages under way           |
+| anything else: which calls of the ranks match is no  | do not wait for this rank   | are refused                  |
 | longer known                                         |                             |                              |
 """
 
@@ -128,7 +128,7 @@ class CommState:
             self.abort(error)
 
     def abort(self, error: BaseException) -> None:
-        """Refuse all further calls, and tell the ranks that wait: which calls belong together is no longer known."""
+        """Refuse all further calls, and notify the ranks that wait: which calls match is no longer known."""
         self._context.plans.forget()
         self.lifetime.fail(error)
 
@@ -147,7 +147,7 @@ class CommState:
         return ours and self.lifetime.open and not begun
 
     def _refuse(self, name: str, error: BaseException) -> None:
-        """Tell the others, in place of a call, that this rank cannot make it, so that the call ends for all of them."""
+        """Enter a call with the reason why this rank cannot make it, so that it ends for all."""
         if self._context.topology.size == 1:
             return
         try:
@@ -156,9 +156,9 @@ class CommState:
             self.break_off(mismatch)
             if self.lifetime.failure is not None:
                 raise error from mismatch
-        except BaseException as lost:
-            self.break_off(lost)
-            raise error from lost
+        except BaseException as failed:
+            self.break_off(failed)
+            raise error from failed
 
 
 class CallTimer:

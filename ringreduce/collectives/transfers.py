@@ -57,7 +57,7 @@ class _Transfer(BoundCall):
 
     @abstractmethod
     def _move(self, place: Place) -> None:
-        """Move the data, after the ranks have met."""
+        """Move the data, after the rendezvous."""
 
     def _exchange(self) -> list[list[int]]:
         """Return the numbers of all ranks, in rank order."""
@@ -184,7 +184,7 @@ _TRANSFERS: dict[Collective, type[_Transfer]] = {
 
 
 class _Exchange:
-    """Gives a few numbers of every rank to all; runs within a call, after the ranks have met."""
+    """Gives a few numbers of every rank to all; runs within a call, after the rendezvous."""
 
     reusable = True
 

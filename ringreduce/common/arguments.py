@@ -1,4 +1,4 @@
-"""Arguments of calls: what counts as a number, and how the other ranks hear of arguments that are wrong on one."""
+"""Arguments of calls: what counts as a number, and how a rank with wrong arguments notifies the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _Context = TypeVar("_Context", bound="CheckingArguments")
 
 
 class _Notifier(Protocol):
-    """What tells the other ranks of a call: a `Communicator`."""
+    """What notifies the other ranks of a call: a `Communicator`."""
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Tell the others, in place of a call of this name, that this rank cannot make it, and why."""
+        """Enter a call of this name with the reason why this rank cannot make it, so that it ends for all."""
 
     def rendezvous(self, text: str) -> None:
         """Return when every rank has called it with this text."""
@@ -26,13 +26,13 @@ class _Notifier(Protocol):
 class CheckingArguments:
     """A context in which the arguments of a call are checked, before the other ranks know of the call.
 
-    If a check raises an error, the other ranks are told, so that they do not wait for this one. (A class, because
-    `@contextmanager` would add its own frames to the recorded stack.) A subclass may tell them in another way.
+    If a check raises an error, the other ranks get it, so that they do not wait for this one. (A class, because
+    `@contextmanager` would add its own frames to the recorded stack.) A subclass may notify them by other means.
 
     Args:
         notifier: the ranks of the call.
         name: of the call, for the other ranks.
-        text: on which the ranks meet once their checks have passed. None: they do not, as the call itself does that.
+        text: of the rendezvous once the checks have passed. None: there is none, as the call itself compares.
     """
 
     __slots__ = ("_name", "_notifier", "_text")

@@ -1,4 +1,4 @@
-"""What ranks tell each other when a call goes wrong: what each called, from where, and why one gave up."""
+"""What ranks send each other when a call fails: what each called, from where, and why one aborted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CallSite(NamedTuple):
     Attributes:
         text: the call, the collective first: ``allreduce(sum, shape 5, float32)``.
         place: the line of the program that made it, ``train.py:12``; empty if the order of the program does not matter.
-        stack: stands for the lines of the program that were running; equal in processes that run the same program.
+        stack: a hash of the lines of the program that were running; equal in processes that run the same program.
     """
 
     text: str
@@ -116,7 +116,7 @@ class AbortReason(_AbortReason):
 
     Attributes:
         reason: in words; empty if it has shut down. The end of a long one is cut off.
-        failed_rank: the rank that it has lost, itself if it was ended; None: that is not the reason.
+        failed_rank: the rank whose failure is the reason, this rank itself if it was ended; None: no rank has failed.
         late: whether it has waited for too long.
     """
 
@@ -137,7 +137,7 @@ class AbortReason(_AbortReason):
         return cls(reason, late=late)
 
     def error(self, rank: int, doing: str) -> CollectiveError:
-        """Return what whoever waits for that rank raises; ``doing`` says what it does."""
+        """Return the error for a rank that waits for that one; ``doing`` says what the waiting rank does."""
         if not self.reason:
             return PeerLostError(rank, f"it has shut down; {doing}")
         if self.failed_rank is not None:

@@ -6,7 +6,7 @@ P is the number of ranks of the process set.
 |---------------------------------------------|------------------------------|-------------------------------------|
 | gradient through allgather and broadcast    | the ranks' sum               | the ranks' average: 1/P of that     |
 | gradient through reducescatter              | what the ranks have (1)      | P times that                        |
-| average once ranks have joined              | over the ranks that are left | over all, the joined count as 0     |
+| average once ranks have joined              | over the other ranks         | over all, the joined count as 0     |
 | gradients after `broadcast_optimizer_state` | as they were                 | zeros, if the optimizer had no state |
 | gradients of parameters that no rank used  | None, as on one rank         | zeros                               |
 | integers averaged with a `postscale_factor` | averages, truncated, times it | sums times (factor / P), truncated (2) |

@@ -8,13 +8,13 @@
         ├── MismatchError (ValueError)                      the ranks called different things
         ├── CollectiveTimeoutError (TimeoutError)           a peer did not arrive within the time limit
         ├── TransportError                                  bytes could not be moved
-        │   └── PeerLostError                               ... because a peer is gone
+        │   └── PeerLostError                               ... because a peer has failed
         └── ShutdownError                                   the world was shut down under the call
 
 Each also inherits the builtins that programs catch in its place, so that ``except ValueError`` works. All are
-RuntimeErrors, as most errors of torch are, and of Horovod: it finds some mistakes (a scalar to be gathered) once the
-ranks have met, which are found here at the call. A broken invariant of ringreduce itself is an ``AssertionError`` and
-never one of these.
+RuntimeErrors, as most errors of torch and of Horovod are: Horovod finds some mistakes (a scalar to be gathered) only
+after the negotiation, ringreduce finds them at the call. A broken invariant of ringreduce itself is an
+``AssertionError`` and never one of these.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class TransportError(CollectiveError):
 
 
 class PeerLostError(TransportError):
-    """A rank that a collective needs is gone.
+    """A rank that a collective needs has failed.
 
     Attributes:
-        rank: the rank that was lost; -1: it is not known which.
+        rank: the rank that has failed; -1: it is not known which.
         reason: why, as far as is known.
         ends_job: whether that rank has said itself why it ends, and ends the job.
     """

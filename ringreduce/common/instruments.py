@@ -43,7 +43,7 @@ class Instrument:
         """The operation that was submitted just now is over these: names of parameters, whose gradients it reduces."""
 
     def operation_announced(self, name: str) -> None:
-        """The engine has taken in the oldest submitted operation of this name, and tells the other ranks."""
+        """The engine has taken the oldest submitted operation of this name, and announces it to the other ranks."""
 
     def rank_was_late(self, rank: int, seconds: float, batch: int) -> None:
         """All other ranks have waited for one, to announce what starts next.
@@ -123,7 +123,7 @@ class EngineTally:
         batches: in how many pieces they ran; operations that travel together are one piece.
         seconds: how long those took.
         overlapped_s: how much of that passed while the program did something else.
-        late: the rank that others last waited for: the clock when they heard of it, the rank, and how long they waited
+        late: the rank that others last waited for: the clock when they noticed, the rank, and how long they waited
             (seconds); None: there was none.
     """
 

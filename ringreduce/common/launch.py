@@ -74,7 +74,7 @@ class Launch:
             tells them by SIGUSR2, which they have blocked, when they should.
         restarts: how often it has started this job before.
         start_timeout_s: how long ranks wait in `init` for ranks that have not called it; None: the time limit.
-        least_size: elastic training ends once fewer ranks are left.
+        least_size: elastic training ends once fewer ranks survive.
         reset_limit: how often at most ranks go on without others, before elastic training ends; None: as often as need
             be.
         commits: the folder in which ``horovodrun`` has elastic states keep their commits; None: it has not.

@@ -17,10 +17,10 @@ class Lifetime:
     """The life of a world, a communicator, an engine, a group: open, until it fails, is closed, or is forked.
 
     Lifetimes form a tree: a world is above its communicators, engines and groups. A fork concerns all that is below. A
-    failure ends only what has failed; who needs more than that ends it, too.
+    failure ends only what has failed; its owner ends what depends on it.
 
-    Listeners hear of events: ``"failed"``, with the error; ``"forking"``, with the `Forked` of processes that this
-    one is forking or has just forked; ``"forked"``, in such a process.
+    Events call listeners: ``"failed"``, with the error; ``"forking"``, with the `Forked` of processes that this one is
+    forking or has just forked; ``"forked"``, in such a process.
 
     Args:
         when_closed: what the error of a call says that comes after `close`.
@@ -40,11 +40,11 @@ class Lifetime:
         self.failure: BaseException | None = None
         self.forked = ""
         self._when_closed = when_closed
-        self._below: WeakSet[Lifetime] = WeakSet()  # as what is closed hears of forks while its arrays are used
+        self._below: WeakSet[Lifetime] = WeakSet()  # weak: what is closed still gets forks while its arrays are used
         self._listeners: list[tuple[Event, Callable[..., object]]] = []
 
     def child(self, when_closed: str | None = None) -> Lifetime:
-        """Return the lifetime of something that belongs to this, and hears of its forks.
+        """Return the lifetime of something that belongs to this, and is notified of its forks.
 
         Args:
             when_closed: as for the class; None: as for this.

@@ -37,7 +37,7 @@ _LOOK_EVERY_S = 1.0
 def announce(text: bytes) -> int | None:
     """Let the descendants of this process read a text, for as long as it lives or until the returned file is closed.
 
-    It is a file in memory that this process holds open, so nothing is left of it afterwards, and it reaches descendants
+    It is a file in memory that this process holds open, so it ends with the process, and it reaches descendants
     whatever started them. None: a system without such files, where descendants find nothing.
     """
     try:
@@ -114,7 +114,7 @@ def _state(pid: int) -> str:
 
 
 class Forked:
-    """Processes that this one forks at one moment: made before the fork, and then told on which side it is."""
+    """Processes that this one forks at one moment: made before the fork; each side then records which one it is."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

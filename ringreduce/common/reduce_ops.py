@@ -11,7 +11,7 @@
 (1) summed in 64 bits, so that averaging int8 cannot overflow; 64-bit integers wrap around like their sum.
 (2) a NaN on any rank gives NaN; complex numbers are ordered like NumPy's: by real, then by imaginary part.
 
-float16 and bfloat16 are accumulated in float32 and rounded once where the ranks' values meet in one place
+float16 and bfloat16 are accumulated in float32 and rounded once where one rank adds up all ranks' values
 (within a node), and travel as float32 between nodes.
 """
 

@@ -101,7 +101,7 @@ class InOrder:
         self._name, self._lifetime = name, lifetime
         self._threads = threads
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # held by whoever runs a call; taken in the order of the calls
+        self._turn = threading.Lock()  # held while a call runs; taken in the order of the calls
         self._pending = 0
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

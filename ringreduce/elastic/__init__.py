@@ -1,4 +1,4 @@
-"""Training that outlives a change of its ranks: what is kept, when, and how it goes on. Knows no framework."""
+"""Elastic training, in any framework: states, their commits, and the loop that restores them when the ranks change."""
 
 from ringreduce.elastic.loop import run, run_fn
 from ringreduce.elastic.state import HostsUpdatedInterrupt, ObjectState, State

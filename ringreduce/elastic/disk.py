@@ -1,4 +1,4 @@
-"""The commits of a state on disk, for a job that begins again with them: what all ranks do together for that."""
+"""The commits of a state on disk, from which a later job resumes: what all ranks do together for that."""
 
 from __future__ import annotations
 

@@ -125,10 +125,10 @@ class OwnStateHandler(StateHandler):
 class HandlingState(ObjectState):
     """Attributes: a `StateHandler` keeps those that are objects with a state; the others are kept by value.
 
-    When the program assigns another object to an attribute, that one is kept.
+    When the program assigns another object to an attribute, the state keeps that one.
 
     Args:
-        **kwargs: the attributes; those that are None are left out.
+        **kwargs: the attributes; None: skipped.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -141,22 +141,22 @@ class HandlingState(ObjectState):
         super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
 
     def keep_in_memory(self, every: int) -> None:
-        """Copy the weights, and what optimizers keep of them, in every so many commits, and not in each.
+        """Copy the weights, and the state of optimizers, only in each ``every``-th commit.
 
-        The commits between copy everything else. They count on it that nothing but a step of an optimizer in the state
-        changes weights. After a death, training goes on from the last commit if one of the ranks that are left has not
-        stepped since, as its weights are those of the commit still: the step that was cut short is repeated. If all
-        have, training goes back to the last whole copy. The first commit copies everything, and so does the first
-        after an object was assigned.
+        The commits between copy everything else, and rely on only the optimizers of the state changing weights, in
+        their steps. After a failure, training goes on from the last commit if one of the survivors has not stepped
+        since, as its weights are still those of the commit: the interrupted step is repeated. If all have, training
+        goes back to the last whole copy. The first commit copies everything, and so does the first after an object was
+        assigned.
 
         Args:
-            every: how many commits there are to one that copies everything; those that go to disk do, too. Must agree
-                on all ranks.
+            every: copy everything in one of so many commits; commits to disk copy everything, too. Must agree on all
+                ranks.
 
         Raises:
             ConfigError: it is not a positive whole number; there is no optimizer in the state, or one that does not
-                tell when it steps; or a handler has a `save` of its own and no `copy_small`. Also where such an object
-                is given to the state later.
+                report its steps; or a handler overrides `save` and not `copy_small`. Also raised where such an object
+                is assigned later.
         """
         every = whole_number("every", every, 1)
         if every > 1:
@@ -164,17 +164,16 @@ class HandlingState(ObjectState):
         self._whole_every = every
 
     def keep_on_disk(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 3) -> int | None:
-        """Write commits to a folder from now on, and begin with the last one that is there whole. Collective.
+        """Write commits to a folder from now on, and load the last whole commit that is there. Collective.
 
-        Rank 0 reads and writes what is common to the ranks, beside the training; what each has of its own
-        (`ringreduce.training.generators.Generators`), each reads and writes. Where a commit is truncated or was
-        changed, an error is logged that names it, and the one before it is used. See `ringreduce.elastic.CommitStore`
-        for what is in the folder.
+        Rank 0 reads and writes what the ranks have in common, in the background; each rank reads and writes what is its
+        own (`ringreduce.training.generators.Generators`). If a commit is truncated or was changed, an error that names
+        it is logged, and the commit before it is used. `ringreduce.elastic.CommitStore` says what is in the folder.
 
         Args:
             folder: the same on all ranks; made if need be. Ranks of all machines see it, if parts of their own count.
-            every: how many commits there are to one that is written. A commit for which there was no time is left out.
-            keep: how many stay.
+            every: write one of so many commits. A commit is skipped while the one before is still being written.
+            keep: how many commits stay on disk.
 
         Returns:
             The number of the commit with which training begins; None: there is none.
@@ -315,7 +314,7 @@ class HandlingState(ObjectState):
             self.save()
             self._whole = number
         else:
-            self._small = None  # what it says is gone once the first handler has noted something new
+            self._small = None  # invalid once the first handler has noted something new
             handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
             self._small, self._own = (handlers, self._copied_values()), {}
         self._commits = number
@@ -335,7 +334,7 @@ class HandlingState(ObjectState):
             raise
 
     def reset(self) -> None:
-        """Let all handlers prepare for the ranks there are now: divide what is left of the epoch, rejoin."""
+        """Let all handlers prepare for the new ranks: divide the rest of the epoch, rejoin."""
         for handler in self._handlers.values():
             handler.reset()
 
@@ -378,7 +377,7 @@ def _audit(number: int, handlers: Mapping[str, StateHandler]) -> None:
     """Record what was committed."""
     hashes = {}
     for name, handler in handlers.items():
-        # The indices that a sampler holds are many, and tell nothing of the model.
+        # The indices that a sampler holds are many, and say nothing about the model.
         if handler._saved is None or handler.own or isinstance(handler, SamplerStateHandler):
             continue
         try:

@@ -1,4 +1,4 @@
-"""The loop around elastic training: synchronise, train, and after a change of the ranks begin again."""
+"""The loop of elastic training: synchronise, train, and repeat both after a change of the ranks."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ T = TypeVar("T")
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Decorate a training function that takes a `State` first, so that it is called again when the ranks change.
 
-    Before each call the state is synchronised, unless the ranks that are there hold the same state already. When hosts
-    come or go, the function is called again with the state as it is; when a rank is lost, with what was committed last.
-    In between ringreduce is shut down and started anew, and the state's reset callbacks are called. What is no change
-    of the ranks (a mismatch, a wrong argument) is the program's and goes to the caller, and so does what comes a fourth
-    time without a commit in between.
+    Before each call the state is synchronised, unless all ranks hold the same state already. When hosts are added or
+    removed, the function is called again with the state as it is; when a rank has failed, with the last commit. In
+    between ringreduce is shut down and started again, and the state's reset callbacks are called. Errors that are no
+    change of the ranks (a mismatch, a wrong argument) are raised to the caller, and so is the fourth error without a
+    commit in between.
 
-    Under ``ringreduce run`` with options by which the job grows, other hosts take another job: this one commits, ends
-    once that is on disk, with status 0 and whatever comes after the training left out, and the next one begins with it
-    through ``keep_on_disk``.
+    Under ``ringreduce run`` with options by which the job grows, new hosts need a new job: this one commits, exits with
+    status 0 once the commit is on disk, without running what follows the training, and the next job begins with that
+    commit through ``keep_on_disk``.
 
-    The new world is that of ``init()`` without arguments; process sets can be registered anew in a reset callback.
+    The new world is that of ``init()`` without arguments; a reset callback can register process sets again.
 
     A job survives the death of a rank under ``ringreduce run --elastic``, or Open MPI's ``mpirun --with-ft ulfm``; any
-    other launcher ends it. The ranks that are left get new numbers, those with the latest commit first, and go on. A
-    rank that does not come within the time limit counts as lost there, too, and in the end all ranks meet.
+    other launcher ends it. The survivors are renumbered, those with the latest commit first, and go on. A rank that
+    does not come within the time limit counts as failed there, too. At the end all ranks wait for each other.
     """
     return _repeated(func, _reconnect)
 
 
 def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) -> Callable[Concatenate[S, P], T]:
-    """Do what `run` does, with a function of one's own that connects the ranks anew.
+    """Do what `run` does, with the caller's function to reconnect the ranks.
 
     Args:
         func: what to call with a state.
@@ -142,7 +142,7 @@ def _end_for_next_job(state: State) -> NoReturn:
 
 
 def _warn_of_srun() -> None:
-    """Say what ranks are started with that are to go on without dead ones, where srun has started them."""
+    """Warn, where srun has started the ranks, that they cannot survive a death; say which launcher lets them."""
     launcher = launch().launcher
     if launcher is not None and launcher.name == "srun" and runtime.is_initialized() and runtime.rank() == 0:
         _log.warning(
@@ -153,7 +153,7 @@ def _warn_of_srun() -> None:
 
 
 def _part() -> None:
-    """Meet the others once all have trained to the end: until then, one that loses a rank needs them."""
+    """Wait until all ranks have trained to the end: until then, they may have to recover together."""
     if launch().survives_deaths and runtime.is_initialized():
         runtime.barrier()
 
@@ -165,7 +165,7 @@ def _reconnect(state: State, failure: CollectiveError | None) -> bool:
         return False
     before = runtime.size()
     _log.warning("a rank of %d may be lost, and the others go on from commit %d: %s", before, state._commits, failure)
-    while True:  # each time, one more has died
+    while True:  # each time, another rank has failed
         try:
             runtime.go_on(failure, state._commits)
         except PeerLostError as another:
@@ -191,7 +191,7 @@ def _require_limits(failure: CollectiveError) -> None:
 
 
 def _behind(error: Exception) -> CollectiveError | None:
-    """Return the failure that a framework has turned into this error: what it passes on from C++ has lost its type."""
+    """Return the failure from which a framework has made this error: passing it through C++ has changed its type."""
     failure = runtime.failure()
     passed_on = isinstance(error, RuntimeError) and not isinstance(error, RingReduceError)
     return failure if passed_on and isinstance(failure, CollectiveError) else None
@@ -199,6 +199,6 @@ def _behind(error: Exception) -> CollectiveError | None:
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:
     if launch().survives_deaths and isinstance(error, (TransportError, CollectiveTimeoutError)):
-        return True  # who has given up, or does not come, is left behind, unless it comes to begin anew as well
+        return True  # a rank that has given up or does not come is excluded, unless it comes to recover, too
     # The base class alone: programs raise it, under Horovod's name for it, to say so.
     return isinstance(error, PeerLostError) or type(error) is CollectiveError

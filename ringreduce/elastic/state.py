@@ -1,4 +1,4 @@
-"""What training keeps, to go on from when the ranks change."""
+"""States: what elastic training commits, restores and synchronises when the ranks change."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class State:
         self._commits = 0
 
     def save(self) -> None:
-        """Take a copy of everything, in this process's memory."""
+        """Copy everything, in this process's memory."""
         raise NotImplementedError  # subclasses know how
 
     def restore(self) -> None:
-        """Go back to the copy that was taken last."""
+        """Load the last copy."""
         raise NotImplementedError  # subclasses know how
 
     def sync(self) -> None:
@@ -82,7 +82,7 @@ class State:
         """Prepare for other ranks than before; called when they are connected. Does nothing unless overridden."""
 
     def commit(self) -> None:
-        """Take a copy, then look whether the hosts have changed; as often as it may cost that much. Collective.
+        """Take a copy, then check whether the hosts have changed. Costs a copy of the state. Collective.
 
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
@@ -99,7 +99,7 @@ class State:
         return False
 
     def check_host_updates(self) -> None:
-        """Look whether rank 0 has heard that the hosts have changed. Collective.
+        """Check whether the launcher has announced to rank 0 that the hosts have changed. Collective.
 
         Under ``ringreduce run``, which starts a new job on other hosts, a state that does not outlive this job, or is
         trained on another thread than the main one, logs an error, once, and goes on; and once the ranks may change no
@@ -157,7 +157,7 @@ class State:
 
 
 def _may_begin_again() -> bool:
-    """Return whether the ranks may change once more; asked here, as the launcher hears of recoveries too late."""
+    """Return whether the ranks may change once more; checked here, as the launcher learns of recoveries too late."""
     most = launch().reset_limit
     return most is None or runtime.recoveries() < most
 

@@ -74,7 +74,7 @@ class CommitStore:
             self._changed.wait_for(lambda: not self._writing)
 
     def prepare(self) -> None:
-        """Make the folder, and remove what writers have left who died in the midst.
+        """Make the folder, and remove the partial commits of writers that have died.
 
         Raises:
             OSError: the folder cannot be used, belongs to another user, or others may write to it.

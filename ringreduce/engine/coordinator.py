@@ -1,27 +1,27 @@
 """Which named operations run, and in which order: state machines without thread or clock.
 
-Ranks submit operations in any order. Every rank has a `Participant`, which tells the `Coordinator` what its rank has
-submitted; the coordinator, on rank 0 of the process set, matches operations by name and tells all ranks what to do.
-What both say depends only on what they hear, so that a test can play every interleaving.
+Ranks submit operations in any order. Every rank has a `Participant`, which sends the `Coordinator` notes of what its
+rank has submitted; the coordinator, on rank 0 of the process set, matches operations by name and sends its decisions
+to all ranks. What both send depends only on what they receive, so that a test can play every interleaving.
 
 * A participant sends a name that is new to it in full, with the operation's signature. The coordinator compares the
-  signatures that it gets under one name. Once all ranks have sent it, it tells them to run the operation, or to refuse
-  it. All ranks run operations in the order in which the coordinator says so.
+  signatures that it gets under one name. Once all ranks have sent it, they run the operation, or refuse it, as the
+  coordinator decides. All ranks run operations in the order of its decisions.
 * A name that comes again gets a number, and travels as that number from then on. Names that are used once
   (``f"loss {step}"``) leave nothing behind.
 * Fusible operations that the coordinator's own program submits between two waits become a group: the plan follows from
   the order of the program, not from timing. A participant holds back the operations of a group until the program has
   submitted all of them or waits for one, and then announces them together. A group that all ranks announced travels as
   one; if a rank did not, each of its operations travels alone. So what travels together does not depend on timing.
-* Reductions run without the ranks that have joined. The signature tells those what they need to know to take part with
-  neutral elements.
+* Reductions run without data of the ranks that have joined. These take part with neutral elements, for which the
+  signature says all they need.
 * A rank that cannot make a call submits a refusal under its name, and all ranks refuse the operation.
 * A speculative operation may be submitted by some ranks only: no rank waits for it, and it can be withdrawn until it
   runs.
 * Operations without a name share one name for each kind, under which they match in order.
 
-If a rank does not submit an operation within the time limit, everything ends: it may be late or have left the call out,
-and nobody knows which of its next operations belong to the others'.
+If a rank does not submit an operation within the time limit, all operations end: it may be late or have skipped the
+call, and then its next operations may not match the others'.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Coordinator:
         self._over = False  # a rank takes part in nothing any more, or did not come: nothing can run then
 
     def receive(self, rank: int, note: Note, now: float = 0.0) -> list[Note]:
-        """Return what to tell all ranks, in this order, now that a rank has said this.
+        """Take a note of a rank; return the notes to send to all ranks, in this order.
 
         Args:
             rank: who says it.
@@ -130,12 +130,12 @@ class Coordinator:
         return found
 
     def stalled(self, waiting: Waiting, now: float) -> Note:
-        """Return what to tell all ranks about an operation, or a join, that has waited for long."""
+        """Return the note to all ranks about an operation, or a join, that has waited for long."""
         name, since, present, missing, is_join = waiting
         return ["stalled", name, missing, now - since, present[0], is_join]
 
     def expire(self, waiting: Waiting, now: float) -> Note:
-        """Give up an operation, or a join, and all others with it; return what to tell all ranks."""
+        """Give up an operation, or a join, and all others with it; return the note to all ranks."""
         name, since, present, missing, is_join = waiting
         others = [each for each in self.waiting() if each.name != name]
         instead = {rank: each.name for each in reversed(others) for rank in missing if rank in each.present}
@@ -145,7 +145,7 @@ class Coordinator:
     # ---- claims ----
 
     def _receive_number(self, rank: int, number: int, now: float) -> list[Note]:
-        """Record that a rank has submitted the operation or group of a number; return what to tell all ranks."""
+        """Record that a rank has submitted the operation or group of a number; return the notes to all ranks."""
         ranks = self._whole.get(number)
         if ranks is None:
             names = self._names[number]
@@ -309,7 +309,7 @@ class Coordinator:
 
     def _withdraw(self, rank: int, name: str) -> list[Note]:
         self._open(name)
-        if rank not in self._claims.get(name, ()):  # it has run, which this rank will hear before long
+        if rank not in self._claims.get(name, ()):  # it has run, and this rank will get that note before long
             return []
         self._take(name, [rank])
         return [["withdrawn", rank, name]]

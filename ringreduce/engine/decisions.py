@@ -1,4 +1,4 @@
-"""What ranks say about operations: signatures and notes; and what the coordinator decides."""
+"""What ranks send each other about operations: signatures and notes; and what the coordinator decides."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Withdrawn(NamedTuple):
 
 
 class Detached(NamedTuple):
-    """A rank takes part in nothing any more, so nothing can run."""
+    """A rank takes part in no further operation, so nothing can run."""
 
     rank: int
     why: AbortReason

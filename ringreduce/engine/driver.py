@@ -178,7 +178,7 @@ class Driver:
 
     def _wait_for_turn(self, operation: Operation) -> bool:
         """Wait until this thread drives (return True), or the operation is done (return False)."""
-        # Tried with the lock held, as a thread that stops driving holds it when it tells the waiters so.
+        # Tried with the lock held, as a thread that stops driving holds it when it notifies the waiters.
         with self._pending.lock:
             while not operation.done:
                 if not self._pending.lifetime.closed and self._turn.acquire(blocking=False):

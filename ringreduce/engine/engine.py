@@ -29,7 +29,7 @@ class Engine:
     Args:
         communicator: carries the operations out; used by nobody else. Closed with the engine.
         channel: carries what the ranks say to each other about them; used by nobody else. Closed with the engine.
-        find_failed: returns the error about a rank that is gone, given what this one does; None if none is.
+        find_failed: returns the error about a rank that has failed, given what this one does; None if none has.
         threads: whether a progress thread may run operations. If not, they run only while the program waits for one.
         clock: in seconds; it does not go back.
 
@@ -97,10 +97,10 @@ class Engine:
                 raise error
 
     def refuse(self, refusal: Refusal) -> None:
-        """Let the other ranks hear of a call that this one cannot make; returns at once.
+        """Notify the other ranks of a call that this one cannot make; returns at once.
 
         It is submitted like the call, so that the next call of this name belongs to the others' next one. Where nothing
-        can be submitted any more there is nobody to tell.
+        can be submitted any more it does nothing.
         """
         with suppress(RingReduceError):
             self.submit(refusal, unique=False)
@@ -128,7 +128,7 @@ class Engine:
     def withdraw(self, operations: Sequence[Operation]) -> None:
         """Withdraw speculative operations; returns at once, and takes no lock, for finalizers.
 
-        Those that all ranks have submitted when the coordinator hears of it run all the same. Once an operation is
+        Those that all ranks have submitted when the coordinator gets the note still run. Once an operation is
         done, `Operation.withdrawn` says whether it was withdrawn.
         """
         self._pending.inbox.append(Withdrawal(operations))
@@ -239,7 +239,7 @@ class ReentrancyGuard:
 
 
 def _is_below(frame: FrameType, top: FrameType | None) -> bool:
-    """Return whether a frame still runs. One that entered and never left was ended by a signal handler's error."""
+    """Return whether a frame still runs. One that has begun and not ended was ended by a signal handler's error."""
     while top is not None:
         if top is frame:
             return True

@@ -1,4 +1,4 @@
-"""The exchange of notes between the ranks: what this rank tells, and what is decided for all."""
+"""The exchange of notes between the ranks: what this rank sends, and what is decided for all."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _PACKED_NBYTES = 32 << 10  # up to here two copies, through a buffer that is use
 
 
 class RefusedError(Exception):
-    """This rank cannot run an operation, and has told the others so in a collective.
+    """This rank cannot run an operation, and has notified the others in a collective.
 
     Attributes:
         reason: the error that says why.
@@ -332,7 +332,7 @@ class Gather(Operation):
 
 
 def contribute_neutral(executor: Executor, run: Run) -> None:
-    """Take part, with neutral elements, in operations that this rank, which has joined, has not submitted."""
+    """Take part in operations that other ranks have submitted after this one joined, with neutral elements."""
     signature = run.operations[0].signature
     if signature.kind is Kind.GATHER:
         for name, length in signature.counts:

@@ -57,7 +57,7 @@ class Participant:
         self._has_waited = True  # since the last submission
 
     def submit(self, name: str, signature: OperationSignature) -> list[Note]:
-        """Return what to tell the coordinator when the program submits an operation."""
+        """Return the notes to the coordinator when the program submits an operation."""
         if self._has_waited:  # only then: a group whose first operations are submitted already would break
             self._has_waited = False
             if self._unused:
@@ -86,7 +86,7 @@ class Participant:
         return notes
 
     def wait(self) -> list[Note]:
-        """Return what to tell when the program waits; gives up the groups that it has begun."""
+        """Return the notes to send when the program waits; gives up the groups that it has begun."""
         self._has_waited = True
         notes: list[Note] = []
         for group in list(self._held):
@@ -101,15 +101,15 @@ class Participant:
         return notes
 
     def join(self) -> list[Note]:
-        """Return what to tell when the program submits nothing more until all ranks have joined."""
+        """Return the notes to send when the program submits nothing more until all ranks have joined."""
         return [*self.wait(), ["join"]]
 
     def withdraw(self, name: str) -> list[Note]:
-        """Return what to tell when the program withdraws a speculative operation."""
+        """Return the notes to send when the program withdraws a speculative operation."""
         return [["withdraw", name]]
 
     def detach(self, why: AbortReason) -> list[Note]:
-        """Return what to tell when this rank takes part in nothing any more."""
+        """Return the notes to send when this rank takes part in no further operation."""
         return [["detach", tuple(why)]]
 
     def receive(self, note: Note) -> Decision | None:

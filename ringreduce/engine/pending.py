@@ -19,7 +19,7 @@ class PendingOperations:
     """Adds, finds and ends the operations of a rank.
 
     Args:
-        instruments: the observers, which are told of each operation.
+        instruments: the observers, which are notified of each operation.
         lifetime: of the engine.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What an engine does while a thread drives it: reads what the program and other ranks say, does what is decided."""
+"""What an engine does while a thread drives it: reads submissions and notes, and carries out decisions."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ class Progress:
         self._find_failed = find_failed
         self._clock = clock
         self._intact = False  # whether `end` came before any failure
-        self._lost: Detached | None = None  # a rank that takes part in nothing any more: nothing can run then
+        self._detached: Detached | None = None  # a rank that takes part in nothing any more: nothing can run then
         self._methods: dict[type[Decision], Callable[[Any], None]] = {
             Run: self._run,
             Refuse: self._refuse,
             Joined: self._end_join,
             Withdrawn: self._end_withdrawn,
             Late: self._count_late,
-            Detached: self._lose,
+            Detached: self._on_detached,
             Expired: self._expire,
             Stalled: self._warn,
         }
@@ -138,8 +138,8 @@ class Progress:
             else:
                 moved = True
                 notes += self._read(did)
-        if self._lost is not None:
-            self._lose(self._lost)
+        if self._detached is not None:
+            self._on_detached(self._detached)
         elif notes:
             self._exchange.send(notes)
         return moved
@@ -233,12 +233,13 @@ class Progress:
         if self._instruments.observers:
             self._instruments.notify("rank_was_late", late.rank, late.seconds, self._pending.tally.batches)
 
-    def _lose(self, lost: Detached) -> None:
+    def _on_detached(self, detached: Detached) -> None:
         """End all operations: they need a rank that takes part in nothing any more."""
-        self._lost = lost
-        hint = " (a rank that has no more data calls join(), and the others go on without it)" * (not lost.why.reason)
+        self._detached = detached
+        why = detached.why
+        hint = " (a rank that has no more data calls join(), and the others go on without it)" * (not why.reason)
         for each in self._pending.take_all():
-            self._pending.end([each], lost.why.error(lost.rank, f"this rank waits for {each.title}{hint}"))
+            self._pending.end([each], why.error(detached.rank, f"this rank waits for {each.title}{hint}"))
 
     def _expire(self, expired: Expired) -> None:
         missing, present = name_ranks(list(expired.missing)), name_ranks(list(expired.present))
@@ -273,7 +274,7 @@ class Progress:
     # ---- the end of everything ----
 
     def end(self) -> None:
-        """End everything in a `ShutdownError`; unless a failure has ended it before, let the other ranks know."""
+        """End all operations in a `ShutdownError`; unless a failure has ended them before, notify the other ranks."""
         self._intact = self._pending.lifetime.failure is None
         ended = self._end_all(ShutdownError("ringreduce was shut down while the operation was under way"))
         if self._intact:
@@ -286,7 +287,7 @@ class Progress:
             self._exchange.close()
 
     def fail(self, error: BaseException) -> None:
-        """End everything, here and on the other ranks: what the ranks have under way is no longer known."""
+        """End all operations, here and on the other ranks: which of them are under way is no longer known."""
         if self._pending.lifetime.failure is None:
             with self._pending.lock:
                 self._pending.lifetime.fail(error)
@@ -306,7 +307,7 @@ class Progress:
         return operations
 
     def _detach(self, why: AbortReason) -> None:
-        """Let the others know that this rank takes part in nothing any more, also those that wait for its data."""
+        """Notify the others that this rank takes part in no further operation, also those that wait for its data."""
         try:
             self._exchange.detach(why)
         finally:
@@ -317,8 +318,8 @@ class Progress:
 
     def _check_timeouts(self, now: float) -> None:
         """Warn about operations that wait for long; end those that have waited for too long."""
-        if self._pending.count and (lost := self._find_failed(self._waits_for())) is not None:
-            raise lost
+        if self._pending.count and (failed := self._find_failed(self._waits_for())) is not None:
+            raise failed
         self._exchange.check_timeouts(now)
         silent_s = now - self.news_s
         if silent_s > self._communicator.config.timeout_s + _GRACE_S and self._expects_answer():

@@ -45,7 +45,7 @@ _WHOLE = "arrays go through host memory, whole"
 #: What carries out an allreduce of arrays in device memory unless the user asks for something else.
 STAGED = Choice("staged", Staging, _THROUGH_HOST)
 
-#: What can be asked for besides, as values of RINGREDUCE_GPU -> in words, and what the ranks meet under to set it up.
+#: What can be asked for besides, as values of RINGREDUCE_GPU -> in words, and the text of the rendezvous to set it up.
 _NAMES = {NCCL: "NCCL", "mpi": "CUDA-aware MPI"}
 _FIRST_USE = {
     asked: Signature.of(f"the first use of {name}: an allreduce of arrays in device memory")
@@ -58,7 +58,7 @@ class Gpu:
 
     Args:
         context: the ranks.
-        state: hears of what fails while they set up NCCL or CUDA-aware MPI.
+        state: gets the errors of setting up NCCL or CUDA-aware MPI.
 
     Attributes:
         drivers: returns the driver of a GPU by its ordinal, of the current one for None.
@@ -262,7 +262,7 @@ class Gpu:
     def close(self) -> None:
         """Give everything back. On all ranks, in any order, after which they call nothing here.
 
-        What the GPU was given is waited for, but not for ever: it may wait for a rank that is gone.
+        What the GPU was given is waited for, but not for ever: it may wait for a rank that has failed.
 
         Raises:
             TransportError: the GPU has failed.

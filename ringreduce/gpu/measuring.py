@@ -46,7 +46,7 @@ class CupyTools:
         return self._cupy.empty(nbytes, "uint8")
 
     def ready(self) -> None:
-        """Return when the current stream has nothing left to do."""
+        """Return when the current stream is idle."""
         self._cupy.cuda.get_current_stream().synchronize()
 
     def time(self, call: Callable[[], object]) -> float:

@@ -3,8 +3,8 @@
 NCCL waits without limit for ranks that do not come, so the ranks first make sure, over messages, that each of them can
 come. A rank that fails all the same leaves the others waiting in a thread, up to a limit.
 
-The ranks meet on the host first, as a collective that not all of them call would never end on the GPU. The rest is
-enqueued on the caller's stream. What NCCL cannot know about a peer that is lost, the meeting of the next call finds
+A rendezvous on the host comes first, as a collective that not all ranks call would never end on the GPU. The rest is
+enqueued on the caller's stream. NCCL does not notice that a peer has failed; the rendezvous of the next call does
 out; kernels that wait for the peer are ended then.
 
 The order of summation is NCCL's: all ranks get the same bits, which depend on the number of ranks and the size, and
@@ -116,7 +116,7 @@ def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -
         if made.set_running_or_notify_cancel():
             made.set_result(ranks)
         else:
-            with suppress(TransportError):  # nobody is there to hear of it
+            with suppress(TransportError):  # no other rank may be there
                 ranks.abort()  # left to Python, it would wait for all the others once more
 
     threading.Thread(target=connect, name="ringreduce nccl", daemon=True).start()
@@ -276,7 +276,7 @@ class Nccl:
         self.version = int(_ask(library.get_version))
 
     def unique_id(self) -> bytes:
-        """Return what ranks find each other by; one of them asks, and tells the others."""
+        """Return what ranks find each other by; one of them asks, and sends it to the others."""
         made = _ask(self._library.get_unique_id)
         # Bytes since CuPy 14, a tuple of C's chars before, which have a sign on some machines.
         return made if isinstance(made, bytes) else bytes(each & 0xFF for each in made)

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 _SEGMENT_NBYTES = 4 << 20
 _SLOTS = 4
 #: Pinned memory for whole arrays is kept up to this size. Larger arrays travel through memory that is not pinned:
-#: pinning takes longer than one slow copy, and what is pinned is lost to everybody else.
+#: pinning takes longer than one slow copy, and pinned memory is not available to other programs.
 _KEPT_NBYTES = 64 << 20
 #: Up to this size there are two pieces of pinned memory that calls take in turn, so that a call need not wait for the
 #: last one's copy up: of the many arrays of a model, most are smaller.
@@ -157,7 +157,7 @@ class Staging:
 
         Args:
             source: read after what its stream holds now.
-            target: written before what its stream will hold; may be ``source``, and then so is what is lent.
+            target: written before what its stream will hold; may be ``source``, and then so is what is returned.
             fetch: whether the source's content is wanted.
             store: whether the target gets what is there at the end; it does not after an error.
         """
@@ -262,7 +262,7 @@ class _HostBlock:
         return flat.reshape(shape)
 
     def fetch(self, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy from the GPU once what was sent from here is gone."""
+        """Copy from the GPU once the sends from here are complete."""
         if self._in_use:
             self._driver.wait(stream, self.sent)
         self._driver.copy(self._address, source, nbytes, stream)

@@ -1,1 +1,1 @@
-"""Starts ranks: hosts, allocations, the mpirun that is there, restarts."""
+"""Starts ranks: hosts, allocations, the installed mpirun, restarts."""

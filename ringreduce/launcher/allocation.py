@@ -33,7 +33,7 @@ class Allocation:
 
     @classmethod
     def find(cls, environ: Mapping[str, str]) -> Allocation | None:
-        """Return the allocation that the environment tells of; None: there is none.
+        """Return the allocation that the environment describes; None: there is none.
 
         Args:
             environ: the variables that the scheduler has set.

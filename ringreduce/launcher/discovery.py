@@ -1,4 +1,4 @@
-"""A script that says which hosts a job may use, asked again and again beside the job."""
+"""A script that prints which hosts a job may use, run repeatedly beside the job."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Discovery:
 def _output(script: str) -> str:
     """Return what a script prints.
 
-    If that takes too long, it is killed with what it has started, but for what has left its session.
+    If that takes too long, it and the processes of its session are killed.
     """
     # Its standard error is this process's, for the user to see.
     process = subprocess.Popen([script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
@@ -72,7 +72,7 @@ def _output(script: str) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        process.stdout.close()  # which what has left the session may hold for ever
+        process.stdout.close()  # processes outside of the session may hold it for ever
         raise
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, script)

@@ -1,4 +1,4 @@
-"""What a job that has failed says last: the words of the rank that failed, out of all that was written."""
+"""The message of a failed job: that of the rank that failed, found in the output of all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["KEPT_NBYTES", "Failure", "find", "find_in_files", "find_killed"]
 KEPT_NBYTES = 1 << 16
 
 _PREFIX = re.compile(r"\[([0-9]+)\](?:<std(?:err|out)>:)? ?")
-#: What a rank says that ends the job; see `ringreduce.runtime.termination`. Ranks that only find it gone say "ends:".
+#: What a rank says that ends the job; see `ringreduce.runtime.termination`. Ranks that only notice its end say "ends:".
 _ENDING = re.compile(r"ringreduce: rank ([0-9]+) of [0-9]+ .*; ending the job")
 _OTHER = re.compile(r"ringreduce: |-{20,}|Abort\([0-9]+\) on node|Fatal error in |=+$|\x1e")
 _TRACEBACK = "Traceback (most recent call last):"
@@ -114,7 +114,7 @@ def _block(lines: Sequence[tuple[int | None, str]], first: int, traceback_at: in
         if _OTHER.match(line) or (is_message and not _GOES_ON.match(line)):
             break
         taken.append(line)
-        is_message = not _GOES_ON.match(line)  # the error itself stands at the beginning of its line
+        is_message = not _GOES_ON.match(line)  # the error itself is at the beginning of its line
     while taken and not taken[-1].strip():
         taken.pop()
     return "\n".join(taken)

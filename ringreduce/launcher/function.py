@@ -42,7 +42,7 @@ _WRONG_USE = 2
 #: still be writing files in exit handlers.
 _AFTER_FAILURE_S = 5.0
 _AFTER_SUCCESS_S = 60.0
-#: What it gets once it is told to end, before it is killed.
+#: How long it has to end after it was asked to, before it is killed.
 _TO_END_S = 5.0
 
 
@@ -260,7 +260,7 @@ def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pa
 
 
 def _results(folder: Path, size: int | None, status: int) -> list[Any]:
-    """Return what the ranks left in the folder, or raise what the first that failed did.
+    """Return what the ranks wrote to the folder, or raise the error of the first that failed.
 
     Args:
         folder: where they are; files begin with the number of the job, as one that grows is several, and the rank.

@@ -1,6 +1,6 @@
-"""Which hosts a job may use, how many ranks it starts there, and when it is time to begin again on others.
+"""Which hosts a job may use, how many ranks it starts there, and when it should restart on others.
 
-Nothing in here does anything: all follows from what was seen, and from the time.
+These are pure functions of what was observed and of the time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Hosts:
     Attributes:
         listed: how many slots there are.
         living: how many ranks live.
-        deaths: when ranks have died.
+        deaths: when ranks have died, in seconds of the clock.
         places: the hosts of the ranks of the job, as mpirun fills them: in their order.
     """
 
@@ -140,7 +140,7 @@ class Hosts:
         return "; ".join(reasons)
 
     def failing_said(self, policy: SizePolicy, now: float) -> str:
-        """Return which listed hosts are not used anew, and for how long, in words; empty: all are."""
+        """Return which listed hosts are not used again yet, and for how long, in words; empty: all are."""
         said = []
         for host in filter(lambda host: self.is_failing(host, policy, now), self.listed):
             deaths = self.deaths[host]

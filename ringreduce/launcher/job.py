@@ -1,4 +1,4 @@
-"""One mpirun: its standard error, what its ranks say in there that is for the launcher, and its end."""
+"""One mpirun: its standard error, the marks that its ranks write there for the launcher, and its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 1.0
 #: What mpirun gets to end, once it is asked to, before it is killed with its ranks: it gives these two seconds.
 _TO_END_S = 15.0
 
-#: The shell that starts a rank where others live on without it. Open MPI tells them of deaths by a signal alone, so any
+#: The shell that starts a rank where others survive it. Open MPI reports only deaths by a signal to them, so any
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
 SUPERVISOR = (
     *("sh", "-c"),
@@ -78,8 +78,8 @@ class Mark(NamedTuple):
 
     Attributes:
         what: of the shell: ``"has begun"``, ``"has ended well"``, ``"has died"``; of the rank: ``"is connected"``, to
-            the others by MPI, which tells it of deaths; ``"begins again"``: what it has done is on disk, and it ends
-            for a job on other hosts; ``"has gone on"`` without some of the others.
+            the others by MPI, which reports deaths to it; ``"begins again"``: its commit is on disk, and it ends for a
+            job on other hosts; ``"has gone on"`` after some of the others have failed.
         rank: which.
         host: on which it runs, by its name there.
     """
@@ -159,7 +159,7 @@ class Job:
     Args:
         line: its command line.
         environment: of its ranks.
-        on_mark: is told of marks.
+        on_mark: called with each mark.
         verbose: whether mpirun's own notices of failures are shown.
 
     Attributes:
@@ -224,7 +224,7 @@ class Job:
         return status if status >= 0 else 128 - status
 
     def signal_ranks(self) -> None:
-        """Have mpirun tell all ranks that the hosts have changed; not before all have begun."""
+        """Have mpirun signal to all ranks that the hosts have changed; not before all have begun."""
         self._process.send_signal(signal.SIGUSR2)
 
     def end(self) -> None:
@@ -300,7 +300,7 @@ class Job:
     def _show(self, text: bytes) -> None:
         if text:
             self._ended_line = text.endswith(b"\n")
-            with suppress(OSError):  # whoever read it is gone, as after `disown -h`: the ranks go on
+            with suppress(OSError):  # its reader has ended, as after `disown -h`: the ranks go on
                 sys.stderr.buffer.write(text)
                 sys.stderr.flush()
 

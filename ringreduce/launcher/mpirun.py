@@ -1,4 +1,4 @@
-"""The mpirun of the MPI library that mpi4py loads, and how it is told what to start where."""
+"""The mpirun of the MPI library that mpi4py loads, and its options for what to start where."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Mpirun:
 
     Attributes:
         path: the program; empty: there is none, and one rank runs without.
-        kind: ``"Open MPI"``, ``"MPICH"`` or ``"Intel MPI"``; empty: unknown, and told only what all understand.
+        kind: ``"Open MPI"``, ``"MPICH"`` or ``"Intel MPI"``; empty: unknown, with options of all three only.
         major: the first part of its version; 0 if that is not known.
         said: what it says of its version, shortened.
     """

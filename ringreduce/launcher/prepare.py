@@ -1,4 +1,4 @@
-"""What a job runs with on this machine, found before any rank starts: its hosts, its mpirun, its program."""
+"""What a job needs, checked before any rank starts: its hosts, its mpirun, its program."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _names_interpreter(name: str) -> bool:
     try:
         with open(name, "rb") as file:
             return file.read(2) == b"#!"
-    except OSError:  # whoever runs it will say why
+    except OSError:  # running it will show why
         return True
 
 
@@ -142,7 +142,7 @@ def _require_open_mpi(mpirun: Mpirun) -> None:
 
 
 def _require_ob1(environ: Mapping[str, str]) -> None:
-    """Raise a `ConfigError` if Open MPI is told to send messages in a way that does not survive deaths."""
+    """Raise a `ConfigError` if Open MPI is set to send messages by a transport that does not survive deaths."""
     pml, mtl = environ.get("OMPI_MCA_pml", ""), environ.get("OMPI_MCA_mtl", "")
     names = pml.removeprefix("^").split(",")
     refused = f"OMPI_MCA_pml={pml}" if pml and ("ob1" in names) is pml.startswith("^") else ""

@@ -1,4 +1,4 @@
-"""Jobs one after the other, after a failure or on other hosts; each goes on with what the last has left on disk."""
+"""Restarts a job after a failure or on other hosts; each run resumes from the last commit on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOK_EVERY_S = 1.0
 #: How long ranks have to end once the first has said that they begin again. Whatever the others do, the next job begins
 #: with what is on disk.
 _LEAVING_S = 30.0
-#: After so long without an answer, users are told what may be wrong.
+#: After so long without an answer, users see what may be wrong.
 _ANSWER_S = 30.0
 
 
@@ -32,12 +32,12 @@ class _Ranks:
 
     Attributes:
         silent: those that have not begun.
-        are_connected: whether MPI tells them of deaths.
+        are_connected: whether MPI reports deaths to them.
         any_ended_well: whether one has.
         has_no_start: whether one died before all came to `init`, which ends the job.
         leaving: when the first has said that the job begins again; None: none has.
-        asked: when they were asked first to begin again; None: they were not, or the reason is gone.
-        said: the reason that users were told last.
+        asked: when they were first asked to begin again; None: they were not, or need not any more.
+        said: the reason that users saw last.
     """
 
     silent: set[int]
@@ -112,7 +112,7 @@ class Restarts:
 
         Returns:
             Its status, which is not 0 if no rank has ended well or one died before `init`, and whether it ended
-            because this process was told to.
+            because this process got a signal to.
         """
         hosts = self._wait_for_slots()
         more = {"RINGREDUCE_RESTART": str(starts)} if starts else {}
@@ -180,7 +180,7 @@ class Restarts:
             case "begins again":
                 ranks.leaving = now if ranks.leaving is None else ranks.leaving
             case "has gone on" if ranks.leaving is not None:
-                # For these, a death came before they knew that all was on disk: the others have left.
+                # A rank failed before these knew that all was on disk: the others have ended.
                 ranks.leaving = -math.inf
             case "has gone on":
                 self._changes += 1

@@ -43,7 +43,7 @@ _INTO_FILE = (
     "ringreduce-log",
 )
 
-#: The shell that tells a rank where it is, in Horovod's variables, and becomes it. Its first argument says how many
+#: The shell that sets Horovod's variables for a rank, and becomes it. Its first argument says how many
 #: ranks the nodes have, in their order; nothing: each has as many as this one.
 _IN_HOROVODS_WORDS = (
     *("sh", "-c"),

@@ -1,1 +1,1 @@
-"""What is seen of a rank from outside: its trace, its metrics, the record of its run, what it does now and did last."""
+"""Observes a rank: trace, metrics, the record of its run, live status, flight recorder."""

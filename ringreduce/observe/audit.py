@@ -6,7 +6,7 @@ Each line has: event, world (a token that all lines of one world have), time (IS
     commit    of an elastic training, one that copies the weights; facts: number, and sha256 of models, optimizers and
               the like, by name, or why there is none
     any       what the program says itself (`ringreduce.audit`)
-    end       of a world; facts: error, null if it was shut down, or its only process has left with an exit code
+    end       of a world; facts: error, null if it was shut down, or its only process has ended with an exit code
 
 A world without an end was cut off: by SIGKILL, or with its machine. After the death of rank 0 the new one appends to
 the same path, on its machine.

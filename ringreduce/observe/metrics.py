@@ -61,7 +61,7 @@ class Metrics:
     """A snapshot of this rank's counters, over the process sets that are registered and the groups that are open.
 
     Attributes:
-        collectives: by name; those that were not called are left out.
+        collectives: by name, of those that were called.
         operations: asynchronous operations and optimizer steps that have come to an end.
         batches: in how many pieces they ran; what is fused runs in one.
         operations_s: how long those took (seconds).

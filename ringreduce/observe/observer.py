@@ -36,7 +36,7 @@ class Observer:
         recorder: what this rank does, and has done last.
         audit: the record of this run; on rank 0, if the settings ask for one.
         status: what `ringreduce top` reads, unless the settings turn it off.
-        steps, samples: how many training steps and samples the program has told of.
+        steps, samples: how many training steps and samples the program has counted.
     """
 
     def __init__(

@@ -60,10 +60,10 @@ class StatusFile:
 
     Args:
         job: which.
-        rank: this one. That of rank 0 first removes what ranks that were killed have left.
+        rank: this one. Rank 0 first removes the files of ranks that were killed.
         recorder: takes snapshots.
         metrics: returns what this rank's calls add up to.
-        counted: returns how many steps and samples the program has told of.
+        counted: returns how many steps and samples the program has counted.
 
     Raises:
         ConfigError, OSError: there is no folder for it.
@@ -114,7 +114,7 @@ class StatusFile:
 
 
 def read_all() -> list[Snapshot]:
-    """Return what the living ranks of this user on this machine say, by job and rank; forget the dead.
+    """Return what the living ranks of this user on this machine say, by job and rank; remove the files of the others.
 
     Raises:
         ConfigError: see `folder`.
@@ -125,7 +125,7 @@ def read_all() -> list[Snapshot]:
             status = json.loads(path.read_text(encoding="utf-8"))
             alive = os.path.exists(f"/proc/{status['pid']}")
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # it has gone meanwhile, or is none of ours
+            continue  # it was removed meanwhile, or is none of ours
         if alive:
             found.append(status)
         else:

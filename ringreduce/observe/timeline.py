@@ -54,7 +54,7 @@ class Clock:
     """The job's clock as a rank sees it.
 
     Attributes:
-        job: stands for the job; the same on all ranks.
+        job: identifies the job; the same on all ranks.
         zero_s: the time of this rank's `perf_counter` at which the job's clock was 0.
     """
 
@@ -189,7 +189,7 @@ class Timeline:
         self.add("X", name, begin_s, track, dur=round((end_s - begin_s) * 1e6, 3), args=arguments)
 
     def next_operation(self) -> str:
-        """Return what stands for an operation in the trace."""
+        """Return the entry of an operation in the trace."""
         return f"{self._rank}.{next(self._operations)}"
 
     def write(self, patience_s: float = 0.0) -> None:
@@ -277,7 +277,7 @@ class Track(Instrument):
         self._timeline = timeline
         self._number = number
         self._place, self._member, self._size = place, member, size
-        self._late: tuple[int, int] | None = None  # who the others wait for, and the batch that then starts
+        self._late: tuple[int, int] | None = None  # the rank that the others wait for, and the batch that then starts
         self._began = 0.0  # when the last collective began
         self._last: float | None = None  # in a collective or batch: when its last step ended, or it began
         self._batch: float | None = None  # when the operations that run now were started
@@ -327,7 +327,7 @@ class Track(Instrument):
         self._late = rank, batch
 
     def _waiting(self, late: tuple[int, int], member: int) -> str:
-        """Return the id of the arrow from who was late to one that has waited."""
+        """Return the id of the arrow from the late rank to one that has waited."""
         return f"{self._place} {late[1]} {late[0]} {member}"
 
     def operations_finished(self, names: Sequence[str]) -> None:

@@ -79,12 +79,12 @@ def init(
     code; and a rank ends with its launcher. Such an end is at once: it cuts threads that are no daemons, after an
     exception all exit handlers, and after `sys.exit` those that were registered before this was called. Exits that go
     past `sys.exit` are not seen (``raise SystemExit(3)``, the ``exit(3)`` of consoles, a ``from sys import exit``
-    before this): the others then find the rank gone once they wait for it.
+    before this): the others then notice that the rank has ended when they wait for it.
 
-    Once there is a world, this does nothing but register process sets that are not registered yet. In a process that a
-    rank has forked, or started by `multiprocessing`, it starts nothing: that process can ask for the rank's numbers,
-    and not communicate, unless ``RINGREDUCE_STANDALONE`` is set there. Other programs that a rank starts are worlds of
-    their own.
+    Once there is a world, this only registers process sets that are not registered yet. In a process that a rank has
+    forked, or started by `multiprocessing`, it starts nothing: that process can ask for the rank's numbers but cannot
+    communicate, unless ``RINGREDUCE_STANDALONE`` is set there. Other programs that a rank starts are worlds of their
+    own.
 
     What a forked child writes to communication buffers and gradients stays its own; what the rank writes there later,
     the child may see. Where the program imports ``mpi4py.MPI`` before this is called, mpi4py ends MPI in forked
@@ -92,8 +92,8 @@ def init(
     should call this first.
 
     Args:
-        comm: an mpi4py communicator, or a list of ranks of the job, to use instead of all of them; the ranks that are
-            left out may make worlds of their own.
+        comm: an mpi4py communicator, or a list of ranks of the job, to use instead of all of them; the other ranks may
+            make worlds of their own.
         process_sets: sets to register at once, the same on all ranks. ``"dynamic"`` is understood and needless: sets
             can always be added later.
 
@@ -120,24 +120,24 @@ def shutdown() -> None:
 
 
 def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
-    """Leave the world, of which a rank was lost, and start one of the ranks that are left. Collective over these.
+    """Leave a world in which a rank has failed, and start one of the surviving ranks. Collective over these.
 
-    What they have under way, in whatever they are, ends in a `PeerLostError`. They get new numbers, in the order that
-    they had; process sets can be registered anew. A rank that lives and does not call this in time is killed by those
-    of its machine. Only where the launcher lets a job survive deaths: under ``ringreduce run --elastic``, or Open MPI's
-    ``mpirun --with-ft ulfm``.
+    All collectives under way, in all threads and process sets, end in a `PeerLostError`. The survivors are renumbered
+    in their former order; process sets can be registered again. If a living rank does not call this in time, the other
+    ranks of its machine kill it. Works only where the launcher lets a job survive the death of a rank: under
+    ``ringreduce run --elastic``, or Open MPI's ``mpirun --with-ft ulfm``.
 
     Args:
-        error: what a collective has raised: the loss of a rank, or that one did not come within the time limit.
-        seniority: at least 0; ranks of higher ones come first.
+        error: what a collective has raised: that a rank has failed, or did not come within the time limit.
+        seniority: at least 0; ranks with a higher one get lower numbers.
 
     Returns:
         How long it took on this rank.
 
     Raises:
-        PeerLostError: one more rank was lost meanwhile; call it again.
-        CollectiveTimeoutError: a rank of another machine, where no other rank is left, did not call this in time.
-        TransportError: a rank has ended in a way of which the launcher does not tell the others.
+        PeerLostError: another rank has failed meanwhile; call this again.
+        CollectiveTimeoutError: a rank did not call this in time, and no rank of its machine survives to kill it.
+        TransportError: a rank has ended in a way that the launcher does not report to the others.
         ConfigError: the launcher ends the job with any of its ranks.
     """
     if not launch().survives_deaths:
@@ -151,24 +151,24 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
 def failure() -> BaseException | None:
     """Return the first error of this world after which some ranks could not communicate any more; None: there is none.
 
-    Frameworks that pass on errors from C++ turn them into others; this tells what they were.
+    Frameworks that pass errors through C++ change their types; this returns the original.
     """
     own = _process.own()
     return None if own is None else own.observer.recorder.failure
 
 
 def recoveries() -> int:
-    """Return how often this process has gone on without ranks that were lost, or tried to; the same on all ranks."""
+    """Return how often this process has called `go_on`, with success or not; the same on all ranks."""
     return _process.recoveries
 
 
 def hosts_changed() -> bool:
-    """Return whether ``ringreduce run`` has told this rank, since it was asked last, that other hosts can be used."""
+    """Return whether ``ringreduce run`` has announced other hosts to this rank since the last call."""
     return _process.hosts_changed()
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called, and `shutdown` not since; in a process that a rank has started, by that."""
+    """Return whether there is a world: of this process or, if a rank has started it, of that rank."""
     return _process.find() is not None
 
 
@@ -242,7 +242,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Every rank that is to be seen calls it, as often as the others, with the same path; none waits for another.
 
     Args:
-        file_path: a JSON file for Perfetto; it is begun anew.
+        file_path: a JSON file for Perfetto; it is overwritten.
         mark_cycles: whether to mark the moments at which asynchronous operations start. (Horovod has cycles.)
 
     Raises:

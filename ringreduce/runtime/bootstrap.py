@@ -1,4 +1,4 @@
-"""How the ranks of a world find each other: what a launcher has started, and what connects it."""
+"""How the ranks of a world find each other: which processes a launcher has started, and what connects them."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ class Connection(Protocol):
         """End all processes of the job at once, with an exit code; where it survives deaths, this process alone."""
 
     def reconfigure(self, priority: int, waiter: Waiter) -> None:
-        """Connect the ranks that are left after the loss of some, and number them anew. Collective over these.
+        """Connect the ranks that survive after some have failed, and renumber them. Collective over these.
 
-        What was under way between them ends in an error, on all of them.
+        Messages and collectives under way between them end in an error, on all of them.
 
         Args:
-            priority: at least 0; ranks of higher ones come first, those of equal ones in the order of before.
+            priority: at least 0; ranks with a higher one come first, equal ones in their former order.
             waiter: how to wait until all have come here.
 
         Raises:
-            PeerLostError: one more was lost meanwhile. All that are left may try again.
+            PeerLostError: another rank has failed meanwhile. All survivors may try again.
             CollectiveTimeoutError: a rank that lives did not come.
         """
 
@@ -111,7 +111,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParentRank:
-    """What a process that is or was a rank lets the processes know that it starts.
+    """What a process that is or was a rank announces to the processes that it starts.
 
     Attributes:
         rank: its number.
@@ -205,7 +205,7 @@ class _Alone:
         os._exit(code)
 
     def reconfigure(self, priority: int, waiter: Waiter) -> None:
-        """Nobody can be lost."""
+        """There is no other rank that could fail."""
 
 
 @contextmanager
@@ -236,7 +236,7 @@ def _awaiting_all(said: Launch, settings: Config) -> Iterator[None]:
 
 
 def _end(why: str) -> NoReturn:
-    with suppress(OSError):  # whoever read it is gone
+    with suppress(OSError):  # its reader has ended
         os.write(_STANDARD_ERROR, f"ringreduce: {why}\n".encode())
     os._exit(_LATE)
 

@@ -174,7 +174,7 @@ class Group:
             waiter.timeout_s = timeout_s
 
     def _start_queues(self) -> None:
-        # Made anew in a forked process, where threads that do not exist there may hold their locks.
+        # New ones in a forked process, where threads that do not exist there may hold the locks of the old ones.
         self._in_order = InOrder(f"ringreduce group {self.ranks}", self.lifetime, threads=self._threads)
         name = f"ringreduce messages {self.ranks}"
         self._deliveries = Deliveries(name, self._messages, self.lifetime, threads=self._threads)

@@ -1,4 +1,4 @@
-"""How the world of this process begins, goes on without ranks that have died, and ends."""
+"""How the world of this process begins, goes on after ranks have failed, and ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["PROCESS", "Process", "Recovery"]
 
 _log = logging.getLogger(__name__)
 
-#: How far apart ranks come that have all waited for the same rank in vain.
+#: How far apart ranks arrive that have all waited, up to their time limit, for the same rank.
 _GRACE_S = 10.0
 
 
@@ -41,7 +41,7 @@ class Recovery(NamedTuple):
     """How long `go_on` took, in seconds.
 
     Attributes:
-        connected_s: until the ranks that are left had found each other.
+        connected_s: until the surviving ranks had found each other.
         begun_s: from then on, until their world had begun.
     """
 
@@ -53,11 +53,11 @@ class Process:
     """This process: the world that it is in, and how that begins and ends.
 
     Attributes:
-        world: its own, if it is a rank; that of the rank that has started it; None: there is none.
+        world: its own, if it is a rank; else that of the rank that has started it; None: there is none.
         everyone: the set of all ranks, whatever the world.
         conventions: of the next world, unless the environment says otherwise.
         termination: how the process ends, once it was a rank among several.
-        recoveries: how often it has gone on without ranks that have died, or tried to.
+        recoveries: how often it has gone on after ranks had failed, or tried to.
         followers: of traces; see `Observer`.
     """
 
@@ -144,7 +144,7 @@ class Process:
         return world
 
     def reconfigure(self, error: CollectiveError, priority: int) -> Recovery:
-        """Leave the world, of which ranks were lost, and begin one of those that are left. Collective over these."""
+        """Leave a world in which ranks have failed, and begin one of the survivors. Collective over these."""
         started = perf_counter()
         with self._entrance, self._starting:
             self.recoveries += 1  # now: where one fails on some ranks, all of them try again

@@ -2,11 +2,11 @@
 
 MPI's own exit handler waits for the other ranks, which may wait for this one, for ever. So what ends a rank before it
 has shut down ends the job: an uncaught exception, with the traceback; `sys.exit` with a code other than 0, with that
-code; SIGTERM and Ctrl-C, with one line. And a rank whose launcher is gone ends itself, as nobody else will.
+code; SIGTERM and Ctrl-C, with one line. A rank whose launcher has ended ends itself, as nobody else will.
 
-Not seen are exits that do not go through `sys.exit` as it is after `init`: ``raise SystemExit(3)``, the ``exit(3)`` of
+Exits that do not go through `sys.exit` as it is after `init` are not seen: ``raise SystemExit(3)``, the ``exit(3)`` of
 interactive sessions, and a ``from sys import exit`` before. Then this rank shuts down as at a good end, and the others
-find it gone once they wait for it.
+notice that it has ended when they wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringreduce.runtime.worlds import OwnWorld
 
 __all__ = ["Termination"]
 
-_ORPHANED = 70  # the exit code of a rank whose launcher is gone: EX_SOFTWARE of sysexits.h
+_ORPHANED = 70  # the exit code of a rank whose launcher has ended: EX_SOFTWARE of sysexits.h
 _TO_END_S = 3.0
 _INTERRUPTED = 128 + signal.SIGINT
 _STANDARD_ERROR = 2
@@ -127,7 +127,7 @@ class Termination:
         try:
             self._report(kind, error, traceback)
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # whoever read it is gone, or the program has closed it
+                with contextlib.suppress(Exception):  # its reader has ended, or the program has closed it
                     stream.flush()
             self._flush()  # what led here is what the trace is for
         finally:
@@ -188,9 +188,9 @@ class Termination:
 class _Mark:
     """Is part of an exit, and so is freed with it: if the interpreter does that itself, the exit ends the program.
 
-    Nobody else knows it: programs catch and drop exits, and exit handlers are not told. The interpreter frees the exit
-    that it ends with just before the exit handlers, when no code of Python runs any more. Whatever else frees one does
-    so from code that runs, or after the exit handlers. One that the program keeps is not freed in time, and not seen.
+    Nothing else shows it: programs catch and drop exits, and exit handlers do not get them. The interpreter frees the
+    exit that it ends with just before the exit handlers, when no Python code runs any more. All other exits are freed
+    by code that runs, or after the exit handlers. An exit that the program keeps is not freed in time, and not seen.
 
     Args:
         then: is called if the exit ends the program.
@@ -212,7 +212,7 @@ class _Mark:
 
 
 def _named_like(original: Callable[..., Any], function: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-    """Return a function that goes by the name of another, so that pickles of it mean what stands under that name."""
+    """Return a function with the name of another, so that pickles of it mean what has that name."""
 
     def exit(status: Any = None, /) -> NoReturn:
         function(status)
@@ -250,7 +250,7 @@ def _ends_program(traceback: TracebackType | None) -> bool:
 def _say(text: str) -> None:
     """Write to standard error, past its buffer: this may be in a signal handler, in the midst of writing."""
     rest = f"ringreduce: {text.rstrip()}\n".encode(errors="backslashreplace")
-    with contextlib.suppress(OSError):  # whoever read it is gone
+    with contextlib.suppress(OSError):  # its reader has ended
         while rest:
             rest = rest[os.write(_STANDARD_ERROR, rest) :]
 

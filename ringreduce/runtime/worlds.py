@@ -226,7 +226,7 @@ class OwnWorld(World):
             world._use_table()
             world.observer.begin(messages, world.communicator.library, world.metrics)
         except Exception:
-            with suppress(Exception):  # the first error is what is told
+            with suppress(Exception):  # the first error is the one that is reported
                 close_all(*undo)
             raise
         return world
@@ -294,7 +294,7 @@ class OwnWorld(World):
         return made
 
     def _advance(self) -> None:
-        """Move on the messages of all groups; whoever waits, for whatever, must not keep a peer waiting for these."""
+        """Move on the messages of all groups: while this rank waits, peers may wait for these."""
         for each in self._groups:
             each.advance()
 

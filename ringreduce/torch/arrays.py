@@ -70,7 +70,7 @@ class Tensors:
         return release
 
     def changed(self, array: torch.Tensor) -> torch.Tensor:
-        """Tell autograd that a collective wrote into a tensor, so that it refuses to use a saved value that is gone."""
+        """Notify autograd that a collective wrote into a tensor, so that it refuses to use the overwritten value."""
         try:
             torch.autograd.graph.increment_version(array)
         except RuntimeError:

@@ -1,7 +1,7 @@
-"""What travels in place of a tensor: nothing else, the same in fewer bits, or something smaller that stands for it.
+"""What is sent in place of a tensor: itself, the same in fewer bits, or a smaller approximation.
 
 A `Compressor` is what Horovod has: it turns a tensor into another one, which is reduced, and back. Those that reduce
-whole buckets of gradients, and keep what was lost for the next step, are in `ringreduce.training.compression`.
+whole buckets of gradients, and keep the error for the next step, are in `ringreduce.training.compression`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Ends = Literal["repeat", "drop", "uneven"]
 
 
 class DistributedSampler(Sampler[int]):
-    """Divides a dataset among the ranks, anew in each epoch, for a ``DataLoader(dataset, sampler=...)``.
+    """Divides a dataset among the ranks, differently in each epoch, for a ``DataLoader(dataset, sampler=...)``.
 
     As torch's sampler of this name, but that the ranks need not be given, and that ranks may have different numbers of
     samples. Ranks are counted when an iteration begins. Without a world there is one.
@@ -31,7 +31,7 @@ class DistributedSampler(Sampler[int]):
         shuffle: whether each epoch has an order of its own; must agree.
         seed: of these orders; must agree.
         ends: what becomes of samples that do not divide evenly; must agree. ``"repeat"``: some ranks get one of the
-            first samples once more, so that all have equally many. ``"drop"``: they are left out. ``"uneven"``: some
+            first samples once more, so that all have equally many. ``"drop"``: they are skipped. ``"uneven"``: some
             ranks get one more, for programs that `join` at their ends, or that weight what they average
             (`weighted_average`).
 

@@ -71,7 +71,7 @@ class Slot:
         self._dtype = parameter.dtype  # the place's changes with ``p.grad``, as in ``model.double()``
         self._on_gpu = parameter.is_cuda
         # Not a view in autograd's sense: it could not be detached in place, and all would share a version counter. Its
-        # storage is its own, so that uses of it can be told from uses of the bucket's other places.
+        # storage is its own, so that uses of it are distinct from uses of the bucket's other places.
         self.place = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         strides = torch.empty_like(parameter, device="meta").stride()
         self.place.set_(_as_tensor(memory, parameter).untyped_storage(), 0, parameter.shape, strides)
@@ -269,7 +269,7 @@ class TorchParameters(Memory, Sparse, Hooks):
 
 
 class _Passes:
-    """The backward passes under way, and whom to tell of their ends."""
+    """The backward passes under way, and the watchers to notify at their end."""
 
     def __init__(self) -> None:
         self._watchers: dict[int, list[weakref.ref[Watcher]]] = {}  # by the number of the pass

@@ -5,7 +5,7 @@ which thread. Those without a name do so in the order in which they are submitte
 and may come again once its operation is done. What must agree between the ranks is said for each function; if it does
 not, all ranks that submitted the operation get the same `MismatchError`, with the name and what each rank submitted.
 Later operations work, unless the operation had no name and the ranks submitted it from different lines of the program:
-then nobody can tell which of them belong together, and every later one raises a `TransportError`, until `shutdown()`
+then it is not known which of them match, and every later one raises a `TransportError`, until `shutdown()`
 and `init()`.
 
 Tensors may be on the CPU or on this rank's GPU, and results are where the input is. In an allreduce each tensor is on
@@ -28,8 +28,8 @@ All functions raise, besides what they list:
 
 * `UnsupportedBufferError`: a tensor cannot be used. At the call; it counts as one that does not agree, so the other
   ranks get a `MismatchError` with the reason when they submit theirs, and what was said above holds for later ones.
-* `ConfigError`: the name is under way, or an argument makes no sense. Likewise. (Ranks that gave no name hear of a name
-  that is no str.)
+* `ConfigError`: the name is under way, or an argument makes no sense. Likewise. (A name that is no str
+  is an error on ranks that gave no name, too.)
 * `CollectiveTimeoutError`, `PeerLostError`, `ShutdownError`: a rank does not submit the operation in time, or never.
 """
 

@@ -57,15 +57,15 @@ class DistributedOptimizer(wrapping.Wrapper):
     Between nodes, complete buckets are reduced while the backward pass goes on, where that makes steps quicker
     (``overlap``): where the network is slow, or ranks have cores to spare. It begins after two steps with the declared
     number of passes in which nobody changed gradients between the last pass and the step. A program that changes them
-    gets a warning and no overlap; if it begins to do so later, and gradients of other ranks are lost, `step` raises a
-    `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not count, are seen only by the
+    gets a warning and no overlap; if it begins to do so later, when gradients of other ranks no longer exist, `step`
+    raises a `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not count, are seen only by the
     comparison of weights. A program that looks at gradients before the step calls `synchronize` first, as some may be
     averages already. Where a whole model is made of reentrant checkpoints, passes cannot be counted: use `no_sync`
     then, and not ``backward_passes_per_step``.
 
-    A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view
-    of it, keeps its values, as in torch; steps are a little slower while it is. Memory that is held as a bare
-    ``p.grad.data_ptr()`` or ``untyped_storage()`` is not kept.
+    A reduction writes into ``p.grad``, and so into all references to it. After ``zero_grad()`` a gradient that the
+    program still holds, or a view of it, keeps its values, as in torch; steps are a little slower meanwhile. Memory
+    that is held as a bare ``p.grad.data_ptr()`` or ``untyped_storage()`` does not keep them.
 
     Construction, `add_param_group`, `step` and `synchronize` are collective: all ranks call them, each optimizer's in
     the same order. A rank that has no more data calls `join`; `ringreduce.common.conventions` says over how many ranks
@@ -317,7 +317,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
         `step` and `synchronize` do so by themselves. Call it where a rank may `join` before it steps again.
-        What compression has kept is lost: it was of other buckets, and perhaps of other ranks. Does nothing while the
+        Drops what compression has kept: it was of other buckets, and perhaps of other ranks. Does nothing while the
         process set is not registered.
 
         Raises:

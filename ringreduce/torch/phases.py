@@ -1,6 +1,6 @@
 """What a program does between its collectives, for a trace: forward and backward passes, steps of optimizers.
 
-Hooks that torch has for all modules and all optimizers tell; they are there only while a trace is written. A training
+Torch's global hooks for modules and optimizers report it; they are installed only while a trace is written. A training
 step ends with the last step of an optimizer before the next forward pass, and the next one begins there.
 """
 

@@ -1,4 +1,4 @@
-"""What a `DistributedOptimizer` asks of the optimizer that it wraps: its parameters, and to say when it steps."""
+"""What a `DistributedOptimizer` needs of the optimizer that it wraps: its parameters, and notice of its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks tell each other before a step: a record of bytes, of which all get the largest that any has said."""
+"""The agreement before a step: ranks reduce a record of bytes by maximum, which says what gradients they have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ringreduce.engine import Engine, Gather, InPlaceAllreduce, Operation
 
 __all__ = ["ADDED", "CHANGED", "WAITS", "Ranks", "Record"]
 
-#: How a bucket stands that may be reduced before the step, as a rank says it of each of its gradients; 0: it is
-#: reduced, or not to be. A pass has added to the gradient since; the program has written to it; the step is to reduce
-#: it. What is greater decides.
+#: The status of a bucket that may be reduced before the step, given for each of its gradients; the greatest decides.
+#: 0: it is reduced, or is not to be. Else: a pass has added to the gradient since; the program has written to it; the
+#: step is to reduce it.
 ADDED, CHANGED, WAITS = 1, 2, 3
 
 _Bytes = npt.NDArray[np.uint8]
@@ -68,7 +68,7 @@ class Ranks:
 
 
 class Record:
-    """What one rank says before a step; once it was reduced, what all have said.
+    """What one rank says before a step; once it is reduced, the maximum over all ranks.
 
     Args:
         communicator: makes the memory.
@@ -78,7 +78,7 @@ class Record:
     Attributes:
         memory: all of it.
         found: of each parameter, see `Memory.found`.
-        status: of each parameter, if ``overlaps``: how its bucket stands, see `ringreduce.training.overlap`.
+        status: of each parameter, if ``overlaps``: that of its bucket, see `ADDED`.
         cleared: likewise: whether the program has cleared a gradient that was reduced.
         kept: likewise: whether it has not.
         unlike: of one number: whether the step is unlike the last one.

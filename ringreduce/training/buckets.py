@@ -241,7 +241,7 @@ class Buckets:
         return iter(self._buckets)
 
     def update(self, parameters: Sequence[Any], found: bytes) -> list[Bucket]:
-        """Drop buckets of parameters that are gone or have changed; place those that have no bucket.
+        """Drop buckets of parameters that were removed or have changed; place those that have no bucket.
 
         Args:
             parameters: all of the optimizer's, in registration order; as for `number`, which was called before.
@@ -292,7 +292,7 @@ class Buckets:
     def load_state_dict(self, state: Mapping[int, State]) -> None:
         """Load what `state_dict` returned, for the buckets that exist and for those that will be made.
 
-        A bucket for which it holds nothing begins anew.
+        A bucket for which it holds nothing is reset.
 
         Raises:
             ConfigError: it was saved for other buckets.

@@ -1,4 +1,4 @@
-"""Silent errors made loud: weights that differ between ranks, gradients that are no numbers, data that all share."""
+"""Checks for silent errors: weights that differ between ranks, gradients that are not finite, data that all share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Checks:
 
     Args:
         memory: the gradients'.
-        ranks: whose allgather tells all ranks what each has found.
+        ranks: whose allgather gives all ranks what each has found.
         named: returns names and parameters, the same ones on all ranks.
     """
 

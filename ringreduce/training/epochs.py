@@ -1,4 +1,4 @@
-"""Epochs that the ranks divide, and go on with when there are others."""
+"""Epochs that the ranks divide, and divide again when the ranks change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["EpochDivision"]
 
 
 class EpochDivision:
-    """Divides what is left of an epoch among the ranks there are.
+    """Divides the rest of an epoch among the present ranks.
 
     Every rank gets the same number of indices: the last few may be given out twice. The program records which it has
     processed, with `record_batch`; a `ringreduce.elastic.handlers.HandlingState` collects these from all ranks. Without
@@ -30,7 +30,7 @@ class EpochDivision:
     Attributes:
         epoch: which one.
         processed_indices: of this epoch, by any rank as far as is known here.
-        remaining_indices: what was left when the epoch was divided last, in its order, the same on all ranks.
+        remaining_indices: the rest when the epoch was divided last, in its order, the same on all ranks.
         rank, num_replicas: among how many ranks it was divided, and which of them this is.
     """
 
@@ -78,12 +78,12 @@ class EpochDivision:
         return news
 
     def learn(self, processed: set[int]) -> None:
-        """Take note of what other ranks have processed; what is left stays divided as it is."""
+        """Record what other ranks have processed; the rest stays divided as it is."""
         self.processed_indices |= processed
         self._known = len(self.processed_indices)
 
     def reset(self) -> None:
-        """Divide what is left among the ranks there are now."""
+        """Divide the rest among the present ranks."""
         self._news = set()
         self.rank, self.num_replicas = rank_and_size()
         self._known = len(self.processed_indices)

@@ -11,7 +11,7 @@ an `Arrays`, a collective of the binding is a few lines:
             request = prepare.allreduce([array], prepare.new_like([array]), op, 1.0, 1.0)
         return request.submit()  # a Handle, for poll() and synchronize(); carry_out() waits
 
-Wrong arguments raise inside the ``with``, and the other ranks hear of it. A binding must be a part of this package:
+Wrong arguments raise inside the ``with``, and the other ranks are notified. A binding must be a part of this package:
 errors name, and ranks compare, the lines of source that call the package, which are then the program's.
 
 A binding gets names, negotiation, fusion, errors and `join` from below. The other modules of this package give it
@@ -224,7 +224,7 @@ class Watcher(Protocol):
         """Hear that a gradient was added to."""
 
     def pass_ended(self, nested: bool = False) -> None:
-        """Hear that a pass has ended that called `added`; several watchers hear it in the order of their numbers.
+        """Called at the end of a pass that called `added`; several watchers are called in the order of their numbers.
 
         Args:
             nested: whether the pass was made within another one.
@@ -287,7 +287,7 @@ class Streams:
 class Memory(Protocol):
     """The operations of one framework on gradients.
 
-    Parameters are whatever the framework calls so, or what describes a gradient; they are told apart by ``id``.
+    Parameters are the framework's, or objects that describe gradients; they are compared by ``id``.
     Gradients are its arrays. A binding writes the first five methods, and overrides others where it can do more.
 
     Attributes:

@@ -81,7 +81,7 @@ def join(device: int = -1) -> int:
     """Say that this rank has no more data, and wait until all ranks have. Collective over all ranks.
 
     Allreduces of the others go on without this rank: it counts for nothing in sums, products, minima and maxima, and
-    averages are over the ranks that are left (by Horovod's conventions over all, see `ringreduce.common.conventions`).
+    averages are over the other ranks (by Horovod's conventions over all, see `ringreduce.common.conventions`).
     Other operations raise a `MismatchError` on the ranks that submit them. While the others step, this rank's weights
     stay as they are: afterwards, broadcast those of the rank that joined last.
 

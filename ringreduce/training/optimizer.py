@@ -270,7 +270,7 @@ class Training:
     def rejoin(self) -> bool:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
-        Begins what was only prepared. What compression has kept is lost: it was of other buckets, and perhaps of other
+        Begins what was only prepared. Drops what compression has kept: it was of other buckets, and perhaps of other
         ranks. Does nothing while the process set is not registered.
 
         Returns:

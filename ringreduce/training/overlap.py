@@ -3,20 +3,19 @@
 Between nodes the network is the bottleneck, and it idles during the backward pass unless buckets travel as soon as they
 are complete. A bucket is complete when autograd has added to each of its gradients as often as in the step before, in
 all passes together. It is submitted when the next gradient comes or the pass ends, because the program's hooks that run
-after ours have run by then. The engine's thread reduces it in place. In the step the ranks tell each other which
-buckets they have submitted. Those that all have submitted are reduced; all others are withdrawn and reduced in the
-step.
+after ours have run by then. The engine's thread reduces it in place. In the step the ranks agree which buckets all have
+submitted. Those are reduced by then; all others are withdrawn and reduced in the step.
 
-No copy of a bucket is reduced but the bucket itself, so a gradient must not change between its last pass and the step.
-The versions of the gradients show whether it did, and the ranks tell each other in the step:
+The bucket itself is reduced, not a copy, so a gradient must not change between its last pass and the step. The versions
+of the gradients show whether it did, and the ranks agree on it in the step:
 
 * Overlap begins after two steps in which no rank has changed a gradient by itself and all have made the declared number
   of passes. A program that changes its gradients (it clips them, say) gets no overlap, and a warning. Unless a program
   asks for it, overlap then goes on and off in turns of some steps (`OverlapProbe`), and stays off if that was quicker.
 * Autograd has added to a gradient again: if its bucket was not reduced yet, it is withdrawn. If it was, averages are
   averaged again, which gives the same as if all had been added up first; a sum is refused.
-* Gradients were cleared and computed anew: if so on all ranks, they are reduced again. If only on some, or if anything
-  else has written to one, all ranks raise a `ConfigError`: what the others had is gone.
+* Gradients were cleared and computed again: if so on all ranks, they are reduced again. If only on some, or if anything
+  else has written to one, all ranks raise a `ConfigError`: the unreduced gradients of the others no longer exist.
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ class Overlap:
             active: how many ranks contribute to the step.
 
         Raises:
-            ConfigError: on all ranks, if gradients of some rank are lost.
+            ConfigError: on all ranks, if gradients of some rank were overwritten or cleared after their reduction.
         """
         reduced: list[Bucket] = []
         wrong, failure = "", None
@@ -291,7 +290,7 @@ class Overlap:
             if record.changed.any():
                 self.end()
                 return True
-            if self._probe is not None and self._probe.over and everyone:  # ranks that have joined did not hear of it
+            if self._probe is not None and self._probe.over and everyone:  # ranks that have joined do not know it
                 self._probe = None
                 if record.slower.any():
                     self.wanted = False
@@ -333,7 +332,7 @@ class Overlap:
         self._engine.withdraw([each.part for each in self._buckets if each.part is not None and not each.part.done])
 
     def break_off(self) -> None:
-        """End a step that has failed on all ranks: begin anew, without overlap at first."""
+        """End a step that has failed on all ranks; the next ones begin without overlap."""
         with self._lock:
             self.abandon()
             self.forget_step()

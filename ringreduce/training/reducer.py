@@ -1,10 +1,10 @@
 """Gradients in, gradients out: lists of arrays, sparse rows or None, reduced over the ranks before each step.
 
-A step begins with an agreement: in one small reduction the ranks tell each other which gradients they have. Then the
-buckets are reduced. A step that finds all as the last one has left it needs no agreement. Each rank submits the
-reduction itself, under the name of the agreement and with a signature that says what it would have told. So if a rank
-has something else to say, or says it of something else, the negotiation refuses both before a byte has moved, all
-ranks hear of it, and all agree first. The more often that happens, the longer they wait before they try again.
+A step begins with an agreement: in one small reduction the ranks exchange which gradients they have. Then the buckets
+are reduced. A step in which nothing has changed since the last one needs no agreement. Each rank submits the reduction
+of the buckets at once, under the name of the agreement and with a signature that holds the rank's record. If a rank
+submits another record, or the agreement itself, the negotiation refuses the operation on all ranks before a byte has
+moved, and all agree first. The more often that happens, the longer they wait before they try again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class GradientReducer:
         ranks: its collectives.
         buckets: its buckets.
         early: what reduces buckets before the step; None: nothing.
-        stepped: so many steps the optimizer has made; counted anew when all ranks have joined.
+        stepped: so many steps the optimizer has made; counted from 0 again when all ranks have joined.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GradientReducer:
         self.early: Overlap | None = None
         self.stepped = 0
         self._settings = settings
-        self._steps = 0  # calls of `reduce` on this rank, counted anew when all ranks have joined
+        self._steps = 0  # calls of `reduce` on this rank, from 0 again when all ranks have joined
         self._joins = engine.joins
         self._compares = True  # weights, as long as they are equal
         self._record: Record | None = None
@@ -119,7 +119,7 @@ class GradientReducer:
 
         Raises:
             UnsupportedBufferError: on all ranks, if some rank has a gradient that cannot be reduced.
-            ConfigError: on all ranks, if gradients are lost that were reduced before the step.
+            ConfigError: on all ranks, if gradients reduced before the step were overwritten or cleared on some.
         """
         reduced = list(gradients)
         found = self.memory.found(reduced)
@@ -261,10 +261,10 @@ class GradientReducer:
         self._remember(parameters, everyone)
 
     def _agree(self, parameters: Sequence[Any], found: bytes) -> tuple[Record, int]:
-        """Tell the other ranks which gradients this one has, and what it knows of them.
+        """Exchange with the other ranks which gradients each has, and what it knows of them.
 
         Returns:
-            What all have told, and how many ranks contribute to the step.
+            The record of all ranks, and how many contribute to the step.
         """
         overlaps = self.early is not None and self.early.wanted
         record = self._record

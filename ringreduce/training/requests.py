@@ -118,8 +118,8 @@ class RequestBuilder(CheckingArguments):
         arrays: the framework's.
 
     Raises:
-        ConfigError: the name is neither text nor None (ranks that gave none hear of it); or this is no process set, or
-            one that is not registered (all ranks hear of it).
+        ConfigError: the name is neither text nor None (raised also on ranks that gave none); or this is no process set,
+            or one that is not registered (raised on all ranks).
     """
 
     __slots__ = ("_arrays", "_key", "_named", "_process_set")
@@ -137,7 +137,7 @@ class RequestBuilder(CheckingArguments):
                     raise ConfigError(f"the name of an operation must be a str or None, got {shown(name)}")
 
     def _refuse(self, error: Exception) -> None:
-        with suppress(ConfigError):  # outside of the set, or no world: there is nobody to tell
+        with suppress(ConfigError):  # outside of the set, or no world: no rank to notify
             set_to_notify(self._process_set).engine.refuse(Refusal(self._key, self._name, error))
 
     def call(
@@ -375,7 +375,7 @@ def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[...
 
 
 def set_to_notify(process_set: object) -> ProcessSet:
-    """Return whose ranks hear of wrong arguments: this process set, or all if it is none or is not registered."""
+    """Return the set whose ranks are notified of wrong arguments: this one, or all if it is none or not registered."""
     registered = isinstance(process_set, ProcessSet) and process_set.process_set_id is not None
     return cast(ProcessSet, process_set) if registered else global_process_set
 

@@ -1,4 +1,4 @@
-"""Buckets that may be reduced before the step: where they are, what has become of their gradients, and if it pays."""
+"""Buckets that may be reduced before the step: their stages, the fates of their gradients, and whether it pays."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NEXT = {
 
 
 class Fate(IntEnum):
-    """What has become of a gradient since its bucket was submitted; what is greater hides what is less."""
+    """What has become of a gradient since its bucket was submitted; the greatest counts."""
 
     NONE = 0  # nothing
     MISSING = 1  # nothing; this rank had none, and zeros were reduced
@@ -65,7 +65,7 @@ class Fate(IntEnum):
     CLEARED = 4  # the program has replaced it, or set it to None
 
 
-#: How a bucket stands with such a gradient.
+#: The status in the agreement of a bucket with such a gradient.
 STATUS = {Fate.ADDED: ADDED, Fate.CHANGED: CHANGED}
 
 
@@ -100,11 +100,11 @@ class GradientState:
         self.fate, self.fresh = Fate.NONE, False
 
     def apply(self, fate: Fate) -> None:
-        """Take note of what has become of the gradient."""
+        """Record what has become of the gradient."""
         self.fate = max(self.fate, fate)
 
     def reduced(self) -> None:
-        """Take note that what the step has returned is the gradient now."""
+        """Record that the result of the step is the gradient now."""
         if self.summed == UNKNOWN:
             self.summed = id(self.parameter.grad)
 

@@ -1,15 +1,15 @@
 """Do all ranks call the same collective? Signatures are compared when one is seen for the first time.
 
 Every call has a number and a signature (the collective, its op, dtype and shape, as text). A rank that sees a
-signature for the first time announces it to all and waits until it has heard everyone's. Ranks that run the same
+signature for the first time announces it to all and waits for the announcements of all others. Ranks that run the same
 program see it in the same call. A rank that already knows the signature of its own call goes on to wait for data,
-and answers there when it hears the announcement: so a mismatch is seen by all at once, and not at the time limit.
+and answers an announcement there: so all ranks find a mismatch at once, and not at the time limit.
 
-Two known signatures can be confused too. Their messages do not match (the signature is part of the tag), so both
-ranks wait; one that waits for long announces what it waits in, and the mismatch comes out. By then ranks that did
-agree may have exchanged data.
+Ranks can also make different calls whose signatures all know. Their messages do not match (the signature is part of the
+tag), so the ranks wait; a rank that has waited for long announces its call, and the mismatch shows. By then ranks that
+did agree may have exchanged data.
 
-A call that a rank cannot make, for its arguments, is announced like a new one.
+A call that a rank cannot make because of its arguments is announced like a new one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Agreement:
 
         Raises:
             MismatchError: another rank's call has another signature, or cannot be made.
-            PeerLostError: a rank has left the world.
+            PeerLostError: a rank has ended.
             TransportError: a rank has given up this call or an earlier one.
         """
         self._begin(signature)
@@ -79,7 +79,7 @@ class Agreement:
         return True
 
     def refuse(self, reason: str) -> NoReturn:
-        """Begin a call that this rank cannot make, and tell the others why.
+        """Begin a call that this rank cannot make, and announce why.
 
         Raises:
             MismatchError: on all ranks.
@@ -114,7 +114,7 @@ class Agreement:
         self._announced.clear()
 
     def watch(self) -> None:
-        """Look at what peers announce; called again and again by whoever waits for data.
+        """Read what peers announce; called again and again while this rank waits for data.
 
         Raises:
             MismatchError, PeerLostError, TransportError: as `enter`.
@@ -127,7 +127,7 @@ class Agreement:
             self._announce(self.number)
 
     def detach(self, why: AbortReason) -> None:
-        """Tell the others that this rank takes part in no further call; to be called once."""
+        """Announce that this rank takes part in no further call; to be called once."""
         self._post({"detached_after": self.number, "why": why})
 
     def _begin(self, signature: str) -> None:
@@ -170,7 +170,7 @@ class Agreement:
                 self._detached[peer] = said["detached_after"], AbortReason(*said["why"])
             elif said["call"] > self._settled_up_to:
                 self._record(said["call"], peer, CallSite(*said["called"]), said["refused"])
-        # Peers may have announced calls before this rank entered them, and it may have left some behind since.
+        # Peers may have announced calls before this rank entered them, and it may have entered some since.
         for number in [each for each in self._received if each <= self.number and each not in self._announced]:
             self._announce(number)
         for peer, (last, why) in self._detached.items():

@@ -145,7 +145,7 @@ class MemoryMessages:
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> MemoryMessages | None:
         self._subsets += 1
-        world = self._world.subworlds.setdefault(  # atomic: whoever comes first makes it
+        world = self._world.subworlds.setdefault(  # atomic: the first to come makes it
             (self._subsets, *ranks), MemoryWorld(len(ranks), self._world.timeout_s)
         )
         return world.messages(ranks.index(self.rank)) if self.rank in ranks else None

@@ -90,7 +90,7 @@ class Messages(Protocol):
         """Record a call that was given up: all transfers that it had started, complete or not, in that order."""
 
     def renew(self) -> None:
-        """Bring what was given up to an end on all ranks, so that no later message meets any of it. Collective."""
+        """End the messages that were given up, on all ranks, so that none matches a later one. Collective."""
 
     def close(self) -> None:
         """Give back what the transport holds; local, and safe to call twice."""

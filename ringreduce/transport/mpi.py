@@ -1,4 +1,4 @@
-"""The MPI library in this process: how it starts and ends, who has not died, and its errors as ours.
+"""The MPI library in this process: how it starts and ends, which ranks survive, and its errors as ours.
 
 MPI's exceptions are translated here and nowhere else.
 """
@@ -50,14 +50,14 @@ class _Copy(NamedTuple):
 #: By communicator (as Fortran knows it), the duplicates that were begun and not taken, in their order. MPI cannot take
 #: back a collective call, so the next ones who ask for duplicates go on with them.
 _begun: defaultdict[int, list[_Copy]] = defaultdict(list)
-#: What this rank has told others while it waited for duplicates; the memory is MPI's until that has left.
+#: Notes sent while waiting for duplicates; MPI needs their memory until they are sent.
 _sent_notes: list[tuple[MPI.Request, bytes]] = []
-#: The ranks of the job that have not died; None: all.
+#: The ranks of the job that have not failed; None: all.
 _survivors: MPI.Intracomm | None = None
 
 
 def world() -> MPI.Intracomm:
-    """Return the communicator of all ranks, of those that are left if some have died, initialising MPI if need be."""
+    """Return the communicator of all ranks, or of the survivors if some have failed, initialising MPI if need be."""
     if not MPI.Is_initialized():  # as with ``mpi4py.rc.initialize = False``
         _start()
         at_exit(_finalize)
@@ -76,7 +76,7 @@ def _start() -> None:
 
 
 def use_survivors(comm: MPI.Intracomm) -> None:
-    """Take note of the ranks of the job that have not died."""
+    """Set the ranks that `world` returns from now on: those of the job that have not failed."""
     global _survivors
     _survivors = comm
 
@@ -87,7 +87,7 @@ def _finalize() -> None:
     if _survivors is None and not (launch().survives_deaths and _failed_ranks(MPI.COMM_WORLD)):
         MPI.Finalize()
         return
-    # After a death, Open MPI 5.0 now and then waits in there for ever. So the ranks that are left part by themselves.
+    # After a failure, Open MPI 5.0 sometimes waits in there for ever. So the survivors end by a barrier of their own.
     with suppress(MPI.Exception):
         if _survivors is not None:
             soon(_survivors.Ibarrier().Test)
@@ -116,7 +116,7 @@ def soon(ready: Callable[[], object], crowded: bool = False) -> bool:
 
 @contextmanager
 def translated(comm: MPI.Intracomm | None = None) -> Iterator[None]:
-    """Turn MPI's errors into our own; ``comm``: where to look who was lost, if somebody was."""
+    """Turn MPI's errors into our own; ``comm``: where to look for failed ranks."""
     try:
         yield
     except MPI.Exception as error:
@@ -135,7 +135,7 @@ def translate(error: MPI.Exception, comm: MPI.Intracomm | None = None) -> Transp
 
 
 def _failed_ranks(comm: MPI.Intracomm) -> list[int]:
-    """Return the ranks of a communicator of which MPI knows that they have died."""
+    """Return the ranks of a communicator that MPI knows to have failed."""
     with suppress(MPI.Exception, NotImplementedError):
         failed = comm.Get_failed()
         return sorted(failed.Translate_ranks(list(range(failed.size)), comm.Get_group()))
@@ -181,7 +181,7 @@ def _finish(comm: MPI.Intracomm, request: MPI.Request, waiter: Waiter) -> None:
 
 
 def _missing(comm: MPI.Intracomm) -> list[int]:
-    """Return who does not answer, within moments, that it waits for a duplicate as well; all others if all do."""
+    """Return the ranks that do not answer at once that they wait for a duplicate, too; all others if all do."""
     peers, here = peers_in(comm), set[int]()
     for peer in peers:
         _send_note(comm, _WHO_IS_HERE, peer)
@@ -190,9 +190,9 @@ def _missing(comm: MPI.Intracomm) -> list[int]:
 
 
 def _answer(comm: MPI.Intracomm, here: set[int] | None = None) -> bool:
-    """Answer ranks that ask whether this one waits for a duplicate, and take down who says so; always true.
+    """Answer ranks that ask whether this one waits for a duplicate, and record in ``here`` which do; always true.
 
-    What somebody said who has given up since does no harm: whoever waits goes on to wait, as all may try again.
+    An answer of a rank that has given up since does no harm: the others go on waiting, as all may try again.
     """
     status, said = MPI.Status(), np.zeros(1, np.int64)
     while comm.Iprobe(MPI.ANY_SOURCE, _STARTING_TAG, status):

@@ -1,4 +1,4 @@
-"""The ranks of an MPI job: who they are, how some of them make a world, and who is left when others have died."""
+"""The ranks of an MPI job: which they are, how some of them make a world, and which survive when others fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 #: On communicators that are not ours, the largest tags that there always are; see `ringreduce.transport.mpi` for one.
 _HERE_TAG, _GO_ON_TAG = 32767, 32765
 _MOST_BEHIND = 1000
-_NOTICE_S = 2.0  # the library tells of a death within 0.1 s
+_NOTICE_S = 2.0  # the library reports a death within 0.1 s
 
 
 class MpiRanks:
@@ -45,9 +45,9 @@ class MpiRanks:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._given = comm
-        self._comm = comm  # those that are left
-        self._here: set[int] = set()  # who of the given ones has come to go on without the dead
-        self._awaited: dict[int, MPI.Request] = {}  # the note of each of the others that says so
+        self._comm = comm  # the survivors
+        self._here: set[int] = set()  # which of the given ones have come to go on without the failed
+        self._awaited: dict[int, MPI.Request] = {}  # by rank, the note that says so
         self._processes: dict[int, int] = {}  # of the given ones that are on this host
         if launch().survives_deaths and comm.rank == 0 and MPI.Comm.Get_parent() != MPI.COMM_NULL:
             _log.warning(
@@ -87,7 +87,7 @@ class MpiRanks:
 
     def abort(self, code: int) -> None:
         if launch().survives_deaths:
-            os.kill(os.getpid(), signal.SIGKILL)  # the others live on; of other ends they would not be told
+            os.kill(os.getpid(), signal.SIGKILL)  # the others survive; only ends by a signal are reported to them
         MPI.COMM_WORLD.Abort(code)
 
     def reconfigure(self, priority: int, waiter: Waiter) -> None:
@@ -104,7 +104,7 @@ class MpiRanks:
             use_survivors(self._comm)
 
     def _shrink(self, priority: int) -> MPI.Intracomm:
-        """Return the ranks that are left, in the order of their priority. Collective over these, without limit."""
+        """Return the survivors, in the order of their priority. Collective over these, without a time limit."""
         survivors = cast("MPI.Intracomm", self._given.Shrink())
         survivors.Set_errhandler(MPI.ERRORS_RETURN)
         try:
@@ -113,7 +113,7 @@ class MpiRanks:
             key = min(behind, _MOST_BEHIND) * survivors.size + survivors.rank
             ordered = cast("MPI.Intracomm", survivors.Split(0, key))
         except MPI.Exception:
-            survivors.Revoke()  # or some would wait in there for those that it has failed for
+            survivors.Revoke()  # or others would wait in there for a rank that has an error
             raise
         ordered.Set_errhandler(MPI.ERRORS_RETURN)
         survivors.Free()
@@ -142,14 +142,14 @@ class MpiRanks:
             os.kill(self._processes[peer], signal.SIGKILL)
 
     def _rendezvous(self, waiter: Waiter) -> None:
-        """Return when all that are left look who is left: to find out takes all of them, and knows no time limit.
+        """Return when all survivors have come to shrink the communicator, which takes all and has no time limit.
 
-        Ranks of this host that do not come in time are killed: nobody can go on while they might.
+        Ranks of this host that do not come in time are killed: the others cannot go on without knowing their fate.
         """
         comm = self._given
         waits: set[int] = set(range(comm.size)) - {comm.rank} - self._here
         for peer in range(comm.size):
-            with suppress(MPI.Exception):  # that one is dead
+            with suppress(MPI.Exception):  # that rank has failed
                 if peer != comm.rank:
                     comm.Isend([b"", MPI.BYTE], peer, _GO_ON_TAG)
                     if peer not in self._awaited:
@@ -186,7 +186,7 @@ class MpiRanks:
             )
 
     def _has_come(self, peer: int) -> bool:
-        """Return whether a rank has said that it goes on, or is dead."""
+        """Return whether a rank has said that it goes on, or has failed."""
         request = self._awaited.get(peer)
         try:
             if request is not None and not request.Test():
@@ -232,8 +232,8 @@ def _part(comm: MPI.Intracomm, ranks: Sequence[int], waiter: Waiter, purpose: st
     Raises:
         CollectiveTimeoutError: not all of them called this within the time limit.
     """
-    # MPI would wait without limit for a rank that does not come. So all hear from all that they have come, and then
-    # that they have heard from all.
+    # MPI would wait without limit for a rank that does not come. So all ranks exchange a note that they have come, and
+    # then one that they have all notes.
     for _ in range(2):
         _await_all(comm, [rank for rank in ranks if rank != comm.rank], waiter, purpose)
     with translated():

@@ -133,8 +133,8 @@ class MpiMessages:
         return dtype in _TYPES and exact and count <= np.iinfo(np.int32).max
 
     def allreduce(self, data: Array, op: ReduceOp) -> None:
-        # Neither the blocking form, which waits for ever for a rank that is lost, nor the persistent one: Open MPI 5.0
-        # never gives back the memory that this takes, as much as the data.
+        # Neither the blocking form, which waits for ever for a failed rank, nor the persistent one: Open MPI 5.0 never
+        # frees the memory that this takes, as much as the data.
         with translated(self._data):
             request = self._data.Iallreduce(MPI.IN_PLACE, data, _OPS[op])
             self._control.unfinished.append((request, data))  # which stay if a rank does not come
@@ -179,7 +179,7 @@ class MpiMessages:
             self._control.unfinished.append((left, given_up))
             self._waiter.until(lambda: MPI.Request.Testall(left), lambda: "messages of a call that was given up")
             self._control.unfinished.pop()
-        self.exchange(b"")  # nobody may send before the receives are gone that were given up
+        self.exchange(b"")  # no rank may send before all receives that were given up have ended
         freeing, self._to_free = self._to_free, []
         self.free(freeing)
 
@@ -221,7 +221,7 @@ class _Control:
 
     Attributes:
         comm: that one.
-        posted: notes that may not have left.
+        posted: notes whose sends may not be complete.
         unfinished: requests (one, or several) that were given up, and memory that MPI may use as long as they last.
     """
 
@@ -297,7 +297,7 @@ class _Control:
             return
         peers, mine = self._peers, np.array([self._exchanges])
         self.unfinished.append(([self.comm.Isend(mine, peer, _GIVEN_UP_TAG) for peer in peers], mine))
-        soon(lambda: over() and len(gone) == len(peers))  # all that have come give it up
+        soon(lambda: over() and len(gone) == len(peers))  # all ranks that have come give it up
         missing = [rank for rank in peers if rank not in gone]
         if complete or not missing:
             self._gave_up = f"{name_ranks(sorted(gone))} had stopped waiting for this rank to join an exchange"

@@ -65,14 +65,14 @@ class Transfer:
 class PointToPoint:
     """Sends and receives between the ranks of one group. Thread-safe.
 
-    What one rank sends another with one tag is received in that order. A send of more than 4 KiB is done when the data
-    has left, which may take until the other rank receives it. What is under way moves on whenever a rank of it waits,
-    for whatever, as long as the waiter of that calls `advance`.
+    Messages of one rank to another with one tag are received in the order in which they are sent. A send of more than
+    4 KiB is done when the data is sent, which may take until the other rank receives it. Messages under way progress
+    whenever one of their ranks waits for anything with a waiter that calls `advance`.
 
     Args:
         messages: the ranks, on a channel that nobody else uses; closed with this.
         waiter: how a rank waits, and for how long at most.
-        find_failed: returns what to raise about a rank that takes part in nothing any more; None: there is none.
+        find_failed: returns the error about a rank that takes part in no further call; None: there is none.
         lifetime: of this; nothing else's.
         counts_decide: whether an array may be received into one of another shape that has as many elements.
     """
@@ -161,7 +161,7 @@ class PointToPoint:
         Raises:
             MismatchError: what comes has another dtype or shape. What comes after it can still be received.
             CollectiveTimeoutError: it was not done in time, and is still under way.
-            PeerLostError: a rank of the group is gone.
+            PeerLostError: a rank of the group has failed.
         """
         waiter = self._waiter
         if timeout_s is not None:
@@ -203,7 +203,7 @@ class PointToPoint:
                 self._lock.release()
 
     def watch(self) -> None:
-        """Raise if a rank of the group is gone; for the waiter."""
+        """Raise if a rank of the group has failed; for the waiter."""
         failed = self._find_failed("this rank waits for a message")
         if failed is not None:
             self.fail(failed)
@@ -286,7 +286,7 @@ class PointToPoint:
         return True
 
     def _start(self, transfer: Transfer, data: Array, number: int, sender: int | None = None) -> None:
-        """Start the messages of a large array; its number tells them from those of others between the same ranks."""
+        """Start the messages of a large array; its number separates them from those of other arrays."""
         tag = number % self._messages.max_tag
         pieces = [data[low : low + _PIECE] for low in range(0, data.nbytes, _PIECE)]
         if sender is None:

@@ -136,7 +136,7 @@ class GroupBackend:
                 end_span_with(work.task(), span)
         return work
 
-    # ---- coalescing: works come one after the other anyway, and the last of them stands for all ----
+    # ---- coalescing: works come one after the other anyway, and the last of them is returned for all ----
 
     def start_coalescing(self, device: Any = None) -> None:
         """Begin to collect works."""
@@ -283,9 +283,9 @@ class Collectives(GroupBackend):
 
 
 def recreate_default_group() -> None:
-    """Make the default process group anew, of the ranks of the world that has begun, if ringreduce is its backend.
+    """Recreate the default process group, of the ranks of the new world, if ringreduce is its backend.
 
-    Collective. Other groups are gone with the old one.
+    Collective. Other groups end with the old one.
     """
     whole: Any = dist.group.WORLD
     ours = whole._get_backend(torch.device("cpu"))

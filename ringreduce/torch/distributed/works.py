@@ -52,7 +52,7 @@ def _called_by_autograd() -> bool:
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """Return a time limit of torch's, None if it stands for none: torch writes those as 0 or less."""
+    """Return a time limit of torch's, None if it means no limit: torch writes those as 0 or less."""
     if timeout is None or timeout <= timedelta(0):
         return None
     return timeout.total_seconds()

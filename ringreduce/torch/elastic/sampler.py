@@ -11,7 +11,7 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(EpochDivision, Sampler[int]):
-    """Divides what is left of an epoch among the ranks there are; see `ringreduce.training.epochs.EpochDivision`."""
+    """Divides the rest of an epoch among the present ranks; see `ringreduce.training.epochs.EpochDivision`."""
 
     def shuffled(self, seed: int) -> list[int]:
         """Return all indices in the random order of a seed, the same on all ranks."""

@@ -55,7 +55,7 @@ class TorchState(HandlingState):
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
     def reset(self) -> None:
-        """Make the default process group of torch.distributed anew if ringreduce is its backend; and see the base."""
+        """Recreate the default process group of torch.distributed if ringreduce is its backend; and see the base."""
         if dist.is_available() and dist.is_initialized():
             from ringreduce.torch.distributed import (
                 collectives,  # which cannot be imported where torch has no such thing
@@ -128,7 +128,7 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Keeps an optimizer. What it is set to is small; its state changes in steps, which it tells of before them."""
+    """Keeps an optimizer. Its settings are small; its state changes in steps, which it reports beforehand."""
 
     def __init__(self, value: torch.optim.Optimizer) -> None:
         super().__init__(value)
@@ -153,7 +153,7 @@ class OptimizerStateHandler(StateHandler):
         return self._noted_steps == self._steps and _are_unchanged(self._noted, self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the state, and the parameters, whose number tells if a group was added."""
+        """Return the tensors of the state, and the parameters, whose number shows whether a group was added."""
         kept = [each for state in self.value.state.values() for each in state.values() if torch.is_tensor(each)]
         return [*kept, *(each for group in self.value.param_groups for each in group["params"])]
 

@@ -37,7 +37,7 @@ class RingreduceEnvironment(Ranks, ClusterEnvironment):
 
 
 class RingreduceStrategy(RanksStrategy, DDPStrategy):
-    """What ``strategy="ringreduce"`` stands for; see `RanksStrategy`. To make it is collective.
+    """The strategy ``strategy="ringreduce"``; see `RanksStrategy`. To make it is collective.
 
     Args:
         options: as for Lightning's DDPStrategy (``find_unused_parameters``, ``static_graph``, ...).

@@ -1,4 +1,4 @@
-"""What `lightning.pytorch` and `pytorch_lightning` are told of the ranks: the same for both, which share no classes."""
+"""The ranks, as `lightning.pytorch` and `pytorch_lightning` ask for them; the two packages share no classes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def main_port(self) -> int:
-        """0, as the ranks meet over MPI, and no port is opened."""
+        """0, as the ranks connect by MPI, and no port is opened."""
         return 0
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Compressions that reduce whole buckets of gradients, on flat NumPy views of them: protocols and wire formats.
 
-A `BucketCompression` makes one `Reducer` for each bucket, which reduces it step after step and keeps what was lost, to
-send it in a later step. There are wire formats (here), `powersgd` and `topk`; what these two have not sent yet is in
-`residual`.
+A `BucketCompression` makes one `Reducer` for each bucket, which reduces it step after step and keeps its compression
+error, to send it in a later step. There are wire formats (here), `powersgd` and `topk`; what these two have not sent
+yet is in `residual`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class WireFormat:
 
     Attributes:
         wire: a name in `ringreduce.buffers.codecs.CODECS`.
-        error_feedback: whether what rounding lost is added in the next step.
+        error_feedback: whether the rounding error is added in the next step.
     """
 
     wire: ClassVar[str]
@@ -107,11 +107,11 @@ class WireFormat:
 
 
 class WireState:
-    """The wire format in which a bucket travels, and what rounding to it has lost.
+    """The wire format in which a bucket travels, and the error of rounding to it.
 
     Attributes:
         wire: a name in `ringreduce.buffers.codecs.CODECS`.
-        feedback: what was lost; for `Communicator.allreduce`.
+        feedback: the rounding error; for `Communicator.allreduce`.
     """
 
     def __init__(self, wire: str, keep: bool) -> None:
@@ -124,7 +124,7 @@ class WireState:
         return self.feedback.error
 
     def state_dict(self) -> State:
-        """Return copies of what was lost, if it is kept."""
+        """Return copies of the rounding error, if it is kept."""
         kept = {"sent": self.feedback.sent, "summed": self.feedback.summed} if self.feedback.keep else {}
         return {name: array.copy() for name, array in kept.items() if array is not None}
 
@@ -154,7 +154,7 @@ def reduces(compression: object, dtype: Any) -> bool:
 
 
 def signature_of(compression: object) -> str:
-    """Return text that tells compressions apart and is the same on all ranks: without addresses."""
+    """Return text that differs between compressions and is the same on all ranks: without addresses."""
     if isinstance(compression, type):
         return compression.__qualname__
     return repr(compression) if is_dataclass(compression) else type(compression).__qualname__

@@ -27,12 +27,12 @@ class Residual:
     """Base of what reduces one bucket: keeps what this rank has not sent yet, of this step and, if carried, of earlier.
 
     In each step `reduce` adds the gradients, subtracts what it sends from ``unsent``, and calls `settle`. Over any
-    number of steps, what was sent and what is left add up to the gradients, to rounding: nothing is lost, only late.
+    number of steps, what was sent and the residual add up to the gradients, to rounding: everything is sent, only late.
 
     Args:
         shapes: of the bucket's parameters.
         places: where each begins and ends in the flat bucket.
-        carried: whether what is left goes into the next step.
+        carried: whether the residual goes into the next step.
 
     Attributes:
         unsent: 1-D float32, like the flat bucket up to the last parameter's end, zeros where no parameter is.

@@ -145,7 +145,7 @@ class _Space:
 
 
 class _Lease(weakref.ref[Array]):
-    """A reference to an array that was lent a block; its callback takes the block back.
+    """A reference to an array that uses a block; its callback returns the block to the arena.
 
     Attributes:
         block: of the array.
@@ -163,7 +163,7 @@ class _Lease(weakref.ref[Array]):
 class Arena:
     """Hands out blocks of this rank's segments; makes segments as they are needed. Local, not collective; thread-safe.
 
-    Blocks of arrays that are gone are kept, up to 256 MiB, for arrays of the same size, which find their pages there.
+    Blocks of freed arrays are kept, up to 256 MiB, with their pages, for arrays of the same size.
     Other free memory is handed out first fit. Its pages go back to the system once more than 256 MiB have become free,
     and when nothing of it is large enough and a new segment has to be made.
 
@@ -175,7 +175,7 @@ class Arena:
         results_nbytes: how much all results may take that live at once; beyond that they are private.
 
     Attributes:
-        segments: its own and those of the peers; closed by whoever has closed everything that uses them.
+        segments: its own and those of the peers; to be closed after everything that uses them.
         locate: returns where ``(address, nbytes)`` are in the arena, None if they are not part of it.
         copies_private: whether the ranks of the node can copy each other's private memory; the same on all of them.
     """
@@ -218,7 +218,7 @@ class Arena:
             self._space.release(block.location, block.memory.nbytes)
 
     def array(self, nbytes: int) -> Array:
-        """Return a block as an array that takes its memory back to the arena when it and all its views are gone."""
+        """Return a block as an array; its memory returns to the arena when it and all its views are freed."""
         return self._lend(self.allocate(nbytes), (nbytes,), np.dtype(np.uint8), is_result=False)
 
     def result(self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> tuple[Array, int] | None:

@@ -1,4 +1,4 @@
-"""The board: flag lines in shared memory through which the ranks of a node meet.
+"""The board: flag lines in shared memory for rendezvous and barriers of the ranks of a node.
 
 Every rank owns two pages of flags and texts that only it writes, and areas that its peers read (or write, between
 barriers):
@@ -64,12 +64,12 @@ _REFUSED = -1
 
 
 def signature_hash(signature: str) -> int:
-    """Return 63 bits that stand for a signature; the same in every process."""
+    """Return 63 bits of a hash of a signature; the same in every process."""
     return int.from_bytes(blake2b(signature.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Entry(NamedTuple):
-    """What a rank tells the other members when it comes to a call; quickest where the same object comes again.
+    """What a rank publishes to the other members when it enters a call; quickest where the same object is used again.
 
     Attributes:
         signature: what it calls.
@@ -137,7 +137,7 @@ class Board:
 
     @staticmethod
     def allocate(arena: Arena) -> Location:
-        """Make this rank's part; every member does, and tells the others where, before any makes a `Board`."""
+        """Make this rank's part; every member does, and publishes where, before any makes a `Board`."""
         block = arena.allocate(_BOARD_NBYTES)
         block.memory[:_MAILBOXES] = 0
         return block.location
@@ -179,7 +179,7 @@ class Board:
         """Begin a call together with the other members: the barrier before any data is touched.
 
         Args:
-            mine: what this rank tells the others.
+            mine: what this rank publishes.
 
         Returns:
             Source and target of each of the other members, in the order of `peers`.
@@ -216,7 +216,7 @@ class Board:
         """Come to a call that this rank cannot make, so that it is over for all members.
 
         Args:
-            reason: what the others hear instead of a signature.
+            reason: what the others get instead of a signature.
 
         Raises:
             MismatchError: on every member.
@@ -303,7 +303,7 @@ class Board:
             self._waiting = None
 
     def require_present(self, position: int, signature: str) -> None:
-        """Raise what ends this rank's call if a member has left.
+        """Raise what ends this rank's call if a member has detached.
 
         Args:
             position: of the member among ``peers``.
@@ -313,9 +313,9 @@ class Board:
             raise self._why(position).error(self._others[position][0], f"this rank called {signature}")
 
     def find_failed(self, doing: str, among: Sequence[int] | None = None) -> CollectiveError | None:
-        """Return what to raise about a member that takes part in nothing any more, None if there is none.
+        """Return the error about a member that takes part in no further call, None if there is none.
 
-        One that has died without a word comes first: others may have ended because of it.
+        A member whose process has ended without detaching comes first: others may have ended because of it.
 
         Args:
             doing: what this rank does, for the error.
@@ -342,7 +342,7 @@ class Board:
         return AbortReason(*json.loads(_read(self._parts[self.members.index(self.peers[position])][_WHY])))
 
     def _watch(self) -> None:
-        """Raise if a member that is waited for has left or died."""
+        """Raise if a member that this rank waits for has detached or failed."""
         if self._waiting is None:
             return
         lines, number, signature = self._waiting
@@ -352,7 +352,7 @@ class Board:
             raise failed
 
     def _disagree(self, signature: str) -> NoReturn:
-        """Tell the others what was called, learn what they called, and raise."""
+        """Exchange with the others what each called, and raise."""
         _write(self._parts[self.index][_CALLED], self.called(signature).to_json())
         self.barrier(signature)
         calls = [CallSite.from_json(_read(part[_CALLED])) for part in self._parts]
@@ -361,7 +361,7 @@ class Board:
 
 
 def _write(area: Array, text: bytes) -> None:
-    """Write what the others read once a flag tells them to."""
+    """Write a text that the others read once a flag is set."""
     assert 8 + len(text) <= len(area)
     area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
     area[:8].view(np.int64)[0] = len(text)

@@ -41,7 +41,7 @@ class Node:
         topology: of all ranks: a node is what shares memory.
         hosts: of all ranks: a node is a machine. The same, unless memory cannot be shared.
         arena: where communication buffers come from; peers of the node can map them.
-        board: where the ranks of the node meet.
+        board: of the ranks of the node.
     """
 
     topology: Topology
@@ -126,7 +126,7 @@ def _share(
     """Make every rank's part of its board and make sure that each member of a node reaches those of the others.
 
     Pids and descriptors are small numbers. Where they mean something else than their sender thinks, a rank maps other
-    memory, or its own, without an error. So every rank writes a secret into its memory and tells the others what they
+    memory, or its own, without an error. So every rank writes a secret into its memory and sends the others what they
     have to find there.
 
     Args:

@@ -47,7 +47,7 @@ class PrivateMemory:
         address: of the first element, there.
         dtype: of the elements.
         size: how many there are.
-        present: called before anything is stored there; raises if the peer has left the call. Its memory may be
+        present: called before anything is stored there; raises if the peer has ended the call. Its memory may be
             somebody else's then.
     """
 

@@ -71,7 +71,7 @@ class Segments(ABC):
 class MemfdSegments(Segments):
     """Segments that are anonymous files, mapped by peers through ``/proc/<pid>/fd/<n>``.
 
-    They have no name, so nothing is left behind when a rank is killed, and they are not bound by the size of /dev/shm.
+    They have no name, so that none remains when a rank is killed, and they are not bound by the size of /dev/shm.
 
     Args:
         pids: the process of every rank on this node.
