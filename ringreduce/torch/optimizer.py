@@ -58,9 +58,9 @@ class DistributedOptimizer(wrapping.Wrapper):
     (``overlap``): where the network is slow, or ranks have cores to spare. It begins after two steps with the declared
     number of passes in which nobody changed gradients between the last pass and the step. A program that changes them
     gets a warning and no overlap; if it begins to do so later, when gradients of other ranks no longer exist, `step`
-    raises a `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not count, are seen only by the
-    comparison of weights. A program that looks at gradients before the step calls `synchronize` first, as some may be
-    averages already. Where a whole model is made of reentrant checkpoints, passes cannot be counted: use `no_sync`
+    raises a `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not count, show only in
+    the comparison of weights. A program that looks at gradients before the step calls `synchronize` first, as some may
+    be averages already. Where a whole model is made of reentrant checkpoints, passes cannot be counted: use `no_sync`
     then, and not ``backward_passes_per_step``.
 
     A reduction writes into ``p.grad``, and so into all references to it. After ``zero_grad()`` a gradient that the
