@@ -222,7 +222,7 @@ class OwnWorld(World):
             undo.insert(0, parts.close)
             world = cls(everyone, connection, messages, parts, Clock.agree(messages), config, followers, lifetime)
             undo = [world.close]
-            world._tell_what_was_chosen()
+            world._log_choices()
             world._use_table()
             world.observer.begin(messages, world.communicator.library, world.metrics)
         except Exception:
@@ -320,7 +320,7 @@ class OwnWorld(World):
 
     # ---- its begin ----
 
-    def _tell_what_was_chosen(self) -> None:
+    def _log_choices(self) -> None:
         """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""
         if self.rank != 0 or not _log.isEnabledFor(logging.INFO):
             return
