@@ -99,10 +99,10 @@ from ringreduce.transport import mpi_job
 
 rr.init()
 me = rr.rank()
-meet = mpi_job.MpiRanks._meet
+rendezvous = mpi_job.MpiRanks._rendezvous
 
-def meet_and_stop(self, waiter):
-    meet(self, waiter)
+def rendezvous_and_stop(self, waiter):
+    rendezvous(self, waiter)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 @run
@@ -115,7 +115,7 @@ def train(state):
         state.commit()
 
 if me == 2 and "stops in the recovery" in sys.argv:
-    mpi_job.MpiRanks._meet = meet_and_stop
+    mpi_job.MpiRanks._rendezvous = rendezvous_and_stop
 state = ObjectState(rr.broadcast_object, rr.rank, step=0, total=0.0)
 train(state)
 print(rr.size(), state.total)
