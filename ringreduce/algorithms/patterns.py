@@ -95,8 +95,8 @@ def relabelled(steps: Iterable[Step], ranks: Sequence[int], first_block: int) ->
 
     Args:
         steps: steps of a schedule for ranks 0, 1, ... and blocks 0, 1, ...
-        ranks: the rank that stands in for each of these.
-        first_block: the block that stands in for block 0.
+        ranks: the rank that replaces each of these.
+        first_block: the block that replaces block 0.
     """
 
     def carry(transfer: Transfer) -> Transfer:

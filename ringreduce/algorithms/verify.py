@@ -298,7 +298,7 @@ class _World:
         self._moves: list[Move] = []
         self._last = [schedule.last_reductions() for schedule in schedules]
         messages = any(step.sends for schedule in schedules for step in schedule.steps)
-        # Reductions to a root with messages take sums, as a plan is told.
+        # Reductions to a root with messages take sums, as plans do.
         self._divides = collective is Collective.ALLREDUCE or (collective is Collective.REDUCE and not messages)
 
     def run(self) -> tuple[tuple[Move, ...], ...]:

@@ -47,12 +47,12 @@ def run(
         settings: equal on all ranks.
         write: gets the text, row by row, on rank 0; None: nobody does.
         device: where the arrays are; None: as the settings have it.
-        progress: is told after each case how many have been measured, and of how many; 0: there is no end.
+        progress: called after each case with how many have been measured, and of how many; 0: there is no end.
         head: whether the text begins with the lines before the first result.
         read: reads how much time processes took, for tests.
 
     Returns:
-        The report; ranks can differ in the count of wrong elements only where they fail to tell each other.
+        The report; ranks can differ in the count of wrong elements only where the exchange of counts fails.
 
     Raises:
         ConfigError: an algorithm, peer or root that is not there; on every rank, before anything is measured.
@@ -180,7 +180,7 @@ class Bench:
     def _count_wrong(self, case: Case, contender: Contender) -> int:
         """Run once on fresh inputs and count wrong elements over all ranks; collective.
 
-        A rank that finds more than the ranks could tell each other believes itself: what is counted with may be broken.
+        A rank that finds more than the exchanged count keeps its own: the allreduce of counts may be broken, too.
         """
         self._seed += 1
         reference = Reference(case, self._seed)

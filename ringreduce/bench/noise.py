@@ -32,7 +32,7 @@ class Usage(NamedTuple):
         at: when; since some time or other.
         everyone: what all processes of the machine have taken so far; NaN where that is not known.
         own: what this process has taken of it.
-        machine: a number that stands for the machine, from 0 to 2^32 - 1.
+        machine: a number that identifies the machine, from 0 to 2^32 - 1.
     """
 
     at: float

@@ -319,7 +319,7 @@ def gloo_process_group(world: Communicator) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
-            del store  # it writes to its file once more, and would try for ever if that were gone
+            del store  # it writes to its file once more, and would try for ever if that were removed
             world.barrier()
     finally:
         if world.rank == 0:

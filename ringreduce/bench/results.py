@@ -84,7 +84,7 @@ class Machine:
         placement: ranks and nodes in words.
         nnodes: number of nodes.
         cores: that the machine of rank 0 has.
-        cpu: model name, as far as the system tells.
+        cpu: model name, as far as the system reports it.
         timestamp: UTC, ISO 8601.
         gpu: of arrays on a GPU, which one it is and how allreduces are done there.
     """

@@ -1,8 +1,8 @@
 """``tune``: find out which allreduce algorithm is the fastest at each size on this machine, and write it down.
 
 First a few calls of all algorithms at three sizes, to which the cost model is fitted; then many calls, in turns, of
-those that can win by the model. Rank 0 decides everything, since only its clock says how much time is left, and tells
-the others.
+those that can win by the model. Rank 0 decides everything, since only its clock says how much time remains, and
+sends its decisions to the others.
 """
 
 from __future__ import annotations

@@ -76,10 +76,10 @@ class Codec(Protocol):
         """Write the encoding of ``source`` into all of ``target``. Equal values give equal bytes everywhere."""
 
     def decode(self, source: Bytes, target: Floats) -> None:
-        """Overwrite ``target`` with the values that ``source`` stands for."""
+        """Overwrite ``target`` with the values that ``source`` encodes."""
 
     def decode_add(self, source: Bytes, target: Floats) -> None:
-        """Add the values that ``source`` stands for to ``target``, with one float32 rounding each."""
+        """Add the values that ``source`` encodes to ``target``, with one float32 rounding each."""
 
 
 class _HalfCodec:
@@ -122,7 +122,7 @@ class _ScaledCodec(ABC):
         name: the key in ``CODECS``.
         bits: of a code.
         block: elements per scale; divides ``_PIECE``.
-        largest: the largest value that a code stands for.
+        largest: the largest value that a code can represent.
     """
 
     def __init__(self, name: str, *, bits: int, block: int, largest: int) -> None:

@@ -54,7 +54,7 @@ class DeviceOperand:
         shape: its shape.
         strides: in bytes.
         dtype: the type of its elements.
-        device: the ordinal of its GPU in this process, None if only the driver can tell.
+        device: the ordinal of its GPU in this process, None if only the driver knows it.
         stream: the caller's stream on that GPU; the legacy default stream where an array's interface names none.
         writable: whether results may be stored there.
     """

@@ -1,4 +1,4 @@
-"""The commands that tell what a machine offers, what jobs do, and where the time of a trace went."""
+"""Commands that report on a machine, on running jobs, and on traces."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def doctor(as_json: bool, folder: str | None, traces: str | None) -> int:
         return 0
     seen = machine.look()
     if seen is None:
-        return 0  # rank 0 speaks for all, and must have spoken before a launcher hears of a failure
+        return 0  # rank 0 speaks for all, and must have printed its report before a launcher notices a failure
     found, ranks = seen
     # A launcher lends its ranks a terminal, wherever its own output goes: colours would be letters in a file.
     colours = False if ranks[0].launcher[0] else None  # None: on terminals

@@ -88,7 +88,7 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
     callback=_cooldown,
     metavar="SECONDS",
     show_default="for ever",
-    help='For how long a host is not used anew after a rank of it died; "MIN MAX": twice as long with each death.',
+    help='For how long a host is not used again after a rank of it died; "MIN MAX": twice as long with each death.',
 )
 @click.option(
     "--reset-limit",

@@ -41,7 +41,7 @@ _CALLERS = (
     *("/torch/autograd/", "/torch/distributed/", "/torch/_tensor.py"),
     *("/tensorflow/python/", "/keras/src/", "/__autograph_generated_file", "/jax/_src/", "/optax/"),
 )
-_DEPTH = 16  # frames of the program: more cost more, and tell hardly any two calls apart that these do not
+_DEPTH = 16  # frames of the program: more cost more, and rarely distinguish more calls
 _TEXT_LENGTH, _PLACE_LENGTH = 1200, 200  # also if JSON escapes every character, less than a page of the board
 
 

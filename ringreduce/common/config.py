@@ -35,7 +35,7 @@ VERSION = "0.1.0"
 #: Variables of ours that are not settings: what the launcher says, the name of a host that is simulated, and the time
 #: limit of a test.
 _ELSEWHERE = {*VARIABLES, "RINGREDUCE_HOST", "RINGREDUCE_TEST_TIMEOUT"}
-#: In which MPI libraries are told to take addresses of GPU memory, and NCCL to take several ranks on one GPU.
+#: Settings of MPI libraries to take addresses of GPU memory, and of NCCL to take several ranks on one GPU.
 _GPU_SWITCHES = ("MV2_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED", "NCCL_MULTI_RANK_GPU_ENABLE")
 
 
@@ -43,7 +43,7 @@ def _unless_zero(text: str) -> str:
     return "" if text == "0" else text
 
 
-#: Variables of Horovod that mean something here: the field of `Config`, and what stands for it there ("": nothing).
+#: Variables of Horovod that mean something here: the field of `Config`, and the value there ("": nothing).
 #: They are read wherever ours is not set, whatever the script imports: users who change the import have set them too.
 HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
     # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
@@ -308,7 +308,7 @@ def find_ranks_of_cpus(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def accelerate_uses_cpus(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Accelerate is told to, also where torch sees a GPU."""
+    """Return whether Accelerate is set to use CPUs, also where torch sees a GPU."""
     return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 

@@ -71,7 +71,7 @@ class Launch:
         survives_deaths: whether the job goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm``.
         marks: the process whose standard error `ringreduce run` reads, and what that is; None: nobody reads marks.
         is_restartable: whether `ringreduce run` starts the job again on other hosts when the ranks end for that, and
-            tells them by SIGUSR2, which they have blocked, when they should.
+            requests that by SIGUSR2, which they have blocked.
         restarts: how often it has started this job before.
         start_timeout_s: how long ranks wait in `init` for ranks that have not called it; None: the time limit.
         least_size: elastic training ends once fewer ranks survive.

@@ -139,7 +139,7 @@ class Forked:
         with self._lock:
             if not self._ended and self._ends is not None:
                 waiting = select.poll()
-                waiting.register(self._ends[0], 0)  # tells of the end all the same
+                waiting.register(self._ends[0], 0)  # readable at its end all the same
                 if waiting.poll(0):
                     os.close(self._ends[0])
                     self._ended = True
@@ -151,7 +151,7 @@ def is_multiprocessing_child() -> bool:
     process = sys.modules.get("multiprocessing.process")  # is there in its children, and need not be elsewhere
     if process is None:
         return False
-    # While a child imports the script anew, the first is not set yet.
+    # While a child imports the script again, the first is not set yet.
     return process.parent_process() is not None or getattr(process.current_process(), "_inheriting", False)
 
 

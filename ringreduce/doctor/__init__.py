@@ -1,1 +1,1 @@
-"""What a machine, a job, a trace or a dump tells people."""
+"""Reports on a machine, a job, a trace or a dump."""

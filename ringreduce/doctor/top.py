@@ -51,7 +51,7 @@ def rows(statuses: Sequence[Snapshot]) -> list[dict[str, Any]]:
     Returns:
         job, rank, size, host, pid, command, seconds (since it began), age_s (since it said so), steps, samples,
         steps_per_s, samples_per_s, communication (share of time, 0 to 1), nbytes, waiting (text, or None), error.
-        Rates are None where there is nothing to tell them from.
+        Rates are None where nothing earlier is known.
     """
     return [
         row

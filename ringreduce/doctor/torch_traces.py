@@ -7,7 +7,7 @@ named operations. What has no equivalent there:
 - the library is always "gloo": those tools refuse names that they do not know;
 - blocking calls have bytes and no dtype: "Byte". What ranks may give of different sizes has none;
 - named operations come in any order, so those of one name are matched: what has begun from the last one backwards,
-  what waits from the first one on. Behind their type stands their name.
+  what waits from the first one on. Their name follows their type.
 """
 
 from __future__ import annotations

@@ -202,5 +202,5 @@ class _Sums:
 
 
 def untouchable(address: int, nbytes: int) -> Array:
-    """Return an array that stands for device memory: it has an address and can be cut; nothing may look into it."""
+    """Return an array over device memory: it has an address and can be sliced; its elements must not be read."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

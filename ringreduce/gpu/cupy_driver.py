@@ -148,7 +148,7 @@ class Driver:
         self._ask(self._runtime.streamWaitEvent, stream, event.ptr)
 
     def done(self, event: Event) -> bool:
-        """Return whether what the event stands for is done."""
+        """Return whether the work before the event is done."""
         status = int(self._ask(self._runtime.eventQuery, event.ptr))
         if status == _SUCCESS:
             return True
@@ -161,7 +161,7 @@ class Driver:
         return False
 
     def synchronize(self, event: Event) -> None:
-        """Return when what the event stands for is done."""
+        """Return when the work before the event is done."""
         self._ask(self._runtime.eventSynchronize, event.ptr)
 
     # ---- work ----

@@ -91,7 +91,7 @@ class _Loader(Loader):
 
 
 def _counterpart(name: str) -> str:
-    """Return the name of our module that a module of Horovod stands for, whether it exists or not."""
+    """Return the name of our module for a module of Horovod, whether it exists or not."""
     _, *below = name.split(".")
     home = ["ringreduce"] if below[:1] == ["torch"] else ["ringreduce", "horovod"]
     return ".".join([*home, *below])

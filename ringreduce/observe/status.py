@@ -1,7 +1,7 @@
 """What a rank does now, for `ringreduce top`: a small private file that it writes once a second.
 
-One file for each rank, ``JOB.RANK.json`` in a folder of this user's (`folder`), on the machine of the rank; it is gone
-with the world. It is a brief snapshot (`ringreduce.observe.flight_recorder`), and besides:
+One file for each rank, ``JOB.RANK.json`` in a folder of this user's (`folder`), on the machine of the rank; it is
+removed with the world. It is a brief snapshot (`ringreduce.observe.flight_recorder`), and besides:
 
     job, command                            the job is a word that its ranks share
     began                                   seconds since 1970

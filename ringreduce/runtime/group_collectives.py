@@ -234,7 +234,7 @@ def alltoall(comm: Communicator, out: Any, array: Any, received: Sequence[int], 
 
     Raises:
         MismatchError: a rank sends another number of rows than this one expects. Where the sums agree, only this
-            rank hears of it.
+            rank raises it.
     """
     with CheckingArguments(comm, "alltoall"):
         target, source = _host(out), _host(array)

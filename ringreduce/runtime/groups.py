@@ -47,8 +47,8 @@ class Group:
     """One rank of a group.
 
     `submit` runs calls in the order of the program; collectives are called in such a task, one at a time. All members
-    make the same calls in the same order, and where they do not, all get a `MismatchError` or hear why a rank could not
-    make its call.
+    make the same calls in the same order, and where they do not, all get a `MismatchError` or the reason why a
+    rank could not make its call.
 
     Args:
         connection: connects the ranks of the world.

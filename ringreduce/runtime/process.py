@@ -221,7 +221,7 @@ class Process:
         if self.termination is None or self.termination.at_exit():
             own = self.own()
             if own is not None and getattr(sys, "last_value", None) is not None:
-                own.flush()  # of a process that is alone: how others fail, the termination tells
+                own.flush()  # of a process that is alone; the termination reports the failures of others
             self.shut_down()
 
     def _before_fork(self) -> None:

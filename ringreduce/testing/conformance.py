@@ -72,7 +72,7 @@ def _check_restarts(messages: Messages, waiter: Waiter, ahead: int, behind: int)
 
 
 def _check_renewal(messages: Messages, waiter: Waiter, ahead: int, behind: int) -> None:
-    """What was given up on both sides, or on one, meets nothing that comes later; the same requests work again."""
+    """Messages given up on both sides, or on one, match nothing later; the same requests work again."""
     outgoing, incoming = np.zeros(3, np.int32), np.zeros(3, np.int32)
     send, late, never = (messages.send(outgoing, ahead, 5), *(messages.recv(incoming, behind, tag) for tag in (5, 6)))
     for turn in range(1, 4):
@@ -138,7 +138,7 @@ def check_collectives(communicator: Communicator, *, algorithms: bool = True) ->
 def check_choices(communicator: Communicator) -> None:
     """Check that every call does what was said of it: for all dtypes, ops and names of algorithms. Every rank calls it.
 
-    What a call does is seen by its observers: the name that they are told, and the steps, which tell paths apart.
+    What a call does is seen by its observers: the name that they get, and the steps, which differ between paths.
     """
     watch = _Watch()
     communicator.instruments.add(watch)
@@ -244,7 +244,7 @@ def _check_allreduce(communicator: Communicator, count: int, algorithm: str | No
 
 
 def _check_dtype(communicator: Communicator, dtype: str, op: ReduceOp) -> None:
-    # Small ones go through mailboxes, large ones through pieces; an odd shape meets no alignment.
+    # Small ones go through mailboxes, large ones through pieces; an odd shape is not aligned.
     for shape in ((3, 7), (33, 1021)):
         mine = _inputs(communicator.size, shape, dtype, 2)[communicator.rank]
         answer = _answer(communicator.size, shape, dtype, op, 2)

@@ -59,7 +59,7 @@ class FailingMessages(_Wrapper):
     Args:
         inner: what carries the messages until then.
         after: how many starts succeed.
-        silently: whether the messages then vanish, as if the network had gone, instead of raising.
+        silently: whether the messages then vanish, as if the network had failed, instead of raising.
     """
 
     def __init__(self, inner: Messages, after: int, *, silently: bool = False) -> None:

@@ -215,7 +215,7 @@ def check_saved_compression(make: Make, **options: Any) -> None:
 
 
 def check_dropped(make: Make, **options: Any) -> None:
-    """An optimizer that is gone, on one rank in the middle of a step, is missed by nobody."""
+    """An optimizer that is deleted, on one rank in the middle of a step, leaves no rank waiting."""
     trainee = make(_values(), **_BUCKETS, **options)
     _train(trainee, range(3))
     if runtime.rank() == 0 and options.get("reduce_in") != "backward":  # whose passes all ranks make

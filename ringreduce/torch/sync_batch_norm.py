@@ -94,7 +94,7 @@ class SyncBatchNorm(_BatchNorm):
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        memo[id(self.process_set)] = self.process_set  # it stands for processes, of which there are no copies
+        memo[id(self.process_set)] = self.process_set  # it refers to processes, of which there are no copies
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
@@ -141,7 +141,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_set: ProcessSet = gl
         process_set: the ranks that normalise together.
 
     Returns:
-        The model; if it is a batch normalisation itself, what stands for it.
+        The model; if it is a batch normalisation itself, its replacement.
     """
     made: dict[torch.nn.Module, torch.nn.Module] = {}
     for each in module.modules():

@@ -16,7 +16,7 @@ class _Listener(Protocol):
 class WorkerNotificationManager:
     """Passes on to listeners, such as states, that hosts have changed; for programs that watch the hosts themselves.
 
-    States hear what the launcher says at their commits, without this.
+    Not needed: states read the launcher's announcements at their commits.
     """
 
     def __init__(self) -> None:

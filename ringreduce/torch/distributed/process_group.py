@@ -2,7 +2,7 @@
 
 A group of torch's is a `Group`: its collectives run in the order of the program, on this thread where the program waits
 for them and nothing is before them, else on one thread of the group. Torch has two ways for a backend that is written
-in Python: a `ProcessGroup` that stands in for torch's own, in all versions; and a `Backend` (torch 2.15) that torch's
+in Python: a `ProcessGroup` that replaces torch's own, in all versions; and a `Backend` (torch 2.15) that torch's
 own calls, beside others for other devices. The latter passes less of a work on: neither whether it is done, nor who has
 sent a message. So it is taken for groups with other backends alone. `Collectives` is what both call, and knows neither.
 """
@@ -99,7 +99,7 @@ def create(options: Any) -> Any:
         ConfigError: MPI does not connect the ranks, or counts them in another way.
     """
     runtime.init()
-    # Torch's default limit stands for none: then the settings say how long to wait.
+    # Torch's default limit means none was given: then the settings say how long to wait.
     default = dist.distributed_c10d.default_pg_timeout
     timeout_s = None if options.timeout == default else seconds(options.timeout)
     ranks = list(options.global_ranks_in_group) or list(range(runtime.size()))
