@@ -153,7 +153,7 @@ class Hosts:
         """Return the host of a rank.
 
         Args:
-            rank: its number, by which the host is found if its name is not listed; or the name if no rank has it.
+            rank: its number, which decides where the name fits no host or several.
             name: of its host, as the operating system there has it.
             here: the names of this machine.
         """
