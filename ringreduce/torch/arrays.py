@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -58,16 +58,7 @@ class Tensors:
                 target.copy_(source.to(torch.float64) * factor)  # which truncates
 
     def keep_in_place(self, arrays: Sequence[torch.Tensor]) -> Callable[[], None]:
-        kept = [each for array in arrays if array.is_cpu and (each := _KEPT.keep(array)) is not None]
-
-        def release() -> None:
-            try:
-                while kept:
-                    _KEPT.release(kept.pop())
-            except IndexError:  # two threads have seen that the operation has ended
-                pass
-
-        return release
+        return partial(_release, [use for array in arrays if array.is_cpu and (use := _keep(array)) is not None])
 
     def changed(self, array: torch.Tensor) -> torch.Tensor:
         """Notify autograd that a collective wrote into a tensor, so that it refuses to use the overwritten value."""
@@ -112,62 +103,60 @@ class Tensors:
                     target.copy_(part.view(target.shape))
 
 
-class _Use(NamedTuple):
-    """An operation's use of a storage.
+class _Use:
+    """Operations' use of a storage, which torch refuses to resize until all of them have ended.
 
     Attributes:
         storage: stays alive meanwhile, so that its address is that of no other.
         holders: how many things held it when the first operation began.
+        count: of operations.
+        flag: torch's, which says that the storage can be resized; None: NumPy sees the storage instead.
     """
 
-    storage: Any
-    holders: int
+    __slots__ = ("count", "flag", "holders", "storage")
+
+    def __init__(self, storage: Any, address: int, at: int | None) -> None:
+        self.storage, self.count, self.holders = storage, 1, _holders(address)
+        self.flag = None if at is None else ctypes.c_bool.from_address(address + at)
+        if self.flag is None:
+            _show_to_numpy(storage)
+        else:
+            self.flag.value = False
 
 
-class _KeptStorages:
-    """Storages that torch refuses to resize until the operations that use their memory have ended. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._uses: dict[int, list[_Use]] = {}  # by the address of torch's object
-
-    def keep(self, tensor: torch.Tensor) -> _Use | None:
-        """Take note that an operation uses a tensor's memory; None: nobody can resize that anyway."""
-        try:
-            storage: Any = tensor.untyped_storage()
-        except RuntimeError:  # sparse, or without memory
-            return None
-        address = storage._cdata
-        with self._lock:
-            uses = self._uses.get(address)
-            if uses is not None:
-                uses.append(uses[0])
-            elif not storage.resizable():
-                return None
-            else:
-                _forbid_to_resize(storage)
-                uses = self._uses[address] = [_Use(storage, _holders(address))]
-            return uses[0]
-
-    def release(self, use: _Use) -> None:
-        """Take note that an operation has ended."""
-        with self._lock:
-            address = use.storage._cdata
-            uses = self._uses[address]
-            uses.pop()
-            if uses:
-                return
-            del self._uses[address]
-            # What holds it since then may be an array of NumPy, for whose sake torch never resizes it again.
-            if (flag := _resizable_flag()) is not None and _holders(address) <= use.holders:
-                ctypes.c_bool.from_address(address + flag).value = True
+#: By the address of torch's object.
+_uses: dict[int, _Use] = {}
+_uses_lock = threading.Lock()
 
 
-def _forbid_to_resize(storage: Any) -> None:
-    if (flag := _resizable_flag()) is None:
-        _show_to_numpy(storage)
-    else:
-        ctypes.c_bool.from_address(storage._cdata + flag).value = False
+def _keep(tensor: torch.Tensor) -> _Use | None:
+    """Take note that an operation uses a tensor's memory; None: nobody can resize that anyway."""
+    try:
+        storage: Any = tensor.untyped_storage()
+    except RuntimeError:  # sparse, or without memory
+        return None
+    address = storage._cdata
+    with _uses_lock:
+        use = _uses.get(address)
+        if use is not None:
+            use.count += 1
+        elif storage.resizable():
+            use = _uses[address] = _Use(storage, address, _resizable_flag())
+        return use
+
+
+def _release(kept: list[_Use]) -> None:
+    """Take note that an operation has ended. Two threads may see that."""
+    with _uses_lock:
+        while kept:
+            use = kept.pop()
+            use.count -= 1
+            if not use.count:
+                address = use.storage._cdata
+                del _uses[address]
+                # What holds it since then may be an array of NumPy, for whose sake torch never resizes it again.
+                if use.flag is not None and _holders(address) <= use.holders:
+                    use.flag.value = True
 
 
 def _show_to_numpy(storage: Any) -> None:
@@ -191,8 +180,6 @@ def _resizable_flag() -> int | None:
     ctypes.c_bool.from_address(storage._cdata + changed[0]).value = True
     return changed[0] if storage.resizable() else None
 
-
-_KEPT = _KeptStorages()
 
 #: The only instance.
 TENSORS = Tensors()
