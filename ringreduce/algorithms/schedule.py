@@ -123,7 +123,8 @@ class Step:
         by_rank: combine in the order of the ranks that the terms come from, this rank's own value in its own place,
             rather than own value first: with terms of ranks p < q < mine < s that is ``((p op q) op mine) op s``.
             Ranks that combine the same terms on their own then get the same bits, even where ``a op b`` and
-            ``b op a`` differ (NaN payloads, the sign of the zero of min and max).
+            ``b op a`` differ (NaN payloads, the sign of the zero of min and max). Of a step with loads, all are reduced
+            where this is set, and none where it is not.
     """
 
     sends: tuple[Transfer, ...] = ()

@@ -23,7 +23,7 @@ from ringreduce.common.errors import name_ranks
 from ringreduce.common.instruments import Instruments
 from ringreduce.common.partition import Segment
 from ringreduce.transport.messages import Messages, Request
-from ringreduce.transport.shared.direct import INNER_NBYTES, Views, load_and_store
+from ringreduce.transport.shared.direct import INNER_NBYTES, load_and_store
 from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.waiting import Waiter
 
@@ -353,7 +353,8 @@ class BoundSchedule:
             assert kernels is not None
             own, complete = mine[part], blocks.start in self._last[number]
             if step.by_rank:
-                combine = kernels.combine(_by_rank([*arrived, (self._rank, own)]), complete=complete)
+                views = [view for _, view in sorted([*arrived, (self._rank, own)], key=itemgetter(0))]
+                combine = kernels.combine(views, complete=complete)
                 target = own if memory.result is None else memory.result[_span(into, blocks)]
                 bound.after.append(partial(combine, target))
                 continue
@@ -365,6 +366,7 @@ class BoundSchedule:
         yield bound
 
     def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
+        assert all(each.reduce is step.by_rank for each in step.loads), "what is loaded is reduced by rank, or not at all"
         memory = self._memory
         into = segment if memory.result_segments is None else memory.result_segments[index]
         stored_to = memory.peers if memory.peer_results is None else memory.peer_results
@@ -429,11 +431,6 @@ def _waiting_for(schedule: Schedule, signature: str, absent: Callable[[], str]) 
         return missing
     peers = sorted({each.peer for step in schedule.steps for each in step.recvs + step.sends})
     return f"messages of {name_ranks(peers)} in {signature}"
-
-
-def _by_rank(terms: Views) -> list[Array]:
-    """Return memory of ranks in the order of the ranks."""
-    return [view for _, view in sorted(terms, key=itemgetter(0))]
 
 
 def _parts(segment: Segment, transfers: Iterable[Transfer]) -> list[tuple[Transfer, slice]]:

@@ -95,6 +95,13 @@ def _positive_int(text: str) -> int:
     return int(text)
 
 
+def _whole_number(text: str) -> int:
+    try:
+        return 0 if text == "0" else _positive_int(text)
+    except ValueError:
+        raise ValueError("expected a whole number, 0 or more") from None
+
+
 def _positive_float(text: str) -> float:
     try:
         value = float(text)
@@ -148,6 +155,10 @@ def runtime_folder() -> Path:
     if os.access(own, os.W_OK):
         return Path(own) / "ringreduce"
     return Path(tempfile.gettempdir()) / f"ringreduce-{os.geteuid()}"
+
+
+#: What `Launch` reads and users may set as well: checked here, where a wrong text can be told.
+_LAUNCHED = {"RINGREDUCE_MIN_NP": _positive_int, "RINGREDUCE_RESET_LIMIT": _whole_number}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +260,9 @@ class Config:
         Raises:
             ConfigError: a variable holds something that cannot be understood.
         """
+        for name, parse in _LAUNCHED.items():
+            if environ.get(name):
+                _parsed(environ, name, environ[name], parse)
         standard = cls(conventions=conventions, tuning=_caches(environ))
         read = {each.name: _read(environ, each, getattr(standard, each.name)) for each in _settings()}
         return cls(**read, launched_size=Launch.from_environ(environ).size)
@@ -326,8 +340,13 @@ def _read(environ: Mapping[str, str], setting: Field[Any], default: Any) -> Any:
     source = next((each for each, text in said.items() if text), None)
     if source is None:
         return default
+    return _parsed(environ, source, said[source], setting.metadata["parse"])
+
+
+def _parsed(environ: Mapping[str, str], source: str, text: str, parse: Callable[[str], Any]) -> Any:
+    """Return what a variable's text, or a part of it, says."""
     try:
-        return setting.metadata["parse"](said[source])
+        return parse(text)
     except ValueError as error:
         parts = " and ".join(f"{each}:VALUE" for each in sorted(_parts().get(source, ())))
         more = f"; after a comma, {parts} may follow" if parts else ""

@@ -127,10 +127,12 @@ def since(failure: BaseException, what: str) -> TransportError:
 
     Args:
         failure: what has ended all.
-        what: it ended, ``"collective"``.
+        what: it ended, ``"collective"``; a message concerns two ranks, and leaves no others out of step.
     """
     if isinstance(failure, PeerLostError):
         return PeerLostError(failure.rank, f"{failure.reason} (in an earlier {what})", failure.ends_job)
+    if what == "message":
+        return TransportError(f"no message can follow an earlier failure: {failure!r}")
     return TransportError(f"an earlier {what} failed, so the ranks are out of step: {failure!r}")
 
 

@@ -47,12 +47,13 @@ class DiskCommits:
         self.number: int | None = None
         self.settle = self._store.settle
 
-    def open(self, values: Mapping[str, Any], *, has_own: bool) -> None:
+    def open(self, values: Mapping[str, Any], *, has_own: bool, reason: str = "") -> None:
         """Make the folder ready, and choose the commit to begin with. Collective.
 
         Args:
             values: what the state keeps by value, to try whether it can be written and read.
             has_own: whether ranks write parts of their own.
+            reason: why this rank cannot keep commits here; empty: it can, as far as the caller knows.
 
         Raises:
             ConfigError: on all ranks, if a rank cannot use the folder or write a value.
@@ -60,14 +61,13 @@ class DiskCommits:
         self._has_own = has_own
         whole: list[int] = []
         common: list[int] = []
-        reason = ""
         try:
             self._require_storable(values)
             self._store.prepare()
             whole = self._store.whole(self._part) if has_own else []
             common = self._store.whole() if rank() == 0 else []
         except (ConfigError, OSError) as error:
-            reason = str(error)
+            reason = reason or str(error)
         everyone = allgather_object((reason, whole, common))
         self._refuse({number: said for number, (said, _, _) in enumerate(everyone) if said})
         common = everyone[0][2]

@@ -184,10 +184,9 @@ class HandlingState(ObjectState):
         """
         every, keep = whole_number("every", every, 1), whole_number("keep", keep, 1)
         hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
-        if hidden:
-            raise ConfigError(f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved")
+        reason = f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved" if hidden else ""
         disk = DiskCommits(folder, every, keep, self._write, self._read)
-        disk.open(self._saved, has_own=any(each.own for each in self._handlers.values()))
+        disk.open(self._saved, has_own=any(each.own for each in self._handlers.values()), reason=reason)
         if disk.number is not None:
             disk.load(self._begin_with)
             self._commits = disk.number

@@ -63,13 +63,14 @@ class Executor:
             feedback = feedbacks[index] if feedbacks else None
             if not divisor:
                 self.communicator.allreduce(array, op, out=array, wire=wire, feedback=feedback)
-            elif wire is None:
-                operand = Operand.of(array)
-                view = operand.flat()
+                continue
+            operand = Operand.of(array)
+            view = operand.flat()
+            if wire is None and (operand.dtype.half or operand.dtype.integral):  # the sum needs a wider dtype
                 self._reduce_pairs(op, operand.dtype, view.size, [(view, view)], divisor)
             else:
                 self.communicator.allreduce(array, SUM, out=array, wire=wire, feedback=feedback)
-                divide(Operand.of(array).flat(), divisor)
+                divide(view, divisor)
 
     def reduce_packed(
         self, op: ReduceOp, totals: Mapping[str, int], operands: Sequence[tuple[Operand, Operand]], active: int

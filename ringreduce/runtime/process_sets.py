@@ -226,7 +226,9 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
 
 
-def connect(make: Callable[[Waiter], Messages], settings: Config, lifetime: Lifetime) -> Parts:
+def connect(
+    make: Callable[[Waiter], Messages], settings: Config, lifetime: Lifetime, when_closed: str | None = None
+) -> Parts:
     """Set up what the members of a set need. Collective.
 
     Args:
@@ -234,10 +236,12 @@ def connect(make: Callable[[Waiter], Messages], settings: Config, lifetime: Life
             often on all of them.
         settings: equal on all of them.
         lifetime: of the world.
+        when_closed: what errors say of calls after the end of the set; None: of that of the world.
     """
-    blocking_context = context_of(make, settings, CallSite.here, lifetime)
-    # The engine's calls are in one order on all ranks, wherever in the program they come from.
-    context = context_of(make, settings, CallSite, lifetime, warn=False)
+    blocking_context = context_of(make, settings, CallSite.here, lifetime, when_closed)
+    # The engine's calls are in one order on all ranks, wherever in the program they come from. It has compared shapes,
+    # and a rank may reduce an array where it is while another reduces it in a buffer.
+    context = context_of(make, settings, CallSite, lifetime, when_closed, warn=False, counts_decide=True)
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
     between_two = make(Waiter(settings.timeout_s))
@@ -255,6 +259,7 @@ def context_of(
     settings: Config,
     called: Callable[[str], CallSite],
     lifetime: Lifetime,
+    when_closed: str | None = None,
     *,
     warn: bool = True,
     counts_decide: bool = False,
@@ -266,10 +271,11 @@ def context_of(
         settings: equal on all of them.
         called: says what this rank calls, and where; see `Context`.
         lifetime: of what it belongs to.
+        when_closed: as for `Lifetime.child`.
         warn: whether to say why ranks of one machine cannot share memory.
         counts_decide: see `Context`.
     """
     waiter = Waiter(settings.timeout_s)
     messages = checked(make(waiter)) if settings.checksum else make(waiter)
     node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
-    return Context(messages, waiter, node, settings, called, counts_decide, lifetime.child())
+    return Context(messages, waiter, node, settings, called, counts_decide, lifetime.child(when_closed))

@@ -44,6 +44,8 @@ __all__ = ["OwnWorld", "World", "tuning_key"]
 
 _log = logging.getLogger(__name__)
 
+_WHEN_REMOVED = "this process set was removed, or ringreduce was shut down; add it again"
+
 
 class World:
     """The ranks that work together, as a process sees them that a rank has forked or started: it cannot communicate.
@@ -249,7 +251,7 @@ class OwnWorld(World):
         parts = None
         if self.rank in mine:
             ready = filter(None, channels)
-            parts = connect(lambda waiter: next(ready), self.config, self.lifetime)
+            parts = connect(lambda waiter: next(ready), self.config, self.lifetime, _WHEN_REMOVED)
             for needless in ready:
                 needless.close()
         self._messages.exchange(b"")  # nobody may use it, or remove it, before all have it

@@ -34,6 +34,7 @@ def run_ranks(
     config: Config | None = None,
     wrap: Callable[[Messages], Messages] = lambda messages: messages,
     called: Callable[[str], CallSite] = CallSite.here,
+    counts_decide: bool = False,
 ) -> list[T]:
     """Call ``function(communicator)`` on ``size`` ranks, each a thread of this process, and return their results.
 
@@ -44,6 +45,7 @@ def run_ranks(
         config: settings; the time limit is 30 s unless they say otherwise.
         wrap: puts a recording or failing transport around each rank's messages.
         called: says what a rank calls, and where; see `Context`.
+        counts_decide: see `Context`.
 
     Raises:
         Exception: the first error of the rank that failed first; the others are ended by their time limit at the
@@ -53,7 +55,7 @@ def run_ranks(
     world, between_two = MemoryWorld(size, settings.timeout_s), MemoryWorld(size)
 
     def run(rank: int) -> T:
-        communicator = _communicator(world, rank, settings, wrap, called, between_two.messages(rank))
+        communicator = _communicator(world, rank, settings, wrap, called, between_two.messages(rank), counts_decide)
         result = function(communicator)
         communicator.close()
         return result
@@ -68,12 +70,13 @@ def _communicator(
     wrap: Callable[[Messages], Messages] = lambda messages: messages,
     called: Callable[[str], CallSite] = CallSite.here,
     channel: Messages | None = None,
+    counts_decide: bool = False,
 ) -> Communicator:
     waiter = Waiter(settings.timeout_s, crowded=True)
     messages = wrap(world.messages(rank))
     node = join(messages, waiter, settings, "threads", lambda pids: MemorySegments(world, rank))
     waiter.crowded = True  # threads of one interpreter run one at a time
-    context = Context(messages, waiter, node, settings, called)
+    context = Context(messages, waiter, node, settings, called, counts_decide)
     context.agreement.patience_s = 0.0  # a false suspicion costs nothing here, a test that waits does
     return Communicator(context, channel, Gpu)
 
@@ -91,7 +94,7 @@ def run_engines(
         finally:
             engine.close()
 
-    return run_ranks(size, run, node_size=node_size, config=config, called=CallSite)
+    return run_ranks(size, run, node_size=node_size, config=config, called=CallSite, counts_decide=True)
 
 
 def run_process_sets(

@@ -225,8 +225,10 @@ class PointToPoint:
             self._messages.close()
 
     def _end_all(self, error: BaseException) -> None:
-        for each in (*self._awaited, *self._moving):
-            each.end(error)  # what MPI still moves it keeps alive itself
+        ended, self._awaited, self._moving = (*self._awaited, *self._moving), [], []
+        for each in ended:
+            if not each.done:
+                each.end(error)  # what MPI still moves it keeps alive itself
 
     def _forked(self) -> None:
         self._lock = threading.RLock()  # the rank may hold it

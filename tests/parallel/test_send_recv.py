@@ -29,7 +29,11 @@ def test_members_of_a_process_set_send_by_its_numbers(world: rr.Communicator) ->
             np.testing.assert_array_equal(total, expected(inputs, rr.SUM))
             np.testing.assert_array_equal(parts, np.concatenate(inputs))
     if size > 2:
+        kept = some.communicator if rank in members else None
         rr.remove_process_set(some)
+        if kept is not None:
+            with pytest.raises(rr.ShutdownError, match="this process set was removed"):
+                kept.barrier()
 
 
 def test_functions_of_the_package(world: rr.Communicator) -> None:

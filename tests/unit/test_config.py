@@ -140,6 +140,8 @@ def test_a_variable_says_several_things() -> None:
         *(("RINGREDUCE_BUCKET", text) for text in ("many", "M", "-1")),
         *(("RINGREDUCE_STALL_WARNING", text) for text in ("-1", "never")),
         *(("RINGREDUCE_LOG_LEVEL", text) for text in ("loud", "10")),
+        *(("RINGREDUCE_MIN_NP", text) for text in ("0", "two", "-1")),
+        *(("RINGREDUCE_RESET_LIMIT", text) for text in ("never", "-1")),
         ("RINGREDUCE_GPU", "maybe"),
         ("RINGREDUCE_CUDA_AWARE", "maybe"),
         ("RINGREDUCE_CHECK", "wrong:1"),

@@ -256,6 +256,22 @@ def test_large_whole_numbers_are_averaged_over_those_that_are_left() -> None:
     run_engines(3, program, config=SETTINGS)
 
 
+def test_averages_after_a_join_are_made_where_the_arrays_are() -> None:
+    """Floats need no buffer as large as they are, which would stay."""
+
+    def program(engine: Engine) -> int:
+        if engine.communicator.rank:
+            engine.wait(engine.join())
+            return 0
+        array = np.full(1 << 20, 3.0, np.float32)
+        engine.run(InPlaceAllreduce("x", "x", AVERAGE, [array]))
+        engine.wait(engine.join())
+        assert_equal(array, np.full(1 << 20, 3.0, np.float32))
+        return len(engine._progress._executor._buffers)
+
+    assert run_engines(3, program, config=SETTINGS) == [0, 0, 0]
+
+
 def test_a_joined_rank_submits_nothing() -> None:
     """Neither an operation nor another join, until all have joined: which of them came first would depend on time."""
     gate = Gate()
@@ -569,6 +585,20 @@ def test_a_refusal_meets_the_call_of_the_others(name: str, refusing: int) -> Non
         expected[2] = f"x: {expected[2]}"
     for rank, found in enumerate(results):
         assert found == ([3.0, 30.0, 3000.0] if rank == refusing else expected)
+
+
+@pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
+def test_ranks_may_differ_in_whether_they_reduce_in_place(size: int, node_size: int | None) -> None:
+    """A small result that is new goes through a buffer, one in place does not; that is this rank's own matter."""
+
+    def program(engine: Engine) -> Array:
+        mine, others = (np.full((5, 3), engine.communicator.rank, np.float32) for _ in range(2))
+        targets = [mine if engine.communicator.rank == 0 else others]
+        engine.run(Reduction("x", "sum of one array", SUM, [mine], targets))
+        return targets[0]
+
+    for each in run_engines(size, program, node_size=node_size, config=SETTINGS):
+        assert_equal(each, np.full((5, 3), sum(range(size)), np.float32))
 
 
 def test_unnamed_operations_of_different_lines_end_everything() -> None:

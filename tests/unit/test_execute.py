@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ringreduce.algorithms import Collective, schedule_for
+from ringreduce.algorithms.schedule import Schedule, Step, Transfer
 from ringreduce.buffers import DTYPES, kernels_for
 from ringreduce.collectives.execution import BoundSchedule, Link, Memory
 from ringreduce.common.errors import CollectiveTimeoutError
@@ -138,6 +139,17 @@ def test_a_plan_without_messages_touches_memory_alone() -> None:
         kernels = kernels_for(FLOAT32, SUM, 2)
         BoundSchedule(schedule, segments, memory, kernels, Link(rank, Waiter(1.0), "test")).run()
     assert [buffer.tolist() for buffer in buffers] == [[100.0 + index for index in range(10)]] * 2
+
+
+def test_loads_that_are_reduced_are_reduced_by_rank() -> None:
+    """What would only be copied is refused before anything runs, rather than lost."""
+    whole = range(1)
+    step = Step(loads=(Transfer(1, whole, reduce=True),))
+    memory = Memory(np.zeros(4, np.float32), {1: np.ones(4, np.float32)})
+    with pytest.raises(AssertionError, match="reduced by rank"):
+        BoundSchedule(
+            Schedule(1, (step,)), [(slice(0, 4),)], memory, kernels_for(FLOAT32, SUM, 2), Link(0, Waiter(1.0), "test")
+        )
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 1])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ringreduce.buffers import Operand
-from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, ShutdownError
+from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, ShutdownError, TransportError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.point_to_point import PointToPoint
@@ -62,3 +62,25 @@ def test_waits_end():
         sides[0].wait(pending)
     with pytest.raises(ShutdownError):
         sides[0].send(room, 1, 0)
+
+
+def test_what_has_ended_stays_as_it_is():
+    """A receive that a failure has ended takes nothing more, and the group has nothing under way."""
+    sides = ends(2)
+    room = np.zeros(3, np.uint8)
+    pending = sides[1].recv(Operand.of(room), 0, 0)
+    failure = PeerLostError(0, "gone")
+    sides[1].fail(failure)
+    sides[0].send(Operand.of(np.ones(3, np.uint8)), 1, 0)
+    sides[1].advance()
+    assert pending.error is failure
+    assert not room.any()
+    assert not sides[1].busy
+
+
+def test_a_message_after_a_failure_says_what_failed():
+    """It does not speak of messages that failed, nor of ranks out of step, where a group was aborted."""
+    sides = ends(2)
+    sides[0].fail(TransportError("the group was aborted"))
+    with pytest.raises(TransportError, match="no message can follow an earlier failure: .*the group was aborted"):
+        sides[0].send(Operand.of(np.zeros(3, np.uint8)), 1, 0)
