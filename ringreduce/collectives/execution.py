@@ -366,7 +366,7 @@ class BoundSchedule:
         yield bound
 
     def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
-        assert all(each.reduce is step.by_rank for each in step.loads), "what is loaded is reduced by rank, or not at all"
+        assert all(each.reduce is step.by_rank for each in step.loads), "loads are reduced by rank, or not at all"
         memory = self._memory
         into = segment if memory.result_segments is None else memory.result_segments[index]
         stored_to = memory.peers if memory.peer_results is None else memory.peer_results
