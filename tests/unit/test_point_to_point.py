@@ -82,5 +82,5 @@ def test_a_message_after_a_failure_says_what_failed():
     """It does not speak of messages that failed, nor of ranks out of step, where a group was aborted."""
     sides = ends(2)
     sides[0].fail(TransportError("the group was aborted"))
-    with pytest.raises(TransportError, match="no message can follow an earlier failure: .*the group was aborted"):
+    with pytest.raises(TransportError, match=r"can follow an earlier failure: .*the group was aborted"):
         sides[0].send(Operand.of(np.zeros(3, np.uint8)), 1, 0)
