@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from ringreduce.common.errors import ConfigError, ShutdownError, since
 
@@ -40,17 +40,19 @@ class Lifetime:
         self.failure: BaseException | None = None
         self.forked = ""
         self._when_closed = when_closed
-        self._below: WeakSet[Lifetime] = WeakSet()  # weak: what is closed still gets forks while its arrays are used
+        self._below: WeakValueDictionary[int, Lifetime] = (
+            WeakValueDictionary()
+        )  # weak: what is closed still gets forks while its arrays are used
         self._listeners: list[tuple[Event, Callable[..., object]]] = []
 
     def child(self, when_closed: str | None = None) -> Lifetime:
-        """Return the lifetime of something that belongs to this, and is notified of its forks.
+        """Return the lifetime of something that belongs to this, and is notified of its forks while somebody holds it.
 
         Args:
             when_closed: as for the class; None: as for this.
         """
         made = Lifetime(self._when_closed if when_closed is None else when_closed)
-        self._below.add(made)
+        self._below[id(made)] = made
         return made
 
     def listen(self, event: Event, call: Callable[..., object]) -> None:
@@ -96,7 +98,7 @@ class Lifetime:
     def forking(self, processes: object) -> None:
         """Tell all listeners here and below that this process forks others, or has just done so."""
         self._notify("forking", processes)
-        for each in tuple(self._below):
+        for each in self._children():
             each.forking(processes)
 
     def fork(self, reason: str) -> None:
@@ -107,8 +109,12 @@ class Lifetime:
         """
         self.open, self.forked = False, reason
         self._notify("forked")
-        for each in tuple(self._below):
+        for each in self._children():
             each.fork(reason)
+
+    def _children(self) -> list[Lifetime]:
+        # Other threads may make children meanwhile: the list of references is made at once.
+        return [each for found in self._below.valuerefs() if (each := found()) is not None]
 
     def _notify(self, event: Event, *what: Any) -> None:
         for each, call in tuple(self._listeners):

@@ -78,7 +78,6 @@ class Group:
             settings = replace(settings, timeout_s=timeout_s)
         self.ranks = list(ranks)
         self.lifetime = world.child("this group was destroyed; make a new one")
-        self.lifetime.listen("forked", self._start_queues)
         self._place = _Place()
         self._waiter = Waiter(settings.timeout_s)  # of messages
         making = Waiter(settings.timeout_s)
@@ -97,6 +96,7 @@ class Group:
         self._context.waiter.watchers.append(advance)
         self._threads = messages.concurrent
         self._start_queues()
+        self.lifetime.listen("forked", self._start_queues)
 
     # ---- the order of calls ----
 
