@@ -99,8 +99,9 @@ class Termination:
         else:
             return True
         try:
-            self._detach(f"it {why}")
+            # In this order: the others end the job as soon as they know, and the launcher names the rank by this line.
             _say(f"{self.who} {why}; {self._then}")
+            self._detach(f"it {why}")
             self._flush()
         finally:
             self._abort(code)

@@ -307,8 +307,9 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, between: tuple[str, ...])
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    ranks: list[int] = []
     try:
-        ranks = [int(appeared(tmp_path / str(rank)).read_text()) for rank in range(2)]
+        ranks += [int(appeared(tmp_path / str(rank)).read_text()) for rank in range(2)]
         job.kill()
         job.wait()
         assert ended_within(ranks, 10.0)
