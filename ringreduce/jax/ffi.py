@@ -26,7 +26,7 @@ _API_VERSION = 1  # of the interface to JAX, not of XLA's
 _METADATA = 1  # the type of the extension that asks what a target was made for
 _INTERNAL = 13  # the code of errors, as of absl
 
-#: Takes what a call of `call` said, the arguments and the results, which it fills; and whether the program waits.
+#: Takes the text of a `call`, its arguments, its results to fill, and whether the program waits for it.
 Handler = Callable[[str, Sequence[npt.NDArray[Any]], Sequence[npt.NDArray[Any]], bool], None]
 
 _Address, _Size, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int32
@@ -130,7 +130,7 @@ def call(text: str, arguments: Sequence[Any], results: Sequence[Any], *, batched
     pass; it does so on all ranks alike, as they compile the same program.
 
     Args:
-        text: what the handler hears. It is a part of the compiled program, which other processes may run.
+        text: passed to the handler. It is a part of the compiled program, which other processes may run.
         arguments: arrays.
         results: have a ``shape`` and a ``dtype``.
         batched: as `jax.ffi.ffi_call` has ``vmap_method``.

@@ -200,8 +200,8 @@ def raise_pending() -> None:
 
 
 ffi.register(_handle, _describe)
-# Or a compiled program would run on after a failure, and who reads none of its results would never hear of it. This
-# counts until JAX makes its first array; if one was made before, `raise_pending` is what is left.
+# Else a compiled program returns before it has run, and JAX raises its failure only where a result is read. JAX looks
+# at this when it makes its first array; if there is one already, the next collective raises it (`raise_pending`).
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
@@ -257,7 +257,7 @@ def _adjoint(call: Call, shapes: Sequence[tuple[int, ...]], cotangents: Sequence
     )
 
 
-#: The traces that are under way, and how many collectives each has: what tells those of one line apart.
+#: The traces that are under way, each with its number of collectives, which numbers those of one line.
 _traces: deque[tuple[Any, list[int]]] = deque(maxlen=16)
 
 
