@@ -6,6 +6,7 @@ import copy
 from contextlib import nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -13,8 +14,8 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set, is_initialized
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch.ops import allgather
 from ringreduce.torch.reductions import allreduce
+from ringreduce.training.moments import gather_moments, require_variance
 from ringreduce.training.requests import RequestBuilder, require_process_set
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
@@ -26,10 +27,8 @@ class SyncBatchNorm(_BatchNorm):
     While training, every forward pass and every backward pass is a collective: all ranks of the set call them, in the
     same order; a batch requires gradients on all of them or on none. There are no second derivatives. The batches may
     have different numbers of rows, and none at all; each element counts the same. Moments are taken in float32 (in
-    float64 for float64 inputs) and put together as in T. F. Chan, G. H. Golub, R. J. LeVeque, "Algorithms for computing
-    the sample variance", The American Statistician 37 (1983), which keeps the digits that ``E[x^2] - E[x]^2`` loses. In
-    evaluation, with running statistics, nothing is communicated. A process that has nobody to talk to does what
-    `torch.nn.BatchNorm1d` to 3d do.
+    float64 for float64 inputs) and merged by `ringreduce.training.moments`. In evaluation, with running statistics,
+    nothing is communicated. A process that has nobody to talk to does what `torch.nn.BatchNorm1d` to 3d do.
 
     Parameters, buffers and state dict are those of `torch.nn.BatchNorm1d` to 3d. Gradients of weight and bias are this
     rank's own, to be averaged like all others by `DistributedOptimizer`. A deep copy belongs to the same process set;
@@ -73,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
             self._check_input_dim(input)
         if ranks is None:
             if of_batch:
-                _require_variance(_values(input))
+                require_variance(_values(input))
             return super().forward(input)
         mean, variance, count = _moments(input.detach(), ranks)
         if self.training and self.running_mean is not None:
@@ -176,23 +175,10 @@ def _moments(batch: torch.Tensor, ranks: ProcessSet) -> tuple[torch.Tensor, torc
     else:
         mean = exact.new_zeros(batch.shape[1])
         variance = torch.zeros_like(mean)
-    # They are few, and what is gathered goes through the host: there once, and back once.
-    counted = torch.tensor([count], dtype=torch.float64, device="cpu")
-    mine = torch.cat([counted, torch.cat([mean.double(), variance.double()]).cpu()])
-    everyone = allgather(mine.unsqueeze(0), process_set=ranks)
-    counts, means, variances = torch.tensor_split(everyone, [1, 1 + batch.shape[1]], dim=1)
-    total = float(counts.sum())
-    _require_variance(total)
-    weights = counts / max(total, 1.0)
-    together = (weights * means).sum(0)
-    spread = (weights * (variances + (means - together).square())).sum(0)
-    mean, variance = torch.stack([together, spread]).to(exact.device, exact.dtype)
+    mine = torch.stack([mean, variance]).double().cpu().numpy()
+    *everyone, total = gather_moments(count, mine[0], mine[1], ranks)
+    mean, variance = torch.from_numpy(np.stack(everyone)).to(exact.device, exact.dtype)
     return mean, variance, total
-
-
-def _require_variance(count: float) -> None:
-    if count == 1:  # none at all are no error, as little as in torch
-        raise ConfigError("expected more than 1 value per channel to train with, got 1 in the batches of all ranks")
 
 
 def _values(batch: torch.Tensor) -> int:
