@@ -25,8 +25,6 @@ from ringreduce.algorithms.patterns import block, floor_log2, node_order
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["ALLREDUCE"]
-
 
 def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     order = node_order(topology)

@@ -16,8 +16,6 @@ from ringreduce.algorithms.schedule import Algorithm
 from ringreduce.algorithms.verify import Kind, Move, verify
 from ringreduce.common.topology import Topology
 
-__all__ = ["draw"]
-
 
 def draw(algorithm: Algorithm, topology: Topology, root: int = 0, width: int = 110) -> str:
     """Return the steps of ``algorithm`` on ``topology``, lines of at most ``width`` characters.

@@ -25,8 +25,6 @@ from ringreduce.algorithms.patterns import floor_log2, folded, node_order
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["ALLREDUCE"]
-
 
 def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     return folded(rank, node_order(topology), range(_nblocks(topology)), _core_steps)

@@ -36,8 +36,6 @@ from ringreduce.algorithms.patterns import peers_after, relabelled
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["ALGORITHMS"]
-
 
 def _lanes(topology: Topology) -> int:
     return min(len(node) for node in topology.nodes)

@@ -34,8 +34,6 @@ from ringreduce.algorithms.patterns import block, node_order, peers_after
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["ALGORITHMS", "ALLREDUCE", "ONE_SHOT", "one_step", "reduce_scatter"]
-
 
 def _at_once(
     rank: int, topology: Topology, out: Callable[[int], int], into: Callable[[int], int], *, reduce: bool = False

@@ -8,18 +8,6 @@ from dataclasses import replace
 from ringreduce.algorithms.schedule import Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = [
-    "block",
-    "ceil_log2",
-    "floor_log2",
-    "folded",
-    "from_root",
-    "node_order",
-    "one_node_only",
-    "peers_after",
-    "relabelled",
-]
-
 
 def block(index: int) -> range:
     """Return the range that holds just block ``index``."""

@@ -27,8 +27,6 @@ from ringreduce.algorithms.patterns import block, floor_log2, folded
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["ALLREDUCE"]
-
 _WHOLE = block(0)
 
 

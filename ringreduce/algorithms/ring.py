@@ -26,8 +26,6 @@ from ringreduce.algorithms.patterns import block, node_order
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["ALGORITHMS", "ALLREDUCE"]
-
 
 def _reduce_scatter(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     return _rounds(rank, topology, lead=1, reduce=True)

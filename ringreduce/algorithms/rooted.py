@@ -37,8 +37,6 @@ from ringreduce.algorithms.patterns import block, ceil_log2, from_root
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Steps, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["ALGORITHMS", "REDUCE_BINOMIAL", "REDUCE_CHAIN"]
-
 
 def _binomial(rank: int, topology: Topology, root: int, *, whole: bool = True) -> Iterator[Step]:
     """Hand the whole buffer, or a subtree's blocks, down the tree."""

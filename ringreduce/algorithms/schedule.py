@@ -21,8 +21,6 @@ from typing import TypeAlias
 
 from ringreduce.common.topology import Topology
 
-__all__ = ["Algorithm", "Collective", "Cost", "Schedule", "Step", "Steps", "Transfer"]
-
 
 class Collective(Enum):
     """The operations that have schedules, and the blocks each works on (P = number of ranks).

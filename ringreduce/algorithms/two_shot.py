@@ -31,8 +31,6 @@ from ringreduce.algorithms.patterns import block, node_order, one_node_only, pee
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["ALGORITHMS"]
-
 
 def _load_own(rank: int, topology: Topology, stores: tuple[Transfer, ...] = (), own: int | None = None) -> Step:
     """Reduce this rank's block, or block ``own``, out of the memory of all."""

@@ -29,8 +29,6 @@ from typing import NamedTuple, TypeAlias
 from ringreduce.algorithms.schedule import Algorithm, Collective, Schedule, Step, Transfer
 from ringreduce.common.topology import Topology
 
-__all__ = ["Kind", "Move", "Outcome", "ScheduleError", "run", "verify"]
-
 
 class ScheduleError(AssertionError):
     """A schedule is wrong; the message and the attributes say where.

@@ -21,20 +21,6 @@ from ringreduce.common.errors import UnsupportedBufferError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Operand",
-    "address_of",
-    "as_given",
-    "library_of",
-    "like",
-    "native",
-    "new",
-    "operand_of",
-    "require_host",
-    "typed",
-    "unowned",
-]
-
 #: What is taken as an array of no dimension.
 _NUMBERS = np.generic, bool, int, float, complex
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from ringreduce.buffers.dtypes import DTYPES, Array, DType
 
-__all__ = ["divide_toward_zero", "narrow", "widen", "wider"]
-
 
 def wider(dtype: DType) -> DType:
     """Return the type in which elements of ``dtype`` are summed when they leave it: float32, int64 or uint64."""

@@ -41,8 +41,6 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DTYPES, DType, narrow, widen
 
-__all__ = ["CODECS", "Codec"]
-
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 

@@ -20,8 +20,6 @@ from ringreduce.buffers.dtypes import DType, ml_bfloat16
 from ringreduce.buffers.layout import c_order, is_c_order, require_apart
 from ringreduce.common.errors import UnsupportedBufferError
 
-__all__ = ["INSTALL", "DeviceOperand", "empty_on_device", "install_command", "is_tensor", "not_plain", "on_device"]
-
 
 def install_command(driver_cuda: int) -> str:
     """Return what installs CuPy, with the part of CUDA's toolkit that it compiles kernels with.

@@ -8,8 +8,6 @@ from typing import Any
 from ringreduce.buffers.dtypes import DType
 from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = ["Arithmetic", "Device", "Event", "Stream"]
-
 #: Opaque: what the driver made. Stream 0 is the legacy default stream.
 Stream = int
 Event = Any

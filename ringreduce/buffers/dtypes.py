@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from ringreduce.common.errors import UnsupportedBufferError
 
-__all__ = ["DTYPES", "Array", "DType", "ml_bfloat16"]
-
 #: Of any dtype and shape.
 Array = npt.NDArray[Any]
 

@@ -22,17 +22,6 @@ from ringreduce.common.reduce_ops import ReduceOp
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Call",
-    "Kernels",
-    "TorchHalfKernels",
-    "UfuncKernels",
-    "WideKernels",
-    "divide",
-    "kernels_for",
-    "quiet_context",
-]
-
 Call = Callable[[], object]
 
 _UFUNCS = {

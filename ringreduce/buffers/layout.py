@@ -8,8 +8,6 @@ from operator import mul
 
 from ringreduce.common.errors import UnsupportedBufferError
 
-__all__ = ["c_order", "is_c_order", "overlaps_itself", "require_apart"]
-
 
 def c_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Return the strides, in bytes, of elements that are one after the other in C order."""

@@ -30,8 +30,6 @@ from ringreduce.buffers import Operand, narrow, widen
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
 
-__all__ = ["adasum"]
-
 Array = npt.NDArray[Any]
 
 

@@ -18,22 +18,6 @@ from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.topology import Topology
 from ringreduce.transport.shared.board import MAILBOX_NBYTES, Entry, signature_hash
 
-__all__ = [
-    "DETERMINISTIC",
-    "NCCL",
-    "VENDOR",
-    "Call",
-    "Choice",
-    "Kind",
-    "Path",
-    "Problem",
-    "Signature",
-    "Task",
-    "Work",
-    "is_in_library",
-    "path_for",
-]
-
 #: The algorithm name that asks for sums in the order of ranks. Several algorithms add in this order; all give the same
 #: bits, whatever the nodes of the ranks, the size, fusion and segments.
 DETERMINISTIC = "deterministic"

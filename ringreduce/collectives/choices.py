@@ -17,8 +17,6 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 
-__all__ = ["Choices"]
-
 
 class Choices:
     """The part of a `Communicator` that says which algorithm and path calls take, and why."""

@@ -26,8 +26,6 @@ from ringreduce.common.instruments import Tally
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.transport.messages import Messages
 
-__all__ = ["Communicator"]
-
 #: An array of any library; a number, where these are taken.
 A = TypeVar("A")
 

@@ -28,8 +28,6 @@ from ringreduce.common.partition import Partition, Segment, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.shared.arena import Location
 
-__all__ = ["Compressed", "Feedback"]
-
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 

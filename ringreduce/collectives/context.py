@@ -31,8 +31,6 @@ from ringreduce.transport.shared.direct import INNER_NBYTES
 from ringreduce.transport.shared.node import Node
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Context", "NodeSchedule"]
-
 Array = npt.NDArray[Any]
 
 #: Segments are at least the largest that the settings allow, divided by this: a message costs 10 us of Python.

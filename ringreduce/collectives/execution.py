@@ -27,8 +27,6 @@ from ringreduce.transport.shared.direct import INNER_NBYTES, load_and_store
 from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["STREAMS", "BoundSchedule", "Coding", "Elements", "Link", "Memory"]
-
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 

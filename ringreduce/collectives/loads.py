@@ -26,8 +26,6 @@ from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
 from ringreduce.transport.shared.board import MAILBOX_NBYTES, Entry
 from ringreduce.transport.shared.private import PrivateMemory
 
-__all__ = ["plan_loads"]
-
 Array = npt.NDArray[Any]
 
 #: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An

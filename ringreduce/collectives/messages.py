@@ -21,8 +21,6 @@ from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.common.partition import Partition, segments_of_blocks, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = ["plan_reduction"]
-
 Array = npt.NDArray[Any]
 
 #: A private array of up to so many bytes is copied into a buffer of the plan, so that one plan serves all of them.

@@ -16,8 +16,6 @@ from ringreduce.transport.messages import Messages
 from ringreduce.transport.point_to_point import PointToPoint
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Messaging"]
-
 
 class Messaging:
     """The part of a `Communicator` that sends messages from one rank to another: not collective, on any thread.

@@ -26,8 +26,6 @@ from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
 from ringreduce.transport.shared.board import STAGE_NBYTES, Entry
 
-__all__ = ["OneShot", "StagedTwoShot", "TwoShot", "plan_allreduce"]
-
 Array = npt.NDArray[Any]
 
 #: Blocks begin on cache lines: a line that two ranks write would travel between their cores.

@@ -21,20 +21,6 @@ from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.shared.arena import Arena
 
-__all__ = [
-    "AnyOperand",
-    "Devices",
-    "Maker",
-    "NoDevices",
-    "Operands",
-    "Result",
-    "SegmentReducer",
-    "apart",
-    "flat",
-    "ordinal",
-    "with_rows",
-]
-
 #: Smaller results are in private memory: they go through mailboxes, or through a buffer of the plan.
 _LEAST_SHARED_NBYTES = 16 << 10
 

@@ -19,8 +19,6 @@ from ringreduce.buffers import Operand
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.instruments import Tally
 
-__all__ = ["BoundCall", "Kept", "Place", "Plans", "Repeat", "unchanged"]
-
 #: Returns flat, contiguous memory for a result; called with the rows that come from each rank; of a scatter, with what
 #: `ringreduce.collectives.rows.agreed_part` returns; of reductions and broadcasts, with nothing.
 Place = Callable[[Sequence[int]], Operand]

@@ -23,8 +23,6 @@ from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.partition import Partition
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 
-__all__ = ["Prepared", "prepare"]
-
 
 @dataclass(slots=True, eq=False)
 class Prepared:

@@ -44,8 +44,6 @@ from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.common.partition import pieces
 from ringreduce.common.reduce_ops import MAX, SUM
 
-__all__ = ["BLOCK", "GROUP", "ReproducibleAccumulator", "reproducible_allreduce"]
-
 Array = npt.NDArray[Any]
 
 #: Elements that share the bounds of their bits; a few float64 arrays of this length stay in L2.

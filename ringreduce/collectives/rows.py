@@ -13,8 +13,6 @@ from ringreduce.buffers import DTYPES, DType
 from ringreduce.common.arguments import shape_text
 from ringreduce.common.errors import MismatchError, UnsupportedBufferError
 
-__all__ = ["agreed_part", "part_numbers", "part_of", "received_rows", "rows_for"]
-
 _MOST_DIMENSIONS = 32
 _DTYPE_NAMES = tuple(DTYPES)
 

@@ -31,8 +31,6 @@ from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.instruments import Tally
 from ringreduce.common.reduce_ops import SUM
 
-__all__ = ["Runner"]
-
 #: Those in which all ranks' arrays have the same shape.
 _OF_ONE_SHAPE = (Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
 

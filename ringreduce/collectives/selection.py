@@ -18,8 +18,6 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 
-__all__ = ["BY_NAME", "RULES", "Limit", "Rule", "choose", "explain", "forced", "names"]
-
 BY_NAME = "asked for by name"
 _MEASURED = "as the tuning table has it"
 

@@ -30,8 +30,6 @@ from ringreduce.common.errors import (
 )
 from ringreduce.common.instruments import Instruments, Tally
 
-__all__ = ["CallTimer", "CommState"]
-
 
 class CommState:
     """Whether one rank may make calls in one process set.

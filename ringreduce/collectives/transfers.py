@@ -24,8 +24,6 @@ from ringreduce.common.partition import (
     segments_of_buffer,
 )
 
-__all__ = ["plan_transfer"]
-
 Array = npt.NDArray[Any]
 
 

@@ -32,8 +32,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file
 from ringreduce.common.topology import Topology
 
-__all__ = ["Candidate", "Decision", "Key", "Model", "Row", "Table", "format_seconds", "is_ours", "work"]
-
 #: Format of the file; files of other formats are not read.
 _FORMAT = 2
 #: Size of a file that is read, at most: ten times what `ringreduce.bench.tune` writes for thousands of ranks.

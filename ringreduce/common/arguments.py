@@ -8,8 +8,6 @@ from typing import Any, Protocol, TypeVar
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["CheckingArguments", "array_shape", "real_number", "row_counts", "shape_text", "shown", "whole_number"]
-
 _Context = TypeVar("_Context", bound="CheckingArguments")
 
 

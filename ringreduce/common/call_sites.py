@@ -22,16 +22,6 @@ from ringreduce.common.errors import (
     TransportError,
 )
 
-__all__ = [
-    "AbortReason",
-    "CallSite",
-    "Stack",
-    "disagreement",
-    "place_of",
-    "program_stack",
-    "refusal",
-]
-
 #: The code of the program that was running and the instruction that each piece had come to, the innermost first.
 Stack = tuple[tuple[CodeType, int], ...]
 

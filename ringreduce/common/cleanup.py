@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["close_all"]
-
 
 def close_all(*parts: Callable[[], object]) -> None:
     """Close every part, in this order, also after one that fails.

@@ -16,19 +16,6 @@ from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import VARIABLES, Launch
 
-__all__ = [
-    "HOROVOD",
-    "VERSION",
-    "Config",
-    "accelerate_uses_cpus",
-    "find_ranks_of_cpus",
-    "former_variables",
-    "gpu_switches",
-    "ignored_variables",
-    "parse_nbytes",
-    "runtime_folder",
-]
-
 #: Of ringreduce.
 VERSION = "0.1.0"
 

@@ -25,8 +25,6 @@ import enum
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 
-__all__ = ["Conventions"]
-
 
 class Conventions(str, enum.Enum):  # a string in JSON
     """Whose numbers come out; the table is in the module's docstring."""

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["create_file", "own_folder", "replace_file", "require_own"]
-
 
 def create_file(path: Path) -> BinaryIO:
     """Open a new file for its owner alone, in place of what a process of the same number has left there."""

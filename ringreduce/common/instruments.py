@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EngineTally", "Instrument", "Instruments", "Tally"]
-
 _log = logging.getLogger(__name__)
 
 _REMEMBERED = 256

@@ -9,9 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["LAUNCHERS", "TORCHRUN", "VARIABLES", "Launch", "Launcher", "launch", "notify_launcher"]
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from weakref import WeakValueDictionary
 
 from ringreduce.common.errors import ConfigError, ShutdownError, since
 
-__all__ = ["Lifetime"]
-
 Event = Literal["failed", "forking", "forked"]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-__all__ = ["set_up"]
-
 _logger = logging.getLogger("ringreduce")
 
 

@@ -10,8 +10,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["FormerNames"]
-
 _MOVED = {
     "ringreduce.communicator": "ringreduce.collectives.communicator",
     "ringreduce.conventions": "ringreduce.common.conventions",

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["Partition", "Segment", "pieces", "segments_across_blocks", "segments_of_blocks", "segments_of_buffer"]
-
 #: Where a schedule's blocks are when it runs over one part of the buffer: a slice of elements for each block.
 Segment = tuple[slice, ...]
 

@@ -14,20 +14,6 @@ from contextlib import suppress
 
 from ringreduce.common.launch import LAUNCHERS
 
-__all__ = [
-    "Forked",
-    "ancestors",
-    "announce",
-    "at_exit",
-    "handles",
-    "has_ended",
-    "is_multiprocessing_child",
-    "is_stopped",
-    "launcher",
-    "rank_above",
-    "watch",
-]
-
 #: What starts ranks and stays with them until they end.
 _PROGRAMS = {name for each in LAUNCHERS for name in each.programs}
 _ANNOUNCED = "ringreduce-rank"

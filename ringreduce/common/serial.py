@@ -10,8 +10,6 @@ from contextlib import suppress
 from ringreduce.common.errors import CollectiveTimeoutError
 from ringreduce.common.lifetime import Lifetime
 
-__all__ = ["InOrder", "Task"]
-
 
 class Task:
     """A call that runs once, now or later.

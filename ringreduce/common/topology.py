@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Topology"]
-
 
 @dataclass(frozen=True, slots=True)
 class Topology:

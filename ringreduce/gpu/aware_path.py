@@ -38,8 +38,6 @@ from ringreduce.gpu.cupy_driver import Driver
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import StepFailedError, together
 
-__all__ = ["AwareAllreduce", "untouchable"]
-
 _log = logging.getLogger(__name__)
 
 #: The most bytes of a block that travel at once: a message that long keeps a fast link busy for longer than it takes to

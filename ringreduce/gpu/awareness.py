@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CudaAwareness", "conclude", "cuda_awareness"]
-
 #: Of MPICH's ``MPIX_GPU_query_support``.
 _MPICH_CUDA = 0
 

@@ -14,8 +14,6 @@ from ringreduce.buffers.device_driver import Arithmetic, Device, Event, Stream
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = ["Driver", "cuda_driver", "on_stream", "reduced"]
-
 # Values of the CUDA runtime's headers, some of which CuPy does not name in all its versions.
 _SUCCESS, _NO_MEMORY, _NOT_READY = 0, 2, 600
 _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which memory is meant

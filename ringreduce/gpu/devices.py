@@ -35,8 +35,6 @@ from ringreduce.gpu.nccl import Nccl, NcclAllreduce, cupy_nccl
 from ringreduce.gpu.path import OnDevice
 from ringreduce.gpu.staging import Staging
 
-__all__ = ["STAGED", "Gpu"]
-
 _log = logging.getLogger(__name__)
 
 _THROUGH_HOST = "arrays go through host memory, in segments"

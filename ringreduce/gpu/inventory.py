@@ -12,8 +12,6 @@ from pathlib import Path
 from ringreduce.buffers.device_driver import Device
 from ringreduce.gpu.cupy_driver import cuda_driver
 
-__all__ = ["Inventory", "nccl_version", "take_inventory"]
-
 _PROC = Path("/proc/driver/nvidia/version")
 
 

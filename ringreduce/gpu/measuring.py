@@ -7,8 +7,6 @@ from typing import Any
 
 from ringreduce.gpu.cupy_driver import Driver, cuda_driver
 
-__all__ = ["CupyTools", "cupy_tools"]
-
 
 def cupy_tools(local_rank: int = 0) -> CupyTools:
     """Make a GPU this process's current one and return what measures on it.

@@ -40,8 +40,6 @@ from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Nccl", "NcclAllreduce", "NcclRanks", "code_of_dtype", "code_of_op", "cupy_nccl", "version_text"]
-
 # As nccl.h numbers them. CuPy passes on whatever it is given, and has no names for the last dtype and the last op.
 _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVERAGE: 4}

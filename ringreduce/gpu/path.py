@@ -12,8 +12,6 @@ from ringreduce.collectives.context import Context
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.cupy_driver import Driver
 
-__all__ = ["OnDevice"]
-
 
 class OnDevice(ABC):
     """Carries out allreduces of one process set on device memory; one at a time, from one thread.

@@ -29,8 +29,6 @@ from ringreduce.common.partition import pieces
 from ringreduce.gpu.cupy_driver import Driver
 from ringreduce.transport.shared.arena import Arena
 
-__all__ = ["Staging"]
-
 _log = logging.getLogger(__name__)
 
 #: A segment takes a copy engine about 80 us, which covers what Python adds to each; four of them, since one comes down,

@@ -28,8 +28,6 @@ from ringreduce.transport.waiting import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Connection", "Limit", "ParentRank", "check_settings", "check_versions", "connect", "job_connection"]
-
 _log = logging.getLogger(__name__)
 
 #: Settings that each rank may have of its own.

@@ -18,20 +18,6 @@ from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 
-__all__ = [
-    "allgather",
-    "allgather_list",
-    "allreduce",
-    "alltoall",
-    "alltoall_list",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_list",
-    "scatter",
-]
-
 #: Bit by bit: NumPy's names. Nothing between the ranks does these, so that all of them get all arrays.
 _BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor")
 

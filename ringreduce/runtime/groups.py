@@ -26,8 +26,6 @@ from ringreduce.transport.checked import checked
 from ringreduce.transport.point_to_point import Deliveries, PointToPoint, Transfer
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Group"]
-
 
 class _Place:
     """Says what the program calls, and where: it may have done so on another thread than the one that carries it out.

@@ -9,8 +9,6 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 from ringreduce.engine import CollectiveOp, Engine, Operation
 
-__all__ = ["Plan"]
-
 
 class Plan:
     """A collective with its arrays, planned once and run as often as wanted: a persistent collective of MPI-4.

@@ -29,8 +29,6 @@ from ringreduce.transport.waiting import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["PROCESS", "Process", "Recovery"]
-
 _log = logging.getLogger(__name__)
 
 #: How far apart ranks arrive that have all waited, up to their time limit, for the same rank.

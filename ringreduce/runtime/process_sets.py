@@ -24,8 +24,6 @@ from ringreduce.transport.shared.node import host_name, join
 from ringreduce.transport.shared.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Parts", "ProcessSet", "connect", "context_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:

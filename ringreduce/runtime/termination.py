@@ -27,8 +27,6 @@ from ringreduce.common.errors import PeerLostError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.runtime.worlds import OwnWorld
 
-__all__ = ["Termination"]
-
 _ORPHANED = 70  # the exit code of a rank whose launcher has ended: EX_SOFTWARE of sysexits.h
 _TO_END_S = 3.0
 _INTERRUPTED = 128 + signal.SIGINT

@@ -40,8 +40,6 @@ from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["OwnWorld", "World", "tuning_key"]
-
 _log = logging.getLogger(__name__)
 
 _WHEN_REMOVED = "this process set was removed, or ringreduce was shut down; add it again"

@@ -24,8 +24,6 @@ from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Agreement"]
-
 _REMEMBERED = 4096  # calls; no rank can be further ahead of a peer that still asks
 _PATIENCE_S = 0.5  # a rank that waits for so long announces what it waits in
 

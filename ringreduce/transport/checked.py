@@ -14,8 +14,6 @@ from ringreduce.common.errors import TransportError
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["checked"]
-
 
 @dataclass(slots=True)
 class _Transfer:

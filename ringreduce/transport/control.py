@@ -14,8 +14,6 @@ from ringreduce.transport.shared.arena import Arena, Block, Location
 from ringreduce.transport.shared.board import fence
 from ringreduce.transport.shared.node import Node
 
-__all__ = ["ControlChannel", "SharedControlChannel"]
-
 _LINE = 64
 _RING_NBYTES = 16 << 10
 _PART_NBYTES = 2 * _LINE + _RING_NBYTES

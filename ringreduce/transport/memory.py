@@ -16,8 +16,6 @@ from ringreduce.transport.messages import Request
 from ringreduce.transport.shared.segments import Segments
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MemoryMessages", "MemorySegments", "MemoryWorld"]
-
 
 class MemoryWorld:
     """What the threads of one world share."""

@@ -11,8 +11,6 @@ from ringreduce.common.errors import RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Messages", "Request", "StepFailedError", "exchange_json", "together"]
-
 T = TypeVar("T")
 
 #: What a step of `together` may fail with: what it opens, maps or asks may be anybody's, and fail in any of these ways.

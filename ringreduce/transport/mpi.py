@@ -29,8 +29,6 @@ if _is_ours:
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-__all__ = ["duplicates", "library", "peers_in", "soon", "translate", "translated", "use_survivors", "world"]
-
 #: How long ranks wait for each other where they part, or where one has given up already.
 _PARTING_S = 1.0
 #: On communicators that are not ours: one of the largest that there always are.

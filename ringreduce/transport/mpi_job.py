@@ -26,8 +26,6 @@ from ringreduce.transport.mpi_messages import MpiMessages, revoke_all
 from ringreduce.transport.shared.node import host_name, pid_namespace
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MpiRanks", "subworld", "world_ranks"]
-
 _log = logging.getLogger(__name__)
 
 #: On communicators that are not ours, the largest tags that there always are; see `ringreduce.transport.mpi` for one.

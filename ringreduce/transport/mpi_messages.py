@@ -22,8 +22,6 @@ from ringreduce.transport.waiting import Waiter
 
 from mpi4py import MPI  # after ringreduce.transport.mpi, which decides how MPI ends
 
-__all__ = ["MpiMessages", "revoke_all"]
-
 #: What the library reduces; mpi4py finds MPI's names for them.
 _TYPES = frozenset(("float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))))
 _OPS = {

@@ -19,8 +19,6 @@ from ringreduce.common.serial import Task
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Deliveries", "PointToPoint", "Transfer"]
-
 _HEAD = struct.Struct("<qqqH")  # the tag, the number, bytes, and how long the description is
 _SMALL = 4096  # bytes that travel in the note itself
 _PIECE = 1 << 30  # bytes of one message

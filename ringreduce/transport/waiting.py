@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from ringreduce.common.errors import CollectiveTimeoutError
 
-__all__ = ["Waiter"]
-
 _POLLS = 100  # checks before the core is given away: about 5 us
 _YIELDS = 16  # times that it is, between two looks at the clock
 _YIELD_S = 0.002  # after this long a peer is late, not merely behind: nap instead

@@ -25,15 +25,6 @@ from ringreduce.common.processes import Forked
 from ringreduce.transport.shared.private import PrivateMemory, reads
 from ringreduce.transport.shared.segments import Segments
 
-__all__ = [
-    "MAILED",
-    "NOWHERE",
-    "Arena",
-    "Block",
-    "Location",
-    "memory_nbytes",
-]
-
 #: Places in the memory of a rank, as one number: not negative, a location in its arena, packed; less than these two,
 #: the negative of an address in the private memory of its process.
 NOWHERE = -1  # where no peer can reach it

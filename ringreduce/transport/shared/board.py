@@ -38,8 +38,6 @@ from ringreduce.common.errors import CollectiveError, PeerLostError, name_ranks
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Board", "Entry", "fence", "signature_hash"]
-
 MAILBOX_NBYTES = 256 << 10
 STAGE_NBYTES = 1 << 20
 

@@ -13,8 +13,6 @@ from ringreduce.buffers import Call, address_of
 from ringreduce.common.partition import pieces
 from ringreduce.transport.shared.private import PrivateMemory
 
-__all__ = ["INNER_NBYTES", "Views", "load_and_store"]
-
 Array = npt.NDArray[Any]
 
 #: (rank, what is at hand of it) of several ranks.

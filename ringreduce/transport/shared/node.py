@@ -24,8 +24,6 @@ from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.shared.segments import PrivateSegments, Segments
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Node", "host_name", "join", "pid_namespace"]
-
 _log = logging.getLogger(__name__)
 
 _SECRET_NBYTES = 32

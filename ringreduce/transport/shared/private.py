@@ -19,8 +19,6 @@ from ringreduce.buffers import address_of
 from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import PeerLostError, TransportError
 
-__all__ = ["PrivateMemory", "reads"]
-
 _MOST_NBYTES = 1 << 30  # in one call; Linux copies no more than 2 GiB at once
 
 

@@ -14,8 +14,6 @@ import numpy as np
 from ringreduce.buffers.dtypes import Array
 from ringreduce.common.errors import TransportError
 
-__all__ = ["MemfdSegments", "PrivateSegments", "Segments"]
-
 _MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
 
 
