@@ -17,8 +17,6 @@ from ringreduce.common.conventions import Conventions
 from ringreduce.common.launch import launch
 from ringreduce.horovod.common.util import check_extension
 
-__all__ = ["install"]
-
 _log = logging.getLogger(__name__)
 
 #: Holds a package ``horovod`` for processes that get `sys.path` from this one and not its import hooks: the workers of

@@ -19,8 +19,6 @@ from ringreduce.testing.samples import expected, sample
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["assert_close", "assert_equal", "check_choices", "check_collectives", "check_messages"]
-
 Array = npt.NDArray[Any]
 
 

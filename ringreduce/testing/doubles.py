@@ -11,8 +11,6 @@ import numpy.typing as npt
 from ringreduce.common.errors import TransportError
 from ringreduce.transport.messages import Messages, Request
 
-__all__ = ["DamagingMessages", "FailingMessages", "RecordingMessages"]
-
 Array = npt.NDArray[Any]
 
 

@@ -21,8 +21,6 @@ from ringreduce.transport.messages import Messages
 from ringreduce.transport.shared.node import join
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["caught", "run_engines", "run_process_sets", "run_ranks", "run_threads"]
-
 T = TypeVar("T")
 
 

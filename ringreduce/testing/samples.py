@@ -10,8 +10,6 @@ import numpy.typing as npt
 from ringreduce.buffers import DTYPES, DType, narrow, new
 from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = ["expected", "sample"]
-
 Array = npt.NDArray[Any]
 
 

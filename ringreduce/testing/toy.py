@@ -16,9 +16,8 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Hooks, Watcher
 from ringreduce.training.host import HOST, ArraySpec, HostMemory
-from ringreduce.training.optimizer import Options, Training
-
-__all__ = ["RATE", "Toy"]
+from ringreduce.training.optimizer import Training
+from ringreduce.training.options import Options
 
 _Floats = npt.NDArray[Any]
 RATE = 0.25

@@ -19,19 +19,6 @@ from ringreduce.testing.toy import RATE
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.requests import join
 
-__all__ = [
-    "CHECKS",
-    "Make",
-    "Trainee",
-    "check_accumulation",
-    "check_dropped",
-    "check_join",
-    "check_mismatches",
-    "check_saved_compression",
-    "check_unused",
-    "check_whole_batch",
-]
-
 _Floats = npt.NDArray[Any]
 
 _STEPS = 6

@@ -21,8 +21,6 @@ from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.objects import REDUCERS
 from ringreduce.training.requests import RequestBuilder, dtype_name
 
-__all__ = ["TENSORS", "Tensors", "differentiable", "preparing", "sparse_entries", "sum_entries"]
-
 _STORAGE_NBYTES = 80  # of torch's C++ object for a storage, as far as its flags go at most
 
 #: How many things hold the storage at an address. Private to torch.

@@ -17,8 +17,6 @@ from ringreduce.runtime import rank_and_size
 from ringreduce.torch.elastic.generators import Generators
 from ringreduce.torch.functions import allgather_object, broadcast_object
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
 _log = logging.getLogger(__name__)
 
 _FORMAT = "ringreduce checkpoint 1"

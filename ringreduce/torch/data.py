@@ -14,8 +14,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import count as count_progress
 from ringreduce.runtime import rank_and_size
 
-__all__ = ["DistributedSampler", "Shard"]
-
 #: What becomes of samples that do not divide evenly among the ranks.
 Ends = Literal["repeat", "drop", "uneven"]
 

@@ -39,8 +39,6 @@ from ringreduce.training.framework import (
     Watcher,
 )
 
-__all__ = ["Slot", "TorchParameters", "TorchStreams", "shape_in_memory"]
-
 _log = logging.getLogger(__name__)
 
 #: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.

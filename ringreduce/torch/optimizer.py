@@ -22,11 +22,10 @@ from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.gradients import TorchParameters, TorchStreams
 from ringreduce.torch.reduced import Reduced, State, scaler_of
-from ringreduce.training.optimizer import Options, Training, checked_names
+from ringreduce.training.optimizer import Training
+from ringreduce.training.options import Options, checked_names
 from ringreduce.training.parameters import hyperparameters
 from ringreduce.training.requests import Adasum, require_process_set
-
-__all__ = ["DistributedOptimizer"]
 
 _KIND = "DistributedOptimizer"
 _COMPRESSION = "compression"  # a key of state dicts

@@ -17,8 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ringreduce import runtime
 from ringreduce.observe.timeline import Program
 
-__all__ = ["count_steps", "follow"]
-
 
 class _Phases:
     """Watches the thread on which it is made, and writes to a trace.

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Reduced", "State", "scaler_of"]
-
 #: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients; private to torch.
 _UNSCALING = "_unscale_grads_"
 

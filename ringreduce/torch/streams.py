@@ -23,18 +23,6 @@ from ringreduce.buffers import Operand
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
 
-__all__ = [
-    "StreamSync",
-    "beside_this_stream",
-    "current_stream",
-    "gpu_of",
-    "on_host",
-    "on_this_stream",
-    "own_stream",
-    "require_usable",
-    "working_on",
-]
-
 _Result = TypeVar("_Result")
 
 _own_streams: WeakKeyDictionary[Communicator, dict[torch.device | None, Any]] = WeakKeyDictionary()

@@ -18,8 +18,6 @@ from ringreduce.torch.reductions import allreduce
 from ringreduce.training.moments import gather_moments, require_variance
 from ringreduce.training.requests import RequestBuilder, require_process_set
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """Normalise each channel by its mean and variance over the batches of all ranks of a process set.

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch._C._dynamo import eval_frame
 
-__all__ = ["leave_uncompiled"]
-
 #: Private to torch, since 2.7. Earlier versions leave alone what a function calls only if it is wrapped.
 _set_strategy: Any = getattr(eval_frame, "set_code_exec_strategy", None)
 

@@ -13,20 +13,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.training.optimizer import Named, Training
-
-__all__ = [
-    "STEPPING",
-    "Wrapper",
-    "is_optimizer",
-    "named_parameters",
-    "parameters_of",
-    "require_optimizer",
-    "require_parameters",
-    "share_overflows",
-    "step_and_combine",
-    "watch_steps",
-]
+from ringreduce.training.framework import Named
+from ringreduce.training.optimizer import Training
 
 #: The ids of wrapped optimizers that make a step for their wrapper.
 STEPPING: set[int] = set()

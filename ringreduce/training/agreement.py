@@ -12,8 +12,6 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine import Engine, Gather, InPlaceAllreduce, Operation
 
-__all__ = ["ADDED", "CHANGED", "WAITS", "Ranks", "Record"]
-
 #: The status of a bucket that may be reduced before the step, given for each of its gradients; the greatest decides.
 #: 0: it is reduced, or is not to be. Else: a pass has added to the gradient since; the program has written to it; the
 #: step is to reduce it.

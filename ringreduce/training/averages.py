@@ -13,8 +13,6 @@ from ringreduce.common.arguments import CheckingArguments, real_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 
-__all__ = ["weighted_average"]
-
 
 @overload
 def weighted_average(values: Mapping[str, Any], weight: float) -> dict[str, float]: ...

@@ -40,8 +40,6 @@ from ringreduce.training.framework import (
 )
 from ringreduce.training.options import Options
 
-__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets"]
-
 #: Gradients of at least so many bytes are collected as soon as the backward pass has made them. From this size on,
 #: glibc's malloc hands freed memory back to the kernel, so that gradients which live until they are cleared cost a page
 #: fault per 4 KiB.

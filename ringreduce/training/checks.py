@@ -15,8 +15,6 @@ from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.framework import Memory, Named
 
-__all__ = ["Checks"]
-
 _log = logging.getLogger(__name__)
 
 _FIRST_STEPS = 3  # that compare the ranks' gradients

@@ -31,8 +31,6 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays
 from ringreduce.training.requests import Op, ReproducibleSum, Request, RequestBuilder
 
-__all__ = ["Differentiable"]
-
 _Values = Sequence[Any]
 
 #: Numbers the gradients of operations without a name, alike on all ranks of a set.

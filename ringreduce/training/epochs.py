@@ -9,8 +9,6 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import rank_and_size
 
-__all__ = ["EpochDivision"]
-
 
 class EpochDivision:
     """Divides the rest of an epoch among the present ranks.

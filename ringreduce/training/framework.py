@@ -45,29 +45,6 @@ import numpy.typing as npt
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = [
-    "ALIASED",
-    "DENSE",
-    "EMPTY",
-    "IN_PLACE",
-    "MOVABLE",
-    "NO_GRADIENT",
-    "SPARSE",
-    "STALE",
-    "STUCK",
-    "UNSUPPORTED",
-    "Arrays",
-    "Hooks",
-    "Memory",
-    "Named",
-    "Removable",
-    "Slot",
-    "Sparse",
-    "StreamSync",
-    "Streams",
-    "Watcher",
-]
-
 #: Names and parameters, in registration order.
 Named = Sequence[tuple[str, Any]]
 

@@ -10,8 +10,6 @@ import numpy as np
 from ringreduce.common.arguments import whole_number
 from ringreduce.runtime import rank_and_size
 
-__all__ = ["Generators", "seed_of_rank"]
-
 
 def seed_of_rank(seed: int) -> int:
     """Seed Python's and NumPy's global generators of this rank; return its seed, of 64 bits, for others.

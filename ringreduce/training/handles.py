@@ -10,8 +10,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.engine import Engine, Operation
 from ringreduce.runtime import global_process_set
 
-__all__ = ["Handle", "join", "poll", "synchronize"]
-
 _numbers = itertools.count(1)
 
 

@@ -14,8 +14,6 @@ from ringreduce.buffers import DType, Operand, typed
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.training.framework import ALIASED, EMPTY, IN_PLACE, MOVABLE, STUCK, Arrays, Memory
 
-__all__ = ["HOST", "ArraySpec", "HostArrays", "HostMemory"]
-
 
 class HostArrays(Arrays):
     """NumPy arrays, as an `Arrays`."""

@@ -12,8 +12,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.requests import RequestBuilder
 
-__all__ = ["gather_moments", "require_variance"]
-
 _Floats = npt.NDArray[np.float64]
 
 

@@ -28,8 +28,6 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.requests import RequestBuilder
 
-__all__ = ["REDUCERS", "allgather_object", "broadcast_object", "gather"]
-
 #: How arrays inside an object that is broadcast are pickled, by type, as in `copyreg.dispatch_table`: of NumPy arrays.
 #: A binding enters the arrays of its framework when it is imported.
 REDUCERS: dict[type, Callable[[Any], Any]] = {}

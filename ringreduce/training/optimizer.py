@@ -27,15 +27,13 @@ from ringreduce.training.buckets import Buckets
 from ringreduce.training.compression import State
 from ringreduce.training.framework import Arrays, Hooks, Memory, Named, Removable
 from ringreduce.training.host import HOST, HostMemory
-from ringreduce.training.options import Options, checked_names
+from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
 from ringreduce.training.parameters import require_same_arrays
 from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.requests import set_to_notify
 from ringreduce.training.stages import GradientState
 from ringreduce.transport.memory import MemoryWorld
-
-__all__ = ["Gradients", "ListTraining", "Named", "Options", "Training", "checked_names"]
 
 _numbers = itertools.count()
 _NOTHING_TO_DO = nullcontext()

@@ -17,8 +17,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.training.compression import has_reducers, signature_of
 
-__all__ = ["Adasum", "Op", "Options", "ReproducibleSum", "checked_names", "chosen_op"]
-
 #: Adaptive summation, see `ringreduce.collectives.adasum`.
 Adasum = "adasum"
 

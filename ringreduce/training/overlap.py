@@ -44,8 +44,6 @@ from ringreduce.training.stages import (
     what_is_wrong,
 )
 
-__all__ = ["BucketState", "Overlap"]
-
 _STEPS = 2  # so many alike before overlap begins
 
 

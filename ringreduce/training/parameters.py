@@ -21,8 +21,6 @@ from ringreduce.training.framework import Arrays, Named
 from ringreduce.training.objects import gather
 from ringreduce.training.requests import RequestBuilder, dtype_name
 
-__all__ = ["broadcast_parameters", "hyperparameters", "require_same_arrays"]
-
 
 def require_same_arrays(
     arrays: Arrays,

@@ -35,8 +35,6 @@ from ringreduce.training.framework import (
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
 
-__all__ = ["GradientReducer"]
-
 
 class _Repeat(NamedTuple):
     """A step that can be made again without an agreement.

@@ -15,8 +15,6 @@ import numpy.typing as npt
 from ringreduce.training.agreement import ADDED, CHANGED
 from ringreduce.training.framework import Hooks
 
-__all__ = ["NEXT", "STATUS", "UNKNOWN", "Event", "Fate", "GradientState", "OverlapProbe", "Stage", "what_is_wrong"]
-
 UNKNOWN = -1  # in place of the id of a gradient
 
 _TURNS = 6

@@ -14,7 +14,8 @@ from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
 from ringreduce.training.buckets import LARGE_NBYTES, Bucket
 from ringreduce.training.framework import ALIASED, EMPTY, IN_PLACE
-from ringreduce.training.optimizer import Gradients, Options
+from ringreduce.training.optimizer import Gradients
+from ringreduce.training.options import Options
 from ringreduce.training.reducer import GradientReducer
 
 torch = pytest.importorskip("torch")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["HorovodBasics"]
-
 
 class HorovodBasics:
     """The functions of ``horovod.torch`` as methods: ``HorovodBasics().rank()``.

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]
-
 
 class BaseDataLoader:
     """Gives the batches of `_iterate`, each as `_process_batch` returns it. Subclasses have both, and a length."""

@@ -21,8 +21,6 @@ from ringreduce.torch.arrays import TENSORS, sparse_entries, sum_entries
 from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, end_span_with, seconds
 from ringreduce.transport.point_to_point import Transfer
 
-__all__ = ["NAME", "Collectives", "GroupBackend", "group_of", "open_groups", "recreate_default_group"]
-
 NAME = "ringreduce"
 
 #: Groups that are not shut down. Torch keeps the C++ half of them, which must not outlive this one.

@@ -29,8 +29,6 @@ from ringreduce.torch.distributed.works import CollectiveWork
 from ringreduce.torch.gradients import shape_in_memory
 from ringreduce.training.compression import BucketCompression, Reducer, WireState, has_reducers, reduces
 
-__all__ = ["AllreduceState", "allreduce_hook"]
-
 
 class AllreduceState:
     """What `allreduce_hook` has to know, and what it keeps from step to step.

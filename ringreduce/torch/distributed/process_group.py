@@ -31,8 +31,6 @@ from ringreduce.torch.distributed.collectives import NAME, Collectives, open_gro
 from ringreduce.torch.distributed.works import seconds
 from ringreduce.torch.uncompiled import leave_uncompiled
 
-__all__ = ["create", "rendezvous"]
-
 if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object
 else:

@@ -18,8 +18,6 @@ from ringreduce.runtime.groups import Group
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.transport.point_to_point import Transfer
 
-__all__ = ["CollectiveWork", "MessageWork", "end_span_with", "seconds"]
-
 _Tensors = Sequence[torch.Tensor]
 
 # Futures that are made in Python hold a Python object, and torch's C++ hook for float16 takes a list of tensors alone.

@@ -8,8 +8,6 @@ import torch
 
 from ringreduce.training import generators
 
-__all__ = ["Generators", "seed"]
-
 
 def seed(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch on this rank: with different numbers on each, every time.

@@ -7,8 +7,6 @@ from torch.utils.data import Sampler
 
 from ringreduce.training.epochs import EpochDivision
 
-__all__ = ["ElasticSampler"]
-
 
 class ElasticSampler(EpochDivision, Sampler[int]):
     """Divides the rest of an epoch among the present ranks; see `ringreduce.training.epochs.EpochDivision`."""

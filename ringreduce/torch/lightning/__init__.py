@@ -28,8 +28,6 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from ringreduce.torch.lightning.ranks import BACKEND, Ranks, RanksStrategy
 
-__all__ = ["RingreduceEnvironment", "RingreduceStrategy"]
-
 
 class RingreduceEnvironment(Ranks, ClusterEnvironment):
     """The ranks of MPI; the strategy brings one. See `Ranks`."""

@@ -29,8 +29,6 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from ringreduce.torch.lightning.ranks import BACKEND, Ranks, RanksStrategy
 
-__all__ = ["RingreduceEnvironment", "RingreduceStrategy"]
-
 
 class RingreduceEnvironment(Ranks, ClusterEnvironment):
     """The ranks of MPI; the strategy brings one. See `Ranks`."""

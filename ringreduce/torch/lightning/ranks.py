@@ -12,8 +12,6 @@ from ringreduce import runtime
 from ringreduce.common.errors import ConfigError
 from ringreduce.training.objects import broadcast_object
 
-__all__ = ["BACKEND", "Ranks", "RanksStrategy"]
-
 BACKEND = "ringreduce"
 
 

@@ -17,18 +17,6 @@ from ringreduce.buffers.dtypes import DType
 from ringreduce.collectives import Feedback
 from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = [
-    "BucketCompression",
-    "Ranks",
-    "Reducer",
-    "State",
-    "WireFormat",
-    "WireState",
-    "has_reducers",
-    "reduces",
-    "signature_of",
-]
-
 #: What a reducer keeps, by name.
 State = dict[str, npt.NDArray[Any]]
 

@@ -34,8 +34,6 @@ from ringreduce.common.reduce_ops import AVERAGE, SUM
 from ringreduce.training.compression import Ranks, State
 from ringreduce.training.compression.residual import Floats, Residual
 
-__all__ = ["PowerSGD", "PowerSGDReducer"]
-
 #: Matrices are multiplied a few rows at a time, so many elements: these stay in the cache of a core meanwhile, and
 #: OpenBLAS is fast for small matrices, but not for a large one and a thin one (2048 x 2048 by rank 2, one core with
 #: AVX-512: 1.2 ms instead of 5.5).

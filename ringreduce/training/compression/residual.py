@@ -18,8 +18,6 @@ import numpy.typing as npt
 from ringreduce.common.errors import ConfigError
 from ringreduce.training.compression import State
 
-__all__ = ["Floats", "Residual"]
-
 Floats = npt.NDArray[np.float32]
 
 

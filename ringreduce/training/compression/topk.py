@@ -19,8 +19,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.training.compression import Ranks
 from ringreduce.training.compression.residual import Floats, Residual
 
-__all__ = ["TopK", "TopKReducer", "largest"]
-
 _INFINITY_BITS = 0x7F800000  # of a float32; what is above is not a number
 _MAGNITUDE_BITS = 0x7FFFFFFF
 
