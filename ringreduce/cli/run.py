@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from contextlib import suppress
 from typing import Any
 
 import click
 
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import Cooldown, Hosts
 from ringreduce.launcher.prepare import make_folder, prepare
 from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.spec import LaunchSpec
+from ringreduce.observe.trace_file import collect
 
 __all__ = ["command"]
 
@@ -140,4 +145,9 @@ def command(dry_run: bool, **options: Any) -> int:
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
     make_folder(spec)
-    return Restarts(start).run()
+    status = Restarts(start).run()
+    with suppress(ConfigError):  # then there is no trace
+        given = {name: value for name, value in spec.variables().items() if value is not None}
+        if trace := Config.from_environ({**os.environ, **given}).timeline:
+            collect(trace)  # ranks that were killed have left their parts
+    return status

@@ -1,4 +1,4 @@
-"""Who waits for whom, from snapshots of ranks (`ringreduce.observe.flight_recorder`), and what to say of it.
+"""Who waits for whom, from snapshots of ranks (`ringreduce.observe.snapshots`), and what to say of it.
 
 For `top`, and for ``doctor --dump``, which reads what each rank has written down.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError, name_ranks
-from ringreduce.observe.flight_recorder import Snapshot
+from ringreduce.observe.snapshots import Snapshot
 
 __all__ = ["Wait", "diagnose", "load", "main_stack", "sets_of", "waits"]
 

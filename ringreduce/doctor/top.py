@@ -16,9 +16,9 @@ from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError, name_ranks
 from ringreduce.doctor.dumps import waits
 from ringreduce.doctor.tables import table
-from ringreduce.observe.flight_recorder import Snapshot
+from ringreduce.observe.snapshots import Snapshot
 from ringreduce.observe.metrics import openmetrics
-from ringreduce.observe.status import read_all
+from ringreduce.observe.snapshots import read_all
 
 __all__ = ["found", "prometheus_text", "rows", "serve", "show"]
 
@@ -46,7 +46,7 @@ def show(job: str | None, *, once: bool, every_s: float) -> None:
 
 
 def rows(statuses: Sequence[Snapshot]) -> list[dict[str, Any]]:
-    """Return what is shown of each rank, given what they say (`ringreduce.observe.status`).
+    """Return what is shown of each rank, given what they say (`ringreduce.observe.snapshots`).
 
     Returns:
         job, rank, size, host, pid, command, seconds (since it began), age_s (since it said so), steps, samples,

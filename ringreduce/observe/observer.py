@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Instruments
 from ringreduce.observe.audit import AuditRecord
-from ringreduce.observe.flight_recorder import FlightRecorder, Observed
 from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.status import StatusFile
+from ringreduce.observe.snapshots import FlightRecorder, Observed, StatusFile
 from ringreduce.observe.timeline import Clock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, together
 
@@ -21,9 +22,12 @@ __all__ = ["Observer"]
 
 _log = logging.getLogger(__name__)
 
+_EVERY_S = 1.0  # how often the status and the trace are written
+_PATIENCE_S = 5.0  # in the end, with a disk that is slow
+
 
 class Observer:
-    """Observes a rank in all that it is a member of.
+    """Observes a rank in all that it is a member of; its status and its trace are written by a thread.
 
     Args:
         rank, size: of this rank, and of its world.
@@ -61,6 +65,8 @@ class Observer:
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
         self._stopped = True  # whether `stop_timeline` was called since
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
+        self._ends = threading.Event()
+        self._writer: threading.Thread | None = None
 
     def begin(self, messages: Messages, library: str, metrics: Callable[[], Metrics]) -> None:
         """Begin what the settings ask for; where a rank cannot, none of them does. Collective.
@@ -87,6 +93,8 @@ class Observer:
                 )
             except (ConfigError, OSError) as error:
                 _log.info("`ringreduce top` does not see this rank: %s", error)
+            else:
+                self._start_writing()
 
     def watch(self, observed: Observed) -> None:
         """Observe this rank as a member of one thing more."""
@@ -107,11 +115,28 @@ class Observer:
     def end(self, error: str | None = None) -> None:
         """Observe nothing more, as this world ends; ``error``: why, if something went wrong."""
         self.end_audit(error)
+        self._ends.set()
+        if self._writer is not None:
+            self._writer.join(_PATIENCE_S)
         if self.status is not None:
             self.status.close()
         self.stop_timeline()
         for each in self._ended.values():
-            each.stop(ranks=0)  # those that have not begun it by now do not come
+            each.stop(ranks=0, at_once=error is not None)  # those that have not begun it by now do not come
+
+    def _start_writing(self) -> None:
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name="ringreduce observer", daemon=True)
+            self._writer.start()
+
+    def _write(self) -> None:
+        while not self._ends.wait(_EVERY_S):
+            if (timeline := self._timeline) is not None:
+                timeline.write()
+            # The program goes on meanwhile, and may change what is looked at; then the next time will do.
+            with suppress(RuntimeError, OSError):
+                if self.status is not None:
+                    self.status.write()
 
     # ---- the trace ----
 
@@ -123,6 +148,7 @@ class Observer:
             self._ntimelines, self._stopped = self._ntimelines + 1, False
         host = platform.node()
         self._timeline = Timeline(path, self._clock, self._ntimelines, self._rank, host, mark_batches=mark_batches)
+        self._start_writing()
         self._ended.pop(os.path.abspath(path), None)
         for each in self.recorder.observed:
             self._attach(each)
@@ -147,7 +173,7 @@ class Observer:
     def flush_timeline(self) -> None:
         """Let the trace hold all that this rank has done, as its process ends now."""
         if self._timeline is not None:
-            self._timeline.stop(self._size)
+            self._timeline.stop(self._size, at_once=True)
 
     def _attach(self, observed: Observed) -> None:
         """Let the timeline, if there is one, see what this rank does as a member of something."""

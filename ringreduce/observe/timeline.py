@@ -29,7 +29,6 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Instrument
-from ringreduce.observe.repeated import Repeated
 from ringreduce.observe.trace_file import TraceFile
 from ringreduce.transport.messages import Messages, exchange_json
 
@@ -40,8 +39,6 @@ _log = logging.getLogger(__name__)
 _ROUNDS = 8  # of messages to compare clocks; the best of them counts
 _BUFFERED = 4096  # events that are written at once
 _KEPT = 16 * _BUFFERED  # events that are kept while the disk is slow; they take about 10 MB
-_EVERY_S = 0.5  # a rank writes, and then another one makes the file: together within a second
-_PAUSE = 20.0  # until the file is made again, as a multiple of what that takes
 _PATIENCE_S = 5.0  # of the end of a trace, for what is being written
 
 Event = dict[str, Any]
@@ -92,9 +89,9 @@ def distance(lower: Iterable[float], upper: Iterable[float]) -> float:
 class Timeline:
     """A trace that this rank takes part in. Thread-safe.
 
-    Events are kept in memory and written twice a second by a thread, and whenever there are many. No rank waits for
-    another, and only the one that has seen many events for its disk; what comes while that is at work is kept, up to a
-    limit.
+    Events are kept in memory until they are written, which is whenever there are many, or somebody calls `write`. No
+    rank waits for another, and only the thread that has added many events for its disk; what comes while that is at
+    work is kept, up to a limit.
 
     Args:
         path: the file; what it holds of an earlier trace goes.
@@ -134,7 +131,6 @@ class Timeline:
         self._program: int | None = None  # the row of the program
         self._pid = os.getpid()  # one that is forked writes nothing
         self._turn = threading.RLock()  # Guards what follows: one thread at a time writes.
-        self._due_s = 0.0  # when the file may be made again
         self._writing = False  # whether it does, also as its own signal handler sees it
         self._file = TraceFile(self.path, f"{clock.job} {number}", rank)
         self._describe("process_name", name=f"rank {rank} ({host})")
@@ -143,7 +139,6 @@ class Timeline:
             self._file.begin(self._encoded())
         except OSError as error:
             raise ConfigError(f"the timeline {os.fspath(path)!r} cannot be written: {error.strerror}") from None
-        self._thread = Repeated("ringreduce timeline", _EVERY_S, self._write_again)
 
     def track(self, name: str, place: str = "", member: int = 0, size: int = 1) -> Track:
         """Return an observer that writes to a row of its own.
@@ -182,7 +177,7 @@ class Timeline:
         ts = round((at_s - self._zero) * 1e6, 3)
         self._events.append({"name": name, "ph": kind, "pid": self._rank, "tid": track, "ts": ts, **more})
         if len(self._events) >= _BUFFERED:
-            self._write(0.0, lambda: None)
+            self.write()
 
     def span(self, name: str, begin_s: float, end_s: float, track: int, **arguments: Any) -> None:
         """Take down that something lasted from one time to another."""
@@ -192,37 +187,26 @@ class Timeline:
         """Return the entry of an operation in the trace."""
         return f"{self._rank}.{next(self._operations)}"
 
-    def write(self, patience_s: float = 0.0) -> None:
-        """Write what was taken down, and make the file if no other rank does that; an error is logged, once.
-
-        Args:
-            patience_s: how long to wait for a thread of this rank that writes; then it does nothing.
-        """
-        self._write(patience_s, self._file.merge)
-
-    def _write_again(self) -> None:
-        """Write; and make the file, which takes at most a twentieth of the time, however large it is."""
-        begin = perf_counter()
-        if begin < self._due_s:
-            self._write(0.0, lambda: None)
-        else:
-            self.write()
-            self._due_s = perf_counter() + _PAUSE * (perf_counter() - begin)
-
-    def stop(self, ranks: int) -> None:
-        """End the trace, or let go of its parts if it has ended: the file then holds all of this rank.
-
-        If another rank is making the file just now, that makes it once more, in its own `stop` or within a second.
+    def stop(self, ranks: int, *, at_once: bool = False) -> None:
+        """End the trace, or let go of its parts if it has ended. Once all ranks have done so, the file has all events.
 
         Args:
             ranks: how many ranks write to the file at least; once they all have ended, nothing but the file is there.
+            at_once: make the file now, of what all ranks have written so far, as some may never end it.
         """
-        self._thread.end(_PATIENCE_S)
-        if not self._write(_PATIENCE_S, lambda: self._file.finish(ranks)):
+        if not self.write(_PATIENCE_S, lambda: self._file.finish(ranks, at_once=at_once)):
             _log.error("the timeline %r lacks events: %d", self.path, len(self._events))
 
-    def _write(self, patience_s: float, then: Callable[[], object]) -> bool:
-        """Write what was taken down; return whether no other thread does so."""
+    def write(self, patience_s: float = 0.0, then: Callable[[], object] = lambda: None) -> bool:
+        """Write what was taken down to this rank's part; an error is logged, once.
+
+        Args:
+            patience_s: how long to wait for a thread of this rank that writes; then it does nothing.
+            then: called after it was written.
+
+        Returns:
+            Whether no other thread was writing for so long.
+        """
         if not self._turn.acquire(timeout=patience_s):
             return False
         try:
@@ -236,7 +220,6 @@ class Timeline:
                     then()
             except OSError as error:
                 self._limit = 0
-                self._file.close()
                 _log.error("the timeline %r cannot be written, and ends here: %s", self.path, error.strerror)
             finally:
                 self._writing = False

@@ -1,19 +1,16 @@
-"""The file of a trace: events of all ranks, collected from a part that each of them writes.
+"""The file of a trace: events of all ranks, merged from a part that each of them writes.
 
-The parts are in a private hidden folder beside the file. One rank at a time holds a lock and makes the file out of the
-parts: it writes a new file and renames it. So a reader always finds complete JSON, no rank waits for another, and when
-the rank with the lock dies, another one takes over. The last rank that finishes removes the folder; ranks that were
-killed leave it to `collect`, and to the next trace in that file. Where hosts share no file system, each has a file with
-its own ranks.
+The parts are in a private hidden folder beside the file. The last rank that stops merges them, by a new file that it
+renames, and removes the folder; so does each rank that ends because of an error. Ranks that were killed leave their
+parts to `collect`, and to the next trace in that file. Where hosts share no file system, each has a file with its own
+ranks.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import json
-import mmap
 import os
 import shutil
 import stat
@@ -45,9 +42,7 @@ class TraceFile:
         job, _, number = name.rpartition(" ")
         self._folder = _folder_of(self._path, f"{job[:8]}-{number}")
         self._part = os.path.join(self._folder, str(rank))
-        self._new = Path(self._folder, f"new.{rank}")
-        self._lock: int | None = None
-        self._begun = self._finished = False
+        self._finished = False
 
     def begin(self, text: bytes) -> None:
         """Make this rank's part with its first events, and the file; an earlier trace in the file is replaced.
@@ -73,9 +68,7 @@ class TraceFile:
                 os.unlink(self._part)
                 if not self._parts():
                     shutil.rmtree(self._folder)
-            self.close()
             raise
-        self._begun = True
 
     def append(self, text: bytes) -> None:
         """Append events to this rank's part: each encoded, with a comma and a newline behind it.
@@ -88,38 +81,42 @@ class TraceFile:
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "another trace was begun in it, or it was removed") from None
 
-    def merge(self) -> None:
-        """Make the file if it lacks events and no other rank does so.
+    def finish(self, ranks: int, *, at_once: bool) -> None:
+        """Append no more; merge the parts if all ranks that have one are finished.
 
-        Raises:
-            OSError: that does not work; the file is as it was.
-        """
-        if self._lead():
-            self._make(self._parts())
-
-    def finish(self, ranks: int) -> None:
-        """Make the file for the last time; remove the parts if at least ``ranks`` ranks have one and all have finished.
-
-        What other ranks append later, they add to the file.
+        Args:
+            ranks: remove the parts then, if at least so many ranks have one.
+            at_once: merge them whatever other ranks do.
 
         Raises:
             OSError: as for `merge`.
         """
         with suppress(FileNotFoundError):  # all have finished, and another rank has removed the parts
             os.chmod(self._part, stat.S_IRUSR)  # how others see that this rank has finished
-            # A rank that has the lock looks again after it has released it, unless others go on writing and will look.
-            while self._lead():
-                parts = self._parts()
-                try:
-                    self._make(parts)
-                    if len(parts) >= ranks and not any(writable for *_, writable in parts):
-                        shutil.rmtree(self._folder, ignore_errors=True)
-                finally:
-                    self.close()
-                now = self._parts()
-                if now == parts or any(writable for *_, writable in now):
-                    break
+            parts = self._parts()
+            over = not any(each.stat().st_mode & stat.S_IWUSR for each in parts)
+            if (over or at_once) and not (self._finished and not os.path.lexists(self._path)):  # moved since
+                self.merge()
+            if over and len(parts) >= ranks:
+                shutil.rmtree(self._folder, ignore_errors=True)
         self._finished = True
+
+    def merge(self) -> None:
+        """Make the file out of the parts.
+
+        Raises:
+            OSError: that does not work; the file and the parts are as they were.
+        """
+        new = Path(f"{self._part}.{os.getpid()}")
+        replace_file(Path(self._path), self._write_all, new=new, durable=False)
+
+    def _write_all(self, file: BinaryIO) -> None:
+        file.write(self._head + _SEPARATOR)
+        for part in self._parts():
+            text = part.read_bytes()
+            file.write(text[: text.rfind(b"\n") + 1])  # a killed rank may have cut an event
+        file.seek(-len(_SEPARATOR), os.SEEK_END)
+        file.write(_CLOSING)
 
     def _write(self, text: bytes, flags: int = 0) -> None:
         descriptor = os.open(self._part, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | flags, 0o600)
@@ -133,65 +130,15 @@ class TraceFile:
         finally:
             os.close(descriptor)
 
-    def _lead(self) -> bool:
-        """Return whether this rank has the lock, or gets it now."""
-        if self._lock is None:
-            descriptor = os.open(os.path.join(self._folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                return False
-            except OSError:
-                pass  # a file system without locks: then several ranks may make the file, each one a complete one
-            self._lock = descriptor
-        return True
-
-    def close(self) -> None:
-        """Let another rank make the file."""
-        if self._lock is not None:
-            with suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked has the descriptor, too
-            os.close(self._lock)
-            self._lock = None
-
-    def _parts(self) -> list[tuple[str, int, bool]]:
-        """Return path and size of each part, and whether its rank goes on writing."""
-        with os.scandir(self._folder) as entries:
-            found = [(each.path, each.stat()) for each in entries if each.name.isdigit()]
-        return sorted((path, stated.st_size, bool(stated.st_mode & stat.S_IWUSR)) for path, stated in found)
-
-    def _make(self, parts: list[tuple[str, int, bool]]) -> None:
-        """Make the file out of the parts if it is not as long as these."""
-        head, size = _read_head(self._path, len(self._head))
-        if head and head != self._head and self._begun:
-            raise FileExistsError(errno.EEXIST, "another trace was begun in it")
-        if not parts or (self._finished and not head):
-            return  # it has been moved since
-        if head == self._head and size == len(head) + sum(size for _, size, _ in parts) + len(_CLOSING):
-            return
-
-        def write(file: BinaryIO) -> None:
-            file.write(self._head + _SEPARATOR)
-            for path, size, _ in parts:
-                if size:
-                    with open(path, "rb") as part, mmap.mmap(part.fileno(), 0, access=mmap.ACCESS_READ) as text:
-                        file.write(memoryview(text)[: text.rfind(b"\n") + 1])  # a killed rank may have cut an event
-            file.seek(-len(_SEPARATOR), os.SEEK_END)
-            file.write(_CLOSING)
-
-        replace_file(Path(self._path), write, new=self._new, durable=False)
+    def _parts(self) -> list[Path]:
+        return sorted(each for each in Path(self._folder).iterdir() if each.name.isdigit())
 
 
 def collect(path: str | os.PathLike[str]) -> None:
-    """Add to a trace what ranks that were killed have written last. Does nothing while its job does so, or fails."""
+    """Merge what ranks have written of a trace so far, whatever has become of them. Does nothing if that fails."""
     with suppress(OSError, ValueError):
         head, _ = _read_head(os.fspath(path), 1 << 10)
-        file = TraceFile(os.fspath(path), json.loads(head[len(_OPENING) : head.index(b"}}")]), -1)
-        try:
-            file.merge()
-        finally:
-            file.close()
+        TraceFile(os.fspath(path), json.loads(head[len(_OPENING) : head.index(b"}}")]), -1).merge()
 
 
 def _folder_of(path: str, trace: str) -> str:

@@ -252,7 +252,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Finish the trace, so that the file holds all that this rank did; does nothing if there is none."""
+    """Finish the trace; does nothing if there is none. Once all ranks have, the file holds all that they did."""
     if _process.world is not None:
         _process.world.stop_timeline()
 
@@ -317,7 +317,7 @@ def audited() -> bool:
 def dump(folder: str | os.PathLike[str]) -> Path:
     """Write what this rank has done last and does now to a file, and return its path. Local.
 
-    See `ringreduce.observe.flight_recorder`.
+    See `ringreduce.observe.snapshots`.
     """
     own = _process.own()
     if own is None:

@@ -19,7 +19,7 @@ from ringreduce.common.errors import MismatchError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.serial import InOrder, Task
 from ringreduce.gpu.devices import Gpu
-from ringreduce.observe.flight_recorder import Observed
+from ringreduce.observe.snapshots import Observed
 from ringreduce.runtime.bootstrap import Connection
 from ringreduce.runtime.process_sets import context_of
 from ringreduce.transport.checked import checked

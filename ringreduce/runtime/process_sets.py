@@ -16,7 +16,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
-from ringreduce.observe.flight_recorder import Observed
+from ringreduce.observe.snapshots import Observed
 from ringreduce.transport.checked import checked
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Job, run
+from launching import RINGREDUCE, Job, run
 
 STUCK = """
 import sys, time
@@ -86,11 +86,13 @@ import json, os, signal, sys
 from pathlib import Path
 import numpy as np
 import ringreduce as rr
+from ringreduce.observe.trace_file import collect
 
 rr.init()
 path = Path(sys.argv[1])
 
 def seen(name):
+    collect(path)
     events = json.loads(path.read_text())
     return {each["pid"] for each in events if each["name"] == name} == {0, 1}
 
@@ -103,15 +105,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_trace_is_on_disk_though_its_program_waits_and_is_killed(run_job: Any, tmp_path: Path) -> None:
-    """With the events of all ranks, by the file's name, whatever the program does then; whole at every moment."""
+def test_a_trace_is_on_disk_though_its_program_waits_and_is_killed(tmp_path: Path) -> None:
+    """With the events of all ranks, for who asks, and in the file, whole, when the launcher ends."""
     path = tmp_path / "trace.json"
-    job = run_job(2, "-c", TRACED, str(path), RINGREDUCE_TIMELINE=str(path))
+    words = [RINGREDUCE, "run", "-np", 2, "-x", f"RINGREDUCE_TIMELINE={path}", sys.executable, "-c", TRACED, path]
+    job = run(*words)
     assert "Traceback" not in job.stderr, job.stderr
-    for _ in range(2):
-        found = json.loads(run(sys.executable, "-m", "ringreduce", "timeline", "report", path, "--json").stdout)
-        assert {each["rank"] for each in found["collectives"]} == {0, 1}
-        assert {event["pid"] for event in json.loads(path.read_text()) if event["name"] == "allgather"} == {0, 1}
+    assert {event["pid"] for event in json.loads(path.read_text()) if event["name"] == "allgather"} == {0, 1}
+    found = json.loads(run(sys.executable, "-m", "ringreduce", "timeline", "report", path, "--json").stdout)
+    assert {each["rank"] for each in found["collectives"]} == {0, 1}
 
 
 def test_a_folder_without_dumps_is_refused(tmp_path: Path) -> None:

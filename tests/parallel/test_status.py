@@ -13,7 +13,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.doctor.top import rows
 from ringreduce.engine import Reduction
-from ringreduce.observe import status
+from ringreduce.observe import snapshots
 
 PRIVATE = MPI.COMM_WORLD.Dup()
 
@@ -25,7 +25,7 @@ def said_by_all() -> list[dict[str, Any]]:
     assert own.observer.status is not None
     own.observer.status.write()
     pids = PRIVATE.allgather(os.getpid())
-    found = [each for each in status.read_all() if each["pid"] in pids]
+    found = [each for each in snapshots.read_all() if each["pid"] in pids]
     PRIVATE.Barrier()
     return found
 
@@ -53,7 +53,7 @@ def test_ranks_say_what_they_have_done(world: rr.Communicator) -> None:
     rr.shutdown()
     PRIVATE.Barrier()
     pids = PRIVATE.allgather(os.getpid())
-    assert [each for each in status.read_all() if each["pid"] in pids] == []
+    assert [each for each in snapshots.read_all() if each["pid"] in pids] == []
     PRIVATE.Barrier()
     rr.init()
 

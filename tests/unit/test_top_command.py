@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from click.testing import CliRunner
 from ringreduce.cli import main, reports
 from ringreduce.common.errors import ConfigError
 from ringreduce.doctor.top import prometheus_text, rows
-from ringreduce.observe import status
-from ringreduce.observe.flight_recorder import FlightRecorder
+from ringreduce.observe import snapshots
 from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.snapshots import FlightRecorder
 
 
 def said(rank: int, **more: Any) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def test_prometheus_gets_every_rank():
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where ranks put what they say."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return status.folder()
+    return snapshots.folder()
 
 
 def test_the_command_shows_living_ranks_and_forgets_the_dead(place: Path):
@@ -125,32 +124,24 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "ringreduce").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="not a folder of this user's alone"):
-        status.folder()
+        snapshots.folder()
     (tmp_path / "ringreduce").rmdir()
     (tmp_path / "ringreduce").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="not a folder of this user's alone"):
-        status.folder()
+        snapshots.folder()
 
 
-def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its file is for this user alone, holds the last samples, and goes with the rank; those of killed ranks go too."""
-    written, count = threading.Event(), itertools.count()
-
-    def counted() -> tuple[int, int]:
-        number = next(count)
-        if number == 20:
-            written.set()
-        return number, 0
-
-    monkeypatch.setattr(status, "_EVERY_S", 0.001)
+def test_the_file_of_a_rank_holds_its_last_samples(place: Path):
+    """It is for this user alone, and goes with the rank; those of killed ranks go when rank 0 begins."""
+    count = itertools.count()
     (place / "killed.1.json").write_text(json.dumps(said(1, pid=2**30)))
     (place / "killed.1.1-1").write_text("half")
-    file = status.StatusFile("j", 0, FlightRecorder(0, 1, None, []), lambda: Metrics.of([], []), counted)
-    assert written.wait(30)
-    (found,) = status.read_all()
-    steps = [sample[1] for sample in found["samples"]]
-    assert steps == list(range(steps[0], steps[0] + len(steps)))
-    assert len(steps) == 11
+    recorder = FlightRecorder(0, 1, None, [])
+    file = snapshots.StatusFile("j", 0, recorder, lambda: Metrics.of([], []), lambda: (next(count), 0))
+    for _ in range(21):
+        file.write()
+    (found,) = snapshots.read_all()
+    assert [sample[1] for sample in found["samples"]] == list(range(10, 21))
     assert (place / "j.0.json").stat().st_mode & 0o777 == 0o600
     file.close()
     assert list(place.iterdir()) == []

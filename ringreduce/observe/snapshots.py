@@ -1,4 +1,4 @@
-"""What a rank has done last and does now: for `ringreduce top`, and written down when something goes wrong.
+"""What a rank has done last and does now: shown by `ringreduce top`, and written down when something goes wrong.
 
 The last calls and operations of every communicator are kept as they come (`Instruments`), at the cost of a list each.
 A snapshot of them is JSON:
@@ -7,11 +7,20 @@ A snapshot of them is JSON:
     sets[]                                  process sets, and groups of torch.distributed: id, name, ranks,
       calls[]                               blocking collectives: number, collective, nbytes, started, ended
       operations[]                          named ones: name, signature, place, submitted, started, ended, error
+
+A time that has not come is null. When something goes wrong, ranks write it into a folder, ``rank-3.json``, for
+`ringreduce doctor --dump FOLDER` and for people, with
+
     threads[]                               name, and stack[]: file, line, function, text; the innermost last
 
-A time that has not come is null. Threads are in the files that ranks write when something goes wrong, ``rank-3.json``,
-for `ringreduce doctor --dump FOLDER` and for people. Of calls and operations, those for `ringreduce top` have the last
-one and the one that waits longest to start.
+For `ringreduce top`, each rank has a file ``JOB.RANK.json`` in a folder of this user's (`folder`), on its machine, which
+is removed with the world. It has the last call and the operation that waits longest to start, and
+
+    job, command                            the job is a word that its ranks share
+    began                                   seconds since 1970
+    samples[]                               [time, steps, samples, seconds spent in communication], the oldest first
+    nbytes                                  resident memory
+    late                                    [rank, seconds]: who was waited for last, and how long; null
 """
 
 from __future__ import annotations
@@ -22,10 +31,12 @@ import logging
 import os
 import platform
 import signal
+import stat
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,10 +46,12 @@ from typing import Any
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common import processes
 from ringreduce.common.call_sites import place_of
-from ringreduce.common.errors import CollectiveTimeoutError
+from ringreduce.common.config import runtime_folder
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError
 from ringreduce.common.files import replace_file
+from ringreduce.observe.metrics import Metrics
 
-__all__ = ["FlightRecorder", "Observed", "Snapshot", "write"]
+__all__ = ["FlightRecorder", "Observed", "Snapshot", "StatusFile", "folder", "read_all", "resident_nbytes"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +59,7 @@ Snapshot = dict[str, Any]
 
 #: How long ranks of a node have to write down what they do, before one that waited in vain ends them.
 _DUMPING_S = 0.5
+_REMEMBERED = 11  # samples, one a second, so that rates are those of ten seconds
 
 _numbers = itertools.count()
 
@@ -135,7 +149,7 @@ class FlightRecorder:
         path = Path(folder)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path /= f"rank-{self._rank}.json"
-        write(path, {**self.snapshot(brief=False), "threads": _threads()}, indent=1)
+        _write(path, {**self.snapshot(brief=False), "threads": _threads()}, indent=1)
         return path
 
     def _failed(self, error: BaseException) -> None:
@@ -162,7 +176,103 @@ class FlightRecorder:
         time.sleep(_DUMPING_S)
 
 
-def write(path: Path, said: Mapping[str, Any], indent: int | None = None) -> None:
+class StatusFile:
+    """The file of this rank for `ringreduce top`, until it is closed.
+
+    Args:
+        job: which.
+        rank: this one. Rank 0 first removes the files of ranks that were killed.
+        recorder: takes snapshots.
+        metrics: returns what this rank's calls add up to.
+        counted: returns how many steps and samples the program has counted.
+
+    Raises:
+        ConfigError, OSError: there is no folder for it.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        recorder: FlightRecorder,
+        metrics: Callable[[], Metrics],
+        counted: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._common = {"job": job, "command": sys.orig_argv, "began": time.time()}
+        self._recorder, self._metrics, self._counted = recorder, metrics, counted
+        self._path = folder() / f"{job}.{rank}.json"
+        self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
+        self._pid = os.getpid()
+        if rank == 0:
+            read_all()
+
+    def close(self) -> None:
+        """Remove the file; in a process that was forked, do nothing."""
+        if os.getpid() == self._pid:
+            self._path.unlink(missing_ok=True)
+
+    def write(self) -> None:
+        """Write what this rank does now."""
+        said, total = self._recorder.snapshot(brief=True), self._metrics()
+        blocking = [each.communicators["blocking"] for each in self._recorder.observed if each.is_open()]
+        spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
+        under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
+        spent_s += sum(said["time"] - call["started"] for call in under_way)
+        self._samples.append([said["time"], *self._counted(), spent_s])
+        more = {
+            "samples": list(self._samples),
+            "nbytes": resident_nbytes(),
+            "late": None if total.late_rank is None else [total.late_rank, total.late_s],
+        }
+        _write(self._path, {**said, **self._common, **more})
+
+
+def folder() -> Path:
+    """Return where the ranks of this user on this machine put their files; made if need be, for this user alone.
+
+    Raises:
+        ConfigError: somebody else has a folder of that name.
+    """
+    path = runtime_folder()
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{path} is not a folder of this user's alone; remove it, or set XDG_RUNTIME_DIR or TMPDIR")
+    return path
+
+
+def resident_nbytes() -> int:
+    """Return how much memory of this process is resident."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def read_all() -> list[Snapshot]:
+    """Return what the living ranks of this user on this machine say, by job and rank; remove the files of the others.
+
+    Raises:
+        ConfigError: see `folder`.
+    """
+    found = []
+    for path in folder().glob("*.json"):
+        try:
+            status = json.loads(path.read_text(encoding="utf-8"))
+            alive = os.path.exists(f"/proc/{status['pid']}")
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # it was removed meanwhile, or is none of ours
+        if alive:
+            found.append(status)
+        else:
+            for remains in folder().glob(f"{path.stem}.*"):
+                remains.unlink(missing_ok=True)
+    began: dict[str, float] = {}
+    for each in found:
+        began[each["job"]] = min(each["began"], began.get(each["job"], each["began"]))
+    return sorted(found, key=lambda each: (began[each["job"]], each["job"], each["rank"]))
+
+
+def _write(path: Path, said: Mapping[str, Any], indent: int | None = None) -> None:
     """Write JSON to a file of this user's alone, which is whole at any time.
 
     Raises:
