@@ -16,9 +16,8 @@ from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError, name_ranks
 from ringreduce.doctor.dumps import waits
 from ringreduce.doctor.tables import table
-from ringreduce.observe.snapshots import Snapshot
 from ringreduce.observe.metrics import openmetrics
-from ringreduce.observe.snapshots import read_all
+from ringreduce.observe.snapshots import Snapshot, read_all
 
 __all__ = ["found", "prometheus_text", "rows", "serve", "show"]
 
