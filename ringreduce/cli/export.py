@@ -11,7 +11,7 @@ from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file, require_own
 from ringreduce.common.launch import launch
-from ringreduce.elastic.store import CommitStore
+from ringreduce.elastic.commits import CommitStore
 
 __all__ = ["command"]
 

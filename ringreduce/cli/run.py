@@ -12,9 +12,9 @@ import click
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import Cooldown, Hosts
-from ringreduce.launcher.prepare import make_folder, prepare
 from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.spec import LaunchSpec
+from ringreduce.launcher.start import make_folder, prepare
 from ringreduce.observe.trace_file import collect
 
 __all__ = ["command"]

@@ -66,7 +66,7 @@ class Launch:
         local_size: how many of them on this host, as Open MPI or torchrun says it; None: that is not known.
         job_folder: on this host, removed when the job ends, however it does; None: there is none.
         survives_deaths: whether the job goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm``.
-        marks: the process whose standard error `ringreduce run` reads, and what that is; None: nobody reads marks.
+        marks: the file, the standard error of a shell, in which `ringreduce run` reads marks; None: nobody does.
         is_restartable: whether `ringreduce run` starts the job again on other hosts when the ranks end for that, and
             requests that by SIGUSR2, which they have blocked.
         restarts: how often it has started this job before.
@@ -84,7 +84,7 @@ class Launch:
     local_size: int | None = None
     job_folder: str | None = None
     survives_deaths: bool = False
-    marks: tuple[str, str] | None = None
+    marks: str | None = None
     is_restartable: bool = False
     restarts: int = 0
     start_timeout_s: float | None = None
@@ -101,7 +101,6 @@ class Launch:
 
         launcher, proof = _several(number)
         folder = environ.get("PMIX_SERVER_TMPDIR", "")
-        shell, _, file = environ.get("RINGREDUCE_MARKS", "").partition(" ")
         limit_s: float | None = None
         with suppress(KeyError, ValueError):
             limit_s = float(environ["RINGREDUCE_START_TIMEOUT"])
@@ -113,7 +112,7 @@ class Launch:
             local_size=number("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
             job_folder=folder if os.access(folder, os.W_OK | os.X_OK) else None,
             survives_deaths=environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true"),
-            marks=(shell, file) if file else None,
+            marks=environ.get("RINGREDUCE_MARKS") or None,
             is_restartable=environ.get("RINGREDUCE_RESTARTABLE") == "1",
             restarts=number("RINGREDUCE_RESTART") or 0,
             start_timeout_s=limit_s,
@@ -146,27 +145,16 @@ def launch() -> Launch:
 def notify_launcher(what: str) -> None:
     """Tell `ringreduce run` what this rank does, in a few small letters; nothing, if that has not started it.
 
-    It reads that among what ranks write to standard error. Where this rank's own is something else, it writes to that
-    of the shell which has started it.
+    It reads that among what is written to the standard error of the shell which has started this rank.
     """
     said = launch()
     if said.marks is None:
         return
-    shell, file = said.marks
     host = os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
-    mark = f"\x1eringreduce: rank {said.rank} on {host} {what}\n".encode()
-    for path in ("/proc/self/fd/2", f"/proc/{shell}/fd/2"):
-        with suppress(OSError):
-            if os.readlink(path) == file:
-                _append(path, mark)
-                return
-    _log.warning("ringreduce run does not hear that this rank %s: it cannot write to %s", what, file)
-
-
-def _append(path: str, text: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # or it would wait for someone to read it
     try:
-        os.set_blocking(descriptor, True)
-        os.write(descriptor, text)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(said.marks, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # or it would wait for a reader
+        with open(descriptor, "wb", buffering=0) as file:
+            os.set_blocking(descriptor, True)
+            file.write(f"\x1eringreduce: rank {said.rank} on {host} {what}\n".encode())
+    except OSError as error:
+        _log.warning("ringreduce run does not hear that this rank %s: %s", what, error)

@@ -18,7 +18,7 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
-from ringreduce.elastic.disk import DiskCommits, require_seen_by_all
+from ringreduce.elastic.commits import DiskCommits, require_seen_by_all
 from ringreduce.observe.audit import fingerprint
 from ringreduce.runtime import audited, rank, record
 from ringreduce.training.epochs import EpochDivision

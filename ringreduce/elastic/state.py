@@ -11,7 +11,7 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
-from ringreduce.elastic.disk import DiskCommits
+from ringreduce.elastic.commits import DiskCommits
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State"]
 

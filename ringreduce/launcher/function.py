@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.common.launch import launch
 from ringreduce.launcher.job import end_with_parent
 
-__all__ = ["find_pickle", "run"]
+__all__ = ["run", "work"]
 
 _T = TypeVar("_T")
 
@@ -36,6 +38,7 @@ _NO_MEANING = (
     "ssh_identity_file has no meaning here: name it in ~/.ssh/config",
 )
 _RUN = (sys.executable, "-m", "ringreduce", "run")
+_WORK = ("-c", "from ringreduce.launcher.function import work; work()")
 #: The exit status of commands that have refused their arguments.
 _WRONG_USE = 2
 #: What a job gets to end by itself (seconds), once one has failed and once all have returned: the latter may
@@ -148,7 +151,7 @@ def run(
         "--horovod-variables": _HOROVOD in sys.modules or None,
     }
     words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
-    command = [*words, *options, executable or sys.executable, "-m", "ringreduce.launcher.worker"]
+    command = [*words, *options, executable or sys.executable, *_WORK]
     return _call_on_ranks(command, _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size, env)
 
 
@@ -174,7 +177,7 @@ def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: M
         return _results(folder, size, _carry_out([*_RUN, *command, name], env, folder, size))
 
 
-def find_pickle() -> Any:
+def _find_pickle() -> Any:
     """Return cloudpickle if it is installed, else pickle: what calls and their results go by."""
     try:
         return importlib.import_module("cloudpickle")
@@ -192,7 +195,7 @@ def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             'put the call under if __name__ == "__main__":'
         )
     preparation: dict[str, Any] = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
-    pickler = find_pickle()
+    pickler = _find_pickle()
     if pickler is pickle:  # the other takes along what the script defines
         main = _main_module()
         if not main and getattr(func, "__module__", None) == "__main__":
@@ -289,3 +292,47 @@ def _results(folder: Path, size: int | None, status: int) -> list[Any]:
 def _job_and_rank(path: Path) -> tuple[int, int]:
     job, rank = path.stem.split("-")
     return int(job), int(rank)
+
+
+# ---- in a rank ----
+
+
+def work() -> None:
+    """Make the call that the folder holds which the command line names, and leave there its result or the traceback.
+
+    In a process of its own: one rank.
+    """
+    folder = Path(sys.argv[1])
+    place = f"{launch().restarts}-{launch().rank}"
+    try:
+        result = _call((folder / "call").read_bytes())
+    except BaseException:
+        _leave(folder / f"{place}.failure", traceback.format_exc().encode())
+        raise
+    _leave(folder / f"{place}.result", result)
+
+
+def _call(pickled: bytes) -> bytes:
+    import multiprocessing.spawn
+
+    modules, preparation, call = pickle.loads(pickled)
+    for name in modules:
+        importlib.import_module(name)
+    # As in multiprocessing's own children: the script, if it is needed, runs under another name than __main__, and what
+    # it starts on the way is refused.
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True
+    try:
+        multiprocessing.spawn.prepare(preparation)
+    finally:
+        del process._inheriting
+    function, args, kwargs = pickle.loads(call)
+    result: bytes = _find_pickle().dumps(function(*args, **kwargs))
+    return result
+
+
+def _leave(path: Path, content: bytes) -> None:
+    """Write a file that is either whole or not there."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(content)
+    unfinished.rename(path)

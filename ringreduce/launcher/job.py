@@ -33,9 +33,9 @@ _TO_END_S = 15.0
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
 SUPERVISOR = (
     *("sh", "-c"),
-    'trap "" USR2; export RINGREDUCE_MARKS="$$ $(readlink "/proc/$$/fd/2")"; '
+    'trap "" USR2; export RINGREDUCE_MARKS="/proc/$$/fd/2"; '
     'say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
-    '"${PMIX_HOSTNAME:-$(uname -n)}" >&2; }; say "has begun"; "$@"; code=$?; '
+    '"${PMIX_HOSTNAME:-$(uname -n)}" >&2; }; "$@"; code=$?; '
     'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
     "ringreduce-rank",
 )
@@ -77,9 +77,9 @@ class Mark(NamedTuple):
     """What a rank, or the shell that has started it, says to the launcher.
 
     Attributes:
-        what: of the shell: ``"has begun"``, ``"has ended well"``, ``"has died"``; of the rank: ``"is connected"``, to
-            the others by MPI, which reports deaths to it; ``"begins again"``: its commit is on disk, and it ends for a
-            job on other hosts; ``"has gone on"`` after some of the others have failed.
+        what: of the shell: ``"has ended well"``, ``"has died"``; of the rank: ``"is connected"``, to all others by MPI,
+            which reports deaths to it; ``"begins again"``: its commit is on disk, and it ends for a job on other hosts;
+            ``"has gone on"`` after some of the others have failed.
         rank: which.
         host: on which it runs, by its name there.
     """
@@ -224,7 +224,7 @@ class Job:
         return status if status >= 0 else 128 - status
 
     def signal_ranks(self) -> None:
-        """Have mpirun signal to all ranks that the hosts have changed; not before all have begun."""
+        """Have mpirun signal to all ranks that the hosts have changed; not before all are connected."""
         self._process.send_signal(signal.SIGUSR2)
 
     def end(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,14 +14,14 @@ from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures
-from ringreduce.launcher.discovery import Discovery
-from ringreduce.launcher.hosts import Hosts
+from ringreduce.launcher.hosts import Hosts, parse_hosts
 from ringreduce.launcher.job import Job, Mark, say
 from ringreduce.launcher.start import Start
 
-__all__ = ["Restarts"]
+__all__ = ["Discovery", "Restarts"]
 
 _LOOK_EVERY_S = 1.0
+_SCRIPT_S = 10.0  # that a script gets to print which hosts there are
 #: How long ranks have to end once the first has said that they begin again. Whatever the others do, the next job begins
 #: with what is on disk.
 _LEAVING_S = 30.0
@@ -26,13 +29,74 @@ _LEAVING_S = 30.0
 _ANSWER_S = 30.0
 
 
+class Discovery:
+    """Runs a script; once started on a thread, every second, for as long as this process lives.
+
+    A run fails that takes more than 10 s, ends with another status than 0, or prints what is no host. That is said, and
+    what the last good one has printed counts.
+
+    Args:
+        script: prints a line ``host`` or ``host:slots`` for each host.
+        slots: of hosts that come without a number.
+    """
+
+    def __init__(self, script: str, slots: int) -> None:
+        self._script, self._slots = script, slots
+        self._hosts: Mapping[str, int] = {}
+        self._complaint = ""
+
+    def start(self) -> None:
+        """Ask from now on."""
+        threading.Thread(target=self._ask_for_ever, name="ringreduce asks for hosts", daemon=True).start()
+
+    def hosts(self) -> Mapping[str, int]:
+        """Return the slots by host of the last good answer; none before the first."""
+        return self._hosts
+
+    def _ask_for_ever(self) -> None:
+        between = threading.Event()
+        while True:
+            self.ask()
+            between.wait(_LOOK_EVERY_S)
+
+    def ask(self) -> None:
+        """Run the script once."""
+        try:
+            self._hosts = parse_hosts(_output(self._script), self._slots)
+            complaint = ""
+        except Exception as error:  # whatever a script does, the next answer may be good
+            complaint = str(error) or type(error).__name__
+        if complaint and complaint != self._complaint:  # once, however often it fails in the same way
+            say(f"{self._script} failed, and its last answer counts: {complaint}")
+        self._complaint = complaint
+
+
+def _output(script: str) -> str:
+    """Return what a script prints.
+
+    If that takes too long, it and the processes of its session are killed.
+    """
+    # Its standard error is this process's, for the user to see.
+    process = subprocess.Popen([script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        output, _ = process.communicate(timeout=_SCRIPT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()  # processes outside of the session may hold it for ever
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, script)
+    return output.decode(errors="replace")
+
+
 @dataclass
 class _Ranks:
     """What is known of the ranks of the job that runs.
 
     Attributes:
-        silent: those that have not begun.
-        are_connected: whether MPI reports deaths to them.
+        are_connected: whether all have begun, and MPI reports deaths to them.
         any_ended_well: whether one has.
         has_no_start: whether one died before all came to `init`, which ends the job.
         leaving: when the first has said that the job begins again; None: none has.
@@ -40,7 +104,6 @@ class _Ranks:
         said: the reason that users saw last.
     """
 
-    silent: set[int]
     are_connected: bool = False
     any_ended_well: bool = False
     has_no_start: bool = False
@@ -73,7 +136,7 @@ class Restarts:
         self._listed = listed or _hosts_of(start)
         self._hosts = Hosts()
         self._changes = 0  # of ranks
-        self._ranks = _Ranks(set())
+        self._ranks = _Ranks()
         self._has_warned = False
 
     def run(self) -> int:
@@ -120,7 +183,7 @@ class Restarts:
             more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
         line, environment = self._start.command(hosts, more)
         self._hosts = self._hosts.started(hosts)
-        ranks = self._ranks = _Ranks(set(range(sum(hosts.values()))))
+        ranks = self._ranks = _Ranks()
         job = Job(line, environment, lambda mark: self._on_mark(mark, job), verbose=self._spec.verbose)
         status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._spec.growth else None)
         status = status or int(self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))
@@ -171,8 +234,6 @@ class Restarts:
     def _on_mark(self, mark: Mark, job: Job) -> None:
         ranks, now = self._ranks, self._clock()
         match mark.what:
-            case "has begun":
-                ranks.silent.discard(mark.rank)
             case "is connected":
                 ranks.are_connected = True
             case "has ended well":
@@ -189,9 +250,8 @@ class Restarts:
             case "has died" if ranks.leaving is None:
                 host = self._hosts.find(mark.rank, mark.host, self._start.here)
                 self._hosts = self._hosts.died(host, now, self._policy)
-                if not ranks.are_connected:  # the others would wait for it, as MPI does not know of it yet
-                    ranks.are_connected = True  # once is enough
-                    ranks.has_no_start = True
+                if not ranks.are_connected and not ranks.has_no_start:
+                    ranks.has_no_start = True  # the others would wait for it, as MPI does not know of it yet
                     say(f"rank {mark.rank} has died before all ranks came to init(), so the job is ended")
                     job.end()
 
@@ -204,7 +264,7 @@ class Restarts:
         self._hosts = replace(self._hosts, listed=self._listed())
         reason = self._hosts.reason_to_change(self._policy, now)
         # Ranks that have ended well leave no training, and their mpirun may be ending, too.
-        if not reason or ranks.leaving is not None or ranks.silent or ranks.any_ended_well:
+        if not reason or ranks.leaving is not None or not ranks.are_connected or ranks.any_ended_well:
             ranks.asked = None
         elif self._at_limit:
             ranks.say_once(f"{reason}, {self._limit_said}: they go on as they are")

@@ -1,18 +1,25 @@
-"""The command line of a job, and the variables that are set for it, from what users asked for."""
+"""What starts a job: what users asked for, checked before any rank starts, as a command line and variables."""
 
 from __future__ import annotations
 
 import os
+import resource
 import shlex
+import shutil
+import sys
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from ringreduce.launcher.hosts import SizePolicy, fill, is_here
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.hosts import Allocation, SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
-from ringreduce.launcher.mpirun import Mpirun
+from ringreduce.launcher.mpirun import Mpirun, find
 from ringreduce.launcher.spec import LaunchSpec
 
-__all__ = ["UNNAMED", "Start"]
+__all__ = ["UNNAMED", "Start", "make_folder", "prepare"]
 
 #: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
 UNNAMED = ""
@@ -148,4 +155,137 @@ class Start:
         own = self.spec.variables()
         return " ".join(
             f'{name}="${name}"' if name in own else f"{name}={shlex.quote(value)}" for name, value in settings.items()
+        )
+
+
+def prepare(spec: LaunchSpec) -> Start:
+    """Return what starts a job.
+
+    Raises:
+        ConfigError: options contradict each other, or what they ask for is not here.
+    """
+    spec.require_sense()
+    variables, named = spec.variables(), spec.named_hosts()
+    allocation = None if named or spec.script else Allocation.find(os.environ)
+    granted = named or (allocation.slots if allocation is not None else {})
+    ranks = _ranks(spec, granted)
+    name = os.uname().nodename
+    here = frozenset({name, name.partition(".")[0], *(() if named else (UNNAMED,))})
+    elsewhere = not all(is_here(host, here) for host in granted)
+    program = _startable(spec.program, checks=not (elsewhere or spec.more or "PATH" in variables))
+    most = spec.most or ranks
+    if not elsewhere:
+        _require_room(most)
+    mpirun = find(required=ranks > 1 or spec.elastic or elsewhere or spec.prefix or bool(spec.more))
+    if spec.elastic:
+        _require_ob1(os.environ)
+        _require_open_mpi(mpirun)
+    policy = SizePolicy(spec.least or 1, most, spec.cooldown)
+    listed = granted if spec.growth and granted else {UNNAMED: ranks}
+    if sum(listed.values()) < policy.least:
+        raise ConfigError(f"the hosts have {sum(listed.values())} slots, and --min-np is {policy.least}; see --slots")
+    finds_itself = allocation is not None and mpirun.reads(allocation.scheduler)
+    return Start(
+        replace(spec, program=program),
+        mpirun,
+        policy,
+        here,
+        listed,
+        slots={} if finds_itself else granted,
+        remote=bool(named) or elsewhere,
+    )
+
+
+def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
+    """Return how many ranks a job starts with, given the slots by host that there are."""
+    ranks, most = spec.ranks, spec.most
+    if ranks is None:
+        there = sum(granted.values()) or 1
+        ranks = there if most is None else min(there, most)
+    if most is not None and most < ranks:
+        raise ConfigError(f"--max-np {most} is less than the {ranks} ranks of -np")
+    if most is not None and most > ranks and not (granted or spec.script):
+        raise ConfigError(
+            f"--max-np {most} is more than the {ranks} slots of this machine that -np stands for; say where there are "
+            f"more: -H localhost:{most}, --hostfile or --host-discovery-script"
+        )
+    if spec.least is not None and spec.least > (most or ranks):
+        starts = "-np" if most is None else "--max-np"
+        raise ConfigError(f"--min-np {spec.least} is more than the {most or ranks} ranks that {starts} starts")
+    return ranks
+
+
+def _startable(program: tuple[str, ...], *, checks: bool) -> tuple[str, ...]:
+    """Return what mpirun is to start; a script of Python that is here and no command runs under this Python.
+
+    Args:
+        program: with its arguments.
+        checks: whether mpirun looks for it here, as this does.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
+    name = program[0]
+    is_path, is_here = os.sep in name, os.path.isfile(name)
+    if name.endswith(".py") and is_here and not (is_path and os.access(name, os.X_OK) and _names_interpreter(name)):
+        return sys.executable, *program
+    if not checks or shutil.which(name) is not None:
+        return program
+    if is_here:
+        raise ConfigError(f"{name} can be read, but not run; chmod +x {name}, or put what runs it in front")
+    raise ConfigError(f"{name} is a folder, and no program" if os.path.isdir(name) else f"there is no program {name}")
+
+
+def _names_interpreter(name: str) -> bool:
+    try:
+        with open(name, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:  # running it will show why
+        return True
+
+
+def make_folder(spec: LaunchSpec) -> None:
+    """Make the folder of the ranks' files, so that what is wrong with it is said once.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    if spec.folder is None:
+        return
+    folder = Path(spec.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--log-dir {folder}: cannot write there: {error.strerror}") from None
+
+
+def _require_room(ranks: int) -> None:
+    """Raise a `ConfigError` if this machine cannot run so many processes."""
+    mine, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = {"ulimit -u": mine} if mine != resource.RLIM_INFINITY else {}
+    for name in ("pid_max", "threads-max"):
+        with suppress(OSError, ValueError):
+            limits[f"/proc/sys/kernel/{name}"] = int(Path("/proc/sys/kernel", name).read_text())
+    name, most = min(limits.items(), key=lambda each: each[1], default=("", ranks))
+    if ranks > most:
+        raise ConfigError(f"{ranks} ranks are more than the {most} processes that this machine allows ({name})")
+
+
+def _require_open_mpi(mpirun: Mpirun) -> None:
+    if mpirun.kind != "Open MPI" or mpirun.major < 5:
+        raise ConfigError(f"--elastic takes Open MPI 5, where ranks survive others; {mpirun.path} says {mpirun.said!r}")
+
+
+def _require_ob1(environ: Mapping[str, str]) -> None:
+    """Raise a `ConfigError` if Open MPI is set to send messages by a transport that does not survive deaths."""
+    pml, mtl = environ.get("OMPI_MCA_pml", ""), environ.get("OMPI_MCA_mtl", "")
+    names = pml.removeprefix("^").split(",")
+    refused = f"OMPI_MCA_pml={pml}" if pml and ("ob1" in names) is pml.startswith("^") else ""
+    if not refused and mtl and not mtl.startswith("^"):
+        refused = f"OMPI_MCA_mtl={mtl}"
+    if refused:
+        raise ConfigError(
+            f"{refused} in the environment: ranks survive others only with Open MPI's ob1, and it takes no mtl; unset "
+            "it, or set OMPI_MCA_pml=ob1, and OMPI_MCA_btl where a network needs one of its own"
         )

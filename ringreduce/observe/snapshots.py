@@ -13,8 +13,8 @@ A time that has not come is null. When something goes wrong, ranks write it into
 
     threads[]                               name, and stack[]: file, line, function, text; the innermost last
 
-For `ringreduce top`, each rank has a file ``JOB.RANK.json`` in a folder of this user's (`folder`), on its machine. It is
-removed with the world, and has the last call and the operation that waits longest to start, and
+For `ringreduce top`, each rank has a file ``JOB.RANK.json`` in a folder of this user's (`folder`), on its machine. It
+is removed with the world, and has the last call and the operation that waits longest to start, and
 
     job, command                            the job is a word that its ranks share
     began                                   seconds since 1970

@@ -162,7 +162,7 @@ def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("use_gloo has no meaning here") == 1
     assert done.stderr.count("disable_cache has no meaning here") == 1
-    assert done.stderr.count("-m ringreduce.launcher.worker") == 1
+    assert done.stderr.count("import work; work()") == 1
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.allocation import Allocation, expand
-
-
-@pytest.fixture(autouse=True)
-def _no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+from ringreduce.launcher.hosts import Allocation, expand
 
 
 @pytest.mark.parametrize(
@@ -57,14 +52,6 @@ def test_counts_that_do_not_fit_the_hosts_are_refused(text: str) -> None:
     """With both in the message."""
     with pytest.raises(ConfigError, match="SLURM_TASKS_PER_NODE"):
         Allocation.find({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": text})
-
-
-def test_slurms_own_tool_is_asked_where_it_is(tmp_path: Path) -> None:
-    """It knows whatever form its list has."""
-    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames odd" ] && echo "x1 x2"\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    found = Allocation.find({"SLURM_JOB_NODELIST": "odd", "SLURM_TASKS_PER_NODE": "3,1"})
-    assert found == Allocation("slurm", {"x1": 3, "x2": 1})
 
 
 def test_pbs_and_lsf_name_a_host_for_each_slot(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher import discovery, job, mpirun
+from ringreduce.launcher import job, mpirun, restarts
 from ringreduce.launcher.hosts import SizePolicy
 from ringreduce.launcher.job import HEARING, SUPERVISOR, Mark, MarkReader, Notices
 from ringreduce.launcher.mpirun import Mpirun
@@ -59,7 +59,7 @@ def test_the_shell_of_a_rank_says_how_that_ends(program: list[str], code: int, e
     environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "5", "PMIX_HOSTNAME": "n1"}
     done = subprocess.run([*SUPERVISOR, *program], capture_output=True, check=False, env=environ)
     assert done.returncode == code
-    assert MarkReader().feed(done.stderr) == (b"", [Mark("has begun", 5, "n1"), Mark(ends, 5, "n1")])
+    assert MarkReader().feed(done.stderr) == (b"", [Mark(ends, 5, "n1")])
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_a_script_says_which_hosts_there_are(tmp_path: Path, monkeypatch: pytest
     def output(source: str) -> str:
         script.write_text(f"#!/bin/sh\n{source}\n")
         script.chmod(0o755)
-        return discovery._output(str(script))
+        return restarts._output(str(script))
 
     assert output("echo a:2; echo b") == "a:2\nb\n"
     assert output("printf '\\377a:2\\n'") == "\ufffda:2\n"
     with pytest.raises(subprocess.CalledProcessError, match="status 3"):
         output("echo a:2; exit 3")
-    monkeypatch.setattr(discovery, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(restarts, "_SCRIPT_S", 0.05)
     with pytest.raises(subprocess.TimeoutExpired):
         output("sleep 100 & sleep 100")
     with pytest.raises(subprocess.TimeoutExpired):  # nobody waits for what has left the script's session
@@ -151,12 +151,12 @@ def test_no_answer_of_a_script_ends_the_asking(
     script, answer = tmp_path / "discover", tmp_path / "answer"
     script.write_text(f"#!/bin/sh\ncat {answer}\n")
     script.chmod(0o755)
-    asked = discovery.Discovery(str(script), 1)
+    asked = restarts.Discovery(str(script), 1)
     answer.write_bytes(b"a:2\n")
     asked.ask()
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(bad, Exception):
-            patch.setattr(discovery, "_output", Mock(side_effect=bad))
+            patch.setattr(restarts, "_output", Mock(side_effect=bad))
         else:
             answer.write_bytes(bad)
         asked.ask()
@@ -206,7 +206,7 @@ def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any)
 def test_an_mpirun_that_does_not_end_is_killed_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some time after it was asked to end."""
     monkeypatch.setattr(job, "_TO_END_S", 0.1)
-    stays = 'trap "" TERM; printf "\\036ringreduce: rank 0 on n1 has begun\\n" >&2; sleep 1000; true'
+    stays = 'trap "" TERM; printf "\\036ringreduce: rank 0 on n1 is connected\\n" >&2; sleep 1000; true'
     started = job.Job(["sh", "-c", stays], os.environ, lambda mark: started.end())
     assert started.wait() == 128 + signal.SIGKILL
 
