@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import click
 
 from ringreduce.cli import main
-from ringreduce.cli.horovodrun import help_text
+from ringreduce.cli.horovodrun import parser
 
 _WIDTH = 90  # characters that a block of code shows without scrolling
 
 
 def commands() -> str:
     """Return the page, as Markdown."""
-    helps = [*_helps(main, None, "ringreduce"), ("horovodrun", help_text())]
+    helps = [*_helps(main, None, "ringreduce"), ("horovodrun", parser().format_help())]
     sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in helps]
     return "\n".join(["# Commands\n\n`python -m ringreduce` is the same as `ringreduce`.\n", *sections])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import sys
@@ -9,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
@@ -18,7 +19,7 @@ from ringreduce.cli import main as ringreduce_main
 from ringreduce.cli.reports import doctor
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["Plan", "help_text", "main", "read"]
+__all__ = ["Plan", "main", "parser", "read"]
 
 #: A row for each option: its names; what its value is called, if it takes one; what becomes of it; what it does here.
 _TABLE = """
@@ -123,10 +124,6 @@ class _Option(NamedTuple):
         """What it is called in a file of ``--config-file``."""
         return [name.strip("-").replace("-", "_") for name in self.names]
 
-    def convert(self, text: str) -> str:
-        """Return the text of the variable from that of the option."""
-        return _CONVERSIONS.get(self.names[0], str)(text)
-
 
 def _cells(table: str) -> Iterator[list[str]]:
     for row in table.strip().splitlines():
@@ -190,7 +187,7 @@ class Plan:
             self.instead = option.target
         else:
             try:
-                self.settings[option.target] = option.convert(text or "1")
+                self.settings[option.target] = _CONVERSIONS.get(option.names[0], str)(text or "1")
             except (ValueError, OverflowError):
                 raise ConfigError(f"{name} {text}: expected a number") from None
 
@@ -211,6 +208,52 @@ class Plan:
         return [*found, *self.program]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reads a command line as Horovod does, by argparse."""
+
+    def error(self, message: str) -> NoReturn:
+        _, _, word = message.partition("unrecognized arguments: ")
+        close = difflib.get_close_matches(word.partition("=")[0], _NAMED, 1, 0.6)
+        raise ConfigError(f"{message}; " + (f"did you mean {close[0]}?" if close else "see horovodrun --help"))
+
+
+class _Take(argparse.Action):
+    """Puts what was given into a `Plan`: ``file``, of what files say, or ``given``."""
+
+    def __call__(self, parser: object, plans: argparse.Namespace, values: Any, name: str | None = None) -> None:
+        assert name is not None
+        option, text = _NAMED[name], values if isinstance(values, str) else " ".join(values)
+        if option.kind == "file":
+            _read_file(text, plans.file)
+        else:
+            plans.given.take(name, option, text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line; its help is what ``horovodrun --help`` prints."""
+    unneeded, refused = (
+        ", ".join(option.names[0] for option in _OPTIONS if option.kind == kind) for kind in ("none", "refuse")
+    )
+    made = _Parser(
+        usage="horovodrun -np N [options] python train.py [arguments ...]",
+        description="Horovod's command, for ringreduce: starts a job as `ringreduce run` does (see its --help), in "
+        "which `import horovod.torch` gives ringreduce.torch.",
+        epilog=f"Taken with a warning, as nothing here needs them: {unneeded}. Refused: {refused}.",
+        add_help=False,
+    )
+    for option in _OPTIONS:
+        words = option.value.split()
+        made.add_argument(
+            *option.names,
+            action=_Take,
+            nargs=len(words) if len(words) != 1 else None,
+            metavar=tuple(words) if len(words) > 1 else option.value,
+            help=argparse.SUPPRESS if option.kind in ("none", "refuse") else option.text,
+        )
+    made.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return made
+
+
 def read(arguments: Sequence[str]) -> Plan:
     """Return what a command line asks for: options up to the first word that is none, and then the program.
 
@@ -220,67 +263,16 @@ def read(arguments: Sequence[str]) -> Plan:
     Raises:
         ConfigError: an option is not known, has no value, or asks for what there is not.
     """
-    plan, given, left = Plan(), Plan(), list(arguments)
-    while left and left[0].startswith("-"):
-        word = left.pop(0)
-        if word == "--":
-            break
-        name, has_value, text = _named(word)
-        option = _NAMED[name]
-        value = option.value
-        if has_value and not value:
-            raise ConfigError(f"{name} takes no value")
-        if value and not has_value:
-            if not left:
-                raise ConfigError(f"{name} takes a value: {value}")
-            text = left.pop(0)
-            if value == "MIN MAX" and left and _is_number(left[0]):
-                text = f"{text} {left.pop(0)}"
-        if option.kind == "file":
-            _read_file(text, plan)
-        else:
-            given.take(name, option, text)
+    plan, given = Plan(), Plan()
+    words = parser().parse_args(arguments, argparse.Namespace(file=plan, given=given)).program
     plan.options |= given.options
     plan.settings |= given.settings  # what is said on the command line counts
     plan.warnings += given.warnings
     plan.instead = given.instead
-    plan.program = tuple(left)
-    if not left and not plan.instead:
+    plan.program = tuple(words[1:] if words[:1] == ["--"] else words)
+    if not plan.program and not plan.instead:
         raise ConfigError("there is no program to start; horovodrun -np 2 python train.py")
     return plan
-
-
-def _named(word: str) -> tuple[str, bool, str]:
-    """Return which option a word is, whether it holds a value, and that; as argparse, which Horovod uses, reads it.
-
-    A name may be cut where that leaves no doubt, and the value of a short one may follow at once: ``-np2``.
-
-    Raises:
-        ConfigError: there is no such option, or several begin like this.
-    """
-    name, equals, text = word.partition("=")
-    if name in _NAMED:
-        return name, bool(equals), text
-    longer = [each for each in _NAMED if each.startswith(name) and (name.startswith("--") or not each.startswith("--"))]
-    if len(longer) == 1:
-        return longer[0], bool(equals), text
-    if longer:
-        raise ConfigError(f"{name} could be {' or '.join(sorted(longer))}")
-    short = [each for each in _NAMED if not each.startswith("--") and word.startswith(each)]
-    if not short:
-        close = difflib.get_close_matches(name, _NAMED, 1, 0.6)
-        hint = f"did you mean {close[0]}?" if close else "see horovodrun --help"
-        raise ConfigError(f"there is no option {name}; {hint}")
-    found = max(short, key=len)
-    return found, True, word.removeprefix(found).removeprefix("=")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _read_file(path: str, plan: Plan) -> None:
@@ -321,26 +313,6 @@ def _take_line(plan: Plan, place: str, options: Mapping[str, _Option], key: str,
         plan.take(place, option, "")
 
 
-def help_text() -> str:
-    """Return what ``horovodrun --help`` prints."""
-    lines = [
-        "usage: horovodrun -np N [options] python train.py [arguments ...]",
-        "",
-        "Horovod's command, for ringreduce: starts a job as `ringreduce run` does (see its --help), in which",
-        "`import horovod.torch` gives ringreduce.torch. Options:",
-        "",
-    ]
-    for option in _OPTIONS:
-        if option.kind not in ("none", "refuse"):
-            lines.append(f"  {', '.join(option.names)} {option.value}".rstrip())
-            lines.append(f"      {option.text}")
-    unneeded, refused = (
-        ", ".join(option.names[0] for option in _OPTIONS if option.kind == kind) for kind in ("none", "refuse")
-    )
-    lines += ["", f"Taken with a warning, as nothing here needs them: {unneeded}.", f"Refused: {refused}."]
-    return "\n".join(lines)
-
-
 def main() -> NoReturn:
     """Start a job; the program ``horovodrun``."""
     try:
@@ -349,7 +321,7 @@ def main() -> NoReturn:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
     if plan.instead == "help":
-        click.echo(help_text())
+        click.echo(parser().format_help())
         sys.exit(0)
     if plan.instead == "version":
         click.echo(f"horovodrun of ringreduce {ringreduce.__version__}")
