@@ -194,19 +194,20 @@ class Restarts:
 
     def _report_failure(self, written: str, status: int) -> None:
         """Say which rank has failed; what it has said only if that is in a file, and so was not shown."""
-        folder, killed = self._spec.folder, failures.find_killed(written)
-        failure = None if folder is None else failures.find_in_files(Path(folder))
-        failure = failure or failures.find(written)
-        ended = f"and the job has ended with status {status}"
+        ended, killed = f"and the job has ended with status {status}", failures.find_killed(written)
         if killed is not None:
             rank, number = killed
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             hint = "; if nobody sent that, memory ran out: see dmesg" * (number == signal.SIGKILL)
             say(f"rank {rank} was ended by {name}, {ended}{hint}")
-        elif failure is not None:
-            who = "a rank" if failure.rank is None else f"rank {failure.rank}"
-            shown = failure.words.rpartition("\n")[2] in written
-            say(f"{who} failed, {ended}" + ("" if shown else f":\n{failure.words}"))
+        elif self._spec.folder is not None and (found := failures.find_in_files(Path(self._spec.folder))) is not None:
+            failed, words = found
+            shown = words.rpartition("\n")[2] in written
+            say(f"rank {failed} failed, {ended}" + ("" if shown else f":\n{words}"))
+        elif (failed_rank := failures.find(written)) is not None:
+            say(f"rank {failed_rank} failed, {ended}")
+        elif failures.is_told(written):
+            say(f"a rank failed, {ended}")
 
     def _wait_for_slots(self) -> Mapping[str, int]:
         policy, limit_s = self._policy, self._spec.start_timeout_s

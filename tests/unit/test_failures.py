@@ -1,70 +1,70 @@
-"""What is shown last of a job that has failed."""
+"""What is said last of a job that has failed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ringreduce.launcher.failures import Failure, find, find_in_files
+import pytest
+
+from ringreduce.launcher.failures import find, find_in_files, is_told
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"t.py\", line 5, in <module>\n    f()\nKeyError: 'why'"
 NOISE = "-" * 74 + "\nMPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + "-" * 74
 ENDING = f"ringreduce: rank 1 of 2 failed; ending the job\n{TRACEBACK}"
 LOST = "ringreduce: rank 0 of 2 ends: rank 1 is lost: it failed: KeyError: 'why'"
+CHAIN = f"{TRACEBACK}\n\nDuring handling of the above exception, another exception occurred:\n\n{TRACEBACK}"
+SYNTAX = "  File \"/t.py\", line 3\n    x = (\n        ^\nSyntaxError: '(' was never closed"
+MISSING = "/my env/bin/python3.11: can't open file '/t.py': [Errno 2] No such file or directory"
 
 
-def test_the_rank_that_ends_the_job_is_quoted() -> None:
-    """Whatever the others and mpirun have written before, between and after."""
-    text = f"epoch 1\n{LOST}\n{ENDING}\n{NOISE}\n"
-    assert find(text) == Failure(1, ENDING)
-    assert find(f"{ENDING}\n{LOST}\n{NOISE}") == Failure(1, ENDING)
-    assert find(f"x\nringreduce: rank 3 of 4 exits with code 5; ending the job\n{NOISE}") == Failure(
-        3, "ringreduce: rank 3 of 4 exits with code 5; ending the job"
-    )
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        (f"epoch 1\n{LOST}\n{ENDING}\n{NOISE.replace('1', '0')}\n", 1),
+        ("\n".join(f"[1]<stderr>: {line}\n[0]<stderr>: step" for line in ENDING.splitlines()), 1),
+        (f"x\nringreduce: rank 3 of 4 exits with code 5; ending the job\n{NOISE}", 3),
+        (f"{CHAIN}\n{'-' * 74}\n   Process name: [prterun-h-1@1,2]\n   Exit code:    1\n", 2),
+        (f"{LOST}\n{NOISE}", 1),
+        (TRACEBACK, None),
+        (LOST, None),
+        ("", None),
+    ],
+)
+def test_the_rank_that_failed_is_named(text: str, rank: int | None) -> None:
+    """By itself, if it ends the job, whatever the others and mpirun have written before and after; else by mpirun."""
+    assert find(text) == rank
 
 
-def test_lines_of_one_rank_are_told_apart_by_their_prefix() -> None:
-    """Open MPI's or Hydra's; other ranks' lines in between are left out."""
-    lines = ENDING.splitlines()
-    for prefix in ("[{}]<stderr>: ", "[{}] "):
-        mixed = "\n".join(f"{prefix.format(1)}{line}\n{prefix.format(0)}step" for line in lines)
-        assert find(mixed) == Failure(1, ENDING)
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(f"hello\n{TRACEBACK}\n", True), (f"[0] {SYNTAX}", True), (MISSING, True), (f"step\n{LOST}\n", False)],
+)
+def test_a_rank_may_tell_why_though_nobody_names_it(text: str, told: bool) -> None:
+    """By a traceback, or by what Python says where it cannot begin."""
+    assert is_told(text) == told
 
 
-def test_before_init_there_is_a_traceback_alone() -> None:
-    """It is quoted with its causes, and mpirun may say whose it is."""
-    chain = f"{TRACEBACK}\n\nDuring handling of the above exception, another exception occurred:\n\n{TRACEBACK}"
-    assert find(f"hello\n{TRACEBACK}\nbye\n") == Failure(None, TRACEBACK)
-    assert find(f"{chain}\n{'-' * 74}\n   Process name: [prterun-h-1@1,2]\n   Exit code:    1\n") == Failure(2, chain)
-    handled = TRACEBACK.replace("why", "handled")
-    assert find(f"{handled}\ngoing on\n{TRACEBACK}\n") == Failure(None, TRACEBACK)
-
-
-def test_why_python_does_not_begin_is_quoted() -> None:
-    """Where there is no traceback: the lines of one rank, though others write at once."""
-    place, rest = '  File "/t.py", line 3', ["    x = (", "        ^", "SyntaxError: '(' was never closed"]
-    own = "\n".join([place, *rest])
-    assert find(f"{own}\n{NOISE}") == Failure(1, own)
-    mixed = "\n".join(f"[0] {line}\n[1] {line}" for line in [place, *rest])
-    assert find(mixed) == Failure(0, own)
-    assert find("\n".join(f"{line}\n{line}\n{line}" for line in [place, *rest])) == Failure(None, own)
-    missing = "python: can't open file '/t.py': [Errno 2] No such file or directory"
-    assert find(f"{missing}\n{missing}\n") == Failure(None, missing)
-    assert find(f"{place}\nwas read\n") is None
-    assert find(f"loading\n{missing}\n{NOISE}") is None  # of something else that the program has started
-    spaced = missing.replace("python", "/my env/bin/python3.11")
-    assert find(spaced) == Failure(None, spaced)
-
-
-def test_an_end_without_words_is_none() -> None:
-    """There is nothing to repeat."""
-    assert find("") is None
-    assert find(f"{LOST}\n{NOISE}") is None
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"epoch 1\n{ENDING}\n{LOST}\n{NOISE}", ENDING),
+        (f"hello\n{TRACEBACK}\n{NOISE}", TRACEBACK),
+        (f"{TRACEBACK.replace('why', 'handled')}\ngoing on\n{CHAIN}\n", CHAIN),
+        (f"{SYNTAX}\n{NOISE}", SYNTAX),
+        (f"{MISSING}\n", MISSING),
+    ],
+)
+def test_what_a_rank_has_written_into_its_file_is_quoted(tmp_path: Path, text: str, words: str) -> None:
+    """Its traceback with its causes, or why Python does not begin, and nothing of others."""
+    (tmp_path / "rank-3.log").write_text(text)
+    assert find_in_files(tmp_path) == (3, words)
 
 
 def test_files_of_ranks_say_which_one_failed(tmp_path: Path) -> None:
-    """The one that ends the job, not one with a handled error."""
+    """The one that ends the job, not one with a handled error, nor one that Python is no part of."""
     (tmp_path / "rank-0.log").write_text(f"{TRACEBACK}\nhandled\n{LOST}\n")
     (tmp_path / "rank-12.log").write_text(f"step\n{ENDING}\n")
     (tmp_path / "rank-x.log").write_text(ENDING)
-    assert find_in_files(tmp_path) == Failure(12, ENDING)
+    (tmp_path / "rank-1.log").write_text(f"loading\n{MISSING}\n{NOISE}")  # of something else that it has started
+    assert find_in_files(tmp_path) == (12, ENDING)
     assert find_in_files(tmp_path / "none") is None
