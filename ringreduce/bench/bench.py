@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ringreduce.bench.cases import COLLECTIVES, Case, sizes
-from ringreduce.bench.contenders import Ours
-from ringreduce.bench.devices import Device, OnDevice, OnHost
+from ringreduce.bench.cases import COLLECTIVES, Case, Reference, rest_value, sizes
+from ringreduce.bench.contenders import Device, OnDevice, OnHost, Ours
 from ringreduce.bench.formats import WRITERS
-from ringreduce.bench.measure import Contender, Summary, iterations_for, time_in_turn, warmup_for
-from ringreduce.bench.noise import Noise, Usage, usage
+from ringreduce.bench.measure import Contender, Noise, Summary, Usage, iterations_for, time_in_turn, usage, warmup_for
 from ringreduce.bench.peers import PEERS, Peer, mpi_library
-from ringreduce.bench.reference import Reference, rest_value
 from ringreduce.bench.results import Bound, Machine, Report, Result, Row, Settings
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import VERSION

@@ -23,10 +23,9 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.bench.cases import format_nbytes, sizes
-from ringreduce.bench.devices import OnHost
+from ringreduce.bench.contenders import OnHost
 from ringreduce.bench.formats import comments, csv_of, heads_of
-from ringreduce.bench.measure import Contender, time_in_turn
-from ringreduce.bench.noise import Noise
+from ringreduce.bench.measure import Contender, Noise, time_in_turn
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.results import Settings
 from ringreduce.collectives.communicator import Communicator

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.bench.cases import TYPES, Case, plural
-from ringreduce.bench.contenders import Messages, giving, in_one, pattern, room
-from ringreduce.bench.devices import Device, OnDevice
+from ringreduce.bench.contenders import Device, Messages, OnDevice, giving, in_one, pattern, room
 from ringreduce.bench.measure import Contender
 from ringreduce.buffers import DType
 from ringreduce.collectives.communicator import Communicator

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from ringreduce.algorithms import Collective, Step, schedule_for
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.fitting import Sample, fit
-from ringreduce.bench.measure import Contender, iterations_for, time_in_turn, turn_for
-from ringreduce.bench.noise import Found, Noise, Usage
-from ringreduce.bench.noise import usage as usage_now
+from ringreduce.bench.measure import Contender, Found, Noise, Usage, iterations_for, time_in_turn, turn_for
+from ringreduce.bench.measure import usage as usage_now
 from ringreduce.collectives import VENDOR, Problem
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.selection import choose

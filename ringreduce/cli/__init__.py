@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 import ringreduce
-from ringreduce.cli import commands, export, reports, run
+from ringreduce.cli import commands, reports, run
 from ringreduce.common.errors import ConfigError, RingReduceError, UnsupportedBufferError
 from ringreduce.common.launch import launch
 
@@ -57,7 +57,7 @@ def main(context: click.Context) -> None:
 main.add_command(commands.bench)
 main.add_command(commands.explain)
 main.add_command(reports.doctor)
-main.add_command(export.command)
+main.add_command(reports.export)
 main.add_command(run.command)
 main.add_command(reports.timeline)
 main.add_command(reports.top)

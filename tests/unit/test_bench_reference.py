@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ringreduce.bench.cases import COLLECTIVES, OPS, TYPES, Case
-from ringreduce.bench.reference import Reference, rest_value
+from ringreduce.bench.cases import COLLECTIVES, OPS, TYPES, Case, Reference, rest_value
 
 RANKS = 3
 NAMES = [name for name in TYPES if name != "bfloat16"]

@@ -10,8 +10,7 @@ import pytest
 
 from ringreduce.bench import bench
 from ringreduce.bench.cases import COLLECTIVES, OPS, TYPES
-from ringreduce.bench.measure import Contender, Summary
-from ringreduce.bench.noise import Usage
+from ringreduce.bench.measure import Contender, Summary, Usage
 from ringreduce.bench.results import Report, Settings
 from ringreduce.cli.commands import Progress
 from ringreduce.common.errors import ConfigError

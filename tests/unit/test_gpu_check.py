@@ -19,7 +19,7 @@ from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.bench import bench
-from ringreduce.bench.devices import OnDevice
+from ringreduce.bench.contenders import OnDevice
 from ringreduce.bench.results import Report, Settings
 from ringreduce.gpu import aware_path, staging
 from ringreduce.gpu.inventory import Inventory

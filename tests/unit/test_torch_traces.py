@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.doctor import torch_traces
+from ringreduce.doctor import dumps
 
 Dump = dict[str, Any]
 
@@ -87,9 +87,9 @@ def test_what_went_well_has_no_culprit(tmp_path: Path, analysis: Callable[..., s
     ]
     named = [operation(f"a {n}:{n}", n, text) for n, text in enumerate(texts)]
     for members in ([0, 1, 2], [1, 4, 5]):
-        written = torch_traces.write(dumps_of(*((each, named) for each in calls), members=members), tmp_path)
+        written = dumps.write_torch_traces(dumps_of(*((each, named) for each in calls), members=members), tmp_path)
         assert [each.name for each in written] == [f"ringreduce_rank_{rank}" for rank in members]
-        said = analysis(tmp_path, "-p", torch_traces.PREFIX)
+        said = analysis(tmp_path, "-p", dumps.TRACE_PREFIX)
         assert "error" not in said
         assert "Not all ranks" not in said
 
@@ -97,12 +97,12 @@ def test_what_went_well_has_no_culprit(tmp_path: Path, analysis: Callable[..., s
 def test_arguments_that_differ_are_found(tmp_path: Path, analysis: Callable[..., str]) -> None:
     """With both sizes; of blocking calls, both kinds. torch takes any rank for the one that the others must equal."""
     ranks = [([], [operation("w", 1, f"allreduce(sum, {n} float32)", started=None, error="no")]) for n in (5, 5, 8)]
-    torch_traces.write(dumps_of(*ranks), tmp_path)
+    dumps.write_torch_traces(dumps_of(*ranks), tmp_path)
     said = analysis(tmp_path)
     assert re.search(r"Culprit rank [012]; Error type: SIZE_OR_SYNTAX_MISMATCH", said)
     assert {"[[5]]", "[[8]]"} == set(re.findall(r"sizes: '(.*?)'", said))
     kinds = ("allreduce", "broadcast", "allreduce")
-    torch_traces.write(dumps_of(*(([call(1, kind, ended=False)], []) for kind in kinds)), tmp_path)
+    dumps.write_torch_traces(dumps_of(*(([call(1, kind, ended=False)], []) for kind in kinds)), tmp_path)
     said = analysis(tmp_path)
     assert re.search(r"Culprit rank [012]; Error type: COLLECTIVE_TYPE_MISMATCH", said)
     assert {"broadcast", "all_reduce"} == set(re.findall(r"type: '(.*?)'", said))
@@ -120,7 +120,7 @@ def test_ranks_that_remember_different_calls_are_compared_where_they_overlap(
         [call(2), call(3), call(4)],
         [operation("w", 2), operation("v", 3.1), operation("w", 3.2), operation("u", 5, started=None, ended=6)],
     )
-    first, second = torch_traces.write(dumps_of(short, long), tmp_path)
+    first, second = dumps.write_torch_traces(dumps_of(short, long), tmp_path)
     blocking = [("gloo:all_reduce", 3), ("gloo:all_reduce", 4)]
     assert numbers_of(second)[:2] == numbers_of(first)[:2] == blocking
     assert [each["state"] for each in entries_of(first)] == ["completed", "started", *["completed"] * 2, "scheduled"]
@@ -136,7 +136,7 @@ def test_ranks_that_remember_different_calls_are_compared_where_they_overlap(
 def test_entries_are_printed(tmp_path: Path, analysis: Callable[..., str]) -> None:
     """By -j, which takes a package that torch does not bring."""
     pytest.importorskip("tabulate")
-    torch_traces.write(dumps_of(([call(1)], [operation("w", 2)]), ([call(1)], [])), tmp_path)
+    dumps.write_torch_traces(dumps_of(([call(1)], [operation("w", 2)]), ([call(1)], [])), tmp_path)
     said = analysis(tmp_path, "-j")
     assert "all_reduce(input_sizes=[[8]], state=completed)" in said
 
@@ -144,9 +144,9 @@ def test_entries_are_printed(tmp_path: Path, analysis: Callable[..., str]) -> No
 def test_only_the_user_reads_them(tmp_path: Path) -> None:
     """Files of an earlier call go; a folder that cannot be written to is a typed error."""
     folder = tmp_path / "traces"
-    torch_traces.write(dumps_of(([call(1)], []), ([call(1)], [])), folder)
-    (path,) = torch_traces.write(dumps_of(([call(1)], [])), folder)
+    dumps.write_torch_traces(dumps_of(([call(1)], []), ([call(1)], [])), folder)
+    (path,) = dumps.write_torch_traces(dumps_of(([call(1)], [])), folder)
     assert list(folder.iterdir()) == [path]
     assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
     with pytest.raises(ConfigError, match="ringreduce_rank_0 cannot be written: "):
-        torch_traces.write({}, path)
+        dumps.write_torch_traces({}, path)

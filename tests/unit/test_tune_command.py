@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import ringreduce
 from ringreduce.algorithms import Collective
-from ringreduce.bench.noise import Noise, Usage, usage
+from ringreduce.bench.measure import Noise, Usage, usage
 from ringreduce.bench.tune import SIZES, calls_of, tune
 from ringreduce.cli import commands
 from ringreduce.collectives import Problem
