@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,30 +77,25 @@ class MpiPeer:
     def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         if not self._can(case):
             return None
-        rank, one = self._comm.rank, case.collective.in_place and not new_results
-        gets = case.collective.has_result(rank, case.root)
-        if one:
+        rank, in_place = self._comm.rank, case.collective.in_place and not new_results
+        if in_place:
             source, result = in_one(case, self._new(case.buffer_count, case.dtype), rank)
         else:
             source, result = self._new(case.input_count, case.dtype), self._new(case.output_count, case.dtype)
+        if in_place and case.collective.name == "reduce_scatter":  # MPI puts the result first
+            result = source[: case.count]
+        new = room(case, None if new_results else result)
         if case.collective.point_to_point:
-            new = room(case, None if new_results else result)
             return Contender("mpi", source, pattern(case, rank, self._messages(), source, new))
-        call = self._call(case, source, in_place=one)
-        if new_results:
+        call = self._call(case, source, in_place=in_place)
+        gets = case.collective.has_result(rank, case.root)
 
-            def into_new() -> Any:
-                fresh = np.empty(case.output_count, case.dtype) if gets else None
-                call(fresh)
-                return fresh
+        def run() -> Any:
+            target = new() if gets else None
+            call(target)
+            return target
 
-            return Contender("mpi", source, into_new)
-        passed: Any = result if gets else None
-        if case.collective.name == "reduce_scatter":  # MPI puts the result first
-            passed, result = source, source[: case.count]
-        elif case.collective.name == "scatter" and rank == case.root:
-            passed = self._mpi.IN_PLACE
-        return Contender("mpi", source, giving(result if gets else None, call, passed))
+        return Contender("mpi", source, run)
 
     def close(self) -> None:
         self._comm.Free()
@@ -111,25 +105,28 @@ class MpiPeer:
 
     def _call(self, case: Case, source: Array, *, in_place: bool) -> Callable[[Any], object]:
         """Return what carries out a collective, given where the result goes."""
-        comm, root, name = self._comm, case.root, case.collective.name
-        if name == "broadcast":
-            bcast: Callable[[Any], object] = partial(comm.Bcast, root=root)
+        comm, root, mpi = self._comm, case.root, self._mpi
+        at_root, given = comm.rank == root, mpi.IN_PLACE if in_place else source
+        op = self._ops.get(case.op)
 
-            def broadcast(result: Array) -> None:
-                if comm.rank == root:
-                    np.copyto(result, source)
-                bcast(result)
+        def broadcast(result: Array) -> None:
+            if at_root and not in_place:
+                np.copyto(result, source)
+            comm.Bcast(result, root)
 
-            return bcast if in_place else broadcast
-        given: Any = source
-        if case.collective.rooted and comm.rank != root:
-            given = None if name == "scatter" else source
-        elif in_place and name != "scatter":
-            given = self._mpi.IN_PLACE
-        options: dict[str, Any] = {"root": root} if case.collective.rooted else {}
-        options |= {"op": self._ops[case.op]} if case.collective.reduces else {}
-        method = getattr(comm, "Reduce_scatter_block" if name == "reduce_scatter" else name.capitalize())
-        return partial(method, given, **options)
+        calls: dict[str, Callable[[Any], object]] = {
+            "allreduce": lambda result: comm.Allreduce(given, result, op),
+            "reduce_scatter": lambda result: comm.Reduce_scatter_block(given, source if in_place else result, op),
+            "allgather": lambda result: comm.Allgather(given, result),
+            "broadcast": broadcast,
+            "alltoall": lambda result: comm.Alltoall(source, result),
+            "reduce": lambda result: comm.Reduce(given if at_root else source, result, op, root),
+            "gather": lambda result: comm.Gather(given if at_root else source, result, root),
+            "scatter": lambda result: comm.Scatter(
+                source if at_root else None, mpi.IN_PLACE if in_place and at_root else result, root
+            ),
+        }
+        return calls[case.collective.name]
 
     def _messages(self) -> Messages:
         comm, wait = self._comm, self._mpi.Request.Waitall

@@ -46,24 +46,20 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
 
 class AuditRecord:
-    """The lines of one world.
+    """The lines of one world, the first of which is appended at once.
 
     Args:
         path: the file; made if need be, for this user alone. A link is refused, and so is a pipe that nobody reads.
+        facts: what the first line says.
+
+    Raises:
+        OSError: it cannot be appended.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
         self._path = path
         self._world = secrets.token_hex(8)
-        self._running = False
-
-    def begin(self, facts: Mapping[str, Any]) -> None:
-        """Append that the world has begun.
-
-        Raises:
-            OSError: that does not work.
-        """
-        self.append("begin", facts)
+        self._append("begin", facts)
         self._running = True
 
     @classmethod
@@ -95,14 +91,13 @@ class AuditRecord:
             "size": messages.size,
             "hosts": hosts,
         }
-        record = cls(config.audit) if messages.rank == 0 else None
+        path = config.audit
         try:
-            together(messages, lambda: None if record is None else record.begin(facts))
+            return together(messages, lambda: cls(path, facts) if messages.rank == 0 else None)
         except StepFailedError as error:
             raise ConfigError(f"RINGREDUCE_AUDIT={config.audit} cannot be written: {error}") from None
-        return record
 
-    def append(self, event: str, facts: Mapping[str, Any]) -> None:
+    def _append(self, event: str, facts: Mapping[str, Any]) -> None:
         """Append a line, in one piece, as other jobs may append to the same file.
 
         Raises:
@@ -122,18 +117,18 @@ class AuditRecord:
             if file.write(data) != len(data):
                 raise OSError("a line was cut off, as the disk is full")
 
-    def append_or_log(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Do what `append` does; an error is logged, as the training shall not fail for it."""
+    def append(self, event: str, facts: Mapping[str, Any]) -> None:
+        """Append a line; an error is logged, as the training shall not fail for it."""
         try:
-            self.append(event, facts)
+            self._append(event, facts)
         except OSError as error:
             _log.error("the audit record %s lacks a line (%s): %s", self._path, event, error.strerror or error)
 
     def end(self, error: str | None) -> None:
-        """Append that the world has ended; does nothing the second time, or before it has begun."""
+        """Append that the world has ended; does nothing the second time."""
         if self._running:
             self._running = False
-            self.append_or_log("end", {"error": error})
+            self.append("end", {"error": error})
 
 
 def loaded_versions() -> dict[str, str]:

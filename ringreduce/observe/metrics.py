@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.instruments import EngineTally
+from ringreduce.common.instruments import EngineTally, Tally
 
-__all__ = ["Metrics", "Total", "openmetrics"]
+__all__ = ["Metrics", "openmetrics"]
 
 #: Of OpenMetrics: a family's name, its type, what it means, and its values with their labels.
 Family = tuple[str, str, str, Iterable[tuple[Mapping[str, str], float]]]
 
-#: Families of OpenMetrics: name, meaning, and the attribute of `Total`, or of `Metrics`.
+#: Families of OpenMetrics: name, meaning, and the attribute of `Tally`, or of `Metrics`.
 _TOTALS = (
     ("collective_calls", "Calls of a collective.", "calls"),
     ("collective_bytes", "Bytes of this rank's that these were over.", "nbytes"),
@@ -42,26 +42,12 @@ def openmetrics(families: Iterable[Family]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Total:
-    """The calls of one collective.
-
-    Attributes:
-        calls: how many there were, those that carried out asynchronous operations and optimizer steps included.
-        nbytes: how many bytes of this rank's they were over.
-        seconds: how long they took, waiting for other ranks included.
-    """
-
-    calls: int
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Metrics:
     """A snapshot of this rank's counters, over the process sets that are registered and the groups that are open.
 
     Attributes:
-        collectives: by name, of those that were called.
+        collectives: by name, of those that were called; those that carried out asynchronous operations and optimizer
+            steps included.
         operations: asynchronous operations and optimizer steps that have come to an end.
         batches: in how many pieces they ran; what is fused runs in one.
         operations_s: how long those took (seconds).
@@ -72,7 +58,7 @@ class Metrics:
         late_s: how long (seconds).
     """
 
-    collectives: dict[str, Total]
+    collectives: dict[str, Tally]
     operations: int
     batches: int
     operations_s: float
@@ -86,7 +72,7 @@ class Metrics:
         found = {
             f"{name}/{field.name}": float(getattr(total, field.name))
             for name, total in self.collectives.items()
-            for field in fields(Total)
+            for field in fields(Tally)
         }
         singles = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "collectives"}
         singles["overlap"] = self.overlap
@@ -113,19 +99,13 @@ class Metrics:
             rank: becomes a label.
         """
         mine = {"rank": str(rank)}
-        by_collective: list[Family] = [
-            (
-                name,
-                "counter",
-                meaning,
-                [({"collective": key, **mine}, getattr(self.collectives[key], field)) for key in self.collectives],
-            )
-            for name, meaning, field in _TOTALS
-        ]
-        singles: list[Family] = [
-            (name, "counter", meaning, [(mine, getattr(self, field))]) for name, meaning, field in _SINGLES
-        ]
-        return openmetrics(by_collective + singles)
+        families: list[Family] = []
+        for name, meaning, field in _TOTALS:
+            samples = [({"collective": key, **mine}, getattr(each, field)) for key, each in self.collectives.items()]
+            families.append((name, "counter", meaning, samples))
+        for name, meaning, field in _SINGLES:
+            families.append((name, "counter", meaning, [(mine, getattr(self, field))]))
+        return openmetrics(families)
 
     @property
     def overlap(self) -> float:
@@ -145,7 +125,7 @@ class Metrics:
         """
         counted = [{**each.tallies, **each.message_tallies} for each in communicators]
         totals = {
-            name: Total(*(sum(getattr(each[name], field.name) for each in counted) for field in fields(Total)))
+            name: Tally(*(sum(getattr(each[name], field.name) for each in counted) for field in fields(Tally)))
             for name in (counted[0] if counted else ())
         }
         tallies = [tally for tally, _, _ in engines]

@@ -305,7 +305,7 @@ def record(event: str, facts: Mapping[str, Any]) -> None:
     """Have recorded what happens in ringreduce itself; see `audit`."""
     own = _process.own()
     if own is not None and own.observer.audit is not None:
-        own.observer.audit.append_or_log(event, facts)
+        own.observer.audit.append(event, facts)
 
 
 def audited() -> bool:

@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import ringreduce as rr
-from ringreduce.observe.metrics import Total
+from ringreduce.common.instruments import Tally
 
 hvd = pytest.importorskip("ringreduce.torch")
 torch = pytest.importorskip("torch")
@@ -104,7 +104,7 @@ def test_metrics_count_calls_and_bytes(world: rr.Communicator) -> None:
         rr.allreduce(array, out=array)
     rr.broadcast(np.ones(5))
     after = rr.metrics().collectives
-    none = Total(0, 0, 0.0)
+    none = Tally(0, 0, 0.0)
     old, new = before.get("allreduce", none), after["allreduce"]
     assert (new.calls - old.calls, new.nbytes - old.nbytes) == (7, 7 * 4000)
     assert new.seconds > old.seconds

@@ -82,13 +82,11 @@ def test_what_json_cannot_say_is_refused_anywhere(fact: object) -> None:
 
 
 def test_lines_are_appended_for_the_user_alone(tmp_path: Path) -> None:
-    """What is there stays; a link is not followed; a world that has not begun does not end, and ends once."""
+    """What is there stays; a link is not followed; a world ends once."""
     path = tmp_path / "audit"
     path.touch(mode=0o600)
     path.write_text('{"event": "of another job"}\n')
-    record = AuditRecord(str(path))
-    record.end("early")
-    record.begin({})
+    record = AuditRecord(str(path), {})
     record.end("first")
     record.end("second")
     lines = lines_of(path)
@@ -96,11 +94,11 @@ def test_lines_are_appended_for_the_user_alone(tmp_path: Path) -> None:
     assert lines[2]["facts"] == {"error": "first"}
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(OSError, match="link"):
-        AuditRecord(str(tmp_path / "link")).append("x", {})
+        AuditRecord(str(tmp_path / "link"), {})
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="pipe"):
-        AuditRecord(str(tmp_path / "pipe")).append("x", {})
-    AuditRecord(str(tmp_path / "new")).append("x", {})
+        AuditRecord(str(tmp_path / "pipe"), {})
+    AuditRecord(str(tmp_path / "new"), {})
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
 
 

@@ -8,11 +8,12 @@ import math
 import numpy as np
 
 import ringreduce as rr
-from ringreduce.observe.metrics import Metrics, Total
+from ringreduce.common.instruments import Tally
+from ringreduce.observe.metrics import Metrics
 
 
 def found() -> Metrics:
-    return Metrics({"allreduce": Total(3, 84, 0.5), "barrier": Total(1, 0, 0.25)}, 7, 2, 1.5, 0.5, 0.75, None, 0.0)
+    return Metrics({"allreduce": Tally(3, 84, 0.5), "barrier": Tally(1, 0, 0.25)}, 7, 2, 1.5, 0.5, 0.75, None, 0.0)
 
 
 def test_scalars_hold_everything():
