@@ -128,7 +128,9 @@ def run(
     size = num_proc if np is None or num_proc != 1 else np
     if size < 1:
         raise ConfigError(f"run starts at least one rank, not {size}")
-    _warn_of_no_meaning(use_gloo, disable_cache, ssh_identity_file)
+    for each, why in zip((use_gloo, disable_cache, ssh_identity_file), _NO_MEANING, strict=True):
+        if each:
+            _log.warning("%s", why)
     least = min_np if min_num_proc is None else min_num_proc
     most = max_np if max_num_proc is None else max_num_proc
     elastic = any(each is not None for each in (least, most, slots, reset_limit, cooldown_range))
@@ -152,29 +154,12 @@ def run(
     }
     words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
     command = [*words, *options, executable or sys.executable, *_WORK]
-    return _call_on_ranks(command, _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size, env)
-
-
-def _warn_of_no_meaning(*given: object) -> None:
-    for each, why in zip(given, _NO_MEANING, strict=True):
-        if each:
-            _log.warning("%s", why)
-
-
-def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: Mapping[str, str] | None) -> list[Any]:
-    """Start a job in which each rank makes a call; return what they returned.
-
-    Args:
-        command: of ``ringreduce run``: its options and what it starts, but for a folder behind it.
-        call: what a worker needs.
-        size: how many ranks there are; None: the job goes on when some fail.
-        env: as for `run`.
-    """
+    call, awaited = _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size
     # Readable by this user alone, as it must be: pickles are programs.
     with tempfile.TemporaryDirectory(prefix="ringreduce-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "call").write_bytes(call)
-        return _results(folder, size, _carry_out([*_RUN, *command, name], env, folder, size))
+        return _results(folder, awaited, _carry_out([*_RUN, *command, name], env, folder, awaited))
 
 
 def _find_pickle() -> Any:

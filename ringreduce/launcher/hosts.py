@@ -6,6 +6,7 @@ PBS and LSF say which hosts they have granted.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -115,19 +116,19 @@ class Hosts:
 
     # ---- what follows ----
 
-    def is_failing(self, host: str, policy: SizePolicy, now: float) -> bool:
-        """Return whether no rank is to be started on a host."""
+    def fails_for(self, host: str, policy: SizePolicy, now: float) -> float:
+        """Return for how many seconds no rank is to be started on a host: not above 0 if one may be; infinity."""
         deaths = self.deaths.get(host)
         if not deaths:
-            return False
-        return policy.cooldown is None or now < deaths[-1] + policy.cooldown.after(len(deaths))
+            return 0.0
+        return math.inf if policy.cooldown is None else deaths[-1] + policy.cooldown.after(len(deaths)) - now
 
     def usable(self, policy: SizePolicy, now: float) -> dict[str, int]:
         """Return how many slots can be used; of a host that fails, those whose ranks live."""
         found = {}
         for host, slots in self.listed.items():
             lives = self.living.get(host, 0)
-            found[host] = min(slots, lives) if self.is_failing(host, policy, now) else slots
+            found[host] = min(slots, lives) if self.fails_for(host, policy, now) > 0 else slots
         return {host: slots for host, slots in found.items() if slots}
 
     def next_ranks(self, policy: SizePolicy, now: float) -> dict[str, int]:
@@ -150,13 +151,13 @@ class Hosts:
 
     def failing_said(self, policy: SizePolicy, now: float) -> str:
         """Return which listed hosts are not used again yet, and for how long, in words; empty: all are."""
-        said = []
-        for host in filter(lambda host: self.is_failing(host, policy, now), self.listed):
-            deaths = self.deaths[host]
-            left_s = None if policy.cooldown is None else deaths[-1] + policy.cooldown.after(len(deaths)) - now
-            how_long = "for ever, as there is no --cooldown" if left_s is None else f"for another {left_s:.0f} s"
-            said.append(f"{host or 'this machine'} counts as failing {how_long}")
-        return ", ".join(said)
+        left_s = {host: self.fails_for(host, policy, now) for host in self.listed}
+        return ", ".join(
+            f"{host or 'this machine'} counts as failing "
+            + ("for ever, as there is no --cooldown" if math.isinf(seconds) else f"for another {seconds:.0f} s")
+            for host, seconds in left_s.items()
+            if seconds > 0
+        )
 
     def find(self, rank: int, name: str, here: Collection[str]) -> str:
         """Return the host of a rank.

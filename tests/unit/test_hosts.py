@@ -49,7 +49,7 @@ def test_a_host_fails_for_a_while(
 ) -> None:
     """From its last death on, for twice as long with each, up to the most; without a number for ever."""
     hosts = Hosts({"a": 4}, {}, {"a": deaths})
-    assert hosts.is_failing("a", SizePolicy(1, 4, cooldown), now) is failing
+    assert (hosts.fails_for("a", SizePolicy(1, 4, cooldown), now) > 0) is failing
     assert hosts.next_ranks(SizePolicy(1, 4, cooldown), now) == ({} if failing else {"a": 4})
 
 
