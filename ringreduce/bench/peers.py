@@ -107,7 +107,7 @@ class MpiPeer:
         """Return what carries out a collective, given where the result goes."""
         comm, root, mpi = self._comm, case.root, self._mpi
         at_root, given = comm.rank == root, mpi.IN_PLACE if in_place else source
-        op = self._ops.get(case.op)
+        op: Any = self._ops.get(case.op)  # None: nothing is reduced
 
         def broadcast(result: Array) -> None:
             if at_root and not in_place:
