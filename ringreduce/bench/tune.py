@@ -7,42 +7,39 @@ sends its decisions to the others.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective, Step, schedule_for
 from ringreduce.bench.cases import format_nbytes
-from ringreduce.bench.fitting import Sample, fit
 from ringreduce.bench.measure import Contender, Found, Noise, Usage, iterations_for, time_in_turn, turn_for
 from ringreduce.bench.measure import usage as usage_now
-from ringreduce.collectives import VENDOR, Problem
+from ringreduce.collectives import VENDOR, Problem, Work
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.selection import choose
-from ringreduce.collectives.tuning import Candidate, Model, Row, Table, format_seconds
+from ringreduce.collectives.tuning import Candidate, Model, Row, Table, format_seconds, is_ours, work
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
 from ringreduce.runtime.worlds import tuning_key
 from ringreduce.training.objects import gather
 
-__all__ = ["SIZES", "Measure", "calls_of", "distinct", "tune"]
+__all__ = ["SIZES", "Measure", "Sample", "calls_of", "distinct", "fit", "tune"]
 
 Array = npt.NDArray[Any]
 
 #: What is measured: times of each algorithm in seconds, given ``(nbytes, algorithms, iterations)``. Collective; the
 #: times are those of the slowest rank and the same on all ranks.
 Measure = Callable[[int, Sequence[str], int], Sequence[Sequence[float]]]
-
-#: What rank 0 asks for, arguments of a `Measure`; it is sent the times.
-_Orders = Generator[tuple[int, Sequence[str], int], Sequence[Sequence[float]], None]
 
 #: Bytes. Between a few KiB and a few MiB the winner changes, so there the steps are smaller. The largest stands for all
 #: beyond it; twice that would take more than 300 MiB of each rank, for the same choice.
@@ -58,14 +55,6 @@ _FIT_SHARE = 1 / 4  # of the time: the most that fitting the model may take
 _COMPLETE_SHARE = 1 / 10  # kept for measuring winners beside their sizes
 _RANKS_WALKED = 32  # whose schedules are compared to find out whether two algorithms do the same
 _CONTENDING = 2.0  # an algorithm is measured if it should take at most so many times as long as the fastest
-
-
-def _next(orders: _Orders, times: Any) -> Any:
-    """Let rank 0 look at the times of its last order, and return its next one; None: there is none."""
-    try:
-        return orders.send(times)
-    except StopIteration:
-        return None
 
 
 def tune(
@@ -104,24 +93,33 @@ def tune(
         raise ConfigError("one rank has nothing to choose from: run tune under mpirun, as the program that it is for")
     wanted = sorted({max(4, nbytes // 4 * 4) for nbytes in sizes})
     measure = measure or calls_of(communicator, wanted[-1])
-    tuning = _Tuning(communicator, wanted, emit, budget_s, lambda: usage().at)
+
+    def agree(decision: Any) -> Any:
+        return gather(communicator, decision)[0]
+
+    def ask(*order: Any) -> Sequence[Sequence[float]]:
+        return measure(*agree(order))
+
+    tuning = _Tuning(communicator, wanted, emit, budget_s, lambda: usage().at, ask)
     noise = Noise(communicator, usage)
 
-    def carry_out(orders: _Orders) -> None:
-        times = None
-        while (order := tuning.agree(_next, orders, times)) is not None:
-            times = measure(*order)
+    def carry_out(decide: Callable[[], None]) -> Found:
+        """Let rank 0 decide what all measure."""
+        if communicator.rank == 0:
+            decide()
+            agree(None)
+        else:
+            while (order := agree(None)) is not None:
+                measure(*order)
+        return noise.look()
 
-    carry_out(tuning.fit())
-    if not even_if_busy:
-        _require_quiet(noise.look())  # rather than measure on in vain
-    carry_out(tuning.sweep())
-    found = noise.look()
-    if not even_if_busy:
-        _require_quiet(found)
-    table: Table = tuning.agree(tuning.table, found.cores)
+    for decide in (tuning.fit, tuning.sweep):
+        found = carry_out(decide)
+        if not even_if_busy:
+            _require_quiet(found)  # rather than measure on in vain
+    table: Table = agree(tuning.table(found.cores) if communicator.rank == 0 else None)
     path = directory / table.key.file_name
-    complaint = tuning.agree(_save, table, path)
+    complaint = agree(_save(table, path) if communicator.rank == 0 else None)
     if complaint is not None:
         raise ConfigError(complaint)
     if communicator.rank == 0:
@@ -160,9 +158,10 @@ def calls_of(communicator: Communicator, largest_nbytes: int) -> Measure:
 
 @dataclass
 class _Tuning:
-    """One run: what was measured so far and how much time is left. Rank 0 decides.
+    """One run: what was measured so far and how much time is left; for rank 0, which decides.
 
     Attributes:
+        ask: has all ranks measure.
         rules: size -> what the built-in rules take there.
     """
 
@@ -171,6 +170,7 @@ class _Tuning:
     say: Callable[[str], None]
     budget_s: float
     clock: Callable[[], float]
+    ask: Measure
 
     def __post_init__(self) -> None:
         self.rules = {nbytes: _rule(self.communicator, nbytes) for nbytes in self.sizes}
@@ -182,22 +182,18 @@ class _Tuning:
         self._times: _Times = {}
         self._model = fit([])
 
-    def agree(self, decide: Callable[..., Any], *arguments: Any) -> Any:
-        """Return on every rank what rank 0 decides. Collective."""
-        return gather(self.communicator, decide(*arguments) if self.communicator.rank == 0 else None)[0]
-
-    def fit(self) -> _Orders:
+    def fit(self) -> None:
         """Fit the model to a few calls of all algorithms at the smallest size, a middle one and a large one."""
         topology, middle = self.communicator.topology, (len(self.sizes) - 1) // 2
         self.say(f"# {topology.describe()}; fitting the model to {', '.join(self._names)}\n")
         for nbytes in dict.fromkeys((self.sizes[0], self.sizes[middle])):
-            yield from self._probe(nbytes)
+            self._probe(nbytes)
         large = self._largest_affordable(self.sizes[middle + 1 :])
         if large is not None:
-            yield from self._probe(large)
+            self._probe(large)
         self.say(f"# {_describe(self._model)}\n")
 
-    def sweep(self) -> _Orders:
+    def sweep(self) -> None:
         """Measure at each size, the smallest first, what can win there, for as long as there is time.
 
         Then what is the fastest at one size at those beside it too, so that it can be chosen in between.
@@ -209,14 +205,14 @@ class _Tuning:
                 break
             self.say(f"# {format_nbytes(nbytes)}: {', '.join(names)}\n")
             begin = self.clock()
-            yield from self._time(self._times, nbytes, names, _PROBES)
+            self._time(self._times, nbytes, names, _PROBES)
             if more := self._further_iterations(nbytes, begin, self.sizes[place + 1 :]):
-                yield from self._time(self._times, nbytes, names, more)
+                self._time(self._times, nbytes, names, more)
         for nbytes, names in self._missing():
             wanted = min(map(len, self._times[nbytes].values()))  # as many as the others had there, or fewer, or none
             for iterations in (wanted, _PROBES):
                 if self._cost_s(nbytes, names, iterations) <= self._left_s():
-                    yield from self._time(self._times, nbytes, names, iterations)
+                    self._time(self._times, nbytes, names, iterations)
                     break
 
     def table(self, busy_cores: float) -> Table:
@@ -224,8 +220,8 @@ class _Tuning:
         rows = (Row(nbytes, tuple(starmap(Candidate.of_times, times.items()))) for nbytes, times in self._times.items())
         return Table(tuning_key(self.communicator), self._model, tuple(rows), busy_cores)
 
-    def _probe(self, nbytes: int) -> _Orders:
-        yield from self._time(self._probes, nbytes, self._names, _PROBES)
+    def _probe(self, nbytes: int) -> None:
+        self._time(self._probes, nbytes, self._names, _PROBES)
         topology = self.communicator.topology
         self._model = fit(
             Sample(name, size, topology, statistics.median(times))
@@ -233,8 +229,8 @@ class _Tuning:
             for name, times in found.items()
         )
 
-    def _time(self, into: _Times, nbytes: int, names: Sequence[str], iterations: int) -> _Orders:
-        for name, times in zip(names, (yield nbytes, names, iterations), strict=True):
+    def _time(self, into: _Times, nbytes: int, names: Sequence[str], iterations: int) -> None:
+        for name, times in zip(names, self.ask(nbytes, names, iterations), strict=True):
             into.setdefault(nbytes, {}).setdefault(name, []).extend(times)
 
     def _left_s(self) -> float:
@@ -365,3 +361,76 @@ def _summary(table: Table, rules: Mapping[int, str]) -> str:
         second = (found.second, times[2]) if found.second else ("", "")
         text += form.format(format_nbytes(row.nbytes), found.algorithm, *times[:2], *second, rule, gain)
     return text
+
+
+Vector = npt.NDArray[np.float64]
+
+#: Seconds per byte reduced, at most: a processor that shares a core reduces faster. Algorithms that send more often
+#: reduce more too, and without a limit a fit can take a slow network for a slow processor.
+_MOST_GAMMA = 1e-9
+
+
+class Sample(NamedTuple):
+    """One measured time: the slowest rank's, of one allreduce of ``nbytes`` bytes per rank."""
+
+    algorithm: str
+    nbytes: int
+    topology: Topology
+    seconds: float
+
+
+def fit(samples: Iterable[Sample]) -> Model:
+    """Return the model that explains measured times best.
+
+    It minimises the sum of squares of relative errors, so that microseconds count as much as milliseconds, and no
+    parameter is negative. A parameter on which nothing measured depends is 0, gamma is at most a nanosecond per byte.
+
+    Args:
+        samples: an algorithm that is none of ours is the MPI library's.
+    """
+    ours: list[Sample] = []
+    vendor: list[Sample] = []
+    for each in samples:
+        (ours if is_ours(each.algorithm) else vendor).append(each)
+    factors, seconds = [work(*each[:3]) for each in ours], [each.seconds for each in ours]
+    *parts, gamma = _least_squares(factors, seconds, len(Work._fields))
+    if gamma > _MOST_GAMMA:
+        gamma = _MOST_GAMMA
+        known = [each.reduced * gamma for each in factors]
+        parts = _least_squares([each[:-1] for each in factors], seconds, len(parts), known)
+    whole = _least_squares([(1.0, each.nbytes) for each in vendor], [each.seconds for each in vendor], 2)
+    return Model(*[*parts, gamma, *whole])
+
+
+def _least_squares(
+    factors: Sequence[Sequence[float]], seconds: Sequence[float], count: int, known: Sequence[float] | None = None
+) -> list[float]:
+    """Solve for ``count`` non-negative parameters, in the sense of least squares of relative errors.
+
+    The best non-negative solution is the best unrestricted one of some subset of the parameters, the rest being 0;
+    there are few, so all are tried. Among equals, the one with the fewest parameters.
+
+    Args:
+        factors: of the parameters, for each sample.
+        seconds: for each sample.
+        count: of parameters.
+        known: seconds of each sample that are explained already; None: none.
+    """
+    best = [0.0] * count
+    if not factors:
+        return best
+    matrix = np.array(factors, np.float64) / np.array(seconds)[:, None]
+    scale = np.linalg.norm(matrix, axis=0)
+    target: Vector = 1 - np.array(known or [0.0] * len(factors)) / np.array(seconds)
+    least = float(np.sum(target**2))  # the error when all are 0
+    for size in range(1, count + 1):
+        for subset in itertools.combinations(np.flatnonzero(scale), size):
+            chosen = list(subset)
+            columns = matrix[:, chosen] / scale[chosen]
+            solution: Vector = np.linalg.lstsq(columns, target, rcond=None)[0]
+            error = float(np.sum((columns @ solution - target) ** 2))
+            if (solution >= 0).all() and error < least - 1e-12 * len(factors):
+                least, best = error, [0.0] * count
+                for column, value in zip(chosen, solution / scale[chosen], strict=True):
+                    best[column] = float(value)
+    return best

@@ -1,7 +1,7 @@
 """Measured choices: a cost model of a machine, and a table of what ran fastest there, for allreduce.
 
 Everything here is a value that is computed from other values, so ranks that hold the same table choose alike; only
-`Table.save` and `Table.load` touch a file. `ringreduce.bench.tune` makes tables, `ringreduce.bench.fitting` models.
+`Table.save` and `Table.load` touch a file. `ringreduce.bench.tune` makes tables and their models.
 
 The model is the alpha-beta-gamma model in which the algorithms state their cost (Thakur, Rabenseifner and Gropp,
 doi:10.1177/1094342005051521), with two terms more for ranks that share memory:

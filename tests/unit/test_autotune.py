@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from ringreduce.algorithms import Collective, names
-from ringreduce.bench.fitting import Sample, fit
-from ringreduce.bench.tune import distinct
+from ringreduce.bench.tune import Sample, distinct, fit
 from ringreduce.collectives import Work
 from ringreduce.collectives.tuning import Candidate, Key, Model, Row, Table, format_seconds, work
 from ringreduce.common.errors import ConfigError
