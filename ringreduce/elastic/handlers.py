@@ -219,21 +219,10 @@ class HandlingState(ObjectState):
             return f"does not fit: {error}"
         return ""
 
-    def _put(self, disk: DiskCommits) -> None:
-        objects = {name: handler for name, handler in self._handlers.items() if handler._saved is not None}
-        common = {name: handler._saved for name, handler in objects.items() if not handler.own}
-        own = {name: handler._saved for name, handler in objects.items() if handler.own}
-        disk.put(self._commits, common, own, self._saved)
-
     def _keep_for_next_job(self) -> bool:
         if self._disk is None:
             return False
-        self.save()
-        self._commits += 1
-        self._whole = self._commits
-        if audited():
-            _audit(self._commits, self._handlers)
-        self._put(self._disk)
+        self._commit_here(to_disk=True)
         return self._disk.is_whole(self._commits)
 
     def _take(self, content: dict[str, Any]) -> None:
@@ -305,11 +294,12 @@ class HandlingState(ObjectState):
         self._commit_here()
         self.check_host_updates()
 
-    def _commit_here(self) -> None:
-        """Do what this rank does by itself in a commit."""
-        number = self._commits + 1
-        goes_to_disk = self._disk is not None and self._disk.is_due(number)
-        if number % self._whole_every == 0 or self._whole_is_due or goes_to_disk:
+    def _commit_here(self, *, to_disk: bool = False) -> None:
+        """Do what this rank does by itself in a commit; ``to_disk``: write it, whether or not that is due."""
+        number, disk = self._commits + 1, self._disk
+        if disk is not None and not (to_disk or disk.is_due(number)):
+            disk = None
+        if number % self._whole_every == 0 or self._whole_is_due or disk is not None:
             self.save()
             self._whole = number
         else:
@@ -319,8 +309,11 @@ class HandlingState(ObjectState):
         self._commits = number
         if audited() and self._small is None:
             _audit(self._commits, self._handlers)
-        if self._disk is not None and goes_to_disk:
-            self._put(self._disk)
+        if disk is not None:
+            objects = {name: each for name, each in self._handlers.items() if each._saved is not None}
+            common = {name: each._saved for name, each in objects.items() if not each.own}
+            own = {name: each._saved for name, each in objects.items() if each.own}
+            disk.put(number, common, own, self._saved)
 
     def check_host_updates(self) -> None:
         try:

@@ -154,12 +154,23 @@ def run(
     }
     words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
     command = [*words, *options, executable or sys.executable, *_WORK]
-    call, awaited = _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size
+    return _call_on_ranks(command, _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size, env)
+
+
+def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: Mapping[str, str] | None) -> list[Any]:
+    """Start a job in which each rank makes a call; return what they returned.
+
+    Args:
+        command: of ``ringreduce run``: its options and what it starts, but for a folder behind it.
+        call: what a worker needs.
+        size: how many ranks there are; None: the job goes on when some fail.
+        env: as for `run`.
+    """
     # Readable by this user alone, as it must be: pickles are programs.
     with tempfile.TemporaryDirectory(prefix="ringreduce-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "call").write_bytes(call)
-        return _results(folder, awaited, _carry_out([*_RUN, *command, name], env, folder, awaited))
+        return _results(folder, size, _carry_out([*_RUN, *command, name], env, folder, size))
 
 
 def _find_pickle() -> Any:
