@@ -24,7 +24,7 @@ from ringreduce.launcher.failures import KEPT_NBYTES
 __all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "end_with_parent", "say"]
 
 _INTERRUPTED = 128 + signal.SIGINT
-#: How often to look whether mpirun has ended (seconds).
+#: How often to look whether mpirun has ended, or ranks should begin again (seconds).
 _LOOK_EVERY_S = 1.0
 #: What mpirun gets to end, once it is asked to, before it is killed with its ranks: it gives these two seconds.
 _TO_END_S = 15.0
@@ -118,15 +118,17 @@ class Notices:
     So does what another mpirun says, which a rank may have started, if it names itself in there.
 
     Args:
-        pid: of mpirun.
+        pid: of mpirun; None: all passes.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = b"%d" % pid
+    def __init__(self, pid: int | None) -> None:
+        self._pid = None if pid is None else b"%d" % pid
         self._held = b"\n"  # the last byte that has passed, and what waits
 
     def feed(self, chunk: bytes) -> bytes:
         """Return what is no notice; what may be the beginning of one waits for the next chunk."""
+        if self._pid is None:
+            return chunk
         text = _FOLLOWED.sub(self._without_ours, self._held + chunk)
         found = _UNFINISHED.search(text)
         end = len(text) if found is None else found.start() + 1
@@ -190,25 +192,24 @@ class Job:
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
             preexec_fn=partial(end_with_parent, os.getpid()),
         )
-        self._notices = None if verbose else Notices(self._process.pid)
+        self._notices = Notices(None if verbose else self._process.pid)
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
         self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
 
-    def wait(self, look: Callable[[], object] = lambda: None, every_s: float | None = None) -> int:
+    def wait(self, look: Callable[[], object] = lambda: None) -> int:
         """Return its status, once it has ended; that of an interrupted program, if this is interrupted meanwhile.
 
         Args:
-            look: is called all the while.
-            every_s: so many seconds apart; None: never.
+            look: is called every second meanwhile.
         """
         try:
-            self._forward_errors(look, every_s)
+            self._forward_errors(look)
             status = self._wait_for_end()
         except KeyboardInterrupt:  # which mpirun has got as well from a terminal, but not from who sends a signal
             say("interrupted; ending all ranks")
             self._stop()
             with suppress(KeyboardInterrupt):  # of somebody who does not wait
-                self._forward_errors(lambda: None, None)  # or mpirun would wait for someone to read it
+                self._forward_errors(lambda: None)  # or mpirun would wait for someone to read it
                 self._wait_for_end()
             self._process.kill()
             self._process.wait()
@@ -260,16 +261,15 @@ class Job:
                 os.kill(rank, signal.SIGKILL)
                 os.killpg(rank, signal.SIGKILL)  # what it has started: mpirun gives each rank a group
 
-    def _forward_errors(self, look: Callable[[], object], every_s: float | None) -> None:
+    def _forward_errors(self, look: Callable[[], object]) -> None:
         """Until mpirun closes it, or has ended: others, such as an ssh that stays for later, may hold it open."""
         assert self._process.stderr is not None
         waiting, looked = select.poll(), time.monotonic()
         waiting.register(self._process.stderr, select.POLLIN)
         while True:
-            left_s = _LOOK_EVERY_S if every_s is None else max(looked + every_s - time.monotonic(), 0.0)
             has_ended = self._process.poll() is not None
             self._kill_if_late()
-            if waiting.poll(min(left_s, _LOOK_EVERY_S) * 1000):
+            if waiting.poll(_LOOK_EVERY_S * 1000):
                 chunk = self._process.stderr.read(_READ_NBYTES)
                 if not chunk:
                     break
@@ -279,18 +279,17 @@ class Job:
                     self._on_mark(mark)
             elif has_ended:
                 break
-            elif self._notices is not None:
+            else:
                 self._show(self._notices.rest())
-            if every_s is not None and time.monotonic() >= looked + every_s:
+            if time.monotonic() >= looked + _LOOK_EVERY_S:
                 looked = time.monotonic()
                 look()
         self._write(self._reader.rest())
-        if self._notices is not None:
-            self._show(self._notices.rest())
+        self._show(self._notices.rest())
 
     def _write(self, text: bytes) -> None:
         self.written = (self.written + text)[-KEPT_NBYTES:]
-        self._show(text if self._notices is None else self._notices.feed(text))
+        self._show(self._notices.feed(text))
 
     def end_line(self) -> None:
         """End the line that the job has written last, if it has not."""

@@ -185,7 +185,7 @@ class Restarts:
         self._hosts = self._hosts.started(hosts)
         ranks = self._ranks = _Ranks()
         job = Job(line, environment, lambda mark: self._on_mark(mark, job), verbose=self._spec.verbose)
-        status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._spec.growth else None)
+        status = job.wait((lambda: self._look(job)) if self._spec.growth else (lambda: None))
         status = status or int(self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))
         if status and not job.stopped and ranks.leaving is None:
             job.end_line()

@@ -25,6 +25,7 @@ __all__ = ["TraceFile", "collect"]
 _OPENING = b'[\n{"name": "trace", "ph": "M", "pid": 0, "args": {"job": '
 _CLOSING = b"\n]\n"
 _SEPARATOR = b",\n"  # ends each event of a part
+_HEAD_NBYTES = 1 << 10  # of a file, with the name of its trace
 
 
 class TraceFile:
@@ -137,7 +138,7 @@ class TraceFile:
 def collect(path: str | os.PathLike[str]) -> None:
     """Merge what ranks have written of a trace so far, whatever has become of them. Does nothing if that fails."""
     with suppress(OSError, ValueError):
-        head, _ = _read_head(os.fspath(path), 1 << 10)
+        head = _read_head(os.fspath(path))
         TraceFile(os.fspath(path), json.loads(head[len(_OPENING) : head.index(b"}}")]), -1).merge()
 
 
@@ -147,8 +148,8 @@ def _folder_of(path: str, trace: str) -> str:
     return os.path.join(folder, f".{name}.{trace}.ringreduce")
 
 
-def _read_head(path: str, length: int = len(_OPENING)) -> tuple[bytes, int]:
-    """Return how a file begins, and its size; nothing if there is none.
+def _read_head(path: str) -> bytes:
+    """Return how a file begins; nothing if there is none.
 
     Raises:
         OSError: it cannot be read, is none of this user's regular files, or holds something else than a trace of ours.
@@ -156,24 +157,21 @@ def _read_head(path: str, length: int = len(_OPENING)) -> tuple[bytes, int]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
     except FileNotFoundError:
-        return b"", 0
+        return b""
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself") from None
         raise
-    try:
-        found, head = os.fstat(descriptor), b""
-        complaint = ""
+    with open(descriptor, "rb") as file:
+        found, head, complaint = os.fstat(descriptor), b"", ""
         if not stat.S_ISREG(found.st_mode):
             complaint = "it is no regular file; name another one"
         elif found.st_uid != os.geteuid():
             complaint = f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}; name another file"
         elif found.st_nlink > 1:
             complaint = f"it has {found.st_nlink} names (hard links); name another file"
-        elif (head := os.pread(descriptor, max(length, len(_OPENING)), 0)) and not head.startswith(_OPENING):
+        elif (head := file.read(_HEAD_NBYTES)) and not head.startswith(_OPENING):
             complaint = "it is no trace of ringreduce; remove it, or name another file"
         if complaint:
             raise FileExistsError(errno.EEXIST, complaint)
-        return head, found.st_size
-    finally:
-        os.close(descriptor)
+        return head

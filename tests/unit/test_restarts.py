@@ -49,7 +49,7 @@ class Jobs:
                 self._on_mark, self._tell = on_mark, left.pop(0)
                 jobs.asked.append(0)
 
-            def wait(self, look: Callable[[], None], every_s: float | None) -> int:
+            def wait(self, look: Callable[[], None]) -> int:
                 return self._tell(self._on_mark, look)
 
             def signal_ranks(self) -> None:
