@@ -162,7 +162,7 @@ def _read_head(path: str) -> bytes:
         if error.errno == errno.ELOOP and os.path.islink(path):
             raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself") from None
         raise
-    with open(descriptor, "rb") as file:
+    try:
         found, head, complaint = os.fstat(descriptor), b"", ""
         if not stat.S_ISREG(found.st_mode):
             complaint = "it is no regular file; name another one"
@@ -170,8 +170,10 @@ def _read_head(path: str) -> bytes:
             complaint = f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}; name another file"
         elif found.st_nlink > 1:
             complaint = f"it has {found.st_nlink} names (hard links); name another file"
-        elif (head := file.read(_HEAD_NBYTES)) and not head.startswith(_OPENING):
+        elif (head := os.pread(descriptor, _HEAD_NBYTES, 0)) and not head.startswith(_OPENING):
             complaint = "it is no trace of ringreduce; remove it, or name another file"
         if complaint:
             raise FileExistsError(errno.EEXIST, complaint)
         return head
+    finally:
+        os.close(descriptor)
