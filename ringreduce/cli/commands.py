@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,46 +23,26 @@ from ringreduce.bench.formats import WRITERS, to_json
 from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.results import Report, Settings
+from ringreduce.cli.run import Parsed
 from ringreduce.common.config import parse_nbytes
 from ringreduce.common.errors import ConfigError
 
 __all__ = ["Progress", "bench", "explain", "tune"]
 
 
-class _Nbytes(click.ParamType[int]):
-    """A size in bytes with an optional unit (1024-based); see `parse_nbytes`."""
+def _names(known: Iterable[str], everything: tuple[str, ...] = ()) -> Parsed:
+    """Return the type of names out of a known set, separated by commas; ``all`` where that has a meaning."""
 
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_nbytes(value)
-        except ValueError as error:
-            self.fail(f"{value!r} is not a size: {error}", param, ctx)
-
-
-class _Names(click.ParamType[tuple[str, ...]]):
-    """Names out of a known set, separated by commas; ``all`` where that has a meaning."""
-
-    name = "names"
-
-    def __init__(self, known: tuple[str, ...], everything: tuple[str, ...] = ()) -> None:
-        self._known = known
-        self._everything = everything
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        if value == "all" and self._everything:
-            return self._everything
-        names = tuple(dict.fromkeys(value.split(",")))
+    def read(text: str) -> tuple[str, ...]:
+        if text == "all" and everything:
+            return everything
+        names = tuple(dict.fromkeys(text.split(",")))
         for name in names:
-            if name not in self._known:
-                choice = ", ".join(self._known + (("all",) if self._everything else ()))
-                self.fail(f"{name!r} is not one of {choice}", param, ctx)
+            if name not in known:
+                raise ValueError(f"{name!r} is not one of {', '.join([*known, *(['all'] if everything else [])])}")
         return names
+
+    return Parsed("names", read, "{1}")
 
 
 def _say_if_busy(name: str, busy: str) -> None:
@@ -98,7 +78,7 @@ def _write(text: str) -> None:
     click.echo(text, nl=False)
 
 
-_NBYTES = _Nbytes()
+_NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
 _EVERY_S = 5.0  # between two lines about the progress
 _WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
@@ -160,12 +140,12 @@ Examples:
     help="Measure everything so often; 0: until it is interrupted.",
 )
 @click.option("-c", "--check", type=click.IntRange(0), default=1, help="Verify so often, and after; 0: never.")
-@click.option("-o", "--op", "ops", type=_Names(tuple(OPS), tuple(OPS)), default="sum", help="Operations, or all.")
+@click.option("-o", "--op", "ops", type=_names(OPS, tuple(OPS)), default="sum", help="Operations, or all.")
 @click.option(
     "-d",
     "--datatype",
     "types",
-    type=_Names(tuple(TYPES), NCCL_TYPES),
+    type=_names(TYPES, NCCL_TYPES),
     default="float",
     help="Element types, or all (those of nccl-tests).",
 )
@@ -189,7 +169,7 @@ Examples:
     default="cpu",
     help="Where the arrays are; on GPUs, which the ranks of a node take in turn, private ones are CuPy's own.",
 )
-@click.option("--vs", "peers", type=_Names(tuple(PEERS)), default=(), help="Measure mpi and/or gloo in turn with ours.")
+@click.option("--vs", "peers", type=_names(PEERS), default=(), help="Measure mpi and/or gloo in turn with ours.")
 @click.option("--format", type=click.Choice(list(WRITERS)), default="nccl", help="Layout; short fits a terminal.")
 @click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")

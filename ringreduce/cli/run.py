@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +18,7 @@ from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder, prepare
 from ringreduce.observe.trace_file import collect
 
-__all__ = ["command"]
+__all__ = ["Parsed", "command"]
 
 _EXAMPLES = """\b
 Examples:
@@ -27,20 +28,29 @@ Examples:
 """
 
 
-def _cooldown(context: click.Context, parameter: click.Parameter, text: str | None) -> Cooldown | None:
-    """Read the option; click's callback."""
-    try:
-        return None if text is None else Cooldown.parse(text)
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r}: {error}", context, parameter) from None
+class Parsed(click.ParamType[Any]):
+    """What a function reads from a text; it raises a ValueError where it cannot.
+
+    Args:
+        name: of the type, as help shows it.
+        parse: the function.
+        complaint: the message for a text (0) and an error (1).
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], Any], complaint: str = "{0!r}: {1}") -> None:
+        self.name, self._parse, self._complaint = name, parse, complaint
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(self._complaint.format(value, error), param, ctx)
 
 
-def _words(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[str, ...]:
-    """Split the option as a shell does; click's callback."""
-    try:
-        return tuple(shlex.split(text or ""))
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r}: {error}", context, parameter) from None
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
 
 
 @click.command(
@@ -90,8 +100,7 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
 )
 @click.option(
     "--cooldown",
-    callback=_cooldown,
-    metavar="SECONDS",
+    type=Parsed("seconds", Cooldown.parse),
     show_default="for ever",
     help='For how long a host is not used again after a rank of it died; "MIN MAX": twice as long with each death.',
 )
@@ -112,7 +121,13 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
 )
 @click.option("--network-interface", "interfaces", metavar="NAMES", help="For messages: eth0,eth1.")
 @click.option("--ssh-port", type=click.IntRange(1, 65535), show_default="ssh's own", help="Of the other hosts.")
-@click.option("--mpi-args", "more", metavar="OPTIONS", callback=_words, help="More options for mpirun, as in a shell.")
+@click.option(
+    "--mpi-args",
+    "more",
+    type=Parsed("options", shlex.split),
+    default="",
+    help="More options for mpirun, as in a shell.",
+)
 @click.option(
     "--verbose", is_flag=True, help="Show the command line of mpirun, what is set for it, and what it says of failures."
 )
