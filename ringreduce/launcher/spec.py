@@ -66,22 +66,17 @@ class LaunchSpec:
     @property
     def growth(self) -> list[str]:
         """The options that were given by which a job begins again on other hosts."""
-        return self._given(
-            {
-                "--max-np": self.most,
-                "--host-discovery-script": self.script,
-                "--cooldown": self.cooldown,
-                "--reset-limit": self.reset_limit,
-            }
-        )
-
-    @staticmethod
-    def _given(options: Mapping[str, object]) -> list[str]:
+        options = {
+            "--max-np": self.most,
+            "--host-discovery-script": self.script,
+            "--cooldown": self.cooldown,
+            "--reset-limit": self.reset_limit,
+        }
         return [name for name, value in options.items() if value is not None]
 
     def require_sense(self) -> None:
         """Raise a `ConfigError` if options contradict each other."""
-        given = [*self._given({"--min-np": self.least, "--slots": self.slots}), *self.growth]
+        given = ["--min-np"] * (self.least is not None) + ["--slots"] * (self.slots is not None) + self.growth
         if given and not self.elastic:
             raise ConfigError(f"{given[0]} is for elastic jobs; add --elastic")
         if self.script is not None and (self.hosts or self.hostfile):
@@ -93,10 +88,6 @@ class LaunchSpec:
         if self.prefix and (self.elastic or self.folder):
             other = "--log-dir" if self.folder else "--elastic"
             raise ConfigError(f"--prefix does not go with {other}; without it, --log-dir has a file for each rank")
-        if self.folder and self.growth:
-            raise ConfigError(
-                f"--log-dir does not go with {self.growth[0]}: the ranks of such jobs speak to the launcher"
-            )
 
     def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
         """Return the variables for all ranks, None for those that are as they are here.
