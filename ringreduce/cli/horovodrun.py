@@ -47,9 +47,7 @@ _TABLE = """
 --stall-check-shutdown-time-seconds | SECONDS | set RINGREDUCE_TIMEOUT | when to give up
 --log-level | LEVEL | set HOROVOD_LOG_LEVEL | of ringreduce's logger
 --config-file | FILE | file | these in a file, as Horovod's YAML has them
--cb --check-build | | show check | what there is on this machine: `ringreduce doctor`
--v --version | | show version | this version
--h --help | | show help | this text
+-cb --check-build | | show | what there is on this machine: `ringreduce doctor`
 --gloo --use-gloo | | refuse | there is only MPI here, and no Gloo; leave it out
 --jsrun | | refuse | jobs start under mpirun here, which runs on the hosts of an LSF allocation
 """
@@ -107,9 +105,9 @@ class _Option(NamedTuple):
         names: of the option.
         value: what its value is called; empty: it takes none.
         kind: what becomes of it: ``"run"``, an option of ``ringreduce run``; ``"set"``, a variable of the ranks;
-            ``"file"``: it names a file of more; ``"show"``: something is shown, and no job started; ``"none"``: it
+            ``"file"``: it names a file of more; ``"show"``: this machine is shown, and no job started; ``"none"``: it
             means nothing here, and a warning says so; ``"refuse"``: it asks for what there is not.
-        target: which option, variable, or what is shown.
+        target: which option or variable.
         text: what it does here, or why it does nothing.
     """
 
@@ -162,14 +160,14 @@ class Plan:
         settings: variables of the ranks.
         program: with its arguments.
         warnings: of options that mean nothing here.
-        instead: ``"check"``, ``"version"`` or ``"help"``: what is to be shown, and no job started.
+        shows: whether this machine is to be shown, and no job started.
     """
 
     options: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     program: tuple[str, ...] = ()
     warnings: list[str] = field(default_factory=list)
-    instead: str = ""
+    shows: bool = False
 
     def take(self, name: str, option: _Option, text: str) -> None:
         """Note an option that was given; of several for one thing, the last counts.
@@ -184,7 +182,7 @@ class Plan:
         elif option.kind == "run":
             self.options[option.target] = text
         elif option.kind == "show":
-            self.instead = option.target
+            self.shows = True
         else:
             try:
                 self.settings[option.target] = _CONVERSIONS.get(option.names[0], str)(text or "1")
@@ -250,6 +248,9 @@ def parser() -> argparse.ArgumentParser:
             metavar=tuple(words) if len(words) > 1 else option.value,
             help=argparse.SUPPRESS if option.kind in ("none", "refuse") else option.text,
         )
+    made.add_argument("-h", "--help", action="help", help="this text")
+    version = f"horovodrun of ringreduce {ringreduce.__version__}"
+    made.add_argument("-v", "--version", action="version", version=version, help="this version")
     made.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return made
 
@@ -268,9 +269,9 @@ def read(arguments: Sequence[str]) -> Plan:
     plan.options |= given.options
     plan.settings |= given.settings  # what is said on the command line counts
     plan.warnings += given.warnings
-    plan.instead = given.instead
+    plan.shows = given.shows
     plan.program = tuple(words[1:] if words[:1] == ["--"] else words)
-    if not plan.program and not plan.instead:
+    if not plan.program and not plan.shows:
         raise ConfigError("there is no program to start; horovodrun -np 2 python train.py")
     return plan
 
@@ -320,15 +321,9 @@ def main() -> NoReturn:
     except ConfigError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
-    if plan.instead == "help":
-        click.echo(parser().format_help())
-        sys.exit(0)
-    if plan.instead == "version":
-        click.echo(f"horovodrun of ringreduce {ringreduce.__version__}")
-        sys.exit(0)
     for warning in plan.warnings:
         click.echo(f"horovodrun: {warning}", err=True)
-    if plan.instead == "check":
+    if plan.shows:
         ringreduce_main([str(doctor.name)], prog_name="ringreduce")
     with tempfile.TemporaryDirectory(prefix="ringreduce-commits-", ignore_cleanup_errors=True) as folder:
         if "--host-discovery-script" in plan.options:
