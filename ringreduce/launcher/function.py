@@ -128,9 +128,7 @@ def run(
     size = num_proc if np is None or num_proc != 1 else np
     if size < 1:
         raise ConfigError(f"run starts at least one rank, not {size}")
-    for each, why in zip((use_gloo, disable_cache, ssh_identity_file), _NO_MEANING, strict=True):
-        if each:
-            _log.warning("%s", why)
+    _warn_of_no_meaning(use_gloo, disable_cache, ssh_identity_file)
     least = min_np if min_num_proc is None else min_num_proc
     most = max_np if max_num_proc is None else max_num_proc
     elastic = any(each is not None for each in (least, most, slots, reset_limit, cooldown_range))
@@ -155,6 +153,12 @@ def run(
     words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
     command = [*words, *options, executable or sys.executable, *_WORK]
     return _call_on_ranks(command, _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size, env)
+
+
+def _warn_of_no_meaning(*given: object) -> None:
+    for each, why in zip(given, _NO_MEANING, strict=True):
+        if each:
+            _log.warning("%s", why)
 
 
 def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: Mapping[str, str] | None) -> list[Any]:
