@@ -19,7 +19,6 @@ __all__ = ["Allocation", "Cooldown", "Hosts", "SizePolicy", "expand", "fill", "i
 __all__ += ["parse_hosts"]
 
 _HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
-_ADDRESS = re.compile(r"[0-9.]+")
 _SHOWN = 60  # of a text that is refused
 #: What a file for mpirun says of a host, as that reads it.
 _SLOTS = {"slots", "count"}
@@ -159,28 +158,14 @@ class Hosts:
             if seconds > 0
         )
 
-    def find(self, rank: int, name: str, here: Collection[str]) -> str:
-        """Return the host of a rank.
+    def host_of(self, rank: int, name: str) -> str:
+        """Return the host of a rank: that of its name there, or where it is not listed so, that of its number.
 
         Args:
-            rank: its number, which decides where the name fits no host or several.
+            rank: its number.
             name: of its host, as the operating system there has it.
-            here: the names of this machine.
         """
-        known = dict.fromkeys([*self.living, *self.listed])
-        if name in known:
-            return name
-        same = [host for host in known if is_here(host, here)] if is_here(name, here) else []
-        # A short name may be that of several hosts; an address has none.
-        same = same or [host for host in known if _short(host) == _short(name)]
-        if len(same) == 1:
-            return same[0]
-        return self.places[rank] if rank < len(self.places) else name
-
-
-def _short(name: str) -> str:
-    """Return the name of a host without its domain."""
-    return name if _ADDRESS.fullmatch(name) else name.partition(".")[0]
+        return name if name in self.listed or rank >= len(self.places) else self.places[rank]
 
 
 def _all(hosts: list[str], does: str, do: str) -> str:

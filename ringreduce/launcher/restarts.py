@@ -249,7 +249,7 @@ class Restarts:
                 ranks.asked = None  # what the ranks were asked before, they have dropped
             # At the end of a rank that begins again, a death is none: what it has done is on disk.
             case "has died" if ranks.leaving is None:
-                host = self._hosts.find(mark.rank, mark.host, self._start.here)
+                host = self._hosts.host_of(mark.rank, mark.host)
                 self._hosts = self._hosts.died(host, now, self._policy)
                 if not ranks.are_connected and not ranks.has_no_start:
                     ranks.has_no_start = True  # the others would wait for it, as MPI does not know of it yet

@@ -141,41 +141,12 @@ def test_after_a_job_has_failed(
     assert hosts.failed(2.0, SizePolicy(2, 4, cooldown)).next_ranks(SizePolicy(2, 4, cooldown), 2.0) == ranks
 
 
-@pytest.mark.parametrize(
-    ("name", "host"),
-    [
-        ("b", "b"),
-        ("c", "c.cluster"),
-        ("c.elsewhere", "c.cluster"),
-        ("me", "localhost"),
-        ("me.cluster", "localhost"),
-        ("d", "d"),
-    ],
-)
-def test_the_host_that_a_rank_means(name: str, host: str) -> None:
-    """By its name there, which may be longer or shorter than the one that was listed, or localhost."""
-    hosts = Hosts({"localhost": 1, "b": 1, "c.cluster": 1})
-    assert hosts.find(9, name, {"me", "me.cluster"}) == host
-
-
-def test_addresses_have_no_short_names() -> None:
-    """10.0.0.3 is not 10.0.0.1."""
-    assert Hosts({"10.0.0.1": 2, "10.0.0.2": 2}).find(9, "10.0.0.3", {"me"}) == "10.0.0.3"
-
-
-@pytest.mark.parametrize(
-    ("listed", "names", "here"),
-    [
-        (("10.0.0.1", "10.0.0.2"), ("n1", "n2"), "me"),
-        (("10.0.0.1", "10.0.0.2"), ("n1", "n2"), "n1"),  # this machine, listed by its address
-        (("n.one", "n.two"), ("n", "other"), "me"),  # a short name of both
-    ],
-)
-def test_a_host_is_known_by_its_ranks(listed: tuple[str, str], names: tuple[str, str], here: str) -> None:
-    """In the order in which mpirun fills hosts, where the name that a rank has for its host does not tell."""
-    hosts = Hosts(dict.fromkeys(listed, 3)).started({listed[0]: 2, listed[1]: 3})
-    assert [hosts.find(rank, names[rank >= 2], {here}) for rank in range(5)] == [listed[0]] * 2 + [listed[1]] * 3
-    assert hosts.find(9, "n9", {here}) == "n9"
+def test_a_host_is_known_by_its_name_or_its_ranks() -> None:
+    """By the name that a rank has for it, or in the order in which mpirun fills hosts, where that name is not listed."""
+    hosts = Hosts({"10.0.0.1": 3, "n2": 3}).started({"10.0.0.1": 2, "n2": 3})
+    assert [hosts.host_of(rank, "n1") for rank in range(5)] == ["10.0.0.1"] * 2 + ["n2"] * 3
+    assert hosts.host_of(0, "n2") == "n2"  # mpirun was set up otherwise
+    assert hosts.host_of(9, "n9") == "n9"
 
 
 @pytest.mark.parametrize(
