@@ -142,7 +142,7 @@ def test_after_a_job_has_failed(
 
 
 def test_a_host_is_known_by_its_name_or_its_ranks() -> None:
-    """By the name that a rank has for it, or in the order in which mpirun fills hosts, where that name is not listed."""
+    """By the name that a rank has for it; where that is not listed, in the order in which mpirun fills hosts."""
     hosts = Hosts({"10.0.0.1": 3, "n2": 3}).started({"10.0.0.1": 2, "n2": 3})
     assert [hosts.host_of(rank, "n1") for rank in range(5)] == ["10.0.0.1"] * 2 + ["n2"] * 3
     assert hosts.host_of(0, "n2") == "n2"  # mpirun was set up otherwise
