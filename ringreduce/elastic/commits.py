@@ -203,7 +203,7 @@ def _digest(path: Path) -> str:
 # ---- what all ranks do together ----
 
 
-class DiskCommits:
+class DiskCommits(CommitStore):
     """Commits in a folder: rank 0 writes what is common to the ranks, and each rank what is its own.
 
     Args:
@@ -225,13 +225,11 @@ class DiskCommits:
         write: Callable[[Any, BinaryIO], None],
         read: Callable[[BinaryIO], Any],
     ) -> None:
-        self._folder, self._every = folder, every
-        self._write, self._read = write, read
-        self._store = CommitStore(folder, keep, write, read)
+        super().__init__(folder, keep, write, read)
+        self._every = every
         self._part = f".rank-{rank()}"
         self._has_own = self._begins_with_own = False
         self.number: int | None = None
-        self.settle = self._store.settle
 
     def open(self, values: Mapping[str, Any], *, has_own: bool, reason: str = "") -> None:
         """Make the folder ready, and choose the commit to begin with. Collective.
@@ -249,19 +247,19 @@ class DiskCommits:
         common: list[int] = []
         try:
             self._require_storable(values)
-            self._store.prepare()
-            whole = self._store.whole(self._part) if has_own else []
-            common = self._store.whole() if rank() == 0 else []
+            self.prepare()
+            whole = self.whole(self._part) if has_own else []
+            common = self.whole() if rank() == 0 else []
         except (ConfigError, OSError) as error:
             reason = reason or str(error)
         everyone = allgather_object((reason, whole, common))
         self._refuse({number: said for number, (said, _, _) in enumerate(everyone) if said})
         common = everyone[0][2]
         with_parts = [number for number in common if all(number in theirs for _, theirs, _ in everyone)]
-        self.number = broadcast_object(choose(self._store, common, with_parts) if rank() == 0 else None)
+        self.number = broadcast_object(choose(self, common, with_parts) if rank() == 0 else None)
         self._begins_with_own = has_own and self.number in with_parts
 
-    def load(self, take: Callable[[Any], str]) -> None:
+    def begin(self, take: Callable[[Any], str]) -> None:
         """Have rank 0 take what is common to the ranks in the commit to begin with. Collective.
 
         Args:
@@ -271,21 +269,23 @@ class DiskCommits:
             ConfigError: it cannot, on all ranks.
         """
         assert self.number is not None
-        wrong = broadcast_object(take(self._store.load(self.number)) if rank() == 0 else "")
+        wrong = broadcast_object(take(self.load(self.number)) if rank() == 0 else "")
         self._refuse({0: f"commit {self.number} {wrong}"} if wrong else {})
 
-    def load_own(self) -> dict[str, Any] | None:
+    def own(self) -> dict[str, Any] | None:
         """Return this rank's part of that commit; None: there is none, or it is of another number of ranks."""
         if not self._begins_with_own or self.number is None:
             return None
-        own: dict[str, Any] = self._store.load(self.number, self._part)
+        own: dict[str, Any] = self.load(self.number, self._part)
         return own if own["size"] == size() else None
 
     def is_due(self, number: int) -> bool:
         """Return whether a commit is one of those that are written."""
         return number % self._every == 0
 
-    def put(self, number: int, common: Mapping[str, Any], own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    def put_all(
+        self, number: int, common: Mapping[str, Any], own: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> None:
         """Have a commit written; returns at once.
 
         Args:
@@ -294,15 +294,15 @@ class DiskCommits:
             values: what is kept by value.
         """
         if own:
-            self._store.put(number, {"objects": own, "values": {}, "size": size()}, self._part)
+            self.put(number, {"objects": own, "values": {}, "size": size()}, self._part)
         if rank() == 0:
-            self._store.put(number, {"objects": common, "values": values, "size": size()})
+            self.put(number, {"objects": common, "values": values, "size": size()})
 
     def is_whole(self, number: int) -> bool:
         """Wait until all is written; return whether a commit is there on all ranks. Collective."""
         self.settle()
         parts = [*([self._part] if self._has_own else []), *([""] if rank() == 0 else [])]
-        return all(allgather_object(all(self._store.has(number, part) for part in parts)))
+        return all(allgather_object(all(self.has(number, part) for part in parts)))
 
     def _require_storable(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -320,7 +320,7 @@ class DiskCommits:
     def _refuse(self, reasons: Mapping[int, str]) -> None:
         if reasons:
             said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-            raise ConfigError(f"commits cannot be kept in {self._folder}: {said}")
+            raise ConfigError(f"commits cannot be kept in {self.folder}: {said}")
 
 
 def choose(store: CommitStore, common: list[int], with_parts: list[int]) -> int | None:

@@ -188,10 +188,10 @@ class HandlingState(ObjectState):
         disk = DiskCommits(folder, every, keep, self._write, self._read)
         disk.open(self._saved, has_own=any(each.own for each in self._handlers.values()), reason=reason)
         if disk.number is not None:
-            disk.load(self._begin_with)
+            disk.begin(self._begin_with)
             self._commits = disk.number
             self.sync()
-            if (own := disk.load_own()) is not None:
+            if (own := disk.own()) is not None:
                 self._take(own)
         self._disk = disk
         return disk.number
@@ -313,7 +313,7 @@ class HandlingState(ObjectState):
             objects = {name: each for name, each in self._handlers.items() if each._saved is not None}
             common = {name: each._saved for name, each in objects.items() if not each.own}
             own = {name: each._saved for name, each in objects.items() if each.own}
-            disk.put(number, common, own, self._saved)
+            disk.put_all(number, common, own, self._saved)
 
     def check_host_updates(self) -> None:
         try:
