@@ -40,6 +40,8 @@ __all__ = [
 class RingReduceError(RuntimeError):
     """Base of every error that ringreduce raises on purpose."""
 
+    _keras_call_info_injected = True  # else Keras raises another error in its place, made of its text
+
 
 class ConfigError(RingReduceError, ValueError):
     """A setting, an argument or the way the job was launched is wrong."""

@@ -42,8 +42,8 @@ class StateHandler:
 
     Attributes:
         own: whether each rank has a state of its own.
-        returns_new_state: whether `state_dict` returns, and `load_state_dict` takes, values that the object does not
-            share, so that nothing has to be copied.
+        returns_new_state: whether `_read` returns, and `_load` takes, values that the object does not share, so that
+            nothing has to be copied.
         notes_steps: whether `is_unchanged` notices steps of this optimizer; None: the object is no optimizer.
     """
 
@@ -55,20 +55,28 @@ class StateHandler:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def _read(self) -> Any:
+        """Return the object's state."""
+        return self.value.state_dict()
+
+    def _load(self, state: Any) -> None:
+        """Give the object a state."""
+        self.value.load_state_dict(state)
+
     def save(self) -> None:
         """Take a copy."""
-        self._saved = self._copied(self.value.state_dict())
+        self._saved = self._copied(self._read())
 
     def restore(self) -> None:
         """Load the last copy."""
-        self.value.load_state_dict(self._copied(self._saved))  # a copy: the object may keep these arrays
+        self._load(self._copied(self._saved))  # a copy: the object may keep these arrays
 
     def _copied(self, state: Any) -> Any:
         return state if self.returns_new_state else copy.deepcopy(state)
 
     def copy_small(self) -> Any:
         """Return a copy of everything that other calls than steps change; remember where the rest is."""
-        return self._copied(self.value.state_dict())
+        return self._copied(self._read())
 
     def is_unchanged(self) -> bool:
         """Return whether nothing has changed in what the last `copy_small` did not copy."""
@@ -76,13 +84,13 @@ class StateHandler:
 
     def restore_small(self, copied: Any) -> None:
         """Load what the last `copy_small` returned; the rest `is_unchanged`."""
-        self.value.load_state_dict(self._copied(copied))
+        self._load(self._copied(copied))
 
     def sync(self) -> None:
         """Make it equal to rank 0's. Collective."""
-        state = broadcast_object(self.value.state_dict())
+        state = broadcast_object(self._read())
         if rank() != 0:
-            self.value.load_state_dict(state)
+            self._load(state)
 
     def reset(self) -> None:
         """Prepare for other ranks. Collective."""

@@ -358,13 +358,14 @@ class Training:
 
 
 class ListTraining:
-    """Reduces lists of NumPy arrays over the ranks: gradients of frameworks that compute them as values. Collective.
+    """Reduces lists of arrays over the ranks: gradients of frameworks that compute them as values. Collective.
 
     Args:
         kind: what errors call it.
         named: names and specs; equal on all ranks.
         process_set: the ranks that train together.
         settings: returns the hyper-parameters, as text by name, which the ranks compare now and then.
+        arrays, bind: as for `Training`; those of NumPy.
         options: of `Options`. Nothing overlaps, and ``reduce_in="backward"`` is the same as ``"step"``.
 
     Raises:
@@ -378,9 +379,11 @@ class ListTraining:
         named: Named,
         process_set: ProcessSet = global_process_set,
         settings: Callable[[], Mapping[str, str]] | None = None,
+        arrays: Arrays = HOST,
+        bind: Callable[[Communicator], Memory] = lambda _: HostMemory(),
         **options: Any,
     ) -> None:
-        self.training = Training(kind, process_set, HOST, lambda _: HostMemory())
+        self.training = Training(kind, process_set, arrays, bind)
         with self.training.checking(kind):
             checked = Options(**options).checked(self.training.communicator.config, [each for _, each in named])
         self.training.begin(kind, partial(list, named), checked, settings)

@@ -1,0 +1,34 @@
+"""Data-parallel training with Keras 3, on its backends tensorflow, jax and torch.
+
+    import ringreduce.keras as hvd
+
+    hvd.init()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)), loss=...)
+    model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)], verbose=2 * (hvd.rank() == 0))
+
+Import it before the first model is made: on the backend jax, errors are then raised where they happen. Gradients are
+reduced in host memory; on the backend jax, the step has to run on the CPU.
+"""
+
+try:
+    import keras as _keras
+except ModuleNotFoundError as error:
+    raise ImportError("ringreduce.keras needs Keras, which is not installed: pip install keras") from error
+
+#: The lowest version that the tests were run with.
+_LOWEST = (3, 12)
+if tuple(map(int, _keras.version().split(".")[:2])) < _LOWEST:
+    raise ImportError(f"ringreduce.keras needs Keras {_LOWEST[0]}.{_LOWEST[1]} or newer, and this is {_keras.version()}")
+
+from ringreduce.keras import callbacks, elastic, functions, optimizer  # noqa: E402
+from ringreduce.keras.functions import *  # noqa: E402, F403  # what it exports is written down there
+from ringreduce.keras.optimizer import *  # noqa: E402, F403
+from ringreduce.runtime import names  # noqa: E402
+from ringreduce.runtime.names import *  # noqa: E402, F403
+from ringreduce.training.averages import weighted_average  # noqa: E402
+from ringreduce.training.objects import allgather_object, broadcast_object  # noqa: E402
+from ringreduce.training.requests import barrier, join  # noqa: E402
+
+__all__ = ["allgather_object", "barrier", "broadcast_object", "callbacks", "elastic", "join", "weighted_average"]
+__all__ += names.__all__ + functions.__all__ + optimizer.__all__
+__all__.sort()

@@ -1,0 +1,137 @@
+"""Elastic training with Keras: a state of a model and its optimizer, callbacks that commit it, and the loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
+from ringreduce.elastic.handlers import HandlingState, StateHandler
+from ringreduce.keras.backends import settle
+from ringreduce.keras.functions import broadcast_variables, values_of
+
+__all__ = [
+    "CommitStateCallback",
+    "HostsUpdatedInterrupt",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "TensorFlowKerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+    "run_fn",
+]
+
+
+class _VariablesHandler(StateHandler):
+    """Keeps a model or an optimizer, by its variables."""
+
+    returns_new_state = True
+
+    def _variables(self) -> list[Any]:
+        if isinstance(self.value, keras.layers.Layer):
+            settle(self.value)
+            return list(self.value.weights)
+        return list(self.value.variables)
+
+    def _read(self) -> Any:
+        return values_of(self._variables())
+
+    def _load(self, state: Any) -> None:
+        for variable, array in zip(self._variables(), state, strict=True):
+            variable.assign(array)
+
+    def sync(self) -> None:
+        broadcast_variables(self._variables())
+
+
+class KerasState(HandlingState):
+    """A model, its optimizer, and other values (``epoch=0, batch=0``), as attributes.
+
+    Models and optimizers are kept by their variables, and stay the objects that they are. Seeds of layers that draw
+    random numbers stay each rank's own. Anything else is kept by value.
+
+    Args:
+        model: one that has its weights.
+        optimizer: its optimizer; None: that with which it was compiled.
+        backend: without meaning here, taken for Horovod's sake.
+        **kwargs: other values; the same names on all ranks.
+
+    Raises:
+        ConfigError: the model has no weights yet, or there is no optimizer.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if not model.built:
+            raise ConfigError("the model has no weights yet: call model.build(input_shape) first")
+        if optimizer is None:
+            raise ConfigError("the model has no optimizer: compile it first, or give one")
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        super().__init__(model=model, optimizer=optimizer, **kwargs)
+
+    def _find_handler(self, value: Any) -> StateHandler | None:
+        kept = isinstance(value, (keras.layers.Layer, keras.optimizers.Optimizer))
+        return _VariablesHandler(value) if kept else super()._find_handler(value)
+
+
+TensorFlowKerasState = KerasState
+
+
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Commits a state after so many batches, and at the end of each epoch. Collective.
+
+    Args:
+        state: the same on all ranks.
+        batches_per_commit: so many; must agree.
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state, self.batches_per_commit = state, whole_number("batches_per_commit", batches_per_commit, 1)
+        self._since = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._since = 0  # the ranks may have changed
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._since += 1
+        if self._since == self.batches_per_commit:
+            self._since = 0
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps the number of the batch in ``state.batch``: 0 between epochs."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps the number of epochs that are done in ``state.epoch``, those of earlier calls of `fit` included."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state, self.initial_epoch = state, state.epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.initial_epoch = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.epoch = self.initial_epoch + epoch + 1

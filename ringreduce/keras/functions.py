@@ -1,0 +1,173 @@
+"""Collectives on single values and on variables. What can become a tensor of Keras goes in, a new tensor comes out.
+
+All raise `ConfigError` and `UnsupportedBufferError` for arguments; on all ranks `MismatchError` where these do not
+agree; `CollectiveTimeoutError`, `PeerLostError`, `ShutdownError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
+from ringreduce.keras.backends import wire_of
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.host import HOST
+from ringreduce.training.parameters import broadcast_parameters
+from ringreduce.training.requests import Adasum, Op, ReproducibleSum, Request, RequestBuilder, chosen_op
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReproducibleSum",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "reducescatter",
+]
+
+Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
+
+
+def _collective(
+    kind: str, value: Any, name: str | None, process_set: ProcessSet, request: Callable[[RequestBuilder, Any], Request]
+) -> Any:
+    with RequestBuilder(kind, name, process_set) as prepare:
+        made = request(prepare, _as_numpy(value))
+    return keras.ops.convert_to_tensor(made.carry_out())
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Op | None = None,
+    compression: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce a value over the ranks, element by element. Collective.
+
+    Args:
+        value: of any shape; shape and dtype must agree.
+        name: matches it with the other ranks' calls; None: calls match in order.
+        average: older form of ``op``.
+        prescale_factor, postscale_factor: multiply what goes in, and the result; must agree.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product`, `Adasum` or `ReproducibleSum`; None: `Average`. Must agree.
+        compression: as for `DistributedOptimizer`.
+        process_set: the ranks that take part.
+    """
+
+    def request(prepare: RequestBuilder, array: Any) -> Request:
+        kind, wire, targets = chosen_op(op, average), wire_of(compression), prepare.new_like([array])
+        return prepare.allreduce(
+            [array], targets, kind, prescale_factor, postscale_factor, result=lambda: targets[0], wire=wire
+        )
+
+    return _collective("allreduce", value, name, process_set, request)
+
+
+def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Concatenate the ranks' values along the first dimension, which may differ, in rank order. Collective.
+
+    Args:
+        value: of at least one dimension; the others and the dtype must agree.
+        name, process_set: as for `allreduce`.
+    """
+    return _collective("allgather", value, name, process_set, lambda prepare, array: prepare.allgather([array], _first))
+
+
+def broadcast(
+    value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the root's value. Collective.
+
+    Args:
+        value: of any shape; shape and dtype must agree.
+        root_rank: the sender, as a rank of the world; must agree.
+        name, process_set: as for `allreduce`.
+    """
+
+    def request(prepare: RequestBuilder, array: Any) -> Request:
+        return prepare.broadcast(array, process_set.rank_of(root_rank))
+
+    return _collective("broadcast", value, name, process_set, request)
+
+
+def reducescatter(
+    value: Any, name: str | None = None, op: Op = AVERAGE, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Reduce a value over the ranks and return this rank's part. Collective.
+
+    Args:
+        value: cut along the first dimension as `numpy.array_split` does; shape and dtype must agree.
+        op: as for `allreduce`, but not `Adasum` and `ReproducibleSum`; must agree.
+        name, process_set: as for `allreduce`.
+    """
+
+    def request(prepare: RequestBuilder, array: Any) -> Request:
+        return prepare.reducescatter([array], op, 1.0, 1.0, _first)
+
+    return _collective("reducescatter", value, name, process_set, request)
+
+
+def _first(results: Any) -> Any:
+    return results[0]
+
+
+def _as_numpy(value: Any) -> Any:
+    return np.asarray(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
+
+
+def values_of(variables: Iterable[Any]) -> list[Any]:
+    """Return copies of the values of variables, as NumPy arrays."""
+    return [_as_numpy(each).copy() for each in variables]
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite variables with the root's. Collective; outside of compiled functions.
+
+    Args:
+        variables: of a model (``model.weights``) or an optimizer (``optimizer.variables``); the same number, shapes and
+            dtypes on all ranks, in the same order.
+        root_rank: whose values count, as a rank of the world; must agree.
+        process_set: the ranks that take part. Nothing is done on the others.
+
+    Raises:
+        MismatchError: the variables differ between ranks in more than their values; nothing was overwritten then.
+    """
+    known = list(variables)
+    named = [(f"variable {number}", array) for number, array in enumerate(values_of(known))]
+    broadcast_parameters(HOST, named, root_rank, process_set)
+    for variable, (_, array) in zip(known, named, strict=True):
+        variable.assign(array)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Raise the error that says what to do: there are no global variables since Keras 3.
+
+    Args:
+        root_rank: whose values would count.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "Keras 3 has no global variables: give Model.fit the callback "
+        f"callbacks.BroadcastGlobalVariablesCallback({root_rank}), or call broadcast_variables(model.weights, "
+        f"{root_rank})"
+    )

@@ -1,0 +1,134 @@
+"""`DistributedOptimizer`: any optimizer of Keras, with gradients that are reduced over the ranks before each step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE
+from ringreduce.keras.backends import Reduction
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.applying import Distribution, distribute
+from ringreduce.training.requests import Op
+
+__all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
+
+
+class Compression:
+    """The formats in which gradients can travel between nodes."""
+
+    none = None
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp8 = "fp8"
+    int8 = "int8"
+    int4 = "int4"
+
+
+def DistributedOptimizer(  # noqa: N802  # Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Op = AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Let an optimizer reduce gradients over the ranks before it clips and applies them. Local.
+
+    All ranks then make the same steps, if they began with the same weights: see `BroadcastGlobalVariablesCallback`.
+    It stays an optimizer of its class: a model that was compiled with it is saved, and loaded elsewhere, as if it had
+    been trained in one process. The gradients of a step travel as one operation, through host memory.
+
+    An optimizer that scales losses, put around this one or given, sees gradients that are reduced: all ranks find the
+    same overflows. With ``gradient_accumulation_steps``, ranks add up gradients on their own and reduce the sum;
+    under a `LossScaleOptimizer` they reduce in each pass.
+
+    Args:
+        optimizer: a `keras.optimizers.Optimizer`, with variables already or without.
+        name, device_dense, device_sparse: without meaning here, taken for Horovod's sake.
+        compression: the format in which floats travel between nodes: one of `Compression`, or its name. Must agree.
+        sparse_as_dense: make sparse gradients dense before they are reduced; else what the ranks have is gathered.
+        backward_passes_per_step: how many batches make a step; sets ``gradient_accumulation_steps``. Must agree.
+        op: `Average` or `Sum`; must agree on all ranks.
+        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards. Must
+            agree.
+        average_aggregated_gradients: average over the batches of a step; False: sum them up. Must agree.
+        num_groups, groups: without meaning here, as all gradients travel together.
+        process_set: the ranks that train together. On others the optimizer steps as it does by itself.
+        scale_local_gradients: divide gradients of local variables (``optimizer.register_local_var(variable)``, which
+            are not reduced) by the number of ranks.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ConfigError: an argument is wrong, or this is one already.
+    """
+    if not hasattr(optimizer, "apply_gradients"):
+        raise ConfigError(f"DistributedOptimizer takes an optimizer of Keras, got one of type {type(optimizer).__name__}")
+    passes = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
+    how = Reduction.checked(op, compression, gradient_predivide_factor, sparse_as_dense, process_set)
+    factor = 1.0 if average_aggregated_gradients else float(passes)
+    distribution = Distribution(
+        how.reducer(), keras.ops, process_set, scale_local=scale_local_gradients, factor=factor
+    )
+    return distribute(optimizer, distribution, passes)
+
+
+def PartialDistributedOptimizer(  # noqa: N802  # Horovod's name
+    optimizer: Any, *arguments: Any, local_layers: Any = None, **options: Any
+) -> Any:
+    """Return a `DistributedOptimizer` that leaves the gradients of some layers as each rank has them.
+
+    Args:
+        optimizer: as for `DistributedOptimizer`.
+        *arguments: of that.
+        local_layers: a layer or several, whose weights exist already; the same on all ranks.
+        **options: of that.
+
+    Raises:
+        ConfigError: as `DistributedOptimizer`; or the optimizer looks at the norm of all gradients, or scales losses.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
+    distributed = DistributedOptimizer(optimizer, *arguments, **options)
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            distributed.register_local_var(variable)
+    return distributed
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a model that was saved with its optimizer, and make that a `DistributedOptimizer` with its state. Local.
+
+    Args:
+        filepath: of the model, in a format of Keras.
+        custom_optimizers: classes of optimizers that are not Keras's own.
+        custom_objects: other classes and functions by name, as for `keras.saving.load_model`.
+        compression: as for `DistributedOptimizer`.
+        legacy_opts: without meaning here, taken for Horovod's sake.
+    """
+    known = {**{each.__name__: each for each in custom_optimizers or ()}, **(custom_objects or {})}
+    model = keras.saving.load_model(filepath, custom_objects=known)
+    if model.optimizer is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model

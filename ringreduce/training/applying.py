@@ -1,0 +1,175 @@
+"""Optimizers that are given gradients in a call, as Keras's are: their `apply` reduces them over the ranks first.
+
+The optimizer stays the object that it is, and gets a subclass of its class. A model that holds it is saved as without
+ringreduce: the subclass has the name and the module of its base, and ``optimizer.__class__`` is the base.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.runtime.process_sets import ProcessSet
+
+__all__ = ["Distribution", "distribute"]
+
+
+class Distribution:
+    """What an optimizer does with gradients before it applies them.
+
+    Args:
+        reduce: takes gradients, some of them None, and their variables; returns the averages or sums. Collective.
+        ops: `keras.ops`.
+        process_set: the ranks that train together. Other ranks train alone.
+        scale_local: whether gradients of local variables are divided by the number of ranks.
+        factor: multiplies all gradients after they are reduced.
+    """
+
+    def __init__(
+        self,
+        reduce: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+        ops: Any,
+        process_set: ProcessSet,
+        *,
+        scale_local: bool = True,
+        factor: float = 1.0,
+    ) -> None:
+        self._reduce, self._ops, self._process_set = reduce, ops, process_set
+        self._scale_local, self._factor = scale_local, factor
+        self.local: list[Any] = []
+
+    def reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients, those of local variables as this rank has them, all others reduced."""
+        result, local = list(gradients), set(map(id, self.local))
+        shared = [number for number, each in enumerate(variables) if id(each) not in local]
+        if shared and self._process_set.included():
+            given = [result[number] for number in shared], [variables[number] for number in shared]
+            for number, each in zip(shared, self._reduce(*given), strict=True):
+                result[number] = each
+            if self._scale_local:
+                size = self._process_set.size()
+                for number in set(range(len(result))).difference(shared):
+                    result[number] = self._scaled(result[number], 1.0 / size)
+        return [self._scaled(each, self._factor) for each in result]
+
+    def reduced_with_earlier(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients as they are until a step is due; then reduce their sum with those before.
+
+        The optimizer keeps the sum, and divides by the number of passes when it makes the step. It adds what it has
+        kept to what it is given, so this sets what it has kept to zero.
+        """
+        ops = self._ops
+        kept = [optimizer._accumulated_gradients[optimizer._get_variable_index(each)] for each in variables]
+        sums = [ops.convert_to_tensor(each) for each in kept]
+        due = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
+        # A gradient that this pass lacks on this rank may be there in an earlier one, or on another rank.
+        dense = [ops.zeros_like(old) if each is None else each for each, old in zip(gradients, sums, strict=True)]
+
+        def together() -> tuple[list[Any], list[Any]]:
+            whole = [ops.add(each, old) for each, old in zip(dense, sums, strict=True)]
+            return self.reduced(whole, variables), [ops.zeros_like(old) for old in sums]
+
+        def apart() -> tuple[list[Any], list[Any]]:
+            return [ops.convert_to_tensor(each) for each in dense], sums
+
+        result, rest = ops.cond(due, together, apart)
+        for old, new in zip(kept, rest, strict=True):
+            old.assign(new)
+        return list(result)
+
+    def _scaled(self, gradient: Any, factor: float) -> Any:
+        return gradient if gradient is None or factor == 1.0 else self._ops.multiply(gradient, factor)
+
+
+def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> Any:
+    """Let an optimizer reduce gradients over the ranks before it clips, accumulates and applies them; return it.
+
+    An optimizer that scales losses reduces before it looks for overflows, so that all ranks find the same. If such a
+    one is put around ``optimizer`` later, the reduction moves into that.
+
+    Args:
+        optimizer: one of Keras's, with or without variables already.
+        distribution: how.
+        passes: how many calls of `apply` make a step; its ``gradient_accumulation_steps`` from now on, unless 1.
+
+    Raises:
+        ConfigError: it reduces gradients already, or ``passes`` comes too late.
+    """
+    if getattr(type(optimizer), "distribution", None) is not None:
+        raise ConfigError("this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice")
+    if passes > 1:
+        stepping = getattr(optimizer, "inner_optimizer", optimizer)
+        if stepping.built or stepping.gradient_accumulation_steps:
+            raise ConfigError(
+                "backward_passes_per_step is for an optimizer that has no variables yet and no "
+                "gradient_accumulation_steps; that option of Keras does the same"
+            )
+        stepping.gradient_accumulation_steps = passes
+    base = type(optimizer)
+    members = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    methods = _scaling_methods(base, distribution) if hasattr(optimizer, "inner_optimizer") else {}
+    own_class = property(lambda self: base)
+    members |= {"__class__": own_class, "distribution": distribution, **_methods(base, distribution), **methods}
+    _set_class(optimizer, type(base.__name__, (base,), members))
+    _require_equal_steps(optimizer)
+    return optimizer
+
+
+def _set_class(optimizer: Any, made: type) -> None:
+    vars(object)["__class__"].__set__(optimizer, made)  # that of the instance is read-only
+
+
+def _methods(base: Any, distribution: Distribution) -> dict[str, Any]:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        grads = list(grads)
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if len(grads) == len(variables):  # else it raises
+            if self.gradient_accumulation_steps:
+                if not self.built:
+                    self.build(variables)
+                grads = distribution.reduced_with_earlier(self, grads, variables)
+            else:
+                grads = distribution.reduced(grads, variables)
+        base.apply(self, grads, trainable_variables and variables)
+
+    def register_local_var(self: Any, var: Any) -> None:
+        """Let this rank have a variable of its own, whose gradients are not reduced."""
+        distribution.local.append(var)
+        _require_equal_steps(self)
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        base.__setattr__(self, name, value)
+        # An optimizer that scales losses sets this in its constructor, which `Model.compile` calls by itself. It looks
+        # for overflows before it calls this one, and a rank that finds one does not call it.
+        scaling = sys._getframe(1).f_locals.get("self") if name == "loss_scale_factor" else None
+        if getattr(scaling, "inner_optimizer", None) is self:
+            _set_class(self, base)
+            distribute(scaling, distribution)
+
+    return {"apply": apply, "register_local_var": register_local_var, "__setattr__": set_attribute}
+
+
+def _scaling_methods(base: Any, distribution: Distribution) -> dict[str, Any]:
+    def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        """Reduce, where the base does not call `apply`."""
+        grads = distribution.reduced(grads, self._trainable_variables)
+        return base.stateless_apply(self, optimizer_variables, grads, trainable_variables)
+
+    return {"stateless_apply": stateless_apply}
+
+
+def _require_equal_steps(optimizer: Any) -> None:
+    """Raise `ConfigError` if what a rank has of its own would change the steps of what all have in common."""
+    if type(optimizer).distribution.local:
+        if hasattr(optimizer, "inner_optimizer"):
+            raise ConfigError(
+                "with local variables losses cannot be scaled dynamically: a rank whose own gradients overflow would "
+                "skip a step that the others make; give the optimizer a loss_scale_factor, or train in bfloat16"
+            )
+        if optimizer.global_clipnorm:
+            raise ConfigError(
+                "with local variables there is no global_clipnorm: the norm of all gradients differs between the "
+                "ranks, which would clip those of common variables differently; use clipnorm or clipvalue"
+            )

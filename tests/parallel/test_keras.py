@@ -1,0 +1,489 @@
+"""Keras on the backend that KERAS_BACKEND names: training on several ranks equals training in one process.
+
+The references are Keras by itself, on the batches of all ranks together, and closed forms.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+keras = pytest.importorskip("keras")
+
+import ringreduce as rr  # noqa: E402
+import ringreduce.keras as hvd  # noqa: E402
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+BACKEND = keras.backend.backend()
+# Of Keras, when it saves variables.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+ROWS, STEPS = 3, 6  # of each batch, of each epoch
+STEADY = {"shuffle": False, "verbose": 0}
+
+
+def data(steps: int = STEPS) -> tuple[Any, Any]:
+    """Return the rows of all ranks, in an order in which each batch of all ranks together is contiguous."""
+    draw = np.random.default_rng(5)
+    x = draw.normal(size=(steps * SIZE * ROWS, 6)).astype(np.float32)
+    return x, (x @ draw.normal(size=(6, 3)) + draw.normal(size=3)).astype(np.float32)
+
+
+def mine(array: Any) -> Any:
+    """Return this rank's part of each batch."""
+    return array.reshape(-1, SIZE, ROWS, *array.shape[1:])[:, RANK].reshape(-1, *array.shape[1:])
+
+
+def model_of(seed: int, units: int = 4) -> Any:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(units, "tanh", name="a"), keras.layers.Dense(3, name="b")]
+    )
+
+
+def trained(
+    optimizer: Any, *, model: Any = None, callbacks: Any = (), epochs: int = 2, steps: int = STEPS, **compiled: Any
+) -> Any:
+    """Return a model that all ranks have trained together, from the weights of rank 0."""
+    model = model_of(100 + RANK) if model is None else model
+    model.compile(hvd.DistributedOptimizer(optimizer) if "own" not in compiled else optimizer, loss="mse", **{
+        name: value for name, value in compiled.items() if name != "own"
+    })
+    x, y = data(steps)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(mine(x), mine(y), batch_size=ROWS, epochs=epochs, callbacks=[broadcast, *callbacks], **STEADY)
+    return model
+
+
+def alone(optimizer: Any, *, passes: int = 1, epochs: int = 2, steps: int = STEPS) -> Any:
+    """Return a model that this process has trained by itself on the batches of all ranks."""
+    model = model_of(100)
+    model.compile(optimizer, loss="mse")
+    model.fit(*data(steps), batch_size=ROWS * SIZE * passes, epochs=epochs, **STEADY)
+    return model
+
+
+def as_numpy(tensor: Any) -> Any:
+    return np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(tensor)))
+
+
+def weights(model: Any) -> list[Any]:
+    return list(map(as_numpy, model.weights))
+
+
+def assert_same_everywhere(model: Any) -> None:
+    """Assert that all ranks have the same weights and the same state of the optimizer, bit by bit."""
+    mine = [as_numpy(each).tobytes() for each in [*model.weights, *model.optimizer.variables]]
+    assert all(theirs == mine for theirs in rr.allgather_object(mine))
+
+
+def assert_equal(model: Any, reference: Any) -> None:
+    for ours, theirs in zip(weights(model), weights(reference), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+SGD, Adam, Scaled = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "momentum": lambda: SGD(0.02, momentum=0.9),
+    "adam": lambda: Adam(0.01, weight_decay=0.01),
+    "clipped": lambda: SGD(0.1, clipnorm=0.1),
+    "clipped by the norm of all": lambda: SGD(0.1, global_clipnorm=0.1),
+    "moving average": lambda: SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4),
+    "accumulation": lambda: SGD(0.05, momentum=0.5, gradient_accumulation_steps=3),
+    "loss scale": lambda: Scaled(SGD(0.05, momentum=0.5), initial_scale=64.0),
+    "loss scale and accumulation": lambda: Scaled(SGD(0.05, gradient_accumulation_steps=3), initial_scale=64.0),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_ranks_train_as_one_process(kind: str) -> None:
+    """With the whole batch; weights and states are equal on all ranks, bit by bit."""
+    model = trained(OPTIMIZERS[kind]())
+    assert_same_everywhere(model)
+    assert_equal(model, alone(OPTIMIZERS[kind]()))
+
+
+def test_eager_steps_train_as_one_process() -> None:
+    model = trained(SGD(0.05), run_eagerly=True)
+    assert_same_everywhere(model)
+    assert_equal(model, alone(SGD(0.05)))
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has steps_per_execution on the other backends only")
+def test_several_steps_per_call_train_as_one_process() -> None:
+    model = trained(SGD(0.05), steps_per_execution=4)
+    assert_same_everywhere(model)
+    assert_equal(model, alone(SGD(0.05)))
+
+
+def test_a_loss_scale_that_is_put_around_later_sees_reduced_gradients() -> None:
+    """As `Model.compile` does under mixed precision."""
+    model = trained(Scaled(hvd.DistributedOptimizer(SGD(0.05)), initial_scale=64.0), own=True)
+    assert_same_everywhere(model)
+    assert_equal(model, alone(SGD(0.05)))
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(outside: bool) -> None:
+    """In both nestings. The scale is halved on all ranks; the weights are those of the other steps."""
+    if outside:
+        optimizer = hvd.DistributedOptimizer(Scaled(SGD(0.05), initial_scale=64.0))
+    else:
+        optimizer = Scaled(hvd.DistributedOptimizer(SGD(0.05)), initial_scale=64.0)
+    model = model_of(100)
+    model.compile(optimizer, loss="mse")
+    x, y = data()
+    spoilt = x.copy()
+    spoilt[2 * SIZE * ROWS] = np.inf  # a row of rank 0, in the third step
+    model.fit(mine(spoilt), mine(y), batch_size=ROWS, **STEADY)
+    assert_same_everywhere(model)
+    assert float(as_numpy(optimizer.dynamic_scale)) == 32.0
+    kept = np.arange(len(x)) // (SIZE * ROWS) != 2
+    reference = model_of(100)
+    reference.compile(SGD(0.05), loss="mse")
+    reference.fit(x[kept], y[kept], batch_size=ROWS * SIZE, **STEADY)
+    assert_equal(model, reference)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_several_passes_make_a_step(average: bool) -> None:
+    """Of the average of their gradients, or of the sum, which is a step of twice the length."""
+    model = model_of(100 + RANK)
+    optimizer = hvd.DistributedOptimizer(
+        SGD(0.02), backward_passes_per_step=2, average_aggregated_gradients=average
+    )
+    model = trained(optimizer, model=model, own=True)
+    assert_same_everywhere(model)
+    assert_equal(model, alone(SGD(0.02 if average else 0.04), passes=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [
+        ({"op": hvd.Sum}, 0.02 * SIZE),
+        ({"gradient_predivide_factor": 2.0}, 0.02),
+        ({"compression": hvd.Compression.fp16}, 0.02),
+        ({"num_groups": 2, "sparse_as_dense": True}, 0.02),
+    ],
+    ids=["sum", "predivide", "compression", "groups"],
+)
+def test_options_of_the_reduction(options: dict[str, Any], rate: float) -> None:
+    model = trained(hvd.DistributedOptimizer(SGD(0.02), **options), own=True)
+    assert_same_everywhere(model)
+    assert_equal(model, alone(SGD(rate)))
+
+
+def test_embeddings_train_as_one_process() -> None:
+    """Whose gradients are sparse on the backend tensorflow, of other rows on each rank."""
+
+    def words() -> Any:
+        keras.utils.set_random_seed(3)
+        return keras.Sequential(
+            [keras.Input((2,), dtype="int32"), keras.layers.Embedding(11, 3), keras.layers.Flatten()]
+        )
+
+    x = np.random.default_rng(7).integers(0, 11, (STEPS * SIZE * ROWS, 2)).astype(np.int32)
+    y = np.random.default_rng(8).normal(size=(len(x), 6)).astype(np.float32)
+    model, reference = words(), words()
+    model.compile(hvd.DistributedOptimizer(SGD(0.5)), loss="mse")
+    model.fit(mine(x), mine(y), batch_size=ROWS, **STEADY)
+    reference.compile(SGD(0.5), loss="mse")
+    reference.fit(x, y, batch_size=ROWS * SIZE, **STEADY)
+    assert_same_everywhere(model)
+    assert_equal(model, reference)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Branched(keras.Model):
+    """One of its layers is used by some ranks only."""
+
+    def __init__(self, uses_branch: bool) -> None:
+        super().__init__()
+        self.first, self.branch = keras.layers.Dense(3, name="first"), keras.layers.Dense(3, name="branch")
+        self.uses_branch = uses_branch
+        self.first.build((None, 6))
+        self.branch.build((None, 6))
+
+    def call(self, x: Any) -> Any:
+        return self.first(x) + self.branch(x) if self.uses_branch else self.first(x)
+
+
+def test_a_layer_that_one_rank_uses_gets_its_gradient_divided() -> None:
+    """Ranks that do not use it count as zeros."""
+    keras.utils.set_random_seed(1)
+    model = Branched(RANK == 0)
+    start = weights(model)
+    model.compile(hvd.DistributedOptimizer(SGD(0.1)), loss="mse")
+    x, y = data(1)
+    model.fit(mine(x), mine(y), batch_size=ROWS, **STEADY)
+    assert_same_everywhere(model)
+    first, bias, branch, branch_bias = (each.astype(np.float64) for each in start)
+    part = x.reshape(SIZE, ROWS, 6)[0].astype(np.float64), y.reshape(SIZE, ROWS, 3)[0].astype(np.float64)
+    wrong = part[0] @ (first + branch) + bias + branch_bias - part[1]
+    expected = branch - 0.1 * (part[0].T @ wrong) * 2 / wrong.size / SIZE
+    np.testing.assert_allclose(as_numpy(model.branch.kernel), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_local_layers_keep_their_own_gradients() -> None:
+    """Divided by the number of ranks; all other weights are equal on all ranks."""
+    model = model_of(100)
+    rate = 0.1
+    optimizer = hvd.PartialDistributedOptimizer(SGD(rate), local_layers=model.get_layer("a"))
+    model.compile(optimizer, loss="mse")
+    own = model_of(100)
+    own.compile(SGD(rate / SIZE), loss="mse")
+    x, y = data(1)
+    model.fit(mine(x), mine(y), batch_size=ROWS, **STEADY)
+    own.fit(mine(x), mine(y), batch_size=ROWS, **STEADY)
+    for ours, theirs in zip(weights(model)[:2], weights(own)[:2], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    shared = [each.tobytes() for each in weights(model)[2:]]
+    assert all(theirs == shared for theirs in rr.allgather_object(shared))
+
+
+def test_what_would_make_ranks_step_differently_is_refused() -> None:
+    layer = model_of(1).get_layer("a")
+    with pytest.raises(rr.ConfigError, match="the norm of all gradients differs"):
+        hvd.PartialDistributedOptimizer(SGD(global_clipnorm=1.0), local_layers=layer)
+    with pytest.raises(rr.ConfigError, match="losses cannot be scaled dynamically"):
+        Scaled(hvd.PartialDistributedOptimizer(SGD(), local_layers=[layer]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"op": "max"}, "average or sum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "a part of averaging"),
+        ({"compression": "fp12"}, "fp16"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
+        ({"process_set": None}, "ProcessSet"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(rr.ConfigError, match=said):
+        hvd.DistributedOptimizer(SGD(), **options)
+
+
+def test_an_optimizer_is_distributed_once() -> None:
+    optimizer = hvd.DistributedOptimizer(SGD())
+    with pytest.raises(rr.ConfigError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(rr.ConfigError, match="takes an optimizer of Keras"):
+        hvd.DistributedOptimizer("sgd")
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_models_that_differ_raise_on_all_ranks() -> None:
+    with pytest.raises(rr.MismatchError) as caught:
+        trained(SGD(0.1), model=model_of(1, units=4 + (RANK == 0)))
+    assert sorted(caught.value.values) == list(range(SIZE))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_a_step_that_fails_raises_our_error_from_fit_and_a_state_goes_on() -> None:
+    """Though `fit` shows nothing, and on the backend jax has used up the weights."""
+    model = model_of(100)
+    optimizer = hvd.DistributedOptimizer(SGD(0.05), op=hvd.Sum if RANK == 0 else hvd.Average)
+    model.compile(optimizer, loss="mse")
+    state = hvd.elastic.KerasState(model, epoch=0)
+    x, y = data()
+    with pytest.raises(rr.MismatchError) as caught:
+        model.fit(
+            mine(x), mine(y), batch_size=ROWS, callbacks=[hvd.callbacks.MetricAverageCallback()], **STEADY
+        )
+    assert type(caught.value) is rr.MismatchError
+    assert sorted(caught.value.values) == list(range(SIZE))
+    state.restore()
+    for ours, theirs in zip(weights(model), weights(model_of(100)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    model.compile(hvd.DistributedOptimizer(SGD(0.05)), loss="mse")
+    model.fit(mine(x), mine(y), batch_size=ROWS, epochs=2, **STEADY)
+    assert_equal(model, alone(SGD(0.05)))
+
+
+@pytest.mark.parametrize("make", [lambda: Adam(0.01), lambda: Scaled(SGD(0.01, momentum=0.5))], ids=["adam", "scaled"])
+def test_a_saved_model_has_nothing_of_ringreduce(make: Callable[[], Any], tmp_path: Path) -> None:
+    """It is what Keras saves by itself; loaded by Keras, it has a plain optimizer with the same state."""
+    model = trained(make(), epochs=1)
+    assert keras.saving.serialize_keras_object(hvd.DistributedOptimizer(make(), name="x")) is not None
+    described = keras.saving.serialize_keras_object(model.optimizer)
+    plain = make()
+    plain.name = model.optimizer.name
+    expected = keras.saving.serialize_keras_object(plain)
+    assert (described["module"], described["class_name"]) == (expected["module"], expected["class_name"])
+    assert set(described["config"]) == set(expected["config"])
+    assert "ringreduce" not in json.dumps(described)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is type(make())
+    for ours, theirs in zip(
+        [*model.weights, *model.optimizer.variables], [*loaded.weights, *loaded.optimizer.variables], strict=True
+    ):
+        np.testing.assert_array_equal(as_numpy(ours), as_numpy(theirs))
+
+
+def test_a_loaded_model_trains_on(tmp_path: Path) -> None:
+    """With its optimizer's state, and on all ranks together."""
+    model = trained(Adam(0.01), epochs=1)
+    model.save(tmp_path / "model.keras")
+    loaded = hvd.load_model(tmp_path / "model.keras", compression=hvd.Compression.none)
+    x, y = data()
+    loaded.fit(mine(x), mine(y), batch_size=ROWS, **STEADY)
+    assert_same_everywhere(loaded)
+    assert_equal(loaded, alone(Adam(0.01)))
+
+
+class Recorded(keras.callbacks.Callback):
+    """Keeps what the callbacks after another one see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(float(self.model.optimizer.learning_rate))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logs.append(dict(logs or {}))
+
+
+def test_metrics_are_averaged() -> None:
+    own, averaged = Recorded(), Recorded()
+    trained(SGD(0.01), callbacks=[own, hvd.callbacks.MetricAverageCallback(), averaged], metrics=["mae"])
+    for mine, ours in zip(own.logs, averaged.logs, strict=True):
+        assert set(mine) == set(ours) == {"loss", "mae"}
+        for name, value in ours.items():
+            assert value == pytest.approx(np.mean(rr.allgather_object(mine[name])))
+
+
+def test_the_learning_rate_warms_up() -> None:
+    recorded = Recorded()
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2, verbose=1)
+    trained(SGD(0.1), callbacks=[warmup, recorded], epochs=3)
+    ends = [min((number + 1) / STEPS, 2.0) for number in range(3 * STEPS)]
+    expected = [0.1 / SIZE * (end * (SIZE - 1) / 2 + 1) for end in ends]
+    np.testing.assert_allclose(recorded.rates, expected, rtol=1e-6)
+    assert recorded.logs[1]["lr"] == pytest.approx(0.1)
+
+
+def test_momentum_follows_the_learning_rate() -> None:
+    """A velocity of the old rate counts in the first batch of a new rate as one of the new rate; see the paper."""
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    start = float(weights(model)[0].item())
+    model.compile(hvd.DistributedOptimizer(SGD(1.0, momentum=0.9)), loss="mse")
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: [1.0, 0.5, 0.2][int(epoch)])
+    ones = np.ones((2 * ROWS, 1), np.float32)
+    model.fit(ones, 0 * ones, batch_size=ROWS, epochs=3, callbacks=[schedule], **STEADY)
+    weight, velocity, old = start, 0.0, 1.0
+    for rate in (0.1, 0.05, 0.02):
+        for momentum in (0.9 * rate / old, 0.9):
+            velocity = momentum * velocity - rate * 2 * weight
+            weight += velocity
+        old = rate
+    assert weights(model)[0].item() == pytest.approx(weight, rel=1e-5)
+
+
+def test_a_constant_multiplier_decays_within_its_epochs() -> None:
+    recorded = Recorded()
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=1, end_epoch=3)
+    trained(SGD(0.3), callbacks=[schedule, recorded], epochs=4, steps=2)
+    np.testing.assert_allclose(recorded.rates, [0.3, 0.3, 0.05, 0.05, 0.025, 0.025, 0.025, 0.025], rtol=1e-6)
+    with pytest.raises(rr.ConfigError, match="initial_lr"):
+        hvd.callbacks.LearningRateScheduleCallback(None, 1.0)
+
+
+def test_the_best_model_is_saved_by_rank_0(tmp_path: Path) -> None:
+    best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=str(tmp_path / "best.keras"))
+    trained(SGD(0.01), callbacks=[best])
+    assert (tmp_path / "best.keras").exists() == (RANK == 0)
+
+
+def test_local_variables_are_not_broadcast() -> None:
+    model = model_of(100 + RANK)
+    start = weights(model)
+    model.compile(hvd.DistributedOptimizer(SGD(0.0)), loss="mse")
+    kept = model.get_layer("a").trainable_weights
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(SIZE - 1, local_variables=kept[:1])
+    broadcast.register_local_var(kept[1])
+    x, y = data(1)
+    model.fit(mine(x), mine(y), batch_size=ROWS, callbacks=[broadcast], **STEADY)
+    expected = [*start[:2], *weights(model_of(100 + SIZE - 1))[2:]]
+    for ours, theirs in zip(weights(model), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_values_are_reduced_gathered_and_broadcast() -> None:
+    triangle = sum(range(SIZE))
+    np.testing.assert_allclose(as_numpy(hvd.allreduce([1.0, float(RANK)])), [1.0, triangle / SIZE])
+    assert float(hvd.allreduce(float(RANK), op=hvd.Sum, prescale_factor=2.0)) == 2.0 * triangle
+    assert float(hvd.allreduce(2.0, compression=hvd.Compression.fp16)) == 2.0
+    assert float(hvd.allreduce(float(RANK), op=hvd.Max)) == SIZE - 1.0
+    np.testing.assert_array_equal(
+        as_numpy(hvd.allgather(np.full((RANK, 2), RANK, np.int32)))[:, 0], np.repeat(np.arange(SIZE), np.arange(SIZE))
+    )
+    np.testing.assert_array_equal(as_numpy(hvd.broadcast([RANK, 7], SIZE - 1)), [SIZE - 1, 7])
+    parts = np.array_split(np.arange(5.0), SIZE)
+    np.testing.assert_allclose(as_numpy(hvd.reducescatter(np.arange(5.0, dtype=np.float32))), parts[RANK])
+    with pytest.raises(rr.ConfigError, match="no global variables"):
+        hvd.broadcast_global_variables(0)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_values_of_other_shapes_raise_on_all_ranks() -> None:
+    with pytest.raises(rr.MismatchError):
+        hvd.allreduce(np.zeros(2 + (RANK == 0), np.float32))
+
+
+@pytest.mark.skipif(SIZE < 3, reason="a set of fewer ranks than all, and more than one")
+def test_ranks_of_a_process_set_train_together() -> None:
+    process_set = hvd.add_process_set([0, 1])
+    try:
+        model = model_of(100)
+        model.compile(hvd.DistributedOptimizer(SGD(0.1), process_set=process_set), loss="mse")
+        x, y = data(1)
+        model.fit(mine(x), mine(y), batch_size=ROWS, **STEADY)
+        everyone = rr.allgather_object([each.tobytes() for each in weights(model)])
+        assert everyone[0] == everyone[1] != everyone[2]
+    finally:
+        hvd.remove_process_set(process_set)
+
+
+def test_a_state_is_committed_and_restored() -> None:
+    """Callbacks keep epoch and batch; a sync takes the values of rank 0."""
+    model = model_of(100 + RANK)
+    model.compile(hvd.DistributedOptimizer(Adam(0.01)), loss="mse")
+    state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+    state.sync()
+    for ours, theirs in zip(weights(model), weights(model_of(100)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    committed: list[tuple[int, int]] = []
+
+    class Commits(hvd.elastic.CommitStateCallback):  # type: ignore[misc,name-defined]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            super().on_train_batch_end(batch, logs)
+            committed.append((state.commits, state.batch))
+
+    x, y = data()
+    callbacks = [
+        hvd.elastic.UpdateBatchStateCallback(state),
+        Commits(state, batches_per_commit=2),
+        hvd.elastic.UpdateEpochStateCallback(state),
+    ]
+    model.fit(mine(x), mine(y), batch_size=ROWS, epochs=2, callbacks=callbacks, **STEADY)
+    assert (state.epoch, state.batch) == (2, 0)
+    assert committed[:STEPS] == [((batch + 1) // 2, batch) for batch in range(STEPS)]
+    kept, optimizer = weights(model), list(map(as_numpy, model.optimizer.variables))
+    state.save()
+    model.fit(mine(x), mine(y), batch_size=ROWS, **STEADY)
+    state.restore()
+    for ours, theirs in zip([*model.weights, *model.optimizer.variables], [*kept, *optimizer], strict=True):
+        np.testing.assert_array_equal(as_numpy(ours), theirs)
+    with pytest.raises(rr.ConfigError, match="no weights yet"):
+        hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
