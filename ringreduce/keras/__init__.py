@@ -11,14 +11,18 @@ reduced in host memory; on the backend jax, the step has to run on the CPU.
 """
 
 try:
-    import keras as _keras
+    import keras
 except ModuleNotFoundError as error:
-    raise ImportError("ringreduce.keras needs Keras, which is not installed: pip install keras") from error
+    if error.name != "keras":
+        raise
+    raise ModuleNotFoundError(
+        "ringreduce.keras needs Keras, which is not installed: pip install keras", name="keras"
+    ) from None
 
 #: The lowest version that the tests were run with.
-_LOWEST = (3, 12)
-if tuple(map(int, _keras.version().split(".")[:2])) < _LOWEST:
-    raise ImportError(f"ringreduce.keras needs Keras {_LOWEST[0]}.{_LOWEST[1]} or newer, and this is {_keras.version()}")
+_LOWEST = "3.12"
+if tuple(map(int, keras.version().split(".")[:2])) < tuple(map(int, _LOWEST.split("."))):
+    raise ImportError(f"ringreduce.keras needs Keras {_LOWEST} or newer, and this is {keras.version()}", name="keras")
 
 from ringreduce.keras import callbacks, elastic, functions, optimizer  # noqa: E402
 from ringreduce.keras.functions import *  # noqa: E402, F403  # what it exports is written down there

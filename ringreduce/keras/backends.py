@@ -7,6 +7,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from ringreduce.buffers.codecs import CODECS
 from ringreduce.common.arguments import real_number
@@ -16,8 +17,6 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import WireFormat
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.requests import Op, chosen_op, require_process_set
-
-__all__ = ["Reduction", "prepare", "settle", "wire_of"]
 
 #: Takes gradients and their variables; returns the averages or sums.
 Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -68,6 +67,11 @@ def wire_of(compression: Any) -> str | None:
     if wire is not None and wire not in CODECS:
         raise ConfigError(f"compression is None or one of {', '.join(CODECS)}, got {compression!r}")
     return wire
+
+
+def as_numpy(value: Any) -> Any:
+    """Return a copy of a tensor, the value of a variable, or what can become a tensor."""
+    return np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
 
 
 def settle(model: Any) -> None:
@@ -136,12 +140,6 @@ elif keras.backend.backend() == "torch":
 
     def prepare(model: Any) -> None:
         """Do nothing: steps are not compiled, and errors are raised as they are."""
-
-elif keras.backend.backend() == "tensorflow":
-
-    def prepare(model: Any) -> None:
-        """Keep XLA out of the step: it cannot call Python."""
-        model.jit_compile = False
 
 else:
     raise ImportError(f"ringreduce.keras needs a backend that trains, not {keras.backend.backend()}")

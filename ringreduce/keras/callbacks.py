@@ -17,14 +17,6 @@ from ringreduce.keras.functions import broadcast_variables
 from ringreduce.runtime import rank, size
 from ringreduce.training.averages import weighted_average
 
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
-
 _log = logging.getLogger(__name__)
 
 
@@ -159,7 +151,7 @@ class LearningRateScheduleCallback(DistributedCallback):
         optimizer.learning_rate = new
         # Velocities have the learning rate in them. To multiply them once is to multiply the momentum for one batch,
         # which is a constant of the compiled step.
-        if self.momentum_correction and getattr(optimizer, "momentum", 0) and old not in (0.0, new):
+        if self.momentum_correction and getattr(optimizer, "momentum", None) and old not in (0.0, new):
             for velocity in getattr(optimizer, "momentums", getattr(optimizer, "_momentums", ())):
                 velocity.assign(velocity * (new / old))
 

@@ -10,8 +10,8 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
 from ringreduce.elastic.handlers import HandlingState, StateHandler
-from ringreduce.keras.backends import settle
-from ringreduce.keras.functions import broadcast_variables, values_of
+from ringreduce.keras.backends import as_numpy, settle
+from ringreduce.keras.functions import broadcast_variables
 
 __all__ = [
     "CommitStateCallback",
@@ -39,7 +39,7 @@ class _VariablesHandler(StateHandler):
         return list(self.value.variables)
 
     def _read(self) -> Any:
-        return values_of(self._variables())
+        return list(map(as_numpy, self._variables()))
 
     def _load(self, state: Any) -> None:
         for variable, array in zip(self._variables(), state, strict=True):

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-import numpy as np
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
-from ringreduce.keras.backends import wire_of
+from ringreduce.keras.backends import as_numpy, wire_of
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.host import HOST
@@ -44,7 +43,7 @@ def _collective(
     kind: str, value: Any, name: str | None, process_set: ProcessSet, request: Callable[[RequestBuilder, Any], Request]
 ) -> Any:
     with RequestBuilder(kind, name, process_set) as prepare:
-        made = request(prepare, _as_numpy(value))
+        made = request(prepare, as_numpy(value))
     return keras.ops.convert_to_tensor(made.carry_out())
 
 
@@ -89,9 +88,7 @@ def allgather(value: Any, name: str | None = None, process_set: ProcessSet = glo
     return _collective("allgather", value, name, process_set, lambda prepare, array: prepare.allgather([array], _first))
 
 
-def broadcast(
-    value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Return the root's value. Collective.
 
     Args:
@@ -127,15 +124,6 @@ def _first(results: Any) -> Any:
     return results[0]
 
 
-def _as_numpy(value: Any) -> Any:
-    return np.asarray(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
-
-
-def values_of(variables: Iterable[Any]) -> list[Any]:
-    """Return copies of the values of variables, as NumPy arrays."""
-    return [_as_numpy(each).copy() for each in variables]
-
-
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
@@ -151,7 +139,7 @@ def broadcast_variables(
         MismatchError: the variables differ between ranks in more than their values; nothing was overwritten then.
     """
     known = list(variables)
-    named = [(f"variable {number}", array) for number, array in enumerate(values_of(known))]
+    named = [(f"variable {number}", array) for number, array in enumerate(map(as_numpy, known))]
     broadcast_parameters(HOST, named, root_rank, process_set)
     for variable, (_, array) in zip(known, named, strict=True):
         variable.assign(array)

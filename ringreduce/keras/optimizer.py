@@ -79,13 +79,13 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         ConfigError: an argument is wrong, or this is one already.
     """
     if not hasattr(optimizer, "apply_gradients"):
-        raise ConfigError(f"DistributedOptimizer takes an optimizer of Keras, got one of type {type(optimizer).__name__}")
+        raise ConfigError(
+            f"DistributedOptimizer takes an optimizer of Keras, got one of type {type(optimizer).__name__}"
+        )
     passes = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
     how = Reduction.checked(op, compression, gradient_predivide_factor, sparse_as_dense, process_set)
     factor = 1.0 if average_aggregated_gradients else float(passes)
-    distribution = Distribution(
-        how.reducer(), keras.ops, process_set, scale_local=scale_local_gradients, factor=factor
-    )
+    distribution = Distribution(how.reducer(), keras.ops, process_set, scale_local=scale_local_gradients, factor=factor)
     return distribute(optimizer, distribution, passes)
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 
-__all__ = ["Distribution", "distribute"]
-
 
 class Distribution:
     """What an optimizer does with gradients before it applies them.
@@ -108,7 +106,11 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
             )
         stepping.gradient_accumulation_steps = passes
     base = type(optimizer)
-    members = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    members: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
     methods = _scaling_methods(base, distribution) if hasattr(optimizer, "inner_optimizer") else {}
     own_class = property(lambda self: base)
     members |= {"__class__": own_class, "distribution": distribution, **_methods(base, distribution), **methods}

@@ -51,9 +51,11 @@ def trained(
 ) -> Any:
     """Return a model that all ranks have trained together, from the weights of rank 0."""
     model = model_of(100 + RANK) if model is None else model
-    model.compile(hvd.DistributedOptimizer(optimizer) if "own" not in compiled else optimizer, loss="mse", **{
-        name: value for name, value in compiled.items() if name != "own"
-    })
+    model.compile(
+        hvd.DistributedOptimizer(optimizer) if "own" not in compiled else optimizer,
+        loss="mse",
+        **{name: value for name, value in compiled.items() if name != "own"},
+    )
     x, y = data(steps)
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(mine(x), mine(y), batch_size=ROWS, epochs=epochs, callbacks=[broadcast, *callbacks], **STEADY)
@@ -154,9 +156,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(outside: bool) -> None:
 def test_several_passes_make_a_step(average: bool) -> None:
     """Of the average of their gradients, or of the sum, which is a step of twice the length."""
     model = model_of(100 + RANK)
-    optimizer = hvd.DistributedOptimizer(
-        SGD(0.02), backward_passes_per_step=2, average_aggregated_gradients=average
-    )
+    optimizer = hvd.DistributedOptimizer(SGD(0.02), backward_passes_per_step=2, average_aggregated_gradients=average)
     model = trained(optimizer, model=model, own=True)
     assert_same_everywhere(model)
     assert_equal(model, alone(SGD(0.02 if average else 0.04), passes=2))
@@ -293,9 +293,7 @@ def test_a_step_that_fails_raises_our_error_from_fit_and_a_state_goes_on() -> No
     state = hvd.elastic.KerasState(model, epoch=0)
     x, y = data()
     with pytest.raises(rr.MismatchError) as caught:
-        model.fit(
-            mine(x), mine(y), batch_size=ROWS, callbacks=[hvd.callbacks.MetricAverageCallback()], **STEADY
-        )
+        model.fit(mine(x), mine(y), batch_size=ROWS, callbacks=[hvd.callbacks.MetricAverageCallback()], **STEADY)
     assert type(caught.value) is rr.MismatchError
     assert sorted(caught.value.values) == list(range(SIZE))
     state.restore()

@@ -40,6 +40,7 @@ HOMES = {
             "click",
             "cupy",
             "jax",
+            "keras",
             "lightning",
             "lightning_fabric",
             "matplotlib",
