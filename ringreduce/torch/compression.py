@@ -1,7 +1,7 @@
 """What is sent in place of a tensor: itself, the same in fewer bits, or a smaller approximation.
 
-A `Compressor` is what Horovod has: it turns a tensor into another one, which is reduced, and back. Those that reduce
-whole buckets of gradients, and keep the error for the next step, are in `ringreduce.training.compression`.
+Compressors are as in `ringreduce.training.compression.tensors`. Those that reduce whole buckets of gradients, and keep
+the error for the next step, are in `ringreduce.training.compression`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from ringreduce.common.errors import ConfigError
-from ringreduce.training.compression import BucketCompression, Reducer, WireFormat
+from ringreduce.training.compression import BucketCompression, Reducer
 from ringreduce.training.compression.powersgd import PowerSGD
+from ringreduce.training.compression.tensors import (
+    Compressor,
+    Float8Compressor,
+    Int4Compressor,
+    Int8Compressor,
+    NoneCompressor,
+    WireCompressor,
+    wire_of,
+)
 from ringreduce.training.compression.topk import TopK
 
 __all__ = [
@@ -29,54 +37,6 @@ __all__ = [
     "WireCompressor",
     "wire_of",
 ]
-
-
-class Compressor:
-    """Base of all compressions, yours too: override both methods; they need no instance."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what travels, and what `decompress` has to know."""
-        raise NotImplementedError  # subclasses know how
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor in its own form."""
-        raise NotImplementedError  # subclasses know how
-
-
-class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
-
-
-class WireCompressor(WireFormat, NoneCompressor):
-    """Floats travel in a wire format between nodes, and are summed up in float32; all else travels as it is."""
-
-
-class Float8Compressor(WireCompressor):
-    """8-bit floats of 4 significant bits; see `ringreduce.buffers.codecs`."""
-
-    wire = "fp8"
-
-
-class Int8Compressor(WireCompressor):
-    """8-bit integers, 256 of which share a scale; see `ringreduce.buffers.codecs`."""
-
-    wire = "int8"
-
-
-class Int4Compressor(WireCompressor):
-    """4-bit integers, 64 of which share a scale; see `ringreduce.buffers.codecs`."""
-
-    wire = "int4"
 
 
 class _HalfCompressor(WireCompressor):
@@ -106,19 +66,6 @@ class BF16Compressor(_HalfCompressor):
 
     dtype = torch.bfloat16
     wire = "bf16"
-
-
-def wire_of(compression: type[Compressor]) -> str | None:
-    """Return the wire format of a compression that leaves tensors as they are.
-
-    Raises:
-        ConfigError: it is no compression, or one of buckets.
-    """
-    if not hasattr(compression, "compress"):
-        raise ConfigError(
-            f"compression={compression!r} is not for single tensors; give one of hvd.Compression but powersgd and topk"
-        )
-    return None if compression.compress is not WireCompressor.compress else getattr(compression, "wire", None)
 
 
 class Compression:

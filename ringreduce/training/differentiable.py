@@ -148,7 +148,7 @@ class Differentiable:
             name = f"gradient of {self._name}"
         else:
             name = f"gradient {next(_numbers.setdefault(self._process_set.engine, itertools.count(1)))}"
-        return Differentiable(self._arrays, name, self._process_set, backwards=True)
+        return type(self)(self._arrays, name, self._process_set, backwards=True)
 
     def _first_rows(self, rows: Sequence[int]) -> list[int]:
         """Return where the rows that this rank has contributed to each array begin. Collective."""

@@ -50,6 +50,7 @@ HOMES = {
             "pytorch_lightning",
             "rich",
             "ringreduce_torch_backend",
+            "tensorflow",
             "torch",
         )
     },

@@ -1,0 +1,39 @@
+"""Data-parallel training with TensorFlow 2.16 and newer: Horovod's interface on ringreduce's collectives.
+
+    import ringreduce.tensorflow as hvd
+
+    hvd.init()
+    with tf.GradientTape() as tape:
+        loss = ...
+    gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+
+Everything works at once, in a `tf.function`, and in graphs and sessions of TensorFlow 1. It runs on the host, so that
+XLA cannot compile it (``jit_compile=True``).
+"""
+
+import re
+
+import tensorflow
+
+if tuple(map(int, re.findall(r"\d+", tensorflow.__version__)[:2])) < (2, 16):
+    raise ImportError(
+        f"ringreduce.tensorflow needs TensorFlow 2.16 or newer, and {tensorflow.__version__} is installed"
+    )
+
+from ringreduce.tensorflow import compression, functions, gradients, mpi_ops
+from ringreduce.tensorflow.compression import Compression
+from ringreduce.tensorflow.functions import *  # noqa: F403  # what these export is written down there, and not once more
+from ringreduce.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
+from ringreduce.tensorflow.mpi_ops import *  # noqa: F403
+
+__all__ = [
+    "Compression",
+    "DistributedGradientTape",
+    "PartialDistributedGradientTape",
+    "compression",
+    "functions",
+    "gradients",
+    "mpi_ops",
+]
+__all__ += functions.__all__ + mpi_ops.__all__
+__all__.sort()

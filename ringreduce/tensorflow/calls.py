@@ -1,0 +1,164 @@
+"""Functions of NumPy arrays on tensors: at once, in a `tf.function` or in a session; errors of ours stay what they are.
+
+TensorFlow makes an `UnknownError` of what Python raises inside of a graph, with its text alone. Here it makes the error
+itself of that text. Those that programs catch in Horovod's place are TensorFlow's as well: a `MismatchError` is a
+`tf.errors.FailedPreconditionError`, what is wrong with arguments a `tf.errors.InvalidArgumentError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+
+from ringreduce.common.call_sites import place_of, program_stack
+from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError, UnsupportedBufferError
+from ringreduce.training.failures import described, original
+
+Host = npt.NDArray[Any]
+#: Dtype and shape of a result.
+Spec = tuple[Any, Any]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_ALIGNMENT = 64  # of memory that is not TensorFlow's: ops abort the process if it begins elsewhere
+_SHAREABLE = frozenset(  # by DLPack
+    np.dtype(each).name for each in [*np.typecodes["AllInteger"], *"efdFD"]
+)
+
+# ---- errors ----
+
+_KINDS = (
+    (MismatchError, tf.errors.FailedPreconditionError, tf.errors.FAILED_PRECONDITION),
+    (ConfigError, tf.errors.InvalidArgumentError, tf.errors.INVALID_ARGUMENT),
+    (UnsupportedBufferError, tf.errors.InvalidArgumentError, tf.errors.INVALID_ARGUMENT),
+)
+
+
+def _made(cls: Any, node: Any = None, op: Any = None, message: Any = "", *more: Any) -> BaseException:
+    """Make an error of TensorFlow's; if its text is that of ours, return that one."""
+    if isinstance(node, BaseException):  # Python asks twice
+        return node
+    return original(str(message)) or Exception.__new__(cls, node, op, message, *more)
+
+
+tf.errors.UnknownError.__new__ = _made
+
+
+@lru_cache
+def _both(ours: type, theirs: type) -> type:
+    """Return the class of errors of two classes."""
+
+    def reduced(error: Any) -> Any:
+        return (ours, *ours.__reduce__(error)[1:])
+
+    methods = {"__new__": _made, "__init__": lambda *given: None, "__str__": ours.__str__, "__reduce__": reduced}
+    return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__, **methods})
+
+
+def _translated(error: BaseException) -> BaseException:
+    """Make an error of ours one of TensorFlow's as well."""
+    for ours, theirs, code in _KINDS:
+        if isinstance(error, ours) and not isinstance(error, tf.errors.OpError):
+            known = {"_node_def": None, "_op": None, "_message": described(error), "_error_code": code}
+            error.__dict__.update(known, _experimental_payloads={})
+            error.__class__ = _both(type(error), theirs)
+    return error
+
+
+def entry(function: _Function) -> _Function:
+    """Decorate what programs call: AutoGraph leaves it alone, and its errors are TensorFlow's as well."""
+
+    @wraps(function)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RingReduceError as error:
+            _translated(error)
+            raise
+
+    return tf.autograph.experimental.do_not_convert(entered)  # type: ignore[no-any-return]
+
+
+# ---- tensors ----
+
+
+def tensors_of(values: Sequence[Any]) -> list[tf.Tensor]:
+    """Return tensors of what can be one: variables, arrays, numbers."""
+    return [each if isinstance(each, tf.Tensor) else tf.convert_to_tensor(each) for each in values]
+
+
+def _tensor(array: Any) -> tf.Tensor:
+    """Return a tensor of an array that nobody writes to while it is there: on its memory, where that is possible."""
+    if isinstance(array, np.ndarray) and array.dtype.name in _SHAREABLE and array.size:
+        interface = array.__array_interface__
+        address, read_only = interface["data"]
+        if address % _ALIGNMENT == 0 and not read_only and interface["strides"] is None:
+            return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.constant(array)
+
+
+def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
+    """Return the shape of a tensor with any number of rows."""
+    return tf.TensorShape([None]).concatenate(tensor.shape[1:])
+
+
+def are_recorded(tensors: Sequence[tf.Tensor]) -> bool:
+    """Return whether a gradient may be asked for of what becomes of these."""
+    return not tf.executing_eagerly() or pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes(tensors) != 0
+
+
+def traced_name(kind: str) -> str | None:
+    """Return a name for a collective of the graph that is being made, the same on all ranks; None: it runs at once.
+
+    On which thread, and in which order, the collectives of a graph run is up to TensorFlow.
+    """
+    if tf.executing_eagerly():
+        return None
+    place = place_of(program_stack(1)).rpartition("/")[2]
+    return f"{tf.compat.v1.get_default_graph().unique_name(kind)} of the graph made at {place}"
+
+
+def run(
+    function: Callable[[list[Host]], Sequence[Any]],
+    tensors: Sequence[tf.Tensor],
+    specs: Callable[[], Sequence[Spec]],
+    *,
+    in_order: bool = True,
+) -> list[tf.Tensor]:
+    """Return what a function makes of tensors: now, or whenever the graph that is being made runs.
+
+    Args:
+        function: takes arrays, which it only reads, and returns others, of which nobody else writes to the memory; at
+            once, also None for None.
+        tensors: of any number.
+        specs: returns the specs of the results, at least one, for a graph.
+        in_order: whether it runs after those that were added to a graph of TensorFlow 1 before. (In a `tf.function`
+            all do.) Else threads of a session could wait for different ones on each rank. What comes before is run,
+            too, whenever this is.
+    """
+    if tf.executing_eagerly():
+        made = function([np.asarray(each) for each in tensors])
+        return [None if each is None else _tensor(each) for each in made]
+
+    def call(*arrays: Any) -> list[Any]:
+        try:
+            return list(function([np.asarray(each) for each in arrays]))
+        except BaseException as error:
+            raise RuntimeError(described(_translated(error))) from error
+
+    graph, results = tf.compat.v1.get_default_graph(), list(specs())
+    before: list[Any] = []
+    if in_order and not graph.building_function:
+        before = graph.get_collection_ref(f"ringreduce {graph._get_control_flow_context()}")
+    with graph.control_dependencies(before):
+        made = tf.numpy_function(call, list(tensors), [dtype for dtype, _ in results], stateful=True)
+    before[:] = [made[0].op]
+    for tensor, (_, shape) in zip(made, results, strict=True):
+        tensor.set_shape(shape)
+    return list(made)

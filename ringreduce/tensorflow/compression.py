@@ -1,0 +1,64 @@
+"""What is sent in place of a tensor; see `ringreduce.training.compression.tensors`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from ringreduce.training.compression.powersgd import PowerSGD
+from ringreduce.training.compression.tensors import (
+    Compressor,
+    Float8Compressor,
+    Int4Compressor,
+    Int8Compressor,
+    NoneCompressor,
+    WireCompressor,
+)
+from ringreduce.training.compression.topk import TopK
+
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+
+
+class _HalfCompressor(WireCompressor):
+    """Floating-point tensors travel in a 16-bit type; all others as they are."""
+
+    dtype: ClassVar[tf.DType]
+    error_feedback = False
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        tensor = tf.convert_to_tensor(tensor)
+        return (tf.cast(tensor, cls.dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
+        return tf.cast(tensor, ctx)
+
+
+class FP16Compressor(_HalfCompressor):
+    """Floating-point tensors travel as float16: 11 significant bits, nothing above 65504."""
+
+    dtype, wire = tf.float16, "fp16"
+
+
+class BF16Compressor(_HalfCompressor):
+    """Floating-point tensors travel as bfloat16: 8 significant bits, the range of float32."""
+
+    dtype, wire = tf.bfloat16, "bf16"
+
+
+class Compression:
+    """The compressions to choose from.
+
+    ``powersgd`` and ``topk`` are for tapes and optimizers alone, and take settings: ``Compression.powersgd(rank=4)``.
+    """
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+    fp8 = Float8Compressor
+    int8 = Int8Compressor
+    int4 = Int4Compressor
+    powersgd = PowerSGD
+    topk = TopK

@@ -1,0 +1,300 @@
+"""Gradients: lists of tensors, `tf.IndexedSlices` or None that are reduced over the ranks, and tapes that do so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.common.arguments import real_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, run, traced_name
+from ringreduce.tensorflow.compression import Compression
+from ringreduce.tensorflow.functions import name_of
+from ringreduce.training.compression import has_reducers
+from ringreduce.training.compression.tensors import NoneCompressor
+from ringreduce.training.host import HOST, ArraySpec
+from ringreduce.training.optimizer import ListTraining
+from ringreduce.training.requests import Adasum, Op, RequestBuilder, chosen_op
+from ringreduce.training.wrapping import with_methods
+
+_Gradients = list[Any]
+
+_MOST_TRAININGS = 16  # of a reduction: gradients may have other shapes in each step
+
+
+class GradientReduction:
+    """Reduces the gradients of some variables over the ranks, all of them as one operation. Collective.
+
+    Args:
+        kind: what errors call it.
+        op: `Average`, `Sum` or `Adasum`; must agree on all ranks, as all of these must.
+        compression: of `Compression`, or a `Compressor`.
+        sparse_as_dense: whether `tf.IndexedSlices` become tensors first.
+        predivide: averages are divided by this before they are summed, and by the rest afterwards.
+        groups: lists of variables, or a number of lists: the gradients of each are reduced together.
+        process_set: the ranks that train together.
+        scale_local: whether gradients of local variables are divided by the number of ranks.
+
+    Raises:
+        ConfigError: an argument is wrong; the other ranks get a `MismatchError`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        op: Op = AVERAGE,
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
+        predivide: float = 1.0,
+        groups: Any = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local: bool = True,
+    ) -> None:
+        with RequestBuilder(kind, None, process_set):
+            factor, chosen = real_number("gradient_predivide_factor", predivide), chosen_op(op, None)
+            if factor != 1.0 and chosen is not AVERAGE:
+                raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
+        self._kind, self._op, self._compression, self._factor = kind, chosen, compression, factor
+        self._sparse_as_dense, self._groups = sparse_as_dense, groups
+        self._process_set, self._scale_local = process_set, scale_local
+        self._trainings: dict[Any, ListTraining] = {}
+
+    @entry
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int] = ()) -> _Gradients:
+        """Return the averages, or sums, of gradients over the ranks. Collective.
+
+        Args:
+            gradients: of each variable; None where there is none. Outside of graphs, what a rank lacks counts as zeros,
+                and what no rank has stays None. In a graph None stays None, and the ranks have to agree on that.
+            variables: to which they belong; variables, or whatever a gradient was asked for.
+            local: the ids of those whose gradients stay this rank's own.
+
+        Raises:
+            MismatchError: the ranks have different gradients.
+        """
+        made = list(gradients)
+        if self._sparse_as_dense:
+            made = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in made]
+        eager, dense, sparse = tf.executing_eagerly(), [], []
+        for number, (gradient, variable) in enumerate(zip(made, variables, strict=True)):
+            if id(variable) in local:
+                made[number] = self._scaled(gradient)
+            elif isinstance(gradient, tf.IndexedSlices):
+                sparse.append(number)
+            elif gradient is not None or (eager and self._op != Adasum):
+                dense.append(number)
+        if (dense or sparse) and not (eager and self._alone):
+            reduced = self._reduce_together([made[n] for n in [*dense, *sparse]], [variables[n] for n in dense])
+            for number, each in zip([*dense, *sparse], reduced, strict=True):
+                made[number] = each
+        return made
+
+    @property
+    def _alone(self) -> bool:
+        return not self._process_set.included() or self._process_set.size() == 1
+
+    def _scaled(self, gradient: Any) -> Any:
+        if gradient is None or not self._scale_local:
+            return gradient
+        size = self._process_set.size()
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+        return gradient / size
+
+    def _reduce_together(self, gradients: _Gradients, variables: Sequence[Any]) -> _Gradients:
+        """Reduce dense gradients, those of ``variables``, and `tf.IndexedSlices` behind them."""
+        dense, slices = gradients[: len(variables)], gradients[len(variables) :]
+        if slices and self._op == Adasum:
+            raise NotImplementedError("Adasum looks at whole tensors: use sparse_as_dense=True")
+        compressor = NoneCompressor if has_reducers(self._compression) else self._compression
+        pairs = [(None, None) if each is None else compressor.compress(each) for each in dense]
+        sent, name = [each for each, _ in pairs if each is not None], traced_name(self._kind)
+        parts = [*(each.values for each in slices), *(each.indices for each in slices)]
+
+        def carry_out(arrays: list[Host]) -> list[Host]:
+            found = iter(arrays)
+            each_dense = [None if each is None else next(found) for each, _ in pairs]
+            return [*self._reduce_dense(each_dense, variables, name), *self._gather(list(found), name)]
+
+        def specs() -> list[Spec]:
+            return [*((each.dtype, each.shape) for each in sent), *((each.dtype, any_rows(each)) for each in parts)]
+
+        made = run(carry_out, [*sent, *parts], specs, in_order=False)
+        count, reduced = len(dense), made[: len(dense)]
+        for number, (_, context) in enumerate(pairs):
+            if reduced[number] is not None:
+                reduced[number] = compressor.decompress(reduced[number], context)
+        values, indices = made[count : count + len(slices)], made[count + len(slices) :]
+        shapes = [each.dense_shape for each in slices]
+        return [*reduced, *(tf.IndexedSlices(*each) for each in zip(values, indices, shapes, strict=True))]
+
+    def _reduce_dense(self, gradients: list[Host | None], variables: Sequence[Any], name: str | None) -> list[Any]:
+        if not gradients:
+            return []
+        if self._op == Adasum:
+            with RequestBuilder(self._kind, name, self._process_set) as prepare:
+                request = prepare.allreduce(gradients, prepare.new_like(gradients), Adasum, 1.0, 1.0)
+            return list(request.carry_out())
+        training = self._training(gradients, variables)
+        reduced = training.reduce(gradients)
+        return list(map(np.copy, reduced)) if training.training.alone else reduced
+
+    def _gather(self, parts: list[Host], name: str | None) -> list[Host]:
+        """Gather the values and the indices of slices; average the values."""
+        if not parts or self._alone:
+            return list(map(np.copy, parts))
+        with RequestBuilder(f"{self._kind}, slices", name and f"{name}, slices", self._process_set) as prepare:
+            request = prepare.allgather(parts, list)
+        gathered: list[Host] = request.carry_out()
+        if self._op is AVERAGE:
+            for values in gathered[: len(parts) // 2]:
+                HOST.scale(values, 1.0 / self._process_set.size(), values)
+        return gathered
+
+    def _training(self, gradients: list[Host | None], variables: Sequence[Any]) -> ListTraining:
+        """Return what reduces gradients of these shapes, and with state of these variables. Collective if it is new."""
+        specs = tuple([_spec(*each) for each in zip(gradients, variables, strict=True)])
+        named = has_reducers(self._compression) or isinstance(self._groups, (list, tuple))
+        key = specs, tuple(map(id, variables)) if named else ()
+        found = self._trainings.get(key)
+        if found is None:
+            if len(self._trainings) == _MOST_TRAININGS:
+                del self._trainings[next(iter(self._trainings))]
+            parameters = [ArraySpec(*each) for each in specs]
+            by_variable = {id(variable): each for variable, each in zip(variables, parameters, strict=True)}
+            groups = self._groups
+            if isinstance(groups, (list, tuple)):
+                groups = [[by_variable[id(each)] for each in group if id(each) in by_variable] for group in groups]
+            found = self._trainings[key] = ListTraining(
+                self._kind,
+                [(name_of(variable, number), by_variable[id(variable)]) for number, variable in enumerate(variables)],
+                self._process_set,
+                op=self._op,
+                compression=self._compression if has_reducers(self._compression) else None,
+                predivide_factor=self._factor,
+                groups=groups,
+                skip_unused=True,
+            )
+        return found
+
+
+def _spec(gradient: Host | None, variable: Any) -> tuple[tuple[int, ...], Any]:
+    if gradient is None:
+        return tuple(variable.shape), np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+    return gradient.shape, gradient.dtype
+
+
+# ---- tapes ----
+
+
+#: What reduces the gradients of all tapes that are wrapped alike: programs wrap a new one in each step.
+_reductions: dict[Any, GradientReduction] = {}
+
+
+@entry
+def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod's does
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Op = AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return a tape of what another one has recorded, whose gradients are averaged over the ranks.
+
+    Its ``gradient`` is collective; see `GradientReduction.reduce` for None. ``tape.register_local_source(variable)``
+    lets the gradient of a variable stay this rank's own.
+
+    Args:
+        gradtape: a tape, before, in or after its ``with``.
+        compression: of `Compression`; must agree on all ranks, as all that follow must.
+        sparse_as_dense: whether `tf.IndexedSlices` become tensors; else they are gathered.
+        op: `Average`, `Sum` or `Adasum`.
+        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
+        num_groups, groups: lists of variables, or a number of lists; gradients of a list are reduced together.
+        process_set: the ranks that train together.
+        scale_local_gradients: whether gradients of local sources are divided by the number of ranks.
+    """
+    chosen = groups or num_groups or None
+    listed = isinstance(chosen, (list, tuple))
+    how = {"op": op, "compression": compression, "sparse_as_dense": sparse_as_dense, "process_set": process_set}
+    how |= {"predivide": gradient_predivide_factor, "scale_local": scale_local_gradients}
+    key = *how.values(), tuple(tuple(map(id, group)) for group in chosen) if listed else chosen
+    if key not in _reductions:
+        _reductions[key] = GradientReduction("DistributedGradientTape", groups=chosen, **how)
+    reduction, kind = _reductions[key], type(gradtape)
+    local: dict[int, Any] = {}
+
+    def gradient(
+        tape: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
+    ) -> Any:
+        own = kind.gradient(tape, target, sources, output_gradients, unconnected_gradients)
+        reduced = reduction.reduce(tf.nest.flatten(own), tf.nest.flatten(sources), local)
+        return tf.nest.pack_sequence_as(own, reduced)
+
+    def register_local_source(tape: Any, source: Any) -> None:
+        local[id(source)] = source
+
+    def get_local_and_global_gradients(tape: Any, target: Any, sources: Any, *how: Any) -> tuple[list[Any], list[Any]]:
+        found = zip(tf.nest.flatten(sources), tf.nest.flatten(tape.gradient(target, sources, *how)), strict=True)
+        both: tuple[list[Any], list[Any]] = [], []
+        for source, each in found:
+            both[id(source) not in local].append(each)
+        return both
+
+    made = copy.copy(gradtape)
+    made._recording = False  # the other one ends the recording
+    return with_methods(
+        made,
+        gradient=entry(gradient),
+        register_local_source=register_local_source,
+        get_local_and_global_gradients=entry(get_local_and_global_gradients),
+    )
+
+
+def PartialDistributedGradientTape(  # noqa: N802
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Op = AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Do what `DistributedGradientTape` does, but for the weights of ``local_layers``: a layer of Keras, or several."""
+    shared = compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set
+    tape = DistributedGradientTape(gradtape, device_dense, device_sparse, *shared, scale_local_gradients)
+    for variable in variables_of(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def variables_of(layers: Any) -> list[Any]:
+    """Return the trainable weights of a layer of Keras, or of several; None: of none."""
+    listed = [] if layers is None else [layers] if hasattr(layers, "trainable_weights") else list(layers)
+    if not all(hasattr(each, "trainable_weights") for each in listed):
+        raise ConfigError(f"local_layers are layers of Keras, got {listed!r}")
+    return [variable for layer in listed for variable in layer.trainable_weights]
