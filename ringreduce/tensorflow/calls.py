@@ -33,7 +33,7 @@ _SHAREABLE = frozenset(  # by DLPack
 
 # ---- errors ----
 
-_KINDS = (
+_KINDS: Sequence[tuple[Any, type, int]] = (
     (MismatchError, tf.errors.FailedPreconditionError, tf.errors.FAILED_PRECONDITION),
     (ConfigError, tf.errors.InvalidArgumentError, tf.errors.INVALID_ARGUMENT),
     (UnsupportedBufferError, tf.errors.InvalidArgumentError, tf.errors.INVALID_ARGUMENT),
@@ -51,7 +51,7 @@ tf.errors.UnknownError.__new__ = _made
 
 
 @lru_cache
-def _both(ours: type, theirs: type) -> type:
+def _both(ours: Any, theirs: type) -> type:
     """Return the class of errors of two classes."""
 
     def reduced(error: Any) -> Any:

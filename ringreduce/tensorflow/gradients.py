@@ -228,7 +228,7 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
         process_set: the ranks that train together.
         scale_local_gradients: whether gradients of local sources are divided by the number of ranks.
     """
-    chosen = groups or num_groups or None
+    chosen: Any = groups or num_groups or None
     listed = isinstance(chosen, (list, tuple))
     how = {"op": op, "compression": compression, "sparse_as_dense": sparse_as_dense, "process_set": process_set}
     how |= {"predivide": gradient_predivide_factor, "scale_local": scale_local_gradients}

@@ -140,12 +140,13 @@ class _Collectives(Differentiable):
             elementwise = kind in ("allreduce", "broadcast")
             return specs or [(each.dtype, each.shape if elementwise else any_rows(each)) for each in values]
 
-        @tf.custom_gradient
         def recorded(*given: Any) -> Any:
             results, back = run(carry_out, given, found_specs), self._back()
             return results, lambda *grads: adjoint(back, list(map(_as, grads, results)))
 
-        return list(recorded(*values)) if are_recorded(values) else run(carry_out, values, found_specs)
+        return (
+            list(tf.custom_gradient(recorded)(*values)) if are_recorded(values) else run(carry_out, values, found_specs)
+        )
 
 
 def _as(grad: Any, result: Any) -> Any:
