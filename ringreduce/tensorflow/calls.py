@@ -67,7 +67,7 @@ def _translated(error: BaseException) -> BaseException:
         if isinstance(error, ours) and not isinstance(error, tf.errors.OpError):
             known = {"_node_def": None, "_op": None, "_message": described(error), "_error_code": code}
             error.__dict__.update(known, _experimental_payloads={})
-            error.__class__ = _both(type(error), theirs)
+            error.__class__ = _both(type(error), theirs)  # type: ignore[arg-type]
     return error
 
 
