@@ -220,10 +220,15 @@ ABOVE: dict[str, dict[str, int]] = {
 
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
+FACES = [
+    *("elastic/__init__.py", "tensorflow/__init__.py", "tensorflow/mpi_ops.py"),
+    *("torch/__init__.py", "torch/elastic/__init__.py"),
+]
+
 
 def public_names() -> set[str]:
-    """Return the names of `ringreduce`, and those that the faces of torch and of elastic training list themselves."""
-    faces = [TREES[PACKAGE / face / "__init__.py"] for face in ("torch", "elastic", "torch/elastic")]
+    """Return the names of `ringreduce`, and those that the faces of bindings and of elastic training list themselves."""
+    faces = [TREES[PACKAGE / face] for face in FACES]
     lists = [
         ast.literal_eval(node.value)
         for face in faces
