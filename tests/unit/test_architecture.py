@@ -227,7 +227,7 @@ FACES = [
 
 
 def public_names() -> set[str]:
-    """Return the names of `ringreduce`, and those that the faces of bindings and of elastic training list themselves."""
+    """Return the names of `ringreduce`, and those that the faces of bindings and elastic training list themselves."""
     faces = [TREES[PACKAGE / face] for face in FACES]
     lists = [
         ast.literal_eval(node.value)
