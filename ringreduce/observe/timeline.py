@@ -132,6 +132,7 @@ class Timeline:
         self._pid = os.getpid()  # one that is forked writes nothing
         self._turn = threading.RLock()  # Guards what follows: one thread at a time writes.
         self._writing = False  # whether it does, also as its own signal handler sees it
+        self._stopped = False
         self._file = TraceFile(self.path, f"{clock.job} {number}", rank)
         self._describe("process_name", name=f"rank {rank} ({host})")
         self._describe("process_sort_index", sort_index=rank)
@@ -194,15 +195,16 @@ class Timeline:
             ranks: how many ranks write to the file at least; once they all have ended, nothing but the file is there.
             at_once: make the file now, of what all ranks have written so far, as some may never end it.
         """
+        self._stopped = True
         if not self.write(_PATIENCE_S, lambda: self._file.finish(ranks, at_once=at_once)):
             _log.error("the timeline %r lacks events: %d", self.path, len(self._events))
 
-    def write(self, patience_s: float = 0.0, then: Callable[[], object] = lambda: None) -> bool:
-        """Write what was taken down to this rank's part; an error is logged, once.
+    def write(self, patience_s: float = 0.0, finish: Callable[[], object] | None = None) -> bool:
+        """Write what was taken down to this rank's part, unless it was stopped; an error is logged, once.
 
         Args:
             patience_s: how long to wait for a thread of this rank that writes; then it does nothing.
-            then: called after it was written.
+            finish: called after it was written, as it stops.
 
         Returns:
             Whether no other thread was writing for so long.
@@ -214,10 +216,11 @@ class Timeline:
                 return False  # this thread, which a signal handler has interrupted, is at it
             self._writing = True
             try:
-                if self._limit and os.getpid() == self._pid:
+                if self._limit and os.getpid() == self._pid and (finish is not None or not self._stopped):
                     if text := self._encoded():
                         self._file.append(text)
-                    then()
+                    if finish is not None:
+                        finish()
             except OSError as error:
                 self._limit = 0
                 _log.error("the timeline %r cannot be written, and ends here: %s", self.path, error.strerror)
