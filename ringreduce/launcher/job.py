@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ringreduce.launcher.failures import KEPT_NBYTES
 
-__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "end_with_parent", "say"]
+__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "Output", "end_with_parent", "say"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended, or ranks should begin again (seconds).
@@ -49,8 +49,9 @@ HEARING = (
 
 _PR_SET_PDEATHSIG = 1
 
-_BEGIN = b"\x1eringreduce: "
-_MARK = re.compile(_BEGIN + rb"rank ([0-9]{1,9}) on ([^\s\x1e]{1,255}) ([a-z ]{1,20})\n")
+_MARK = re.compile(rb"\x1eringreduce: rank ([0-9]{1,9}) on ([^\s\x1e]{1,255}) ([a-z ]{1,20})\n")
+#: What may become one.
+_HALF_MARK = rb"\x1e[^\n]{0,320}\Z"
 #: How the boxes begin in which Open MPI says that a rank has failed, under a line of dashes.
 _FAILURES = (
     b"MPI_ABORT was invoked on rank ",
@@ -58,18 +59,15 @@ _FAILURES = (
     b"prterun has exited due to process rank ",
     b"prterun noticed that process rank ",
 )
-_OPENING = rb"-{70,99}\n"
+_OPENING = rb"(?<=[\n\0])-{70,99}\n"
 _BODY = b"(?:" + b"|".join(map(re.escape, _FAILURES)) + rb")(?:(?!\n-{70,99}\n)[^\0]){0,4096}"
 _END = rb"\n-{70,99}\n\0*"  # prterun writes NUL bytes behind it
-_BOX = re.compile(_OPENING + _BODY + _END)
+_BOX = _OPENING + _BODY + _END
 #: The mpirun, in the name that it gives a process.
 _NAMED = re.compile(rb"Process name: +\[prterun-[^\s@]{1,255}-([0-9]+)@")
-_NOTICES = re.compile(rb"([\n\0])(?:" + _OPENING + _BODY + _END + b")+")
-_FOLLOWED = re.compile(_NOTICES.pattern + rb"(?=[^\0])")
 #: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
 _BEGUN = b"|".join(re.escape(each[:count]) for each in _FAILURES for count in range(len(each)))
-_UNFINISHED = re.compile(rb"[\n\0](?:-{1,99}|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?))\Z")
-_MOST_NBYTES = 320  # of a mark
+_HALF_BOX = rb"(?<=[\n\0])-{1,99}\Z|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?)\Z"
 _READ_NBYTES = 1 << 16
 
 
@@ -89,64 +87,49 @@ class Mark(NamedTuple):
     host: str
 
 
-class MarkReader:
-    """Takes marks out of what is written, and leaves the rest as it is."""
+class Output:
+    """What a job writes to standard error, without the marks of its ranks.
 
-    def __init__(self) -> None:
-        self._held = b""
-
-    def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
-        """Return what is no mark, and the marks; what may be the beginning of one waits for the next chunk."""
-        text = self._held + chunk
-        found = _MARK.findall(text)
-        marks = [Mark(what.decode(), int(rank), host.decode(errors="replace")) for rank, host, what in found]
-        text = _MARK.sub(b"", text)
-        start = text.rfind(_BEGIN[:1])
-        tail = text[start:] if start >= 0 else b""
-        waits = b"\n" not in tail and len(tail) < _MOST_NBYTES and (_BEGIN.startswith(tail) or tail.startswith(_BEGIN))
-        self._held = tail if waits else b""
-        return text[: len(text) - len(self._held)], marks
-
-    def rest(self) -> bytes:
-        """Return what still waits, as nothing follows."""
-        return self._held
-
-
-class Notices:
-    """Drops the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; all else passes.
-
-    So does what another mpirun says, which a rank may have started, if it names itself in there.
+    And without the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; but those of another
+    mpirun, which a rank may have started, pass if it names itself in there.
 
     Args:
-        pid: of mpirun; None: all passes.
+        pid: of mpirun; None: all boxes pass.
     """
 
     def __init__(self, pid: int | None) -> None:
         self._pid = None if pid is None else b"%d" % pid
-        self._held = b"\n"  # the last byte that has passed, and what waits
+        self._held = b"\n"  # the last byte that has passed, and what may be the beginning of a mark or a box
 
-    def feed(self, chunk: bytes) -> bytes:
-        """Return what is no notice; what may be the beginning of one waits for the next chunk."""
-        if self._pid is None:
-            return chunk
-        text = _FOLLOWED.sub(self._without_ours, self._held + chunk)
-        found = _UNFINISHED.search(text)
-        end = len(text) if found is None else found.start() + 1
-        self._held = text[end - 1 :]
-        return text[1:end]
+    def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
+        """Return what passes, and the marks; what may be the beginning of one, or of a box, waits."""
+        return self._pass(
+            chunk, _BOX + rb"(?=[^\0])", _HALF_MARK if self._pid is None else _HALF_MARK + b"|" + _HALF_BOX
+        )
+
+    def idle(self) -> bytes:
+        """Return what waits as a box may follow, as nothing does for long."""
+        return self._pass(b"", _BOX, _HALF_MARK)[0]
 
     def rest(self) -> bytes:
-        """Return what still waits, as nothing follows, or not for long."""
-        text = _NOTICES.sub(self._without_ours, self._held)
-        self._held = text[-1:]
-        return text[1:]
+        """Return all that still waits, as nothing follows."""
+        return self._pass(b"", _BOX, rb"(?!)")[0]
 
-    def _without_ours(self, found: re.Match[bytes]) -> bytes:
-        def kept(box: re.Match[bytes]) -> bytes:
-            named = _NAMED.search(box[0])
-            return box[0] if named is not None and named[1] != self._pid else b""
+    def _pass(self, chunk: bytes, boxes: bytes, waiting: bytes) -> tuple[bytes, list[Mark]]:
+        text = self._held + chunk
+        found = _MARK.findall(text)
+        text = _MARK.sub(b"", text)
+        if self._pid is not None:
+            text = re.sub(boxes, self._kept, text)
+        half = re.search(waiting, text)
+        end = len(text) if half is None else half.start()
+        self._held = text[end - 1 :]
+        marks = [Mark(what.decode(), int(rank), host.decode(errors="replace")) for rank, host, what in found]
+        return text[1:end], marks
 
-        return found[1] + _BOX.sub(kept, found[0][1:])
+    def _kept(self, box: re.Match[bytes]) -> bytes:
+        named = _NAMED.search(box[0])
+        return box[0] if named is not None and named[1] != self._pid else b""
 
 
 def say(text: str) -> None:
@@ -182,7 +165,7 @@ class Job:
         self.written = b""
         self._ended_by: signal.Signals | None = None
         self._killed_at = math.inf
-        self._on_mark, self._reader = on_mark, MarkReader()
+        self._on_mark = on_mark
         keeps_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup, which mpirun would undo
         self._process = subprocess.Popen(
             line,
@@ -192,7 +175,7 @@ class Job:
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
             preexec_fn=partial(end_with_parent, os.getpid()),
         )
-        self._notices = Notices(None if verbose else self._process.pid)
+        self._output = Output(None if verbose else self._process.pid)
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
         self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
 
@@ -273,23 +256,19 @@ class Job:
                 chunk = self._process.stderr.read(_READ_NBYTES)
                 if not chunk:
                     break
-                text, marks = self._reader.feed(chunk)
-                self._write(text)
+                self.written = (self.written + chunk)[-KEPT_NBYTES:]
+                text, marks = self._output.feed(chunk)
+                self._show(text)
                 for mark in marks:
                     self._on_mark(mark)
             elif has_ended:
                 break
             else:
-                self._show(self._notices.rest())
+                self._show(self._output.idle())
             if time.monotonic() >= looked + _LOOK_EVERY_S:
                 looked = time.monotonic()
                 look()
-        self._write(self._reader.rest())
-        self._show(self._notices.rest())
-
-    def _write(self, text: bytes) -> None:
-        self.written = (self.written + text)[-KEPT_NBYTES:]
-        self._show(self._notices.feed(text))
+        self._show(self._output.rest())
 
     def end_line(self) -> None:
         """End the line that the job has written last, if it has not."""

@@ -17,7 +17,7 @@ from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import job, mpirun, restarts
 from ringreduce.launcher.hosts import SizePolicy
-from ringreduce.launcher.job import HEARING, SUPERVISOR, Mark, MarkReader, Notices
+from ringreduce.launcher.job import HEARING, SUPERVISOR, Mark, Output
 from ringreduce.launcher.mpirun import Mpirun
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import UNNAMED, Start
@@ -43,7 +43,7 @@ def test_marks_are_taken_out_and_the_rest_stays(
     text: bytes, rest: bytes | None, marks: list[Mark], piece_nbytes: int
 ) -> None:
     """In whatever pieces they come; what only looks like one is passed on."""
-    reader, passed, found = MarkReader(), b"", []
+    reader, passed, found = Output(None), b"", []
     for first in range(0, len(text), piece_nbytes):
         out, new = reader.feed(text[first : first + piece_nbytes])
         passed, found = passed + out, found + new
@@ -59,7 +59,7 @@ def test_the_shell_of_a_rank_says_how_that_ends(program: list[str], code: int, e
     environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "5", "PMIX_HOSTNAME": "n1"}
     done = subprocess.run([*SUPERVISOR, *program], capture_output=True, check=False, env=environ)
     assert done.returncode == code
-    assert MarkReader().feed(done.stderr) == (b"", [Mark(ends, 5, "n1")])
+    assert Output(None).feed(done.stderr) == (b"", [Mark(ends, 5, "n1")])
 
 
 @pytest.mark.parametrize(
@@ -195,12 +195,12 @@ def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any)
         + b"\0"
         + own
     )
-    notices, passed = Notices(77), b""
+    notices, passed = Output(77), b""
     while text:
         count = int(rng.integers(1, most + 1))
-        passed, text = passed + notices.feed(text[:count]), text[count:]
+        passed, text = passed + notices.feed(text[:count])[0], text[count:]
     assert passed + notices.rest() == b"a\n" + own
-    assert notices.feed(b"\n" + boxed(b"prterun has exited due to process rank 0") + b"z") == b"\nz"
+    assert notices.feed(b"\n" + boxed(b"prterun has exited due to process rank 0") + b"z") == (b"\nz", [])
 
 
 def test_an_mpirun_that_does_not_end_is_killed_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
