@@ -90,7 +90,7 @@ class Mark(NamedTuple):
 class Output:
     """What a job writes to standard error, without the marks of its ranks.
 
-    And without the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; but those of another
+    And without the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it. Those of another
     mpirun, which a rank may have started, pass if it names itself in there.
 
     Args:
