@@ -14,7 +14,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Instruments
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.snapshots import FlightRecorder, Observed, StatusFile
+from ringreduce.observe.snapshots import FlightRecorder, Observed
 from ringreduce.observe.timeline import Clock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, together
 
@@ -37,10 +37,8 @@ class Observer:
         followers: called when a trace begins, with the row of the program, and with None before it ends. May grow.
 
     Attributes:
-        recorder: what this rank does, and has done last.
+        recorder: what this rank does, and has done last; `ringreduce top` reads it, unless the settings turn that off.
         audit: the record of this run; on rank 0, if the settings ask for one.
-        status: what `ringreduce top` reads, unless the settings turn it off.
-        steps, samples: how many training steps and samples the program has counted.
     """
 
     def __init__(
@@ -53,8 +51,6 @@ class Observer:
         followers: Sequence[Callable[[Program | None], object]],
     ) -> None:
         self.audit: AuditRecord | None = None
-        self.status: StatusFile | None = None
-        self.steps = self.samples = 0
         self._rank, self._size = rank, size
         self._clock = clock
         self._config = config
@@ -88,9 +84,7 @@ class Observer:
         self.audit = AuditRecord.of_world(self._config, messages, library)
         if self._config.status:
             try:
-                self.status = StatusFile(
-                    self._clock.job[:8], self._rank, self.recorder, metrics, lambda: (self.steps, self.samples)
-                )
+                self.recorder.begin_status(self._clock.job[:8], metrics)
             except (ConfigError, OSError) as error:
                 _log.info("`ringreduce top` does not see this rank: %s", error)
             else:
@@ -118,8 +112,7 @@ class Observer:
         self._ends.set()
         if self._writer is not None:
             self._writer.join(_PATIENCE_S)
-        if self.status is not None:
-            self.status.close()
+        self.recorder.end_status()
         self.stop_timeline()
         for each in self._ended.values():
             each.stop(ranks=0, at_once=error is not None)  # those that have not begun it by now do not come
@@ -135,8 +128,7 @@ class Observer:
                 timeline.write()
             # The program goes on meanwhile, and may change what is looked at; then the next time will do.
             with suppress(RuntimeError, OSError):
-                if self.status is not None:
-                    self.status.write()
+                self.recorder.write_status()
 
     # ---- the trace ----
 

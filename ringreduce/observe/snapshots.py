@@ -51,7 +51,7 @@ from ringreduce.common.errors import CollectiveTimeoutError, ConfigError
 from ringreduce.common.files import replace_file
 from ringreduce.observe.metrics import Metrics
 
-__all__ = ["FlightRecorder", "Observed", "Snapshot", "StatusFile", "folder", "read_all", "resident_nbytes"]
+__all__ = ["FlightRecorder", "Observed", "Snapshot", "folder", "read_all", "resident_nbytes"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Observed:
 
 
 class FlightRecorder:
-    """Takes snapshots of a rank, and writes one down when a call has failed for good.
+    """Takes snapshots of a rank: writes one down when a call has failed for good, and others for `ringreduce top`.
 
     Args:
         rank, size: of this rank, and of its world.
@@ -93,16 +93,21 @@ class FlightRecorder:
 
     Attributes:
         observed: what this rank is a member of.
+        steps, samples: how many the program has counted.
         failure: the first error after which no call was possible in one of these.
     """
 
     def __init__(self, rank: int, size: int, folder: str | None, neighbours: Sequence[int]) -> None:
         self.observed: list[Observed] = []
+        self.steps = self.samples = 0
         self.failure: BaseException | None = None
         self._rank, self._size = rank, size
         self._folder = folder
         self._neighbours = neighbours
         self._dumped_s: float | None = None  # when it was last written down
+        self._status: Path | None = None  # the file for `ringreduce top`, of this process
+        self._pid = os.getpid()
+        self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
 
     def watch(self, observed: Observed) -> None:
         """Record what this rank does as a member of something more."""
@@ -152,6 +157,45 @@ class FlightRecorder:
         _write(path, {**self.snapshot(brief=False), "threads": _threads()}, indent=1)
         return path
 
+    def begin_status(self, job: str, metrics: Callable[[], Metrics]) -> None:
+        """Have a file for `ringreduce top` from now on. Rank 0 first removes those of ranks that were killed.
+
+        Args:
+            job: which.
+            metrics: returns what this rank's calls add up to.
+
+        Raises:
+            ConfigError, OSError: there is no folder for it.
+        """
+        self._common = {"job": job, "command": sys.orig_argv, "began": time.time()}
+        self._metrics = metrics
+        path = folder() / f"{job}.{self._rank}.json"
+        if self._rank == 0:
+            read_all()
+        self._status = path
+
+    def write_status(self) -> None:
+        """Write what this rank does now, if it has a file."""
+        if self._status is None:
+            return
+        said, total = self.snapshot(brief=True), self._metrics()
+        blocking = [each.communicators["blocking"] for each in self.observed if each.is_open()]
+        spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
+        under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
+        spent_s += sum(said["time"] - call["started"] for call in under_way)
+        self._samples.append([said["time"], self.steps, self.samples, spent_s])
+        more = {
+            "samples": list(self._samples),
+            "nbytes": resident_nbytes(),
+            "late": None if total.late_rank is None else [total.late_rank, total.late_s],
+        }
+        _write(self._status, {**said, **self._common, **more})
+
+    def end_status(self) -> None:
+        """Remove the file; not in a process that was forked."""
+        if self._status is not None and os.getpid() == self._pid:
+            self._status.unlink(missing_ok=True)
+
     def _failed(self, error: BaseException) -> None:
         """Take note that a call has failed for good, and write down what was done last, if that was asked for."""
         if self.failure is not None:
@@ -174,57 +218,6 @@ class FlightRecorder:
                     os.kill(pid, signal.SIGUSR1)
         # The error may end the job, and nothing says when those that were asked have written.
         time.sleep(_DUMPING_S)
-
-
-class StatusFile:
-    """The file of this rank for `ringreduce top`, until it is closed.
-
-    Args:
-        job: which.
-        rank: this one. Rank 0 first removes the files of ranks that were killed.
-        recorder: takes snapshots.
-        metrics: returns what this rank's calls add up to.
-        counted: returns how many steps and samples the program has counted.
-
-    Raises:
-        ConfigError, OSError: there is no folder for it.
-    """
-
-    def __init__(
-        self,
-        job: str,
-        rank: int,
-        recorder: FlightRecorder,
-        metrics: Callable[[], Metrics],
-        counted: Callable[[], tuple[int, int]],
-    ) -> None:
-        self._common = {"job": job, "command": sys.orig_argv, "began": time.time()}
-        self._recorder, self._metrics, self._counted = recorder, metrics, counted
-        self._path = folder() / f"{job}.{rank}.json"
-        self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
-        self._pid = os.getpid()
-        if rank == 0:
-            read_all()
-
-    def close(self) -> None:
-        """Remove the file; in a process that was forked, do nothing."""
-        if os.getpid() == self._pid:
-            self._path.unlink(missing_ok=True)
-
-    def write(self) -> None:
-        """Write what this rank does now."""
-        said, total = self._recorder.snapshot(brief=True), self._metrics()
-        blocking = [each.communicators["blocking"] for each in self._recorder.observed if each.is_open()]
-        spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
-        under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
-        spent_s += sum(said["time"] - call["started"] for call in under_way)
-        self._samples.append([said["time"], *self._counted(), spent_s])
-        more = {
-            "samples": list(self._samples),
-            "nbytes": resident_nbytes(),
-            "late": None if total.late_rank is None else [total.late_rank, total.late_s],
-        }
-        _write(self._path, {**said, **self._common, **more})
 
 
 def folder() -> Path:

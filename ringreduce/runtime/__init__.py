@@ -275,8 +275,8 @@ def count(steps: int = 0, samples: int = 0) -> None:
     """
     own = _process.own()
     if own is not None:
-        own.observer.steps += steps
-        own.observer.samples += samples
+        own.observer.recorder.steps += steps
+        own.observer.recorder.samples += samples
 
 
 def metrics() -> Metrics:

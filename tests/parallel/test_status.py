@@ -22,8 +22,7 @@ def said_by_all() -> list[dict[str, Any]]:
     """Return what the ranks of this world say now, without waiting for the thread that writes it."""
     own = runtime._process.own()
     assert own is not None
-    assert own.observer.status is not None
-    own.observer.status.write()
+    own.observer.recorder.write_status()
     pids = PRIVATE.allgather(os.getpid())
     found = [each for each in snapshots.read_all() if each["pid"] in pids]
     PRIVATE.Barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
@@ -133,17 +132,16 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
 
 def test_the_file_of_a_rank_holds_its_last_samples(place: Path):
     """It is for this user alone, and goes with the rank; those of killed ranks go when rank 0 begins."""
-    count = itertools.count()
     (place / "killed.1.json").write_text(json.dumps(said(1, pid=2**30)))
     (place / "killed.1.1-1").write_text("half")
     recorder = FlightRecorder(0, 1, None, [])
-    file = snapshots.StatusFile("j", 0, recorder, lambda: Metrics.of([], []), lambda: (next(count), 0))
-    for _ in range(21):
-        file.write()
+    recorder.begin_status("j", lambda: Metrics.of([], []))
+    for recorder.steps in range(21):
+        recorder.write_status()
     (found,) = snapshots.read_all()
     assert [sample[1] for sample in found["samples"]] == list(range(10, 21))
     assert (place / "j.0.json").stat().st_mode & 0o777 == 0o600
-    file.close()
+    recorder.end_status()
     assert list(place.iterdir()) == []
 
 
