@@ -9,8 +9,8 @@ import logging
 import os
 import re
 import stat
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,9 +54,8 @@ class CommitStore:
     ) -> None:
         self.folder = Path(folder)
         self._keep, self._write, self._read = keep, write, read
-        self._changed = threading.Condition()
         self._waiting: dict[str, tuple[int, Any]] = {}  # by part, what is to be written
-        self._writing = False
+        self._writer = ThreadPoolExecutor(1, "ringreduce writes commits")
 
     def put(self, number: int, content: Any, part: str = "") -> None:
         """Have a commit written; returns at once.
@@ -66,16 +65,14 @@ class CommitStore:
             content: nobody changes it from now on.
             part: ``".rank-3"``; empty: what is common to the ranks.
         """
-        with self._changed:
-            self._waiting[part] = number, content
-            if not self._writing:
-                self._writing = True
-                threading.Thread(target=self._write_all, name="ringreduce writes commits").start()
+        self._waiting[part] = number, content
+        self._writer.submit(self._write_waiting, part)
 
     def settle(self) -> None:
         """Return when everything is written."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._writing)
+        self._writer.submit(int).result()  # one thread does one thing after the other
+        if self._waiting:
+            self.settle()
 
     def prepare(self) -> None:
         """Make the folder, and remove the partial commits of writers that have died.
@@ -150,20 +147,14 @@ class CommitStore:
             if said[what] != value:
                 raise ValueError(f"its {what} is {value}, not {said[what]}")
 
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._writing = False
-                    self._changed.notify_all()
-                    return
-                part = next(iter(self._waiting))  # a rank's own part before the common one, as they were put
-                number, content = self._waiting.pop(part)
-            try:
-                self._store(number, content, part)
-            except Exception:  # a full disk, or what cannot be pickled: the training goes on
-                _log.exception("commit %d was not written to %s", number, self.folder)
-            del content
+    def _write_waiting(self, part: str) -> None:
+        if part not in self._waiting:
+            return  # what came later was written in its place
+        number, content = self._waiting.pop(part)
+        try:
+            self._store(number, content, part)
+        except Exception:  # a full disk, or what cannot be pickled: the training goes on
+            _log.exception("commit %d was not written to %s", number, self.folder)
 
     def _store(self, number: int, content: Any, part: str) -> None:
         path = self._path(number, part)

@@ -6,6 +6,7 @@ PBS and LSF say which hosts they have granted.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -26,8 +27,8 @@ _MOST_SLOTS = {"max_slots", "max-slots", "slots_max", "slots-max"}
 _MOST_DOUBLINGS = 64
 _LOCAL = {"localhost", "127.0.0.1"}
 _MOST_HOSTS = 1 << 17  # more are a mistake in a list, and would take all memory
-#: Of Slurm: parts of a name, ranges of numbers, and counts.
-_PART = re.compile(r"([^\[\],]*)\[([^\[\]]+)\]|([^\[\],]+)")
+#: Of Slurm: what is in brackets, ranges of numbers, and counts.
+_BRACKETS = re.compile(r"\[([^\[\]]+)\]")
 _RANGE = re.compile("([0-9]+)(?:-([0-9]+))?")
 _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
@@ -294,15 +295,13 @@ def expand(text: str) -> list[str]:
     """
     hosts: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):
-        if not part or _PART.sub("", part):
+        pieces = _BRACKETS.split(part)  # every second one was in brackets
+        if not part or set("[]") & set("".join(pieces[::2])):
             raise ConfigError(f"SLURM_JOB_NODELIST={text[:80]!r} cannot be read at {part[:40]!r}")
-        names = [""]
-        for found in _PART.finditer(part):
-            ends = [found[3]] if found[3] is not None else [found[1] + each for each in _numbers(found[2], text)]
-            names = [name + end for name in names for end in ends]
-            if len(names) > _MOST_HOSTS:
-                raise ConfigError(f"SLURM_JOB_NODELIST={text[:80]!r} is of more than {_MOST_HOSTS} hosts")
-        hosts += names
+        choices = [list(_numbers(piece, text)) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        if math.prod(map(len, choices)) > _MOST_HOSTS:
+            raise ConfigError(f"SLURM_JOB_NODELIST={text[:80]!r} is of more than {_MOST_HOSTS} hosts")
+        hosts += map("".join, itertools.product(*choices))
     return hosts
 
 
