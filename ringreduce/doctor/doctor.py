@@ -10,9 +10,9 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import ringreduce
@@ -42,12 +42,18 @@ def look() -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
 
 def _start_world() -> World:
     """Start the world, and keep what is said meanwhile; a failure becomes a complaint. Collective."""
+    logger, heard = logging.getLogger("ringreduce"), BufferingHandler(1 << 20)
+    heard.setLevel(logging.WARNING)
+    logger.addHandler(heard)
     try:
-        with _captured_logs() as said, warnings.catch_warnings(record=True) as warned:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             ringreduce.init()
     except RingReduceError as error:
         return World(nodes=((launch().rank,),), complaint=_complaint(error))
+    finally:
+        logger.removeHandler(heard)
+    said = [record.getMessage() for record in heard.buffer]
     said += [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
     here, config = ringreduce.world(), ringreduce.config()
     table = Path(config.tuning) / tuning_key(here).file_name if config.tuning else None
@@ -59,20 +65,6 @@ def _start_world() -> World:
         tuned=table is not None and os.path.exists(table),
         said=tuple(said),
     )
-
-
-@contextmanager
-def _captured_logs() -> Iterator[list[str]]:
-    """Keep the warnings that the log gets meanwhile."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ringreduce")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
 
 
 def _complaint(error: RingReduceError) -> str:
