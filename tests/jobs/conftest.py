@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import launching
 import pytest
@@ -20,3 +20,10 @@ def _has_mpirun() -> None:
 def run_job() -> Callable[..., launching.Job]:
     """A function that runs python under mpirun: `launching.run_job`."""
     return launching.run_job
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """The variables of a job that a test starts by itself: `launching.job_environment`."""
+    with launching.job_environment() as variables:
+        yield variables

@@ -9,11 +9,15 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 RINGREDUCE = Path(sys.executable).with_name("ringreduce")
 PROGRAMS = Path(__file__).with_name("programs")
+#: A job is ended before the watchdog of tests/conftest.py ends the test.
+LIMIT_S = float(os.environ.get("RINGREDUCE_TEST_TIMEOUT", "120")) - 10
 
 
 class Job(NamedTuple):
@@ -25,28 +29,38 @@ class Job(NamedTuple):
     seconds: float
 
 
-def run(*command: object, limit_s: float = 50, cwd: Path | None = None, **environment: str | None) -> Job:
-    """Run a command line outside of any allocation.
+@contextmanager
+def job_environment(**changes: str | None) -> Iterator[dict[str, str]]:
+    """The variables of a job outside of any allocation, with ``changes``; None: without that one.
 
-    Args:
-        command: its words.
-        limit_s: the time (seconds) after which it is killed.
-        cwd: where it runs.
-        environment: variables; None: without it.
+    A launcher that is killed leaves files, which a later one of the same pid would stumble over: each job has a folder
+    of its own for those.
     """
-    begin = time.monotonic()
-    # A launcher that is killed leaves files, which a later one of the same pid would stumble over.
     with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as folder:
         settings: dict[str, str | None] = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PBS_", "LSB_"))},
             "TMPDIR": folder,
             "OMPI_MCA_mpi_yield_when_idle": "1",  # ranks that wait give their core to other ranks, and to other tests
-            **environment,
+            **changes,
         }
+        yield {name: value for name, value in settings.items() if value is not None}
+
+
+def run(*command: object, limit_s: float = LIMIT_S, cwd: Path | None = None, **environment: str | None) -> Job:
+    """Run a command line outside of any allocation.
+
+    Args:
+        command: its words.
+        limit_s: the time (seconds) after which it is killed; it ends what hangs, not what is slow.
+        cwd: where it runs.
+        environment: variables; None: without it.
+    """
+    begin = time.monotonic()
+    with job_environment(**environment) as variables:
         done = subprocess.run(
             ["timeout", "--kill-after=5", str(limit_s), *map(str, command)],
             cwd=cwd,
-            env={name: value for name, value in settings.items() if value is not None},
+            env=variables,
             capture_output=True,
             text=True,
             check=False,
@@ -54,21 +68,23 @@ def run(*command: object, limit_s: float = 50, cwd: Path | None = None, **enviro
     return Job(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
 
 
-def run_job(ranks: int, *arguments: object, source: str = "", limit_s: float = 50, **environment: str | None) -> Job:
+def run_job(
+    ranks: int, *arguments: object, source: str = "", limit_s: float = LIMIT_S, **environment: str | None
+) -> Job:
     """Run python under mpirun: ``run_job(2, "-m", "ringreduce", "doctor")``; ``source`` is the text of a program."""
     words = ("-c", textwrap.dedent(source)) if source else arguments
     return run("mpirun", "-np", ranks, sys.executable, *words, limit_s=limit_s, **environment)
 
 
-def run_together(ranks: int, folder: Path, scripts: dict[str, list[str]], limit_s: float = 55) -> dict[str, str]:
+def run_together(ranks: int, folder: Path, scripts: dict[str, list[str]], **environment: str | None) -> dict[str, str]:
     """Run scripts one after the other on the same ranks, which import libraries once; return what each has printed.
 
     Args:
         ranks: how many.
         folder: where the output is kept.
         scripts: by a name, each with its arguments.
-        limit_s: the time (seconds) for all together.
+        environment: variables, as for `run`.
     """
-    job = run_job(ranks, PROGRAMS / "together.py", folder, json.dumps(scripts), limit_s=limit_s)
+    job = run_job(ranks, PROGRAMS / "together.py", folder, json.dumps(scripts), **environment)
     assert job.returncode == 0, job.stderr
     return {name: "".join((folder / f"{name}-{rank}").read_text() for rank in range(ranks)) for name in scripts}

@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 
 def run(*arguments: object) -> Job:
     """Run ``ringreduce run`` with these arguments."""
-    return launching.run(RINGREDUCE, "run", *arguments, limit_s=60)
+    return launching.run(RINGREDUCE, "run", *arguments)
 
 
 def weights(done: Job) -> str:
@@ -72,10 +72,16 @@ def test_a_rank_that_stops_while_the_others_look_who_is_left_is_killed(tmp_path:
 
 
 @pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
-@pytest.mark.parametrize("imported", ["ringreduce", "mpi4py.MPI"])
-def test_a_job_in_which_no_rank_has_come_to_init_is_not_ended(imported: str, options: tuple[str, ...]) -> None:
-    """However long it prepares, with MPI or without."""
-    program = f"import time, {imported}; time.sleep(2); print('done')"
+def test_a_job_in_which_no_rank_has_come_to_init_is_not_ended(options: tuple[str, ...]) -> None:
+    """However long they prepare, one with MPI, one without."""
+    program = """if True:
+        import os, time
+        import ringreduce
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            import mpi4py.MPI
+        time.sleep(2)
+        print("done")
+    """
     done = run("-np", 2, "--start-timeout", 0.5, *options, sys.executable, "-c", program)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\ndone\n", "")
 
@@ -194,7 +200,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ringreduce.torch as hvd
 from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook
 
-victim, hooked = int(sys.argv[1]), bool(int(sys.argv[2]))
 dist.init_process_group("ringreduce")
 me = dist.get_rank()
 torch.manual_seed(0)
@@ -216,11 +221,12 @@ def die(gradient):
 
 @hvd.elastic.run
 def train(state):
+    hooked = dist.get_world_size() == 3
     model = DistributedDataParallel(net, bucket_cap_mb=0.001, gradient_as_bucket_view=hooked)
     if hooked:
         model.register_comm_hook(AllreduceState(), allreduce_hook)
     while state.step < 20:
-        if (me, state.step) == (victim, 7):
+        if (me, state.step) in ((0, 7), (2, 14)):
             net[2].weight.register_hook(die)  # some buckets of the step are reduced by then
         descend(model, state.optimizer, *batch(dist.get_rank(), state.step))
         state.step += 1
@@ -229,7 +235,7 @@ def train(state):
 train(state)
 reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
 for step in range(20):
-    batches = [batch(rank, step) for rank in range(3 if step < 7 else 2)]
+    batches = [batch(rank, step) for rank in range(4 - (step >= 7) - (step >= 14))]
     descend(alone, reference, *(torch.cat(each).double() for each in zip(*batches)))
 weights, expected = (torch.cat([each.detach().reshape(-1) for each in of.parameters()]) for of in (net, alone))
 torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-5)
@@ -241,11 +247,13 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("victim", "hooked"), [(0, 0), (2, 1)])
-def test_ddp_goes_on_without_a_rank(victim: int, hooked: int) -> None:
-    """A rank dies in the midst of a backward pass; the others end as one process does with what they have seen."""
+def test_ddp_goes_on_without_ranks() -> None:
+    """Ranks die in the midst of backward passes, one of DDP as it is, one of DDP with our hook.
+
+    The others end as one process does with what they have seen.
+    """
     pytest.importorskip("torch")
-    done = run("--elastic", "-np", 3, sys.executable, "-c", DDP, victim, hooked)
+    done = run("--elastic", "-np", 4, sys.executable, "-c", DDP)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall("all is well on . of .", done.stdout)) == [
         "all is well on 0 of 2",

@@ -22,7 +22,6 @@ def test_random_calls_end_as_they_must(run_job, node_size: str) -> None:
         3,
         str(PROGRAMS / "fuzz.py"),
         *("--steps", STEPS, "--seed", SEED),
-        limit_s=60 + int(STEPS),
         RINGREDUCE_NODE_SIZE=node_size,
         RINGREDUCE_TIMEOUT="20",
     )
@@ -36,5 +35,5 @@ def test_random_calls_end_as_they_must(run_job, node_size: str) -> None:
 )
 def test_memory_does_not_grow(run_job, what: str, times: int, node_size: str) -> None:
     """Whatever is done again and again; tests/jobs/programs/memory.py does it any number of times."""
-    job = run_job(2, str(PROGRAMS / "memory.py"), what, str(times), limit_s=100, RINGREDUCE_NODE_SIZE=node_size)
+    job = run_job(2, str(PROGRAMS / "memory.py"), what, str(times), RINGREDUCE_NODE_SIZE=node_size)
     assert job.returncode == 0, job.stdout + job.stderr

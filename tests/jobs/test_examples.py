@@ -10,37 +10,52 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from launching import run_together
+from launching import LIMIT_S, run_together
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.xdist_group("examples")  # they share jobs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-#: Of parallelism, and on how many ranks.
-KINDS = {"data": 3, "fsdp": 2, "tensor": 2, "pipeline": 2, "mesh": 4}
 TRANSFORMER = [str(EXAMPLES / "char_transformer.py"), "--batch-size=12", "--every=1", "--sample=20"]
+#: Kinds of parallelism, and on how many ranks.
+KINDS = {"data": 4, "fsdp": 2, "tensor": 2, "pipeline": 2, "mesh": 4}
+MNIST = {
+    "example": [str(EXAMPLES / "mnist.py")],
+    "demo": [str(EXAMPLES.parent / "benchmarks" / "mnist.py"), "--epochs=1"],
+}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_mnist_learns(run_job, ranks: int):
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
+    """A function of a number of ranks: what the scripts say that take so many; they share a job."""
+
+    @cache
+    def of(ranks: int) -> dict[str, str]:
+        kinds = [kind for kind, count in KINDS.items() if count == ranks]
+        scripts = {kind: [*TRANSFORMER, f"--parallel={kind}", "--steps=8"] for kind in kinds}
+        return run_together(ranks, tmp_path_factory.mktemp("said"), {**(MNIST if ranks == 2 else {}), **scripts})
+
+    return of
+
+
+def test_mnist_learns(said: Callable[[int], dict[str, str]]) -> None:
     """Four marked lines are all that the script needs, and its CNN recognises 95 % of digits that it has not seen."""
-    pytest.importorskip("torch")
     source = (EXAMPLES / "mnist.py").read_text(encoding="utf-8")
     marked = [line for line in source.splitlines() if re.search(r"  # \([1-4]\) ", line)]
     calls = [line for line in source.splitlines() if "hvd." in line and "hvd.rank()" not in line]
     assert calls == marked
     assert len(marked) == 4
-    job = run_job(ranks, str(EXAMPLES / "mnist.py"), limit_s=55)
-    assert job.returncode == 0, job.stderr
-    shares = re.findall(r"epoch [0-9]: ([\d.]+)% of 1000", job.stdout)
+    shares = re.findall(r"epoch [0-9]: ([\d.]+)% of 1000", said(2)["example"])
     assert len(shares) == 3, "rank 0 alone speaks"
     assert float(shares[-1]) >= 95
 
 
-def test_the_demo_compares_the_weights_of_its_ranks(run_job):
+def test_the_demo_compares_the_weights_of_its_ranks(said: Callable[[int], dict[str, str]]) -> None:
     """It trains, says what that took, and ends well where all ranks have the same weights."""
-    pytest.importorskip("torch")
-    job = run_job(2, str(EXAMPLES.parent / "benchmarks" / "mnist.py"), "--epochs=1", limit_s=55)
-    assert job.returncode == 0, job.stderr
-    assert re.search(r"throughput: [\d,]+ samples/s over all ranks\n", job.stdout)
-    assert "weights: bitwise identical on 2 ranks\n" in job.stdout
+    demo = said(2)["demo"]
+    assert re.search(r"throughput: [\d,]+ samples/s over all ranks\n", demo)
+    assert "weights: bitwise identical on 2 ranks\n" in demo
 
 
 def losses_of(output: str) -> list[float]:
@@ -50,33 +65,19 @@ def losses_of(output: str) -> list[float]:
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
     """The losses of the transformer in one process, without any parallelism: it learns more than frequencies."""
-    pytest.importorskip("torch")
     command = [sys.executable, *TRANSFORMER, "--parallel=none", "--steps=40"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     learned = re.search(r"never trained on: ([\d.]+).*\n.*characters alone: ([\d.]+)", done.stdout)
     assert learned is not None, done.stdout
     assert float(learned[1]) < float(learned[2]) - 0.5
     return losses_of(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def parallel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
-    """A function of a number of ranks: what the transformer says in each kind that takes so many; they share a job."""
-
-    @cache
-    def said(ranks: int) -> dict[str, str]:
-        kinds = [kind for kind, count in KINDS.items() if count == ranks]
-        scripts = {kind: [*TRANSFORMER, f"--parallel={kind}", "--steps=8"] for kind in kinds}
-        return run_together(ranks, tmp_path_factory.mktemp("said"), scripts)
-
-    return said
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_parallelism_compute_the_same(
-    alone: list[float], parallel: Callable[[int], dict[str, str]], kind: str
+    alone: list[float], said: Callable[[int], dict[str, str]], kind: str
 ) -> None:
     """The transformer has the losses of one process, whatever is cut between the ranks, and all hold equal weights."""
-    said = parallel(KINDS[kind])[kind]
-    assert losses_of(said) == pytest.approx(alone[:8], abs=3e-4)
-    assert "weights: bitwise identical" in said
+    output = said(KINDS[kind])[kind]
+    assert losses_of(output) == pytest.approx(alone[:8], abs=3e-4)
+    assert "weights: bitwise identical" in output

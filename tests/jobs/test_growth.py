@@ -90,7 +90,7 @@ def run(
     temporary = folder / "temporary"
     temporary.mkdir()
     line += [sys.executable, "-c", PROGRAM, folder, *program]
-    done = launching.run(*line, limit_s=55, TMPDIR=str(temporary), **environment)
+    done = launching.run(*line, TMPDIR=str(temporary), **environment)
     assert not list(temporary.glob("ringreduce-commits-*"))
     return done
 

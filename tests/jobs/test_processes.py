@@ -56,7 +56,7 @@ def test_workers_of_every_start_method_know_their_rank(run_job, tmp_path: Path, 
     """They get the numbers of the rank that started them, cannot communicate, and do the ranks no harm."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    job = run_job(ranks, str(script), limit_s=110)
+    job = run_job(ranks, str(script))
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("well") == ranks
 

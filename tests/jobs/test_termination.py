@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import LIMIT_S
 
-#: A job that ends at once takes about two seconds; one that hangs is stopped by RINGREDUCE_TIMEOUT, 300 s by default.
-PROMPT_S = 20
 #: What a rank does that has started MPI, and does not come.
 RECEIVES = "from mpi4py import MPI; MPI.COMM_WORLD.recv(source=1)"
 
@@ -45,7 +44,6 @@ def test_an_exception_ends_the_job_wherever_the_others_wait(run_job, program: st
         """,
     )
     assert job.returncode == 1, job.stderr
-    assert job.seconds < PROMPT_S
     assert "ValueError: the reason" in job.stderr
     assert f"{who} failed" in job.stderr
 
@@ -109,7 +107,6 @@ def test_the_job_ends_as_the_rank_that_ends_it(run_job, ending: str, code: int, 
         """,
     )
     assert job.returncode == code, job.stderr
-    assert job.seconds < PROMPT_S
     assert said in job.stderr
     assert ("Traceback" in job.stderr) == ("Error" in said)
     assert ("rank 1 of 3 failed; ending the job\n" in job.stderr) == ("raise ValueError" in ending)
@@ -192,7 +189,6 @@ def test_an_exception_ends_the_job_whatever_becomes_of_what_is_said(run_job, bef
         """,
     )
     assert job.returncode == 1, job.stderr
-    assert job.seconds < PROMPT_S
 
 
 def test_an_exception_that_ends_nothing_does_not_end_the_job(run_job):
@@ -282,7 +278,7 @@ def test_a_world_is_made_whole_or_not_at_all(run_job, tmp_path: Path, ranks: int
 
 
 @pytest.mark.parametrize("between", [(), ("sh", "-c", '"$@"; true', "sh")], ids=["direct", "through a shell"])
-def test_ranks_end_with_their_launcher(tmp_path: Path, between: tuple[str, ...]):
+def test_ranks_end_with_their_launcher(tmp_path: Path, environment: dict[str, str], between: tuple[str, ...]):
     """When the launcher is killed, and nobody else would end them, ranks end within seconds, whatever they do."""
     program = f"""if True:
         import os, time
@@ -306,13 +302,14 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, between: tuple[str, ...])
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        env=environment,
     )
     ranks: list[int] = []
     try:
         ranks += [int(appeared(tmp_path / str(rank)).read_text()) for rank in range(2)]
         job.kill()
         job.wait()
-        assert ended_within(ranks, 10.0)
+        assert ended_within(ranks, 30.0)
     finally:
         job.kill()
         for pid in ranks:
@@ -321,27 +318,27 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, between: tuple[str, ...])
 
 
 @pytest.mark.parametrize(
-    "waiting",
+    ("imports", "waiting"),
     [
-        "rr.allreduce(np.ones(4))",
-        "rr.allreduce(np.ones(1 << 18))",
-        "hvd.allreduce(torch.ones(4))",
-        "hvd.join()",
+        ("", "rr.allreduce(np.ones(4))"),
+        ("", "rr.allreduce(np.ones(1 << 18))"),
+        ("import torch, ringreduce.torch as hvd", "hvd.allreduce(torch.ones(4))"),
+        ("import torch, ringreduce.torch as hvd", "hvd.join()"),
     ],
+    ids=["small", "large", "an operation", "join"],
 )
-def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, waiting: str):
+def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, imports: str, waiting: str):
     """All of them, and not one another, although they end one after the other."""
     job = run_job(
         3,
         source=f"""
-        import os, signal, sys
+        import os, signal
         import numpy as np
-        import torch
         import ringreduce as rr
-        import ringreduce.torch as hvd
+        {imports}
         rr.init()
         for _ in range(3):
-            hvd.allreduce(torch.ones(4))
+            {"hvd.allreduce(torch.ones(4))" if imports else ""}
             rr.barrier()
         if rr.rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -354,7 +351,6 @@ def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, waiting: str
         """,
     )
     assert job.returncode != 0
-    assert job.seconds < PROMPT_S
     named = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert set(named.values()) <= {"2"}, named
 
@@ -384,7 +380,6 @@ def test_ranks_do_not_wait_in_init_without_limit(run_job, absent: str, present: 
         RINGREDUCE_TIMEOUT="2",
     )
     assert job.returncode not in (0, 124)
-    assert job.seconds < started_within_s(run_job) + 2 + 5
     assert said in job.stderr
 
 
@@ -415,14 +410,9 @@ def test_what_was_chosen_is_logged_by_one_rank(run_job):
         assert said in job.stderr
 
 
-def started_within_s(run_job) -> float:
-    """Return how long three ranks take to start and to end on this machine as it is now: seconds, and as many more."""
-    return 2 * run_job(3, source="import ringreduce as rr; rr.init()").seconds
-
-
 def appeared(path: Path) -> Path:
     """Return a path once there is a file."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + LIMIT_S
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear"
         select.select([], [], [], 0.01)

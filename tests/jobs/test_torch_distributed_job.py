@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import launching
 import pytest
-from launching import Job
+from launching import PROGRAMS, Job
 
 torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.xdist_group("torch_distributed")  # they share jobs
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,139 +30,19 @@ PROGRAM = """
     {after}
     print("sum", tensor[0].item())
 """
-
-
-@pytest.fixture
-def found(tmp_path: Path) -> dict[str, str]:
-    """The environment of a program in whose environment the package is installed, with its entry point."""
-    folder = tmp_path / "ringreduce-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ringreduce\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text("[torch.backends]\nringreduce = ringreduce_torch_backend:register\n")
-    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-
-
-def run(source: str, **environment: str) -> Job:
-    """Run a program without a launcher."""
-    return launching.run(sys.executable, "-c", textwrap.dedent(source), **environment)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_program_needs_one_word(run_job: Callable, found: dict[str, str], ranks: int):
-    """No import of ours, no MASTER_ADDR, no rank; and no need to destroy the group."""
-    job = run_job(ranks, source=PROGRAM.format(before="", after=""), **found)
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines() == [f"sum {float(ranks)}"] * ranks
-
-
-def test_a_program_needs_no_word_under_mpirun(run_job: Callable, found: dict[str, str]):
-    """Without a backend's name, and without the variables of torch's own launcher, ours is taken."""
-    job = run_job(2, source=PROGRAM.format(before="", after="").replace('"ringreduce"', ""), **found)
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines() == ["sum 2.0"] * 2
-
-
-@pytest.mark.parametrize(
-    ("size", "rank"),
-    [("PMI_SIZE", "PMI_RANK"), ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK")],
-    ids=["MPICH", "MVAPICH"],
-)
-def test_a_program_needs_no_word_under_other_launchers(found: dict[str, str], size: str, rank: str):
-    """All that start MPI programs are known."""
-    program = PROGRAM.format(before="", after="").replace('"ringreduce"', "")
-    done = run(program, **found, **{size: "1", rank: "0"})
-    assert (done.returncode, done.stdout) == (0, "sum 1.0\n"), done.stderr
-
-
-def test_a_job_that_is_killed_leaves_no_files(run_job: Callable, found: dict[str, str], tmp_path: Path):
-    """Rank 0, which has made the file that all share, cannot remove it then; mpirun does."""
-    room = tmp_path / "room"
-    room.mkdir()
-    after = "dist.barrier(); dist.get_rank() == 0 and os.kill(os.getpid(), 9); dist.barrier()"
-    job = run_job(2, source=PROGRAM.format(before="import os", after=after), TMPDIR=str(room), **found)
-    assert job.returncode != 0
-    assert [each for each in room.rglob("*") if each.is_file()] == []
-
-
-def test_importing_torch_loads_nothing_of_ours(found: dict[str, str]):
-    """The entry point registers the backend, and imports neither the package nor MPI."""
-    done = run(
-        """
-        import sys, torch
-        assert hasattr(torch.distributed.Backend, "RINGREDUCE")
-        assert not {"ringreduce", "mpi4py"} & set(sys.modules)
-        """,
-        **found,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_without_the_entry_point(found: dict[str, str]):
-    """Where torch loads no extensions, an import of ours registers the backend."""
-    off = {**found, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = run(PROGRAM.format(before="import ringreduce.torch", after="dist.destroy_process_group()"), **off)
-    assert (done.returncode, done.stdout) == (0, "sum 1.0\n"), done.stderr
-    assert "ringreduce" not in run("import torch; print(torch.distributed.Backend.backend_list)", **off).stdout
-
-
-@pytest.mark.parametrize(
-    ("local", "command"),
-    [("4", "ringreduce run -np 4 python"), ("2", "ringreduce run -np 4 -H HOST1:2,HOST2:2,... python")],
-    ids=["one host", "several hosts"],
-)
-def test_torchrun_is_told_what_works(found: dict[str, str], local: str, command: str):
-    """Each process would be a world of one: an error that names the command."""
-    variables = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
-    done = run(PROGRAM.format(before="", after=""), **found, **variables, LOCAL_WORLD_SIZE=local)
-    assert done.returncode == 1
-    assert "ConfigError" in done.stderr
-    assert command in done.stderr
-
-
-def test_slurm_without_mpi_is_told_what_works(found: dict[str, str]):
-    """As under torchrun; in an allocation of several processors, a program that is started alone is alone."""
-    variables = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    done = run(PROGRAM.format(before="", after="dist.destroy_process_group()"), **found, **variables)
-    assert (done.returncode, done.stdout) == (0, "sum 1.0\n"), done.stderr
-    done = run(PROGRAM.format(before="", after=""), **found, **variables, SLURM_STEP_NUM_TASKS="2")
-    assert done.returncode == 1
-    assert "ConfigError" in done.stderr
-    assert "srun --mpi=pmix python" in done.stderr
-
-
-def test_variables_that_torch_reads_beside_mpirun(run_job: Callable, found: dict[str, str]):
-    """They mean nothing, wrong ones too; init_method="env://" has torch read them, and works where they are right."""
-    wrong = {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "RANK": "5", "WORLD_SIZE": "7"}
-    job = run_job(2, source=PROGRAM.format(before="", after=""), **found, **wrong)
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines() == ["sum 2.0"] * 2
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    program = """
-        import os, torch, torch.distributed as dist
-        os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
-        os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
-        dist.init_process_group("ringreduce", init_method="env://")
-        tensor = torch.full((3,), dist.get_rank() + 1.0)
-        dist.all_reduce(tensor)
-        print("sum", tensor[0].item())
-        dist.destroy_process_group()
-    """
-    job = run_job(2, source=program, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **found)
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines() == ["sum 3.0"] * 2
-
-
-def test_an_uncaught_exception_ends_the_job(run_job: Callable, found: dict[str, str]):
-    """Its traceback is seen, although torch puts a hook of its own before ours, and no rank waits for that one."""
-    after = 'assert dist.get_rank() != 1, "unhappy"; dist.barrier()'
-    job = run_job(2, source=PROGRAM.format(before="", after=after), **found)
-    assert job.returncode != 0
-    assert "AssertionError: unhappy" in job.stderr
-    assert "sum" not in job.stdout
-
-
+WORDLESS = PROGRAM.replace('"ringreduce"', "")
+#: Variables of torch's own launcher that name what is not there.
+WRONG = {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "RANK": "5", "WORLD_SIZE": "7"}
+FROM_VARIABLES = """
+    import os, sys, torch, torch.distributed as dist
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+    os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
+    os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
+    dist.init_process_group("ringreduce", init_method="env://")
+    tensor = torch.full((3,), dist.get_rank() + 1.0)
+    dist.all_reduce(tensor)
+    print("sum", tensor[0].item())
+"""
 TRAINING = """
     import sys
     import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
@@ -192,7 +76,71 @@ TRAINING = """
 """
 
 
-def test_a_checkpoint_of_torch_is_loaded_by_a_smaller_job(run_job: Callable, found: dict[str, str], tmp_path: Path):
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a program in whose environment the package is installed, with its entry point."""
+    installed = tmp_path_factory.mktemp("installed")
+    folder = installed / "ringreduce-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ringreduce\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text("[torch.backends]\nringreduce = ringreduce_torch_backend:register\n")
+    return {"PYTHONPATH": f"{installed}{os.pathsep}{ROOT}"}
+
+
+def run(source: str, **environment: str) -> Job:
+    """Run a program without a launcher."""
+    return launching.run(sys.executable, "-c", textwrap.dedent(source), **environment)
+
+
+# ---- programs that share jobs ----
+
+
+@pytest.fixture(scope="module")
+def together(found: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What programs print, which run one after the other in a job of two ranks, and then in one of one rank."""
+    folder = tmp_path_factory.mktemp("together")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    plain = {"before": "", "after": ""}
+    sources = {
+        "one word": (PROGRAM.format(**plain), []),  # the first: nothing of ours is imported yet
+        "no word": (WORDLESS.format(**plain), []),
+        "wrong": (PROGRAM.format(before=f"import os; os.environ.update({WRONG!r})", after=""), []),
+        "variables": (FROM_VARIABLES, [port]),
+        "training": (TRAINING, ["0", str(folder / "checkpoint")]),
+        "one word, alone": (PROGRAM.format(**plain), []),
+        "training, alone": (TRAINING, ["3", str(folder / "checkpoint")]),
+    }
+    commands = {}
+    for name, (source, arguments) in sources.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(source))
+        commands[name] = [str(folder / f"{name}.py"), *arguments]
+    said: dict[str, str] = {}
+    for ranks in (2, 1):
+        mine = {name: command for name, command in commands.items() if name.endswith("alone") == (ranks == 1)}
+        said |= launching.run_together(ranks, folder, mine, **found)
+    return {name: text.splitlines() for name, text in said.items()}
+
+
+def test_a_program_needs_one_word(together: dict[str, list[str]]):
+    """No import of ours, no MASTER_ADDR, no rank; and no need to destroy the group."""
+    assert together["one word"] == ["sum 2.0"] * 2
+    assert together["one word, alone"] == ["sum 1.0"]
+
+
+def test_a_program_needs_no_word_under_mpirun(together: dict[str, list[str]]):
+    """Without a backend's name, and without the variables of torch's own launcher, ours is taken."""
+    assert together["no word"] == ["sum 2.0"] * 2
+
+
+def test_variables_that_torch_reads_beside_mpirun(together: dict[str, list[str]]):
+    """They mean nothing, wrong ones too; init_method="env://" has torch read them, and works where they are right."""
+    assert together["wrong"] == ["sum 2.0"] * 2
+    assert together["variables"] == ["sum 3.0"] * 2
+
+
+def test_a_checkpoint_of_torch_is_loaded_by_a_smaller_job(together: dict[str, list[str]]):
     """fully_shard and Adam go on with one rank where 2 have stopped, as a program that never stops."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
@@ -205,10 +153,96 @@ def test_a_checkpoint_of_torch_is_loaded_by_a_smaller_job(run_job: Callable, fou
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(TRAINING))
-    for ranks, first in (2, 0), (1, 3):
-        job = run_job(ranks, str(program), str(first), str(tmp_path / "checkpoint"), **found)
-        assert job.returncode == 0, job.stderr
-        losses = [float(line.removeprefix("loss ")) for line in job.stdout.splitlines()]
-        assert losses == pytest.approx(expected[first : first + 3], abs=1e-5)
+    losses = [float(line.removeprefix("loss ")) for line in together["training"] + together["training, alone"]]
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+# ---- ends of jobs ----
+
+
+def test_a_job_that_is_killed_leaves_no_files(run_job: Callable, found: dict[str, str], tmp_path: Path):
+    """Rank 0, which has made the file that all share, cannot remove it then; mpirun does."""
+    room = tmp_path / "room"
+    room.mkdir()
+    after = "dist.barrier(); dist.get_rank() == 0 and os.kill(os.getpid(), 9); dist.barrier()"
+    job = run_job(2, source=PROGRAM.format(before="import os", after=after), TMPDIR=str(room), **found)
+    assert job.returncode != 0
+    assert [each for each in room.rglob("*") if each.is_file()] == []
+
+
+def test_an_uncaught_exception_ends_the_job(run_job: Callable, found: dict[str, str]):
+    """Its traceback is seen, although torch puts a hook of its own before ours, and no rank waits for that one."""
+    after = 'assert dist.get_rank() != 1, "unhappy"; dist.barrier()'
+    job = run_job(2, source=PROGRAM.format(before="", after=after), **found)
+    assert job.returncode != 0
+    assert "AssertionError: unhappy" in job.stderr
+    assert "sum" not in job.stdout
+
+
+# ---- programs of one process ----
+
+
+def test_importing_torch_loads_nothing_of_ours(found: dict[str, str]):
+    """The entry point registers the backend, and imports neither the package nor MPI."""
+    done = run(
+        """
+        import sys, torch
+        assert hasattr(torch.distributed.Backend, "RINGREDUCE")
+        assert not {"ringreduce", "mpi4py"} & set(sys.modules)
+        """,
+        **found,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_the_entry_point(found: dict[str, str]):
+    """Where torch loads no extensions, an import of ours registers the backend."""
+    off = {**found, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    before = 'assert "ringreduce" not in dist.Backend.backend_list; import ringreduce.torch'
+    done = run(PROGRAM.format(before=before, after="dist.destroy_process_group()"), **off)
+    assert (done.returncode, done.stdout) == (0, "sum 1.0\n"), done.stderr
+
+
+SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
+#: The start of a program: the variables that it finds, and what its error says, or nothing where it works.
+STARTS = {
+    "MPICH": (WORDLESS, {"PMI_SIZE": "1", "PMI_RANK": "0"}, ""),
+    "MVAPICH": (WORDLESS, {"MV2_COMM_WORLD_SIZE": "1", "MV2_COMM_WORLD_RANK": "0"}, ""),
+    "torchrun on one host": (PROGRAM, {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, "ringreduce run -np 4 python"),
+    "torchrun on several hosts": (
+        PROGRAM,
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"},
+        "ringreduce run -np 4 -H HOST1:2,HOST2:2,... python",
+    ),
+    "an allocation of Slurm": (PROGRAM, SLURM, ""),
+    "srun without MPI": (PROGRAM, {**SLURM, "SLURM_STEP_NUM_TASKS": "2"}, "srun --mpi=pmix python"),
+}
+
+
+@pytest.fixture(scope="module")
+def starts(found: dict[str, str]) -> dict[str, list[Any]]:
+    """How the programs of `STARTS` end: exit code, output, errors. One process that has imported torch forks them."""
+    programs = {
+        name: [textwrap.dedent(source.format(before="", after="dist.destroy_process_group()")), variables]
+        for name, (source, variables, _) in STARTS.items()
+    }
+    done = launching.run(sys.executable, PROGRAMS / "forked.py", json.dumps(programs), **found)
+    assert done.returncode == 0, done.stderr
+    ends: dict[str, list[Any]] = json.loads(done.stdout)
+    return ends
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_launchers_are_known_or_told_what_works(starts: dict[str, list[Any]], name: str):
+    """A launcher of MPI needs no word; where each process would be a world of one, an error names the command.
+
+    In an allocation of several processors, a program that is started alone is alone.
+    """
+    (code, output, errors), said = starts[name], STARTS[name][2]
+    if said:
+        assert code == 1
+        assert "ConfigError" in errors
+        assert said in errors
+    else:
+        assert (code, output) == (0, "sum 1.0\n"), errors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,8 @@ from launching import PROGRAMS, run_together
 
 for _library in "lightning", "transformers":
     pytest.importorskip(_library, exc_type=ImportError)
+
+pytestmark = pytest.mark.xdist_group("training_loops")  # they share jobs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,16 +25,26 @@ def lightning(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return folder, run_together(2, folder, scripts)
 
 
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The same of programs that use Accelerate and transformers."""
+    folder = tmp_path_factory.mktemp("hugging_face")
+    scripts = {
+        "test": [str(PROGRAMS / "hugging_face.py"), str(folder)],
+        "accelerate": [str(EXAMPLES / "accelerate_digits.py"), "--epochs", "1", "--folder", str(folder)],
+        "transformers": [str(EXAMPLES / "hf_trainer.py"), "--steps", "60", "--folder", str(folder)],
+    }
+    return folder, run_together(2, folder, scripts)
+
+
 def test_lightning_on_ringreduce_as_on_gloo(lightning: tuple[Path, dict[str, str]]):
     """Losses, metrics and weights are equal to those on Gloo; what the program checks besides, it says itself."""
     assert lightning[1]["test"].splitlines().count("done") == 2
 
 
-def test_hugging_face_on_ringreduce_as_on_gloo(run_job: Callable, tmp_path: Path):
+def test_hugging_face_on_ringreduce_as_on_gloo(hugging_face: tuple[Path, dict[str, str]]):
     """As for Lightning."""
-    job = run_job(2, PROGRAMS / "hugging_face.py", tmp_path, limit_s=55)
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines().count("done") == 2
+    assert hugging_face[1]["test"].splitlines().count("done") == 2
 
 
 def test_lightning_example(lightning: tuple[Path, dict[str, str]]):
@@ -46,33 +57,25 @@ def test_lightning_example(lightning: tuple[Path, dict[str, str]]):
     assert [each.suffix for each in (folder / "example").iterdir()] == [".ckpt"]
 
 
-def last_lines(job) -> str:
-    assert job.returncode == 0, job.stderr
-    assert "weights: bitwise identical" in job.stdout
-    return job.stdout
-
-
-def test_accelerate_example(run_job: Callable, tmp_path: Path):
+def test_accelerate_example(hugging_face: tuple[Path, dict[str, str]]):
     """It learns, keeps its state, and all ranks end with the same weights."""
-    said = last_lines(
-        run_job(2, str(EXAMPLES / "accelerate_digits.py"), "--epochs", "1", "--folder", str(tmp_path), limit_s=55)
-    )
+    folder, said = hugging_face[0], hugging_face[1]["accelerate"]
+    assert "weights: bitwise identical" in said
     accuracy = re.search(r"epoch 1: test accuracy ([\d.]+)%", said)
     assert accuracy is not None, said
     assert float(accuracy[1]) > 90
     assert "on 2 ranks" in said, "each rank has trained alone"
-    assert (tmp_path / "model.safetensors").exists()
+    assert (folder / "model.safetensors").exists()
 
 
-def test_transformers_example(run_job: Callable, tmp_path: Path):
+def test_transformers_example(hugging_face: tuple[Path, dict[str, str]]):
     """It learns more than how often each byte occurs (3.26 nats), and all ranks end with the same weights."""
-    said = last_lines(
-        run_job(2, str(EXAMPLES / "hf_trainer.py"), "--steps", "60", "--folder", str(tmp_path), limit_s=55)
-    )
+    folder, said = hugging_face[0], hugging_face[1]["transformers"]
+    assert "weights: bitwise identical" in said
     loss = re.search(r"2 ranks: ([\d.]+) nats", said)
     assert loss is not None, said
     assert float(loss[1]) < 3.26
-    assert (tmp_path / "checkpoint-60" / "model.safetensors").exists()
+    assert (folder / "checkpoint-60" / "model.safetensors").exists()
 
 
 def test_accelerate_that_was_made_first_is_warned_of(run_job) -> None:

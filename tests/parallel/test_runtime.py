@@ -129,14 +129,14 @@ def test_a_closed_transport_is_let_go() -> None:
 @pytest.mark.sizes(2, 3, 4)
 def test_a_transport_whose_exchange_failed_stays() -> None:
     """After a time-out MPI may still write to the memory of an exchange: nothing of it is freed, not even at close."""
-    messages = mpi_messages.MpiMessages(PRIVATE, Waiter(20.0))
+    waiter = Waiter(20.0)
+    messages = mpi_messages.MpiMessages(PRIVATE, waiter)
+    waiter.timeout_s = 0.05
     late = messages.rank == messages.size - 1
     if not late:
-        messages._waiter = Waiter(0.05)
         assert isinstance(caught(messages.exchange, b"early"), rr.CollectiveTimeoutError)
     PRIVATE.Barrier()
     if late:
-        messages._waiter = Waiter(0.05)
         caught(messages.exchange, b"late")
     PRIVATE.Barrier()
     watched = weakref.ref(messages)

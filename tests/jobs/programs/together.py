@@ -14,6 +14,16 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
+
+def forget() -> None:
+    """Forget what libraries keep of a script: torch its process group, Accelerate the ranks of that."""
+    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 folder, scripts = Path(sys.argv[1]), json.loads(sys.argv[2])
 for name, words in scripts.items():
     sys.argv = words
@@ -24,3 +34,4 @@ for name, words in scripts.items():
         except SystemExit as end:
             if end.code:
                 raise
+    forget()
