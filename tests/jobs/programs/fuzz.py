@@ -420,7 +420,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--node-size", help="ranks of a node; what RINGREDUCE_NODE_SIZE says, if not given")
     chosen = parser.parse_args()
+    if chosen.node_size is not None:
+        os.environ["RINGREDUCE_NODE_SIZE"] = chosen.node_size
     rr.init()
     counts: Counter[str] = Counter()
     for number in range(chosen.steps):
@@ -442,6 +445,7 @@ def main() -> None:
         counts[step.__name__] += 1
     if RANK == 0:
         print(f"well: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}", flush=True)
+    rr.shutdown()
 
 
 if __name__ == "__main__":
