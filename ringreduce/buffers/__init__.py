@@ -13,9 +13,18 @@ from ringreduce.buffers.arrays import (
     typed,
     unowned,
 )
-from ringreduce.buffers.casts import divide_toward_zero, narrow, widen, wider
 from ringreduce.buffers.dtypes import DTYPES, DType
-from ringreduce.buffers.kernels import Call, Kernels, divide, kernels_for, quiet_context
+from ringreduce.buffers.kernels import (
+    Call,
+    Kernels,
+    divide,
+    divide_toward_zero,
+    kernels_for,
+    narrow,
+    quiet_context,
+    widen,
+    wider,
+)
 
 __all__ = [
     "DTYPES",

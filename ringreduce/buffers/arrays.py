@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers.device_arrays import DeviceOperand, is_tensor, not_plain, on_device
+from ringreduce.buffers.device_arrays import DeviceOperand, is_tensor, not_plain, on_device, require_apart
 from ringreduce.buffers.dtypes import DType, ml_bfloat16
-from ringreduce.buffers.layout import require_apart
 from ringreduce.common.errors import UnsupportedBufferError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ringreduce.collectives.choices import Choices
 from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.messaging import Messaging
-from ringreduce.collectives.operands import Devices, NoDevices, ordinal
+from ringreduce.collectives.operands import Devices, ordinal
 from ringreduce.collectives.running import Runner
 from ringreduce.collectives.state import CommState
 from ringreduce.common.arguments import array_shape
@@ -89,7 +89,7 @@ class Communicator(Messaging, Choices):
         self,
         context: Context,
         channel: Messages | None = None,
-        devices: Callable[[Context, CommState], Devices] = NoDevices,
+        devices: Callable[[Context, CommState], Devices] = Devices,
     ) -> None:
         state = CommState(context)
         Messaging.__init__(self, context, channel, state)

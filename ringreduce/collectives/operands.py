@@ -1,21 +1,21 @@
 """The arrays of a call: they are checked, brought to flat host memory, and back.
 
-`Devices` is the interface between collectives and device memory, which `ringreduce.gpu` implements.
+`Devices` is the interface between collectives and device memory; `ringreduce.gpu.devices.Gpu` is one that has some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, library_of, native, new, operand_of
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives.call import Choice, Signature
+from ringreduce.collectives.call import Choice, Task
 from ringreduce.collectives.rows import part_of
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
@@ -31,29 +31,19 @@ AnyOperand = Operand | DeviceOperand
 Maker = Callable[[tuple[int, ...], DType], tuple[Any, AnyOperand]]
 
 
-class SegmentReducer(NamedTuple):
-    """Reduces segments of one length, in host memory.
+class Devices:
+    """The device memory of one rank, in one communicator. This rank has none: arrays in device memory are refused."""
 
-    Attributes:
-        choice: algorithm and path.
-        signature: what the ranks compare.
-        run: reduces one segment, in place.
-    """
+    def __init__(self, context: Any = None, state: Any = None) -> None:
+        pass
 
-    choice: Choice
-    signature: Signature
-    run: Callable[[Operand], object]
-
-
-class Devices(Protocol):
-    """The device memory of one rank, in one communicator."""
-
-    def require_usable(self, number: int | None) -> None:
+    def require_usable(self, number: int | None) -> object:
         """Refuse a device that this rank cannot use, by its ordinal; None: the current one. Local.
 
         Raises:
             UnsupportedBufferError: there is no such device, or this rank has used another one.
         """
+        raise _refused()
 
     def empty(self, number: int | None, shape: Sequence[int], dtype: DType) -> Any:
         """Return an uninitialised array on a device, by its ordinal. Local.
@@ -61,41 +51,47 @@ class Devices(Protocol):
         Raises:
             UnsupportedBufferError: as `require_usable` does.
         """
+        raise _refused()
 
-    def lend(
-        self, source: DeviceOperand, target: DeviceOperand, *, fetch: bool, store: bool
-    ) -> AbstractContextManager[tuple[Operand, Operand]]:
-        """Give host memory in place of two arrays; see `Operands.on_host`."""
+    def lend(self, operand: DeviceOperand, *, fetch: bool, store: bool) -> AbstractContextManager[Operand]:
+        """Give host memory in place of an array for a while; see `Operands.on_host`."""
+        raise _refused()
+
+    def segments(self, source: DeviceOperand) -> list[slice]:
+        """Return the segments of an allreduce in host memory: at least one; all but the last have the same length."""
+        raise _refused()
 
     def allreduce(
         self,
         source: DeviceOperand,
         target: DeviceOperand,
-        op: ReduceOp,
         algorithm: str | None,
-        reducers: Callable[[Sequence[slice]], Mapping[int, SegmentReducer]],
+        whole: Task,
+        reduce: Callable[[Operand], object],
         running: Callable[[str], AbstractContextManager[None]],
-    ) -> Choice:
-        """Reduce arrays, and return the choice that was made. Collective.
+    ) -> None:
+        """Reduce arrays of equal shape and dtype. Collective.
 
         Args:
             source: the input, of any layout.
             target: the output, the same memory or other.
-            op: how.
             algorithm: the one that the caller asked for, None for any.
-            reducers: returns what reduces segments in host memory, by their number of elements; called with the
-                segments, if the array goes through host memory.
+            whole: the task of the first segment; its signature says what must agree about the whole array.
+            reduce: reduces one of the `segments`, in host memory, in place.
             running: returns the context in which an algorithm runs; called with its name.
         """
 
     def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
         """Return the choice for such arrays, where there are several ranks. Local."""
+        raise _refused()
 
     def explain(self, collective: Collective) -> str:
         """Say how such arrays are reduced, why, and what else could do it. Local."""
+        return "arrays in device memory are refused"
 
     def remark(self, collective: Collective) -> str:
         """Return a line to add to `Communicator.explain`; empty where no device memory was used. Local."""
+        return ""
 
     def close(self) -> None:
         """Give everything back. On all ranks, in any order."""
@@ -104,28 +100,8 @@ class Devices(Protocol):
         """Give up after a failure, without waiting for other ranks or the device. Local."""
 
 
-class NoDevices:
-    """A rank without devices: arrays in device memory are refused."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def _refuse(self, *arguments: object, **options: object) -> Any:
-        raise UnsupportedBufferError("this communicator was made without devices; it takes arrays in host memory")
-
-    require_usable = empty = lend = allreduce = choice = _refuse
-
-    def explain(self, collective: Collective) -> str:
-        return "arrays in device memory are refused"
-
-    def remark(self, collective: Collective) -> str:
-        return ""
-
-    def close(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
+def _refused() -> UnsupportedBufferError:
+    return UnsupportedBufferError("this communicator was made without devices; it takes arrays in host memory")
 
 
 def ordinal(device: str) -> int | None:
@@ -221,8 +197,9 @@ class Operands:
             raise UnsupportedBufferError("array and out must both be in host memory or both in device memory")
         return target
 
-    @contextmanager
-    def on_host(self, operand: AnyOperand, *, fetch: bool = True, store: bool = False) -> Iterator[Operand]:
+    def on_host(
+        self, operand: AnyOperand, *, fetch: bool = True, store: bool = False
+    ) -> AbstractContextManager[Operand]:
         """Give host memory in place of an array for a while: its own if it is there, else a copy.
 
         Args:
@@ -230,11 +207,9 @@ class Operands:
             fetch: whether the copy holds what the array does.
             store: whether it is copied back.
         """
-        if isinstance(operand, Operand):
-            yield operand
-            return
-        with self._gpu.lend(operand, operand, fetch=fetch, store=store) as (given, taken):
-            yield taken if store else given
+        return (
+            nullcontext(operand) if isinstance(operand, Operand) else self._gpu.lend(operand, fetch=fetch, store=store)
+        )
 
 
 class Result:

@@ -19,7 +19,7 @@ from ringreduce.collectives.context import Context
 from ringreduce.collectives.loads import plan_loads
 from ringreduce.collectives.messages import plan_reduction
 from ringreduce.collectives.node_allreduce import plan_allreduce
-from ringreduce.collectives.operands import AnyOperand, Devices, Operands, Result, SegmentReducer, apart, flat
+from ringreduce.collectives.operands import AnyOperand, Devices, Operands, Result, apart, flat
 from ringreduce.collectives.plan import BoundCall, Place, Repeat, unchanged
 from ringreduce.collectives.preparing import Prepared, prepare
 from ringreduce.collectives.rows import agreed_part, received_rows
@@ -176,13 +176,20 @@ class Runner:
         result, kind = prepared.result, prepared.kind
         assert result is not None
         assert isinstance(result.operand, DeviceOperand)
-        timer = partial(self._timer, prepared)
-        reducers = partial(self._segment_reducers, kind)
-        self._gpu.allreduce(source, result.operand, kind.op, kind.algorithm, reducers, timer)
+        tasks = self._segment_tasks(kind, self._gpu.segments(source))
+
+        def reduce(segment: Operand) -> None:
+            plan = self._plan_of(tasks[segment.count], segment, segment)
+            plan.run(segment, partial(_constant, segment))
+            if not plan.reusable:
+                plan.close()
+
+        whole, timer = next(iter(tasks.values())), partial(self._timer, prepared)
+        self._gpu.allreduce(source, result.operand, kind.algorithm, whole, reduce, timer)
         return result.out
 
-    def _segment_reducers(self, kind: Kind, parts: Sequence[slice]) -> dict[int, SegmentReducer]:
-        """Return, by their number of elements, what reduces segments of an array in device memory, in host memory.
+    def _segment_tasks(self, kind: Kind, parts: Sequence[slice]) -> dict[int, Task]:
+        """Return, by their number of elements, the tasks of the segments of an array in device memory, in host memory.
 
         The signatures say all that must agree about the whole array, so that a mismatch is seen at the first segment. A
         shorter last segment has a signature of its own, as plans are found by signatures.
@@ -192,24 +199,16 @@ class Runner:
             raise ConfigError("RINGREDUCE_DETERMINISTIC is set, so algorithm='nccl' cannot be asked for")
         argument = f"{kind.op.value} in device memory{' by nccl' if by_nccl else ''}"
         usual, last = (part.stop - part.start for part in (parts[0], parts[-1]))
-        reducers = {}
-        for count in dict.fromkeys((usual, last)):
-            task = self._task(
+        return {
+            count: self._task(
                 kind._replace(
                     argument=argument if count == usual else f"{argument}, its last {count} elements",
                     algorithm=None if by_nccl else kind.algorithm,
                     nbytes=count * kind.dtype.itemsize,
                 )
             )
-            reducers[count] = SegmentReducer(task.choice, task.signature, partial(self._reduce_segment, task))
-        return reducers
-
-    def _reduce_segment(self, task: Task, segment: Operand) -> None:
-        """Reduce a segment, in place, of an array in device memory that was copied to host memory."""
-        plan = self._plan_of(task, segment, segment)
-        plan.run(segment, partial(_constant, segment))
-        if not plan.reusable:
-            plan.close()
+            for count in dict.fromkeys((usual, last))
+        }
 
     # ---- tasks and plans ----
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, address_of
-from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.buffers.dtypes import Array
 from ringreduce.collectives.call import Signature
 from ringreduce.collectives.context import Context
@@ -34,7 +33,7 @@ from ringreduce.common.errors import TransportError
 from ringreduce.common.partition import segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.awareness import CudaAwareness
-from ringreduce.gpu.cupy_driver import Driver
+from ringreduce.gpu.cupy_driver import Arithmetic, Driver, Stream
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import StepFailedError, together
 

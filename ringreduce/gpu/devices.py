@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -14,10 +14,9 @@ from typing import Any
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device
-from ringreduce.buffers.device_driver import Arithmetic
-from ringreduce.collectives.call import DETERMINISTIC, NCCL, Choice, Signature
+from ringreduce.collectives.call import DETERMINISTIC, NCCL, Choice, Signature, Task
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import SegmentReducer
+from ringreduce.collectives.operands import Devices
 from ringreduce.collectives.state import CommState
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import gpu_switches
@@ -30,7 +29,7 @@ from ringreduce.common.errors import (
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.aware_path import AwareAllreduce
 from ringreduce.gpu.awareness import CudaAwareness, cuda_awareness
-from ringreduce.gpu.cupy_driver import Driver, cuda_driver
+from ringreduce.gpu.cupy_driver import Arithmetic, Driver, cuda_driver
 from ringreduce.gpu.nccl import Nccl, NcclAllreduce, cupy_nccl
 from ringreduce.gpu.path import OnDevice
 from ringreduce.gpu.staging import Staging
@@ -51,8 +50,8 @@ _FIRST_USE = {
 }
 
 
-class Gpu:
-    """The GPU of this rank in one process set; the `Devices` of a communicator.
+class Gpu(Devices):
+    """The GPU of this rank in one process set.
 
     Args:
         context: the ranks.
@@ -74,8 +73,8 @@ class Gpu:
         #: What has been asked for -> what does it; the reason in words if nothing can.
         self._paths: dict[str, OnDevice | str] = {}
 
-    def require_usable(self, number: int | None) -> None:
-        """Refuse a GPU that this rank cannot use. Local.
+    def require_usable(self, number: int | None) -> Staging:
+        """Return what carries arrays between a GPU and this rank's host memory; refuse one that it cannot use. Local.
 
         Args:
             number: the GPU's ordinal, None for the current one. The first that is asked for is this rank's for good.
@@ -83,10 +82,6 @@ class Gpu:
         Raises:
             UnsupportedBufferError: there is no such GPU, or another one was this rank's before.
         """
-        self._of(number)
-
-    def _of(self, number: int | None) -> Staging:
-        """Return what carries arrays between a GPU and this rank's host memory; see `require_usable`."""
         if self._staging is None:
             self._staging = Staging(self.drivers(number), self._context.arena)
         own = self._staging.driver.device.number
@@ -104,79 +99,43 @@ class Gpu:
             UnsupportedBufferError: CuPy is missing, or has no such elements; or as `require_usable` does.
             MemoryError: the GPU has no more.
         """
-        driver, nbytes = self._of(number).driver, prod(shape) * dtype.itemsize
+        driver, nbytes = self.require_usable(number).driver, prod(shape) * dtype.itemsize
         block = _Allocation(driver, nbytes)
         return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)
 
-    def lend(
-        self, source: DeviceOperand, target: DeviceOperand, *, fetch: bool, store: bool
-    ) -> AbstractContextManager[tuple[Operand, Operand]]:
-        """Give host memory in place of two arrays; see `Staging.lend`."""
-        return self._of(source.device).lend(source, target, fetch=fetch, store=store)
+    def lend(self, operand: DeviceOperand, *, fetch: bool, store: bool) -> AbstractContextManager[Operand]:
+        return self.require_usable(operand.device).lend(operand, fetch=fetch, store=store)
+
+    def segments(self, source: DeviceOperand) -> list[slice]:
+        return self.require_usable(source.device).segments(source)
 
     def allreduce(
         self,
         source: DeviceOperand,
         target: DeviceOperand,
-        op: ReduceOp,
         algorithm: str | None,
-        reducers: Callable[[Sequence[slice]], Mapping[int, SegmentReducer]],
+        whole: Task,
+        reduce: Callable[[Operand], object],
         running: Callable[[str], AbstractContextManager[None]],
-    ) -> Choice:
-        """Reduce arrays of any layout by what is asked for, else through host memory. Collective.
-
-        Args:
-            source: what goes in.
-            target: what comes out, the same memory or other; of equal shape and dtype.
-            op: how.
-            algorithm: what the caller asked for, None for nothing.
-            reducers: returns, for the segments of the array, what reduces them in host memory, by their elements.
-            running: returns the context in which an algorithm runs.
-
-        Returns:
-            What carried it out.
-        """
-        staging = self._of(source.device)
-        parts = staging.segments(source)
-        chosen = reducers(parts)
+    ) -> None:
+        """Reduce arrays of any layout by what is asked for, else through host memory; see `Devices`."""
+        staging = self.require_usable(source.device)
         given, taken = staging.in_c_order(source), target.scratch()
         if given.may_overlap(taken) and not given.same_memory(taken):
             given = staging.in_c_order(given, copy=True)
-        choice = self._allreduce(given, taken, op, algorithm, parts, chosen, running)
-        staging.store(target, taken)
-        return choice
-
-    def _allreduce(
-        self,
-        source: DeviceOperand,
-        target: DeviceOperand,
-        op: ReduceOp,
-        algorithm: str | None,
-        parts: Sequence[slice],
-        chosen: Mapping[int, SegmentReducer],
-        running: Callable[[str], AbstractContextManager[None]],
-    ) -> Choice:
-        """Reduce arrays in C order, and return what did it."""
-        staging, whole = self._of(source.device), chosen[parts[0].stop - parts[0].start]
         if self._context.topology.size == 1:
             with running(whole.choice.algorithm):
-                staging.copy(source, target)
-            return whole.choice
-
-        def reduce(segment: Operand) -> None:
-            chosen[segment.count].run(segment)
-
-        asked = self._asked(algorithm)
-        self._set_up(asked)
-        path = self._path(asked, source.dtype, op)
-        choice = STAGED if path is None else path.choice
-        arithmetic = Arithmetic(source.dtype, op, source.count)
-        with running(choice.algorithm), staging.in_order(source, target) as stream:
-            addresses = source.address, target.address
-            if path is None or not path.run(*addresses, arithmetic, stream, whole.signature):
-                choice = STAGED
-                staging.allreduce(source, target, parts, reduce)
-        return choice
+                staging.copy(given, taken)
+        else:
+            asked = self._asked(algorithm)
+            self._set_up(asked)
+            path = self._path(asked, given.dtype, whole.kind.op)
+            arithmetic = Arithmetic(given.dtype, whole.kind.op, given.count)
+            with running((path or STAGED).algorithm), staging.in_order(given, taken) as stream:
+                addresses = given.address, taken.address
+                if path is None or not path.run(*addresses, arithmetic, stream, whole.signature):
+                    staging.allreduce(given, taken, reduce)
+        staging.store(target, taken)
 
     # ---- what is asked for ----
 
@@ -200,7 +159,7 @@ class Gpu:
         """
         if asked == STAGED.algorithm or asked in self._paths:
             return
-        context, driver = self._context, self._of(None).driver
+        context, driver = self._context, self.require_usable(None).driver
         try:
             context.rendezvous(_FIRST_USE[asked])
             made: OnDevice | str

@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringreduce.buffers.device_driver import Device
-from ringreduce.gpu.cupy_driver import cuda_driver
+from ringreduce.gpu.cupy_driver import Device, cuda_driver
 
 _PROC = Path("/proc/driver/nvidia/version")
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from ringreduce.buffers.device_arrays import INSTALL
-from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.buffers.dtypes import DType
 from ringreduce.collectives.call import NCCL, Signature
 from ringreduce.collectives.context import Context
@@ -35,7 +34,7 @@ from ringreduce.common.errors import (
     UnsupportedBufferError,
 )
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.cupy_driver import Driver
+from ringreduce.gpu.cupy_driver import Arithmetic, Driver, Stream
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter

@@ -6,11 +6,10 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from ringreduce.buffers import DType
-from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.collectives.call import Choice, Signature
 from ringreduce.collectives.context import Context
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.cupy_driver import Driver
+from ringreduce.gpu.cupy_driver import Arithmetic, Driver, Stream
 
 
 class OnDevice(ABC):

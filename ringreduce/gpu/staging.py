@@ -22,11 +22,10 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DType, Operand, address_of
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.buffers.device_driver import Stream
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import TransportError
 from ringreduce.common.partition import pieces
-from ringreduce.gpu.cupy_driver import Driver
+from ringreduce.gpu.cupy_driver import Driver, Stream
 from ringreduce.transport.shared.arena import Arena
 
 _log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class Staging:
         self._down, self._up = driver.make_stream(), driver.make_stream()
         self._called = driver.make_event()
         self._slots: list[_HostBlock] = []
-        self._kept: dict[tuple[str, int], _HostBlock] = {}
+        self._kept: dict[int, _HostBlock] = {}
         self._turn = 0
 
     def copy(self, source: DeviceOperand, target: DeviceOperand) -> None:
@@ -106,13 +105,7 @@ class Staging:
         limit = max(1, _SEGMENT_NBYTES // source.dtype.itemsize)
         return list(pieces(0, source.count, limit)) or [slice(0, 0)]
 
-    def allreduce(
-        self,
-        source: DeviceOperand,
-        target: DeviceOperand,
-        parts: Sequence[slice],
-        reduce: Callable[[Operand], object],
-    ) -> None:
+    def allreduce(self, source: DeviceOperand, target: DeviceOperand, reduce: Callable[[Operand], object]) -> None:
         """Reduce ``source`` into ``target``, which is the same memory or apart from it, segment after segment.
 
         The host waits until the last segment has come down and been reduced, not until it has gone up.
@@ -120,10 +113,9 @@ class Staging:
         Args:
             source: read on the GPU after what its stream holds now.
             target: written before what its stream will hold.
-            parts: the segments.
-            reduce: reduces one of them, flat and in the arena, in place over all ranks.
+            reduce: reduces one of the `segments`, flat and in the arena, in place over all ranks.
         """
-        driver, itemsize = self.driver, source.dtype.itemsize
+        driver, itemsize, parts = self.driver, source.dtype.itemsize, self.segments(source)
         self._order_after(source.stream, target.stream)
         for number, part in enumerate(parts[:_SLOTS]):
             self._fetch_segment(source, number, part)
@@ -146,45 +138,37 @@ class Staging:
         self._slots[number % _SLOTS].fetch(address, nbytes, self._down)
 
     @contextmanager
-    def lend(
-        self, source: DeviceOperand, target: DeviceOperand, *, fetch: bool = True, store: bool = True
-    ) -> Iterator[tuple[Operand, Operand]]:
-        """Lend host memory in place of two arrays of any layout: with the content of ``source``, and for ``target``'s.
+    def lend(self, operand: DeviceOperand, *, fetch: bool = True, store: bool = True) -> Iterator[Operand]:
+        """Lend host memory in place of an array of any layout.
 
-        The host waits for the source to come down, not for the target to go up (unless that has more than 64 MiB).
+        The host waits for the array to come down, not for it to go up (unless it has more than 64 MiB).
 
         Args:
-            source: read after what its stream holds now.
-            target: written before what its stream will hold; may be ``source``, and then so is what is returned.
-            fetch: whether the source's content is wanted.
-            store: whether the target gets what is there at the end; it does not after an error.
+            operand: read after what its stream holds now; written before what its stream will hold.
+            fetch: whether its content is wanted.
+            store: whether it gets what is there at the end; it does not after an error.
         """
         driver = self.driver
-        given = self.in_c_order(source) if fetch else source
-        taken = given if target is source and source.contiguous else target.scratch()
+        there = self.in_c_order(operand) if fetch else operand.scratch()
         self._turn = 1 - self._turn
-        down = self._block("given", given.nbytes)
-        up = down if taken is given else self._block("taken", taken.nbytes)
+        block = self._block(there.nbytes)
         try:
-            for block in (down, up):
-                block.wait_until_sent()
+            block.wait_until_sent()
             if fetch:
-                self._order_after(given.stream)
-                down.fetch(given.address, given.nbytes, self._down)
-                driver.synchronize(down.arrived)
-            here = Operand(down.view(given.dtype, given.shape), given.dtype)
-            yield here, here if up is down else Operand(up.view(taken.dtype, taken.shape), taken.dtype)
+                self._order_after(there.stream)
+                block.fetch(there.address, there.nbytes, self._down)
+                driver.synchronize(block.arrived)
+            yield Operand(block.view(there.dtype, there.shape), there.dtype)
             if store:
-                driver.record(self._called, taken.stream)
+                driver.record(self._called, there.stream)
                 driver.wait(self._up, self._called)
-                up.send(taken.address, taken.nbytes, self._up)
-                driver.wait(taken.stream, up.sent)
+                block.send(there.address, there.nbytes, self._up)
+                driver.wait(there.stream, block.sent)
         finally:
-            for block in dict.fromkeys((down, up)):
-                if block not in self._kept.values():
-                    block.close()
+            if block not in self._kept.values():
+                block.close()
         if store:
-            self.store(target, taken)
+            self.store(operand, there)
 
     def close(self) -> None:
         """Give everything back; waits for the copies that are under way."""
@@ -214,16 +198,16 @@ class Staging:
             self.driver.record(self._called, stream)
             self.driver.wait(self._down, self._called)
 
-    def _block(self, name: str, nbytes: int) -> _HostBlock:
+    def _block(self, nbytes: int) -> _HostBlock:
         """Return host memory for a whole array."""
         if nbytes > _KEPT_NBYTES:
             return _HostBlock(self.driver, self._arena, nbytes, pinned=False)
-        key = name, self._turn if nbytes <= _ALTERNATING_NBYTES else 0
-        block = self._kept.get(key)
+        turn = self._turn if nbytes <= _ALTERNATING_NBYTES else 0
+        block = self._kept.get(turn)
         if block is None or block.nbytes < nbytes:
             if block is not None:
                 block.close()
-            block = self._kept[key] = _HostBlock(self.driver, self._arena, 1 << max(16, (nbytes - 1).bit_length()))
+            block = self._kept[turn] = _HostBlock(self.driver, self._arena, 1 << max(16, (nbytes - 1).bit_length()))
         return block
 
 

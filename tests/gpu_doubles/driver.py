@@ -25,10 +25,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers.device_driver import Arithmetic, Device, Event, Stream
 from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.cupy_driver import Driver, reduced
+from ringreduce.gpu.cupy_driver import Arithmetic, Device, Driver, Event, Stream, reduced
 
 __all__ = ["HostArray", "HostDriver", "HostMachine"]
 

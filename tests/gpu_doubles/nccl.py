@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from gpu_doubles.driver import HostDriver
 from ringreduce.buffers import DTYPES, DType
-from ringreduce.buffers.device_driver import Arithmetic, Stream
 from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.cupy_driver import reduced
+from ringreduce.gpu.cupy_driver import Arithmetic, Stream, reduced
 from ringreduce.gpu.nccl import Nccl, NcclRanks, code_of_dtype, code_of_op
 
 __all__ = ["HostNccl"]

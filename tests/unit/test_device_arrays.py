@@ -19,13 +19,11 @@ from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES, Operand, operand_of
-from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device, on_device
-from ringreduce.buffers.device_driver import Arithmetic
-from ringreduce.buffers.layout import c_order, is_c_order
+from ringreduce.buffers.device_arrays import DeviceOperand, c_order, empty_on_device, is_c_order, on_device
 from ringreduce.common.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu import cupy_driver
-from ringreduce.gpu.cupy_driver import Driver, cuda_driver, reduced
+from ringreduce.gpu.cupy_driver import Arithmetic, Driver, cuda_driver, reduced
 from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
 
 

@@ -15,13 +15,13 @@ import pytest
 from click.testing import CliRunner
 
 import ringreduce
-from ringreduce.buffers.device_driver import Device
 from ringreduce.cli import reports
 from ringreduce.common.config import Config
 from ringreduce.doctor import doctor
 from ringreduce.doctor.facts import Facts, Mpi, World, collect, stranger
 from ringreduce.doctor.findings import Finding, by_rank, examine
 from ringreduce.gpu.awareness import conclude
+from ringreduce.gpu.cupy_driver import Device
 from ringreduce.gpu.inventory import Inventory, take_inventory
 
 OPEN_MPI = Mpi("Open MPI v5.0.11", "multiple", 1, ulfm=True, cuda_reason="MPIX_Query_cuda_support says no")

@@ -354,7 +354,7 @@ def test_segments_come_down_and_go_up_while_others_are_reduced() -> None:
     staging = Staging(driver, Arena(PrivateSegments()))
     given, taken = operand(source), operand(target)
     driver.log.clear()
-    staging.allreduce(given, taken, staging.segments(given), lambda part: driver.log.append(f"reduce {part.count}"))
+    staging.allreduce(given, taken, lambda part: driver.log.append(f"reduce {part.count}"))
     kinds = {"copy 4096 m": "down", "copy 12 m": "down", "copy 4096 h": "up", "copy 12 h": "up", "reduce": "reduce"}
     steps = [kind for line in driver.log for begin, kind in kinds.items() if line.startswith(begin)]
     turn = ["reduce", "up"]
@@ -395,9 +395,9 @@ def test_a_call_need_not_wait_for_the_last_copy_up() -> None:
     driver = HostDriver()
     staging = Staging(driver, Arena(PrivateSegments()))
     first, second = driver.put_late(np.ones(3)), driver.put_late(np.full(3, 2.0))
-    with staging.lend(operand(first), operand(first)):
+    with staging.lend(operand(first)):
         driver.launch("never", lambda: iter(lambda: None, 0), first.stream or 0)
-    with staging.lend(operand(second), operand(second)) as (given, _):
+    with staging.lend(operand(second)) as given:
         assert given.view.tolist() == [2.0] * 3
         given.view[:] = 4
     assert len(driver.machine.pending(driver)) > 1
@@ -413,7 +413,7 @@ def mapped(address: int) -> bool:
 def lend(staging: Staging, driver: HostDriver, busy: bool = False) -> None:
     """Bring an array down and up, on the default stream, where something may not end."""
     array = operand(driver.put(np.ones(10, np.float32)))
-    with staging.lend(array, array):
+    with staging.lend(array):
         if busy:
             driver.launch("never", lambda: iter(lambda: None, 0), 0)
 
