@@ -13,7 +13,7 @@ from ringreduce.buffers.arrays import (
     typed,
     unowned,
 )
-from ringreduce.buffers.dtypes import DTYPES, DType
+from ringreduce.buffers.dtypes import DTYPES, Array, Bytes, DType
 from ringreduce.buffers.kernels import (
     Call,
     Kernels,
@@ -28,6 +28,8 @@ from ringreduce.buffers.kernels import (
 
 __all__ = [
     "DTYPES",
+    "Array",
+    "Bytes",
     "Call",
     "DType",
     "Kernels",

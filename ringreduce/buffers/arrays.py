@@ -11,10 +11,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.buffers.device_arrays import DeviceOperand, is_tensor, not_plain, on_device, require_apart
-from ringreduce.buffers.dtypes import DType, ml_bfloat16
+from ringreduce.buffers.dtypes import Array, Bytes, DType, ml_bfloat16
 from ringreduce.common.errors import UnsupportedBufferError
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     __slots__ = ("address", "contiguous", "dtype", "is_copy", "nbytes", "shape", "view")
 
-    def __init__(self, view: npt.NDArray[Any], dtype: DType, address: int = -1, *, is_copy: bool = False) -> None:
+    def __init__(self, view: Array, dtype: DType, address: int = -1, *, is_copy: bool = False) -> None:
         self.view = view
         self.dtype = dtype
         self.address: int = view.__array_interface__["data"][0] if address < 0 else address
@@ -76,7 +75,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
         raise UnsupportedBufferError(f"expected a NumPy array or a torch tensor, got {type(array).__name__}{hint}")
 
     @classmethod
-    def _of_numpy(cls, array: npt.NDArray[Any]) -> Operand:
+    def _of_numpy(cls, array: Array) -> Operand:
         dtype = DType.of(array.dtype)
         if type(array) is np.ndarray and array.dtype == dtype.storage:
             return cls(array, dtype)
@@ -119,7 +118,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
         """Elements."""
         return self.view.size
 
-    def flat(self) -> npt.NDArray[Any]:
+    def flat(self) -> Array:
         """Return the elements in C order as one dimension: a view if they are contiguous, else a copy."""
         return np.ascontiguousarray(self.view).reshape(-1)  # alone, this leaves the gaps in one dimension as they are
 
@@ -215,7 +214,7 @@ def new(shape: Sequence[int], dtype: DType, library: str) -> Any:
     return np.empty(shape, ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage)
 
 
-def native(view: npt.NDArray[Any], dtype: DType, library: str) -> Any:
+def native(view: Array, dtype: DType, library: str) -> Any:
     """Return an array of ``library`` on the memory of a contiguous one of the storage type."""
     if library == "torch":
         import torch
@@ -225,7 +224,7 @@ def native(view: npt.NDArray[Any], dtype: DType, library: str) -> Any:
     return view.view(ml_bfloat16()) if dtype.name == "bfloat16" else view
 
 
-def typed(memory: npt.NDArray[np.uint8], dtype: DType) -> Any:
+def typed(memory: Bytes, dtype: DType) -> Any:
     """View bytes as a one-dimensional array of ``dtype``: NumPy's, or torch's where NumPy has no such type."""
     if dtype.name != "bfloat16":
         return memory.view(dtype.storage)
@@ -236,13 +235,13 @@ def typed(memory: npt.NDArray[np.uint8], dtype: DType) -> Any:
     return torch.from_numpy(memory).view(torch.bfloat16)
 
 
-def address_of(array: npt.NDArray[Any]) -> int:
+def address_of(array: Array) -> int:
     """Return where the first element is."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
-def unowned(array: npt.NDArray[Any], address: int = -1) -> npt.NDArray[Any]:
+def unowned(array: Array, address: int = -1) -> Array:
     """View the memory of a contiguous array, as one dimension and writable, without keeping it alive.
 
     For plans, which outlive the arrays that they were made for: the caller that runs one holds an array at that

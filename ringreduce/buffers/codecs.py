@@ -34,15 +34,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import DTYPES, DType, narrow, widen
+from ringreduce.buffers.dtypes import Array, Bytes
+from ringreduce.common.partition import pieces
 
 Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
 
 #: Elements per piece: 128 KiB of float32, so that a piece and its temporaries stay in the L2 cache. No message has
 #: more, but in int4 where the settings allow for longer segments.
@@ -53,7 +54,7 @@ _SCALE_NBYTES: Final = 2
 _U16: Final = np.dtype("<u2")
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """One wire format. All ranks use the same one; its methods are local, and safe in any thread.
 
     Values are one-dimensional C-contiguous float32 arrays, encoded ones uint8 arrays of ``nbytes(values.size)``; both
@@ -67,20 +68,45 @@ class Codec(Protocol):
     name: str
     block: int
 
+    @abstractmethod
     def nbytes(self, count: int) -> int:
         """Return the bytes that ``count`` elements take."""
 
     def encode(self, source: Floats, target: Bytes) -> None:
         """Write the encoding of ``source`` into all of ``target``. Equal values give equal bytes everywhere."""
+        scratch = np.empty(min(source.size, _PIECE), np.float32)
+        with np.errstate(all="ignore"):
+            for values, encoded in self._pieces(source, target):
+                self._encode_piece(values, encoded, scratch[: values.size].reshape(values.shape))
 
     def decode(self, source: Bytes, target: Floats) -> None:
         """Overwrite ``target`` with the values that ``source`` encodes."""
+        for values, encoded in self._pieces(target, source):
+            self._decode_piece(encoded, values)
 
     def decode_add(self, source: Bytes, target: Floats) -> None:
         """Add the values that ``source`` encodes to ``target``, with one float32 rounding each."""
+        scratch = np.empty(min(target.size, _PIECE), np.float32)
+        with np.errstate(all="ignore"):
+            for values, encoded in self._pieces(target, source):
+                decoded = scratch[: values.size].reshape(values.shape)
+                self._decode_piece(encoded, decoded)
+                values += decoded
+
+    @abstractmethod
+    def _pieces(self, values: Floats, encoded: Bytes) -> Iterator[tuple[Floats, Array]]:
+        """Yield pieces of values, and what they are encoded as."""
+
+    @abstractmethod
+    def _encode_piece(self, values: Floats, encoded: Array, scratch: Floats) -> None:
+        """Encode a piece; ``scratch`` is as large as the values."""
+
+    @abstractmethod
+    def _decode_piece(self, encoded: Array, values: Floats) -> None:
+        """Overwrite a piece of values."""
 
 
-class _HalfCodec:
+class _HalfCodec(Codec):
     """A 16-bit float per element, rounded to nearest even; NaN stays NaN, and what is too large becomes infinite."""
 
     block = 1
@@ -92,28 +118,20 @@ class _HalfCodec:
     def nbytes(self, count: int) -> int:
         return count * self._dtype.itemsize
 
-    def encode(self, source: Floats, target: Bytes) -> None:
-        with np.errstate(all="ignore"):
-            for values, halves in self._pieces(source, target):
-                narrow(values, self._dtype, halves)
-
-    def decode(self, source: Bytes, target: Floats) -> None:
-        for values, halves in self._pieces(target, source):
-            values[:] = widen(halves, self._dtype)
-
-    def decode_add(self, source: Bytes, target: Floats) -> None:
-        with np.errstate(all="ignore"):
-            for values, halves in self._pieces(target, source):
-                values += widen(halves, self._dtype)
-
-    def _pieces(self, values: Floats, encoded: Bytes) -> Iterator[tuple[Floats, npt.NDArray[Any]]]:
+    def _pieces(self, values: Floats, encoded: Bytes) -> Iterator[tuple[Floats, Array]]:
         assert encoded.size == self.nbytes(values.size)
         halves = encoded.view(self._dtype.storage)
-        for start in range(0, values.size, _PIECE):
-            yield values[start : start + _PIECE], halves[start : start + _PIECE]
+        for piece in pieces(0, values.size, _PIECE):
+            yield values[piece], halves[piece]
+
+    def _encode_piece(self, values: Floats, encoded: Array, scratch: Floats) -> None:
+        narrow(values, self._dtype, encoded)
+
+    def _decode_piece(self, encoded: Array, values: Floats) -> None:
+        widen(encoded, self._dtype, values)
 
 
-class _ScaledCodec(ABC):
+class _ScaledCodec(Codec):
     """Blocks of small codes with one scale each; the module says how scales are chosen.
 
     Args:
@@ -134,24 +152,6 @@ class _ScaledCodec(ABC):
         full, tail = divmod(count, self.block)
         return full * self._row_nbytes(self.block) + (self._row_nbytes(tail) if tail else 0)
 
-    def encode(self, source: Floats, target: Bytes) -> None:
-        scratch = np.empty(min(source.size, _PIECE), np.float32)
-        with np.errstate(all="ignore"):
-            for values, rows in self._pieces(source, target):
-                self._encode_rows(values, rows, scratch[: values.size].reshape(values.shape))
-
-    def decode(self, source: Bytes, target: Floats) -> None:
-        for values, rows in self._pieces(target, source):
-            self._decode_rows(rows, values)
-
-    def decode_add(self, source: Bytes, target: Floats) -> None:
-        scratch = np.empty(min(target.size, _PIECE), np.float32)
-        with np.errstate(all="ignore"):
-            for values, rows in self._pieces(target, source):
-                decoded = scratch[: values.size].reshape(values.shape)
-                self._decode_rows(rows, decoded)
-                values += decoded
-
     @abstractmethod
     def _quantise(self, scaled: Floats, codes: Bytes) -> None:
         """Round values in units of scale, (blocks, elements), and store their codes; ``scaled`` may be overwritten."""
@@ -164,7 +164,7 @@ class _ScaledCodec(ABC):
         """Return the bytes that a block of ``count`` elements takes."""
         return _SCALE_NBYTES + (count * self._bits + 7) // 8
 
-    def _pieces(self, values: Floats, encoded: Bytes) -> Iterator[tuple[Floats, Bytes]]:
+    def _pieces(self, values: Floats, encoded: Bytes) -> Iterator[tuple[Floats, Array]]:
         """Yield (blocks, elements) and (blocks, bytes) of each piece: whole blocks, and last the shorter one."""
         assert encoded.size == self.nbytes(values.size)
         row_nbytes, step = self._row_nbytes(self.block), _PIECE // self.block
@@ -176,7 +176,7 @@ class _ScaledCodec(ABC):
         if values.size % self.block:
             yield values[full * self.block :].reshape(1, -1), encoded[full * row_nbytes :].reshape(1, -1)
 
-    def _encode_rows(self, values: Floats, rows: Bytes, scratch: Floats) -> None:
+    def _encode_piece(self, values: Floats, encoded: Array, scratch: Floats) -> None:
         scales = self._largest_of_each(values, scratch)
         scales /= self._largest
         np.maximum(scales, _SMALLEST_NORMAL, out=scales)
@@ -184,12 +184,12 @@ class _ScaledCodec(ABC):
         if broken.any():
             # The same NaN whatever the elements are and the processor makes of them.
             scales[broken] = np.nan
-        bits = rows[:, :_SCALE_NBYTES].view(_U16)
+        bits = encoded[:, :_SCALE_NBYTES].view(_U16)
         narrow(scales[:, np.newaxis], _BFLOAT16, bits)
         np.divide(values, widen(bits, _BFLOAT16), out=scratch)
         if broken.any():
             scratch[broken] = 0
-        self._quantise(scratch, rows[:, _SCALE_NBYTES:])
+        self._quantise(scratch, encoded[:, _SCALE_NBYTES:])
 
     def _largest_of_each(self, values: Floats, scratch: Floats) -> Floats:
         """Return the largest magnitude in each block; of a block with NaN, a NaN."""
@@ -197,9 +197,9 @@ class _ScaledCodec(ABC):
         bits = np.bitwise_and(values.view(np.uint32), 0x7FFFFFFF, out=scratch.view(np.uint32))
         return np.maximum.reduceat(bits.reshape(-1), self._starts[: len(values)]).view(np.float32)
 
-    def _decode_rows(self, rows: Bytes, values: Floats) -> None:
-        self._expand(rows[:, _SCALE_NBYTES:], values)
-        values *= widen(rows[:, :_SCALE_NBYTES].view(_U16), _BFLOAT16)
+    def _decode_piece(self, encoded: Array, values: Floats) -> None:
+        self._expand(encoded[:, _SCALE_NBYTES:], values)
+        values *= widen(encoded[:, :_SCALE_NBYTES].view(_U16), _BFLOAT16)
 
 
 class _Int8Codec(_ScaledCodec):

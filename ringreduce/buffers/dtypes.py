@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from ringreduce.common.errors import UnsupportedBufferError
 
-#: Of any dtype and shape.
+#: Of any dtype and shape; of bytes.
 Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

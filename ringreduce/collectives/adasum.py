@@ -24,13 +24,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ringreduce.buffers import Operand, narrow, widen
+from ringreduce.buffers import Array, Operand, narrow, widen
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
-
-Array = npt.NDArray[Any]
 
 
 def adasum(communicator: Communicator, arrays: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Calls as values: `Call`, `Problem`, `Choice`, `Task`, and the `Signature` that ranks compare.
+"""Calls as values: `Call`, `Problem`, `Choice`, `Kind`, `Task`.
 
 A `Path` is how schedules are carried out. Whether a path takes a problem, and at what cost, depends on the problem
 alone, so all ranks get the same answers.
@@ -16,7 +16,7 @@ from ringreduce.algorithms import Collective, find, schedule_for
 from ringreduce.buffers import DTYPES, DType, wider
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.topology import Topology
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, Entry, signature_hash
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, Signature
 
 #: The algorithm name that asks for sums in the order of ranks. Several algorithms add in this order; all give the same
 #: bits, whatever the nodes of the ranks, the size, fusion and segments.
@@ -215,29 +215,6 @@ class Choice:
         device memory ``"device+messages"``, ``"nccl"``, or ``"staged"``: through host memory.
         """
         return self.path.transport
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What must agree between the ranks in a call.
-
-    Attributes:
-        text: for people.
-        code: a hash of the text, for flags and tags.
-        entry: the same as a board takes it, where no rank touches the memory of others.
-        waits: whether no rank can end the call before all have begun it. Then ranks of several nodes need not compare a
-            call that all have made before: if the calls differ, their messages do not match, and no rank ends.
-    """
-
-    text: str
-    code: int
-    entry: Entry
-    waits: bool
-
-    @classmethod
-    def of(cls, text: str, *, waits: bool = True) -> Signature:
-        code = signature_hash(text)
-        return cls(text, code, Entry(text, code), waits)
 
 
 class Kind(NamedTuple):

@@ -7,11 +7,10 @@ from math import prod
 from typing import Any, TypeVar, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DType, new
-from ringreduce.collectives.call import DETERMINISTIC, Call, Signature
+from ringreduce.buffers import Array, DType, new
+from ringreduce.collectives.call import DETERMINISTIC, Call
 from ringreduce.collectives.choices import Choices
 from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
@@ -21,10 +20,11 @@ from ringreduce.collectives.running import Runner
 from ringreduce.collectives.state import CommState
 from ringreduce.common.arguments import array_shape
 from ringreduce.common.call_sites import AbortReason
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.instruments import Tally
+from ringreduce.common.lifetime import close_all
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.transport.messages import Messages
+from ringreduce.transport.shared.board import Signature
 
 #: An array of any library; a number, where these are taken.
 A = TypeVar("A")
@@ -339,9 +339,7 @@ class Communicator(Messaging, Choices):
         self._context.waiter.patient = when
 
     @overload
-    def empty(
-        self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: None = None
-    ) -> npt.NDArray[Any]: ...
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: None = None) -> Array: ...
 
     @overload
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None) -> Any: ...
@@ -389,8 +387,8 @@ class Communicator(Messaging, Choices):
             error: why; the errors of those calls say so.
         """
         self._state.abort(error)
-        if self._point_to_point is not None:
-            self._point_to_point.fail(error)
+        if self.point_to_point is not None:
+            self.point_to_point.fail(error)
 
     def detach(self, why: AbortReason) -> bool:
         """Tell the ranks of this node not to wait for this one; return whether it is the first of them to do so."""
@@ -409,8 +407,8 @@ class Communicator(Messaging, Choices):
         self._context.plans.forget()
         if not failed:
             self._context.detach()
-        if self._point_to_point is not None:
-            self._point_to_point.close()
+        if self.point_to_point is not None:
+            self.point_to_point.close()
         if failed:
             self.gpu.abandon()
             self._context.abandon()

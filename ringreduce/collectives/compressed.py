@@ -12,27 +12,23 @@ descent", Interspeech 2014; both directions as in Tang et al., "DoubleSqueeze", 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise, zip_longest
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import Call, Operand, address_of, narrow, widen
-from ringreduce.buffers.codecs import Codec
+from ringreduce.buffers import Bytes, Call
+from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.call import Task
-from ringreduce.collectives.context import Context, NodeSchedule
-from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.common.partition import Partition, Segment, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.transport.shared.arena import Location
+from ringreduce.common.topology import Topology
 
 Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
 
-_NOTHING: Floats = np.empty(0, np.float32)
-
+#: The algorithm.
+CODED = "hierarchical_direct"
 #: The largest encoded message. From 64 KiB on, Open MPI over TCP asks the receiver first, while the link idles.
 _MESSAGE_NBYTES = 32 << 10
 _MANY = 1 << 20
@@ -64,7 +60,7 @@ class Feedback:
         return float(np.sqrt(self._lost / self._meant)) if self._meant else 0.0
 
     def begin(self, sent: int, summed: int) -> None:
-        """Prepare for a call; for `Compressed`. Errors of another length are forgotten."""
+        """Prepare for a call; for `Coded`. Errors of another length are forgotten."""
         if self.sent is None or self.sent.size != sent:
             self.sent = np.zeros(sent, np.float32)
         if self.summed is None or self.summed.size != summed:
@@ -87,112 +83,47 @@ class Feedback:
             kept.fill(0.0)
 
 
-class Compressed(BoundCall):
-    """The allreduce of one array, on several nodes; all calls of a kind share a schedule."""
-
-    reusable = False
-
-    def __init__(self, context: Context, task: Task, codec: Codec, feedback: Feedback | None) -> None:
-        self._context, self._task, self._codec, self._feedback = context, task, codec, feedback
-
-    def run(self, source: Operand, place: Place) -> None:
-        target, plain = place(()), source.dtype.name == "float32"
-        if source.dtype.half:
-            work = widen(source.view, source.dtype)
-        elif plain:
-            work = target.view
-            if source.address != target.address:
-                np.copyto(work, source.view)
-        else:
-            work = source.view.astype(np.float32)
-        self._reduce(work)
-        if source.dtype.half:
-            narrow(work, target.dtype, target.view)
-        elif not plain:
-            np.copyto(target.view, work, casting="same_kind")
-
-    def _reduce(self, data: Floats) -> None:
-        """Reduce ``data`` in place: one-dimensional, contiguous."""
-        context, signature = self._context, self._task.signature
-        work, location, others = data, None, list[int]()
-        shares_memory = len(context.topology.nodes) < context.topology.size
-        if shares_memory:
-            location = context.arena.locate(address_of(data), data.nbytes)
-            if location is None:  # staged where the node can reach it
-                work = context.scratch.shared(context.arena, max(4, data.nbytes)).view(np.float32)[: data.size]
-                location = context.arena.locate(address_of(work), work.nbytes)
-                np.copyto(work, data)
-            others = context.rendezvous_at_board(signature, location)
-        else:
-            context.rendezvous(signature)
-        key = "compressed", signature.code, location
-        make = partial(_Coded, context, self._codec, self._task, data.size, location)
-        context.plans.get(key, make).run(work, others, self._feedback)
-        if shares_memory:
-            context.board.barrier(signature.text)  # all have stored
-        if work is not data:
-            np.copyto(data, work)
-
-
-class _Coded:
-    """The schedule for arrays of one length, at a location of the arena or in any memory, which no other rank touches.
-
-    And what a rank encodes, sums up and decodes of its lane: the `Coding` of that schedule.
+class Coded:
+    """What a rank encodes, sums up and decodes of its lane: the `Coding` of an allreduce.
 
     Args:
-        context: the ranks.
-        codec: the format.
+        topology: of the ranks.
+        rank: this one.
+        segment_nbytes: the most bytes of a block that travel at once.
         task: what to do.
-        count: elements.
-        location: of the array; None: anywhere.
+        data: this rank's buffer.
+
+    Attributes:
+        segments: of the buffer.
+        feedback: for the next call; None: rounding errors are dropped.
     """
 
-    reusable = True
-
-    def __init__(self, context: Context, codec: Codec, task: Task, count: int, location: Location | None) -> None:
-        topology, rank = context.topology, context.rank
+    def __init__(self, topology: Topology, rank: int, segment_nbytes: int, task: Task, data: Floats) -> None:
+        codec = self._codec = CODECS[task.kind.codec or ""]
         nlanes, nnodes = min(len(node) for node in topology.nodes), len(topology.nodes)
-        limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), context.config.segment_nbytes // 4)
+        limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), segment_nbytes // 4)
         limit = max(codec.block, limit // codec.block * codec.block)
-        lanes = Partition.even(count, nlanes, codec.block).segment
-        segments = _segments(lanes, nnodes, limit, codec.block)
-        self._codec, self._rank, self._data = codec, rank, _NOTHING
-        self._feedback: Feedback | None = None
+        lanes = Partition.even(data.size, nlanes, codec.block).segment
+        self.segments = _segments(lanes, nnodes, limit, codec.block)
+        self.feedback: Feedback | None = None
+        self._rank, self._data = rank, data
         self._factor = np.float32(1.0 / topology.size) if task.op is ReduceOp.AVERAGE else None
         local, owned, largest = topology.local_rank(rank), list[slice](), 0
         self._lane: slice | None = None
         if local < nlanes:
             self._lane, own = lanes[local], local * nnodes + sorted(topology.cross_group(rank)).index(rank)
-            owned = [segment[own] for segment in segments]  # the parts that this rank sums up
-            largest = max(part.stop - part.start for segment in segments for part in segment)
+            owned = [segment[own] for segment in self.segments]  # the parts that this rank sums up
+            largest = max(part.stop - part.start for segment in self.segments for part in segment)
         self._total, self._meant, self._arrived = (np.empty(largest, np.float32) for _ in range(3))
         starts = np.cumsum([0, *(part.stop - part.start for part in owned)]).tolist()
         places = zip(owned, pairwise(starts), strict=True)
         self._kept = {part.start: slice(*place) for part, place in places if part.start < part.stop}
         self._owned_count = starts[-1]
-        memory = _NOTHING if location is None else context.arena.view(location, _NOTHING.dtype, count)
-        task = task._replace(choice=replace(task.choice, algorithm="hierarchical_direct"))
-        self._schedule = NodeSchedule(context, task, memory, segments, None if self._lane is None else self)
 
-    def run(self, data: Floats, others: list[int], feedback: Feedback | None) -> None:
-        """Reduce in place.
-
-        Args:
-            data: the array at the location; without a location, any array of this length.
-            others: where the arrays of the node's other ranks are, packed.
-            feedback: of this array.
-        """
-        self._data, self._feedback = data, feedback
-        if feedback is not None and self._lane is not None:
-            feedback.begin(self._lane.stop - self._lane.start, self._owned_count)
-        try:
-            self._schedule.run(others)
-        finally:
-            self._data, self._feedback = _NOTHING, None
-
-    def close(self) -> None:
-        self._schedule.close()
-        del self._schedule  # it refers to this, and a cycle would keep its memory until the garbage collector runs
+    def begin(self) -> None:
+        """Prepare the feedback for a call."""
+        if self.feedback is not None and self._lane is not None:
+            self.feedback.begin(self._lane.stop - self._lane.start, self._owned_count)
 
     def nbytes(self, part: slice) -> int:
         return self._codec.nbytes(part.stop - part.start)
@@ -209,7 +140,7 @@ class _Coded:
         return partial(self._sum, part, before, after, target)
 
     def _encode(self, part: slice, target: Bytes) -> None:
-        values, feedback = self._data[part], self._feedback
+        values, feedback = self._data[part], self.feedback
         if feedback is None:
             self._codec.encode(values, target)
             return
@@ -224,7 +155,7 @@ class _Coded:
         feedback.measure(meant, arrived, kept)
 
     def _sum(self, part: slice, before: Sequence[Bytes], after: Sequence[Bytes], target: Bytes) -> None:
-        own, feedback = self._data[part], self._feedback
+        own, feedback = self._data[part], self.feedback
         total = self._total[: own.size]
         total.fill(0.0)
         for got in before:

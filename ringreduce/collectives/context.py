@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.algorithms import Collective, Schedule, schedule_for
-from ringreduce.buffers import DTYPES, Call, DType, Kernels, kernels_for
-from ringreduce.collectives.call import Problem, Signature, Task
+from ringreduce.buffers import DTYPES, Array, Call, DType, Kernels, Operand, kernels_for, unowned
+from ringreduce.collectives.call import Problem, Task
 from ringreduce.collectives.execution import STREAMS, BoundSchedule, Coding, Elements, Link, Memory
-from ringreduce.collectives.plan import Plans
+from ringreduce.collectives.plan import BoundCall, Plans
 from ringreduce.common.call_sites import AbortReason, CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError
@@ -25,16 +24,20 @@ from ringreduce.common.reduce_ops import MAX, ReduceOp
 from ringreduce.common.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.messages import Messages, exchange_json
-from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
-from ringreduce.transport.shared.board import Board, Entry
+from ringreduce.transport.shared.arena import Arena, Block
+from ringreduce.transport.shared.board import Board, Signature
 from ringreduce.transport.shared.direct import INNER_NBYTES
 from ringreduce.transport.shared.node import Node
 from ringreduce.transport.waiting import Waiter
 
-Array = npt.NDArray[Any]
-
 #: Segments are at least the largest that the settings allow, divided by this: a message costs 10 us of Python.
 _FEWER = 2
+
+
+#: Blocks begin on cache lines: a line that two ranks write would travel between their cores.
+LINE_NBYTES = 64
+#: Places of the other ranks' arrays that a plan is bound to at once.
+BINDINGS = 64
 
 
 class _Scratch:
@@ -45,10 +48,12 @@ class _Scratch:
         self._copies: dict[int, Array] = {}
         self._block = self._shared = np.empty(0, np.uint8)
 
-    def shared(self, arena: Arena, nbytes: int) -> Array:
-        """Return memory of the arena."""
-        if self._shared.nbytes < nbytes:
-            self._shared = arena.array(nbytes)
+    def shared(self, arena: Arena, nbytes: int, kept_nbytes: int) -> Array:
+        """Return memory of the arena; new memory, if it is more than is kept."""
+        if nbytes > kept_nbytes:
+            return arena.array(nbytes)
+        if self._shared.nbytes < max(1, nbytes):
+            self._shared = arena.array(1 << max(0, nbytes - 1).bit_length())  # plans keep what they were bound to
         return self._shared[:nbytes]
 
     def copies(self, peer: int) -> Array:
@@ -190,7 +195,7 @@ class Context:
             MismatchError: they do not.
         """
         if self.single_node:
-            self.node.board.enter(signature.entry)
+            self.board.enter(signature)
         else:
             self._enter(signature)
 
@@ -205,12 +210,11 @@ class Context:
         """
         self.calls.refuse(reason)
 
-    def rendezvous_at_board(self, signature: Signature, location: Location | None) -> list[int]:
-        """Do what `rendezvous` does, and publish to the node where this rank's buffer is.
+    def rendezvous_at_board(self, signature: Signature) -> list[int]:
+        """Do what `rendezvous` does, and publish to the node where this rank's buffer is, which the signature says.
 
         Returns:
-            Where the buffers of the other ranks of the node are, packed, in the order of ``board.peers``; `NOWHERE`
-            for one in private memory.
+            The places of the buffers of the other ranks of the node, in the order of ``board.peers``.
 
         Raises:
             MismatchError: not all ranks call this.
@@ -218,8 +222,7 @@ class Context:
         if not self.single_node:
             self._enter(signature)
         try:
-            place = NOWHERE if location is None else location.packed
-            return self.board.enter(Entry(signature.text, signature.code, place))[::2]
+            return self.board.enter(signature)[::2]
         except MismatchError:
             if not self.single_node:
                 self.agreement.settle()  # compare between the nodes, too, so that all get the mismatch
@@ -304,7 +307,7 @@ class NodeSchedule:
         self._bound: BoundSchedule | None = None
 
     def run(self, others: list[int]) -> None:
-        """Run it. ``others``: where the buffers of the node's other ranks are, packed; empty if none is touched."""
+        """Run it. ``others``: the places of the buffers of the node's other ranks; empty if none is touched."""
         if self._bound is None or others != self._others:
             self.close()
             self._bound, self._others = self._bind(others), others
@@ -321,8 +324,35 @@ class NodeSchedule:
         at_root = task.op is ReduceOp.AVERAGE and task.kind.collective is Collective.REDUCE
         op = ReduceOp.SUM if at_root or self._coding is not None else task.op
         peers = {
-            peer: context.arena.peer_view(peer, Location.unpack(place), memory.dtype, memory.size)
+            peer: context.arena.peer_view(peer, place, memory.dtype, memory.size)
             for peer, place in zip(context.board.peers, others, strict=False)
         }
         kernels = context.kernels(task.dtype, op)
         return context.bind(task, self._segments, Memory(memory, peers), kernels, self._coding)
+
+
+class NodePlan(BoundCall):
+    """A plan for an input of this rank, which the others of the node read where it is."""
+
+    def __init__(self, context: Context, task: Task, source: Operand) -> None:
+        self._context, self._task, self._board = context, task, context.board
+        self._instruments, self._text = context.instruments, task.signature.text
+        self._source = unowned(source.view, source.address)
+        #: What was bound, by the places of the arrays and what else that depends on.
+        self._bound: dict[tuple[int, ...], Any] = {}
+
+    def _keep(self, key: tuple[int, ...], bound: Any) -> Any:
+        if len(self._bound) >= BINDINGS:
+            self._bound.clear()
+        self._bound[key] = bound
+        return bound
+
+    def _block(self) -> tuple[Block, Array]:
+        """Return memory in the arena that is as large as the input, also as an array."""
+        arena = self._context.arena
+        block = arena.allocate(self._source.nbytes)
+        return block, arena.view(block.place, self._source.dtype, self._source.size)
+
+    def close(self) -> None:
+        """Forget what was bound; to run it again binds again."""
+        self._bound.clear()

@@ -15,10 +15,9 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.algorithms.schedule import Schedule, Step, Transfer
-from ringreduce.buffers import Call, Kernels
+from ringreduce.buffers import Array, Bytes, Call, Kernels
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.instruments import Instruments
 from ringreduce.common.partition import Segment
@@ -26,9 +25,6 @@ from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.shared.direct import INNER_NBYTES, load_and_store
 from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.waiting import Waiter
-
-Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4

@@ -12,29 +12,22 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import Call, Operand, address_of, unowned
+from ringreduce.buffers import Array, Call, Operand, address_of, unowned
 from ringreduce.collectives.call import Task
-from ringreduce.collectives.context import Context
+from ringreduce.collectives.context import BINDINGS, LINE_NBYTES, Context, NodePlan
 from ringreduce.collectives.execution import Memory
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
 from ringreduce.common.partition import Partition, Segment
 from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, Entry
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, Signature
 from ringreduce.transport.shared.private import PrivateMemory
-
-Array = npt.NDArray[Any]
 
 #: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An
 #: input in private memory is copied in any case, by the system at a price for each page: it is mailed if it fits.
 _MAILED_NBYTES = 16 << 10
-#: Blocks begin on cache lines: a line that two ranks write would travel between their cores.
-_LINE_NBYTES = 64
-#: Places of arrays that a plan is bound to at once.
-_BINDINGS = 64
 
 
 def plan_loads(
@@ -49,34 +42,7 @@ def plan_loads(
     return context.plans.get(key, lambda: _Loads(context, task, source, numbers))
 
 
-class _NodePlan(BoundCall):
-    """A plan for an input of this rank, which the others read where it is."""
-
-    def __init__(self, context: Context, task: Task, source: Operand) -> None:
-        self._context, self._task, self._board = context, task, context.board
-        self._instruments, self._text = context.instruments, task.signature.text
-        self._source = unowned(source.view, source.address)
-        #: What was bound, by the places of the arrays and what else that depends on.
-        self._bound: dict[tuple[int, ...], Any] = {}
-
-    def _keep(self, key: tuple[int, ...], bound: Any) -> Any:
-        if len(self._bound) >= _BINDINGS:
-            self._bound.clear()
-        self._bound[key] = bound
-        return bound
-
-    def _block(self) -> tuple[Block, Array]:
-        """Return memory in the arena that is as large as the input, also as an array."""
-        arena = self._context.arena
-        block = arena.allocate(self._source.nbytes)
-        return block, arena.view(block.location, self._source.dtype, self._source.size)
-
-    def close(self) -> None:
-        """Forget what was bound; to run it again binds again."""
-        self._bound.clear()
-
-
-class _ToRoot(_NodePlan):
+class _ToRoot(NodePlan):
     """The reduction of one array to a root.
 
     Each rank reduces its block into the root's result. Where that is private, the rank reduces into scratch and copies
@@ -88,7 +54,7 @@ class _ToRoot(_NodePlan):
         arena, signature = context.arena, task.signature
         self._target = None if target is None else unowned(target.view, target.address)
         where = NOWHERE if target is None else arena.place(target.address, target.nbytes)
-        self._entry = Entry(signature.text, signature.code, arena.place(source.address, source.nbytes), where)
+        self._entry = Signature(signature.text, signature.code, arena.place(source.address, source.nbytes), where)
 
     def run(self, source: Operand, place: Place) -> None:
         mine, room = self._entry, self._target
@@ -96,17 +62,17 @@ class _ToRoot(_NodePlan):
         if mine.source == NOWHERE:
             block, copy = self._block()
             np.copyto(copy, self._source)
-            blocks, mine = [block], mine._replace(source=block.location.packed)
+            blocks, mine = [block], mine._replace(source=block.place)
         if room is not None and mine.target == NOWHERE:
             block, room = self._block()
-            blocks, mine = [*blocks, block], mine._replace(target=block.location.packed)
+            blocks, mine = [*blocks, block], mine._replace(target=block.place)
         self._carry_out(mine, room)
         if self._target is not None and room is not None and room is not self._target:
             np.copyto(self._target, room)
         for block in blocks:  # after a failure they stay: a rank that is late may still store there
             self._context.arena.release(block)
 
-    def _carry_out(self, mine: Entry, result: Array | None) -> None:
+    def _carry_out(self, mine: Signature, result: Array | None) -> None:
         board, observed = self._board, self._instruments.observers
         others = board.enter(mine)
         if observed:
@@ -125,7 +91,7 @@ class _ToRoot(_NodePlan):
 
     def _bind(self, others: list[int], result: Array | None) -> list[Call]:
         context, source, root, peers = self._context, self._source, self._task.kind.root, self._board.peers
-        blocks = Partition.even(source.size, context.topology.size, _LINE_NBYTES // source.itemsize).segment
+        blocks = Partition.even(source.size, context.topology.size, LINE_NBYTES // source.itemsize).segment
         into, stored = blocks, None
         if result is None:
             number = peers.index(root)
@@ -182,7 +148,7 @@ class _Bound(NamedTuple):
     after: list[Call]
 
 
-class _Loads(_NodePlan):
+class _Loads(NodePlan):
     """A collective for one array of this rank, and any result.
 
     Small inputs are in mailboxes; if all are, no rank has to wait until the others have read them.
@@ -206,7 +172,7 @@ class _Loads(_NodePlan):
                 place = MAILED
                 boxes = [self._board.mailboxes(parity, self._source.dtype, self._source.shape) for parity in (0, 1)]
                 self._box = [each[self._board.index] for each in boxes]
-        self._entry = Entry(self._text, task.signature.code, place)
+        self._entry = Signature(self._text, task.signature.code, place)
 
     def run(self, source: Operand, place: Place) -> None:
         mine, block = self._entry, None
@@ -215,14 +181,14 @@ class _Loads(_NodePlan):
         elif mine.source == NOWHERE:
             block, copy = self._block()
             np.copyto(copy, self._source)
-            mine = mine._replace(source=block.location.packed)
+            mine = mine._replace(source=block.place)
         try:
             self._carry_out(place, mine)
         finally:
             if block is not None:
                 self._context.arena.release(block)
 
-    def _carry_out(self, place: Place, mine: Entry) -> None:
+    def _carry_out(self, place: Place, mine: Signature) -> None:
         board, instruments, numbers = self._board, self._instruments, self._mine
         if numbers:
             board.publish(numbers)
@@ -258,7 +224,7 @@ class _Loads(_NodePlan):
         count, rank = len(self._numbers), self._context.rank
         everyone = [theirs[number * count :][:count] for number in range(len(self._board.peers))]
         everyone.insert(rank, self._numbers)
-        if len(self._layouts) >= _BINDINGS:
+        if len(self._layouts) >= BINDINGS:
             self._layouts.clear()
         lay_out = _LAYOUTS[self._task.kind.collective]
         layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)

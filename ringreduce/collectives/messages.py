@@ -1,34 +1,35 @@
 """Reductions over messages: on several nodes, and by algorithms with messages that were asked for by name.
 
-A reduction works in the memory of the result where it can, else in a buffer of the plan. An algorithm that also touches
-the memory of other ranks of the node works in the arena, and begins at the board. Plans are bound to addresses and keep
-no array alive: a plan runs only while the caller holds its arrays.
+A reduction works in the memory of the result where it can, else in scratch, which all plans share. An algorithm that
+also touches the memory of other ranks of the node works in the arena, and begins at the board. Plans are bound to
+addresses and keep no array of the caller's alive: a plan runs only while the caller holds its arrays.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import Operand, divide, divide_toward_zero, narrow, unowned, widen
+from ringreduce.buffers import Array, Operand, divide, divide_toward_zero, narrow, unowned, widen
 from ringreduce.collectives.call import Path, Task
+from ringreduce.collectives.compressed import Coded, Feedback
 from ringreduce.collectives.context import Context, NodeSchedule
 from ringreduce.collectives.execution import Memory
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.common.partition import Partition, segments_of_blocks, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.transport.shared.arena import NOWHERE
 
-Array = npt.NDArray[Any]
+#: A private array of up to so many bytes is copied into scratch, so that one plan serves all of them.
+_COPIED_NBYTES = 1 << 20
+#: Larger scratch is given back after the call.
+_KEPT_NBYTES = 64 << 20
 
-#: A private array of up to so many bytes is copied into a buffer of the plan, so that one plan serves all of them.
-_OWN_BUFFER_NBYTES = 1 << 20
 
-
-def plan_reduction(context: Context, task: Task, source: Operand, target: Operand | None) -> BoundCall:
-    """Find or make the plan of a reduction. It keeps neither source nor target alive."""
+def plan_reduction(
+    context: Context, task: Task, source: Operand, target: Operand | None, feedback: Feedback | None = None
+) -> BoundCall:
+    """Find or make the plan of a reduction, with the feedback of its next run. It keeps source and target not alive."""
     plans, count = context.plans, source.view.size
     if task.choice.path is Path.LIBRARY:
         return plans.get(("library", task.signature.code), lambda: _LibraryReduction(context, task))
@@ -39,21 +40,27 @@ def plan_reduction(context: Context, task: Task, source: Operand, target: Operan
             return plans.get(key, lambda: _ReduceScatter(context, task, np.empty(count, task.dtype.storage), None))
         where, work, into = (*key, source.address, target.address), source.view, target.view
         return plans.get(where, lambda: _ReduceScatter(context, task, unowned(work), unowned(into)))
-    memory = _memory(context, task, source, target)
-    address = None if memory is None else memory.address
-    return plans.get((*key, address), lambda: _Reduction(context, task, count, memory))
+    memory, scratch = _memory(context, task, source, target), None
+    if memory is None:
+        scratch = context.scratch.shared(context.arena, count * task.dtype.itemsize, _KEPT_NBYTES)
+        memory = Operand(scratch.view(task.dtype.storage), task.dtype)
+    plan = plans.get((*key, memory.address), lambda: _Reduction(context, task, memory, scratch))
+    if plan.coding is not None:
+        plan.coding.feedback = feedback
+    return plan
 
 
 def _memory(context: Context, task: Task, source: Operand, target: Operand | None) -> Operand | None:
-    """Return the caller's array, source or target, in which the reduction can work; None: it needs a buffer."""
+    """Return the caller's array, source or target, in which the reduction can work; None: it needs scratch."""
     there, shares_memory = target, task.choice.path is Path.HIERARCHICAL
     if there is None and not shares_memory:
         there = None if any(step.recvs for step in context.steps(task).steps) else source  # it is only sent
     if there is None or task.is_wide:
         return None
-    in_arena = context.arena.locate(there.address, there.nbytes) is not None
-    large = there.nbytes > _OWN_BUFFER_NBYTES and not shares_memory
-    return there if in_arena or large else None
+    in_arena = context.arena.locate(there.address, there.nbytes) != NOWHERE
+    large = there.nbytes > _COPIED_NBYTES and not shares_memory
+    # To bind encoded messages, which are small and many, takes longer than the copies.
+    return there if in_arena or (large and task.kind.codec is None) else None
 
 
 class _LibraryReduction(BoundCall):
@@ -76,40 +83,48 @@ class _LibraryReduction(BoundCall):
 
 
 class _Reduction(BoundCall):
-    """An allreduce, or a reduction to a root, of so many elements.
+    """An allreduce, or a reduction to a root.
 
     Args:
         context: the ranks.
         task: what to do.
-        count: elements.
-        memory: the caller's array in which it works; None: it works in a buffer of its own, for arrays anywhere.
+        memory: in which it works: the caller's array, or scratch.
+        scratch: that, to keep it; None: ``memory`` is the caller's.
+
+    Attributes:
+        coding: how elements travel in a wire format; None: as they are.
     """
 
-    def __init__(self, context: Context, task: Task, count: int, memory: Operand | None) -> None:
+    def __init__(self, context: Context, task: Task, memory: Operand, scratch: Array | None) -> None:
         self._context, self._task, self._shares_memory = context, task, task.choice.path is Path.HIERARCHICAL
-        nbytes, arena = count * task.dtype.itemsize, context.arena
-        self.reusable = memory is not None or nbytes <= _OWN_BUFFER_NBYTES
-        self._own = arena.allocate(nbytes) if memory is None else None
-        self._address = -1 if memory is None else memory.address
-        self._location = self._own.location if self._own is not None else arena.locate(self._address, nbytes)
-        if memory is not None and self._location is None:
+        self._scratch, self._address, count = scratch, memory.address, memory.count
+        self.reusable = scratch is None or scratch.nbytes <= _KEPT_NBYTES
+        place = context.arena.locate(memory.address, memory.nbytes)
+        self._signature = task.signature._replace(source=place)
+        if place == NOWHERE:
             self._work = unowned(memory.view, memory.address)
         else:
-            assert self._location is not None
-            self._work = arena.view(self._location, task.dtype.storage, count)
+            self._work = context.arena.view(place, task.dtype.storage, count)
         collective = task.kind.collective
         self._wants_result = collective is Collective.ALLREDUCE or context.rank == task.kind.root
         self._divides = collective is Collective.REDUCE and task.op is ReduceOp.AVERAGE  # else the schedule does
-        nblocks = context.steps(task).nblocks
-        limit = context.segment_limit(self._work, count // nblocks)
-        self._schedule = NodeSchedule(context, task, self._work, segments_of_buffer(count, nblocks, limit))
+        self.coding: Coded | None = None
+        if task.kind.codec is None:
+            nblocks = context.steps(task).nblocks
+            segments = segments_of_buffer(count, nblocks, context.segment_limit(self._work, count // nblocks))
+        else:
+            self.coding = Coded(context.topology, context.rank, context.config.segment_nbytes, task, self._work)
+            segments = self.coding.segments
+        self._schedule = NodeSchedule(context, task, self._work, segments, self.coding)
 
     def run(self, source: Operand, place: Place) -> None:
-        context, signature, work = self._context, self._task.signature, self._work
+        context, signature, work = self._context, self._signature, self._work
         if source.address != self._address:
             _load(source, self._task, work)
+        if self.coding is not None:
+            self.coding.begin()
         if self._shares_memory:
-            self._schedule.run(context.rendezvous_at_board(signature, self._location))
+            self._schedule.run(context.rendezvous_at_board(signature))
             context.board.barrier(signature.text)
         else:
             context.rendezvous(signature)
@@ -117,14 +132,13 @@ class _Reduction(BoundCall):
         if self._wants_result:
             if self._divides:
                 divide(work, context.topology.size)
-            if self._own is not None:
-                _store(context, work, self._task, place(()))
+            target = place(())
+            if target.address != self._address:
+                _store(context, work, self._task, target)
 
     def close(self) -> None:
         self._schedule.close()
-        if self._own is not None:
-            self._context.arena.release(self._own)
-            self._own = None
+        self._scratch = None
 
 
 class _ReduceScatter(BoundCall):
@@ -139,7 +153,7 @@ class _ReduceScatter(BoundCall):
 
     def __init__(self, context: Context, task: Task, work: Array, target: Array | None) -> None:
         self._context, self._task, self._work, self._target = context, task, work, target
-        self.reusable = target is not None or work.nbytes <= _OWN_BUFFER_NBYTES
+        self.reusable = target is not None or work.nbytes <= _COPIED_NBYTES
         partition = Partition.of_sizes(task.kind.counts)
         own = partition.segment[context.rank]
         segments = segments_of_blocks(partition, context.segment_limit(work, max(task.kind.counts)))

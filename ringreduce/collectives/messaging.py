@@ -12,6 +12,7 @@ from ringreduce.collectives.state import CallTimer, CommState
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.instruments import Tally
+from ringreduce.transport.checked import checked
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.point_to_point import PointToPoint
 from ringreduce.transport.waiting import Waiter
@@ -21,17 +22,23 @@ class Messaging:
     """The part of a `Communicator` that sends messages from one rank to another: not collective, on any thread.
 
     Attributes:
+        point_to_point: carries them; None: there are none.
         message_tallies: what these calls add up to, by name.
     """
 
     def __init__(self, context: Context, channel: Messages | None, state: CommState) -> None:
         self._context, self._state = context, state
         self.rank, self.instruments, self.lifetime = context.rank, context.instruments, context.lifetime
-        self._point_to_point: PointToPoint | None = None
+        self.point_to_point: PointToPoint | None = None
         if channel is not None:
-            waiter = Waiter(context.waiter.timeout_s, context.waiter.crowded)
-            self._point_to_point = PointToPoint(channel, waiter, context.board.find_failed, context.lifetime.child())
-            waiter.watchers.append(self._point_to_point.watch)
+            checks = checked(channel) if context.config.checksum else channel
+            self.point_to_point = PointToPoint(
+                checks,
+                Waiter(context.waiter.timeout_s, context.waiter.crowded),
+                context.board.find_failed,
+                context.lifetime.child(),
+                counts_decide=context.counts_decide,
+            )
         self.message_tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
 
     def send(self, array: Any, dest: int, tag: int = 0) -> None:
@@ -122,9 +129,9 @@ class Messaging:
 
     def _to_one(self) -> PointToPoint:
         self.lifetime.require_open()
-        if self._point_to_point is None:
+        if self.point_to_point is None:
             raise ConfigError("this communicator has no messages from one rank to another")
-        return self._point_to_point
+        return self.point_to_point
 
     def _copy_to_self(self, source: Operand, target: Operand) -> None:
         target.require_writable()

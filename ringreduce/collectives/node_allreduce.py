@@ -12,31 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ringreduce.buffers import Call, Operand, unowned
+from ringreduce.buffers import Array, Call, Operand, unowned
 from ringreduce.collectives.call import Path, Task
-from ringreduce.collectives.context import Context
+from ringreduce.collectives.context import LINE_NBYTES, Context, NodePlan
 from ringreduce.collectives.execution import Memory
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
-from ringreduce.transport.shared.board import STAGE_NBYTES, Entry
+from ringreduce.transport.shared.board import STAGE_NBYTES, Signature
 
-Array = npt.NDArray[Any]
-
-#: Blocks begin on cache lines: a line that two ranks write would travel between their cores.
-_LINE_NBYTES = 64
 #: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
 _STAGED_NBYTES = 256 << 10
 #: A piece of a private buffer. Smaller ones would stay in L2, but a piece costs a barrier and some 10 us of Python;
 #: from 256 KiB to 4 MiB this was the quickest, at all sizes.
 _PIECE_NBYTES = STAGE_NBYTES
-#: Places of the other ranks' arrays that a plan is bound to at once.
-_BINDINGS = 64
 
 
 def plan_allreduce(context: Context, task: Task, source: Operand, target: Operand) -> BoundCall:
@@ -49,7 +42,7 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
         return plans.get(("staged", code), lambda: StagedTwoShot(context, task, count))
 
     def is_private(operand: Operand) -> bool:
-        return arena.locate(operand.address, operand.nbytes) is None
+        return arena.locate(operand.address, operand.nbytes) == NOWHERE
 
     nbytes, in_place = target.nbytes, source.address == target.address
     if nbytes <= _STAGED_NBYTES and is_private(target) and (in_place or is_private(source)):
@@ -70,7 +63,7 @@ class OneShot(BoundCall):
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         board = self._board = context.board
-        self._instruments, self._entry = context.instruments, task.signature.entry
+        self._instruments, self._entry = context.instruments, task.signature
         mailboxes = [board.mailboxes(parity, task.dtype.storage, (count,)) for parity in (0, 1)]
         kernels = context.kernels(task.dtype, task.op)
         self._mine = [each[board.index] for each in mailboxes]
@@ -141,7 +134,7 @@ class StagedTwoShot(BoundCall):
             staged = self._staged = self.bind(given, into)
             self._where = where
         staged.copy_in()  # before the rendezvous: if all ranks do so, no further barrier is needed
-        for other in self._board.enter(self._signature.entry):
+        for other in self._board.enter(self._signature):
             if other != NOWHERE:  # that rank stages its input only after the rendezvous
                 self._board.barrier(self._signature.text)
                 break
@@ -215,7 +208,7 @@ class _Staged:
                 self._instruments.step(f"fetch piece {number + 1}")
 
 
-class TwoShot(BoundCall):
+class TwoShot(NodePlan):
     """The allreduce of one array into one result, both flat.
 
     Each rank stores its block to all results. Where some rank publishes `NOWHERE`, as its array or its result is
@@ -231,14 +224,10 @@ class TwoShot(BoundCall):
         places: tuple[int, int],
         staged: Callable[[], StagedTwoShot],
     ) -> None:
-        self._context, self._task, self._find_staged = context, task, staged
-        self._board, self._instruments, self._text = context.board, context.instruments, task.signature.text
-        self._target = unowned(target.view, target.address)
-        in_place = target.address == source.address
-        self._source = self._target if in_place else unowned(source.view, source.address)
-        self._entry = Entry(self._text, task.signature.code, *places)
-        #: By the places of the others: what to do, in their memory or through staging areas.
-        self._bound: dict[tuple[int, ...], list[Call] | _Staged] = {}
+        super().__init__(context, task, source)
+        self._find_staged = staged
+        self._target = self._source if target.address == source.address else unowned(target.view, target.address)
+        self._entry = Signature(self._text, task.signature.code, *places)
         self._others: list[int] = []  # in the last call
         self._last: list[Call] | _Staged = []  # bound for these
 
@@ -264,13 +253,11 @@ class TwoShot(BoundCall):
 
     def _bind(self, others: tuple[int, ...]) -> list[Call] | _Staged:
         """Return what to do for arrays of the other ranks at these places."""
-        found = self._bound.get(others)
+        found: list[Call] | _Staged | None = self._bound.get(others)
         if found is None:
-            if len(self._bound) >= _BINDINGS:
-                self._bound.clear()
             staged = NOWHERE in others
             found = self._find_staged().bind(self._source, self._target) if staged else self._bind_memory(others)
-            self._bound[others] = found
+            self._keep(others, found)
         return found
 
     def _bind_memory(self, others: tuple[int, ...]) -> list[Call]:
@@ -293,11 +280,10 @@ class TwoShot(BoundCall):
             peer_results=None if in_place else targets,
             copies=context.scratch.copies,
         )
-        segment = Partition.even(target.size, context.topology.size, _LINE_NBYTES // target.itemsize).segment
+        segment = Partition.even(target.size, context.topology.size, LINE_NBYTES // target.itemsize).segment
         # On one node the hierarchical algorithms are the two-shot, too.
         return context.bind_on_node(self._task, "two_shot", segment, memory)
 
     def close(self) -> None:
-        """Forget what was bound; to run it again binds again."""
-        self._bound.clear()
+        super().close()
         self._others = []

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ringreduce.buffers import Operand
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.instruments import Tally
+from ringreduce.common.lifetime import close_all
 
 #: Returns flat, contiguous memory for a result; called with the rows that come from each rank; of a scatter, with what
 #: `ringreduce.collectives.rows.agreed_part` returns; of reductions and broadcasts, with nothing.
@@ -27,6 +27,11 @@ Place = Callable[[Sequence[int]], Operand]
 _LIMIT, _STAY = 256, 192
 #: Choices of algorithm and path, which are a few hundred bytes each.
 _CHOICES = 4096
+
+
+def constant(target: Operand, rows: Sequence[int]) -> Operand:
+    """Return the target; with that bound, a `Place` that is known before."""
+    return target
 
 
 class BoundCall(ABC):

@@ -12,11 +12,11 @@ import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, operand_of, require_host
-from ringreduce.buffers.codecs import CODECS, Codec
+from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.call import Call, Kind
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import AnyOperand, Operands, Result, flat, with_rows
-from ringreduce.collectives.plan import Place
+from ringreduce.collectives.plan import Place, constant
 from ringreduce.collectives.rows import part_numbers
 from ringreduce.common.arguments import row_counts, shown, whole_number
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
@@ -40,7 +40,6 @@ class Prepared:
             may not.
         copies_overlap: whether an input that shares other memory with the result is copied before; if not, the plan
             takes care.
-        codec: of the format in which elements travel between nodes; None: as they are.
     """
 
     call: Call
@@ -52,18 +51,13 @@ class Prepared:
     numbers: tuple[int, ...] = ()
     start: int | None = 0
     copies_overlap: bool = True
-    codec: Codec | None = None
 
     @property
     def place(self) -> Place:
         """Where the result goes, for the plan."""
         if self.result is None:
-            return partial(_nowhere, Operand(np.empty(0, self.kind.dtype.storage), self.kind.dtype))
+            return partial(constant, Operand(np.empty(0, self.kind.dtype.storage), self.kind.dtype))
         return self.result.part if self.call.collective is Collective.SCATTER else self.result.place
-
-
-def _nowhere(nothing: Operand, rows: Sequence[int]) -> Operand:
-    return nothing
 
 
 def prepare(ranks: Context, operands: Operands, call: Call) -> Prepared:
@@ -100,28 +94,25 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
             raise ConfigError(
                 f"a wire format is an algorithm of its own; give wire={call.compression!r} or algorithm, not both"
             )
-        codec = _codec(call.compression, source.dtype, op, deterministic=ranks.config.deterministic)
+        _require_codec(call.compression, source.dtype, op, deterministic=ranks.config.deterministic)
         if not ranks.single_node:
-            argument = f"{op.value} as {codec.name}{'' if call.feedback is None else ' with feedback'}"
-        else:
-            codec = None
-            if call.feedback is not None:
-                call.feedback.begin(0, 0)
+            codec = call.compression
+            argument = f"{op.value} as {codec}{'' if call.feedback is None else ' with feedback'}"
+        elif call.feedback is not None:
+            call.feedback.begin(0, 0)
     result, nbytes = operands.result(call.array, source, source.shape, call.out), source.nbytes
-    format_name = None if codec is None else codec.name
-    kind = Kind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes, codec=format_name)
-    return Prepared(call, source, result, kind, nbytes, codec=codec)
+    kind = Kind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes, codec=codec)
+    return Prepared(call, source, result, kind, nbytes)
 
 
-def _codec(wire: Any, dtype: DType, op: ReduceOp, *, deterministic: bool) -> Codec:
-    """Return the format in which an allreduce is to travel.
+def _require_codec(wire: Any, dtype: DType, op: ReduceOp, *, deterministic: bool) -> None:
+    """Check the format in which an allreduce is to travel.
 
     Raises:
         ConfigError: no format has this name, or settings forbid rounding, or the op does not allow it.
         UnsupportedBufferError: the elements are no floats.
     """
-    codec = CODECS.get(wire) if isinstance(wire, str) else None
-    if codec is None:
+    if not (isinstance(wire, str) and wire in CODECS):
         raise ConfigError(f"unknown wire format {wire!r}; choose one of {', '.join(CODECS)}")
     if deterministic:
         raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so wire={wire!r} cannot be asked for")
@@ -129,7 +120,6 @@ def _codec(wire: Any, dtype: DType, op: ReduceOp, *, deterministic: bool) -> Cod
         raise ConfigError(f"{op.value} of rounded values makes no sense; wire formats are for sums and averages")
     if dtype.kind != "float":
         raise UnsupportedBufferError(f"wire formats are for floats, got {dtype.name}")
-    return codec
 
 
 def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:

@@ -35,16 +35,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ringreduce.buffers import DType, Operand, as_given, like, narrow, new, widen
+from ringreduce.buffers import Array, DType, Operand, as_given, like, narrow, new, widen
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.common.partition import pieces
 from ringreduce.common.reduce_ops import MAX, SUM
-
-Array = npt.NDArray[Any]
 
 #: Elements that share the bounds of their bits; a few float64 arrays of this length stay in L2.
 BLOCK = 1 << 14

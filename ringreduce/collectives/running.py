@@ -13,26 +13,27 @@ import numpy as np
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, Operand, as_given
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives.call import NCCL, Call, Choice, Kind, Path, Problem, Signature, Task
-from ringreduce.collectives.compressed import Compressed
+from ringreduce.collectives.call import NCCL, Call, Choice, Kind, Path, Problem, Task
+from ringreduce.collectives.compressed import CODED, Feedback
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.loads import plan_loads
 from ringreduce.collectives.messages import plan_reduction
 from ringreduce.collectives.node_allreduce import plan_allreduce
 from ringreduce.collectives.operands import AnyOperand, Devices, Operands, Result, apart, flat
-from ringreduce.collectives.plan import BoundCall, Place, Repeat, unchanged
+from ringreduce.collectives.plan import BoundCall, Place, Repeat, constant, unchanged
 from ringreduce.collectives.preparing import Prepared, prepare
 from ringreduce.collectives.rows import agreed_part, received_rows
-from ringreduce.collectives.selection import BY_NAME
 from ringreduce.collectives.state import CallTimer, CommState
 from ringreduce.collectives.transfers import plan_transfer
 from ringreduce.common.arguments import shape_text
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.instruments import Tally
 from ringreduce.common.reduce_ops import SUM
+from ringreduce.transport.shared.board import Signature
 
 #: Those in which all ranks' arrays have the same shape.
 _OF_ONE_SHAPE = (Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
+_FLOAT32 = DTYPES["float32"]
 
 
 class Runner:
@@ -111,7 +112,11 @@ class Runner:
             self._plans.trim()
         prepared = prepare(self._context, self.operands, call)
         source, result = prepared.source, prepared.result
-        if isinstance(source, DeviceOperand) and call.collective is Collective.ALLREDUCE and prepared.codec is None:
+        if (
+            isinstance(source, DeviceOperand)
+            and call.collective is Collective.ALLREDUCE
+            and prepared.kind.codec is None
+        ):
             return self._reduce_on_device(prepared, source)
         task = self._task(prepared.kind)
         timer = self._timer(prepared, task.choice.algorithm)
@@ -153,10 +158,7 @@ class Runner:
             source = target  # what the root sends is received in the result
         elif target is not None and prepared.copies_overlap:
             source = apart(source, target, prepared.start)
-        if prepared.codec is None:
-            plan = self._plan_of(task, source, target, prepared.numbers)
-        else:
-            plan = Compressed(self._context, task, prepared.codec, prepared.call.feedback)
+        plan = self._plan_of(task, source, target, prepared.numbers, prepared.call.feedback)
         try:
             plan.run(source, prepared.place)
         finally:
@@ -180,7 +182,7 @@ class Runner:
 
         def reduce(segment: Operand) -> None:
             plan = self._plan_of(tasks[segment.count], segment, segment)
-            plan.run(segment, partial(_constant, segment))
+            plan.run(segment, partial(constant, segment))
             if not plan.reusable:
                 plan.close()
 
@@ -221,16 +223,22 @@ class Runner:
         problem = context.problem(kind.collective, kind.nbytes, kind.dtype, kind.op)
         if context.counts_decide and kind.collective in _OF_ONE_SHAPE and shape is not None:
             shape = (prod(shape),)
-        if kind.codec is not None:
-            choice = Choice(f"direct as {kind.codec}", Path.MESSAGES, BY_NAME)
-            return Task(kind, choice, _signature(kind, choice, shape), DTYPES["float32"], kind.op)
-        choice = self._choose(problem, kind.algorithm)
+        choice = self._choose(problem, kind.algorithm if kind.codec is None else CODED)
         assert isinstance(choice.path, Path)
+        signature = _signature(kind, choice, shape)
+        if kind.codec is not None:
+            return Task(kind, choice, signature, _FLOAT32, kind.op, kind.dtype is not _FLOAT32)
         reduced = choice.path.as_reduced(problem)
-        signature, is_wide = _signature(kind, choice, shape), reduced is not problem
-        return Task(kind, choice, signature, reduced.dtype, reduced.op or SUM, is_wide)
+        return Task(kind, choice, signature, reduced.dtype, reduced.op or SUM, reduced is not problem)
 
-    def _plan_of(self, task: Task, source: Operand, target: Operand | None, numbers: tuple[int, ...] = ()) -> BoundCall:
+    def _plan_of(
+        self,
+        task: Task,
+        source: Operand,
+        target: Operand | None,
+        numbers: tuple[int, ...] = (),
+        feedback: Feedback | None = None,
+    ) -> BoundCall:
         """Find or make the plan of a task.
 
         Args:
@@ -238,6 +246,7 @@ class Runner:
             source: this rank's input, flat.
             target: its result, flat, where something is reduced; None on a rank that gets none.
             numbers: what it sends the others, where something is moved.
+            feedback: of a call whose elements are encoded.
         """
         context, path = self._context, task.choice.path
         if path is Path.ALONE:
@@ -249,7 +258,7 @@ class Runner:
             return plan_allreduce(context, task, source, target)
         if not task.kind.collective.reduces:
             return plan_transfer(context, task, source, numbers)
-        return plan_reduction(context, task, source, target)
+        return plan_reduction(context, task, source, target, feedback)
 
     # ---- calls that come again ----
 
@@ -289,7 +298,7 @@ class Runner:
             return None
         target = result.part(()) if collective is Collective.SCATTER else result.flat()
         into = given if target.address == given.address and target.nbytes == given.nbytes else target.unowned()
-        return partial(plan.run, given, partial(_constant, into))
+        return partial(plan.run, given, partial(constant, into))
 
     def _into_new(self, prepared: Prepared, task: Task, given: Operand, plan: BoundCall) -> Callable[[], Any]:
         """Return a function that makes a call again, with a new array for the result."""
@@ -369,10 +378,6 @@ def _is_all_of(given: AnyOperand, used: Operand) -> bool:
     """Return whether the input was used where the caller has it, without a copy, and has elements."""
     own = isinstance(given, Operand) and given.contiguous and not given.is_copy and given.nbytes > 0
     return own and isinstance(given, Operand) and given.address == used.address
-
-
-def _constant(target: Operand, rows: Sequence[int]) -> Operand:
-    return target
 
 
 def _signature(kind: Kind, choice: Choice, shape: tuple[object, ...] | None) -> Signature:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import Operand, address_of, unowned
-from ringreduce.collectives.call import Signature, Task
+from ringreduce.buffers import Array, Operand, address_of, unowned
+from ringreduce.collectives.call import Task
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.execution import BoundSchedule, Elements, Memory
 from ringreduce.collectives.plan import BoundCall, Place
@@ -23,8 +22,7 @@ from ringreduce.common.partition import (
     segments_of_blocks,
     segments_of_buffer,
 )
-
-Array = npt.NDArray[Any]
+from ringreduce.transport.shared.board import Signature
 
 
 def plan_transfer(context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> BoundCall:

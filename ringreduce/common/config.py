@@ -49,8 +49,8 @@ HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
 _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"} | {
     f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 }
-_ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no", "auto")
-_CUDA_AWARE = dict.fromkeys(_ON, "mpi") | dict.fromkeys(_OFF, "staged")
+_ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
+_CUDA_AWARE = dict.fromkeys(_ON, "mpi") | dict.fromkeys((*_OFF, "auto"), "staged")
 #: Variables of the version before: the setting, and what the text means there.
 _FORMER: dict[str, tuple[str, Callable[[str], str]]] = {
     "RINGREDUCE_CUDA_AWARE": ("gpu", lambda text: _CUDA_AWARE.get(text.lower(), text)),
@@ -72,8 +72,9 @@ def parse_nbytes(text: str) -> int:
     return int(found[1]) << {None: 0, "K": 10, "M": 20, "G": 30}[found[2]]
 
 
-def _nbytes_or_none(text: str) -> int:
-    return 0 if text == "0" else parse_nbytes(text)
+def _or_zero(parse: Callable[[str], Any], zero: Any) -> Callable[[str], Any]:
+    """Return what reads a text like another function, but ``0`` as this."""
+    return lambda text: zero if text == "0" else parse(text)
 
 
 def _positive_int(text: str) -> int:
@@ -83,10 +84,9 @@ def _positive_int(text: str) -> int:
 
 
 def _whole_number(text: str) -> int:
-    try:
-        return 0 if text == "0" else _positive_int(text)
-    except ValueError:
-        raise ValueError("expected a whole number, 0 or more") from None
+    if not text.isdigit():
+        raise ValueError("expected a whole number, 0 or more")
+    return int(text)
 
 
 def _positive_float(text: str) -> float:
@@ -99,10 +99,6 @@ def _positive_float(text: str) -> float:
     return value
 
 
-def _seconds_or_never(text: str) -> float | None:
-    return None if text == "0" else _positive_float(text)
-
-
 def _log_level(text: str) -> str:
     level = _LOG_LEVELS.get(text.upper(), text.upper())
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
@@ -111,20 +107,15 @@ def _log_level(text: str) -> str:
 
 
 def _switch(text: str) -> bool:
-    values = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
-    if text.lower() not in values:
+    if text.lower() not in (*_ON, *_OFF):
         raise ValueError("expected 1 or 0")
-    return values[text.lower()]
+    return text.lower() in _ON
 
 
 def _gpu(text: str) -> str:
     if text.lower() not in ("staged", "nccl", "mpi"):
         raise ValueError("expected staged, nccl or mpi")
     return text.lower()
-
-
-def _folder(text: str) -> str | None:
-    return None if text == "0" else text
 
 
 def _setting(variable: str, parse: Callable[[str], Any], default: Any) -> Any:
@@ -206,19 +197,19 @@ class Config:
     node_size: int | None = _setting("RINGREDUCE_NODE_SIZE", _positive_int, None)
     shared_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY", _switch, True)
     private_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY=private", _switch, True)
-    results_nbytes: int | None = _setting("RINGREDUCE_SHARED_MEMORY=results", _nbytes_or_none, None)
+    results_nbytes: int | None = _setting("RINGREDUCE_SHARED_MEMORY=results", _or_zero(parse_nbytes, 0), None)
     algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
     segment_nbytes: int = _setting("", parse_nbytes, 256 << 10)
     # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
     # copied into a bucket to be still in the last-level cache when it is reduced.
     bucket_nbytes: int = _setting("RINGREDUCE_BUCKET", parse_nbytes, 4 << 20)
     fusion_nbytes: int = _setting("RINGREDUCE_FUSION", parse_nbytes, 1 << 20)
-    stall_warning_s: float | None = _setting("RINGREDUCE_STALL_WARNING", _seconds_or_never, 60.0)
+    stall_warning_s: float | None = _setting("RINGREDUCE_STALL_WARNING", _or_zero(_positive_float, None), 60.0)
     log_level: str | None = _setting("RINGREDUCE_LOG_LEVEL", _log_level, None)
     deterministic: bool = _setting("RINGREDUCE_DETERMINISTIC", _switch, False)
     timeline: str | None = _setting("RINGREDUCE_TIMELINE", str, None)
     timeline_marks_batches: bool = _setting("RINGREDUCE_TIMELINE=marks", _switch, False)
-    tuning: str | None = _setting("RINGREDUCE_TUNING", _folder, None)
+    tuning: str | None = _setting("RINGREDUCE_TUNING", _or_zero(str, None), None)
     gpu: str = _setting("RINGREDUCE_GPU", _gpu, "staged")
     conventions: Conventions = _setting("RINGREDUCE_CONVENTIONS", Conventions.parse, Conventions.CHAIN_RULE)  # noqa: RUF009
     standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
@@ -227,7 +218,7 @@ class Config:
     check_data: bool = _setting("RINGREDUCE_CHECK=data", _switch, True)
     checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
     status: bool = _setting("RINGREDUCE_STATUS", _switch, True)
-    dump: str | None = _setting("RINGREDUCE_DUMP", _folder, None)
+    dump: str | None = _setting("RINGREDUCE_DUMP", _or_zero(str, None), None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
     object_limit_nbytes: int = _setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30)
     launched_size: int | None = None

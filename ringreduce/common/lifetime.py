@@ -1,4 +1,4 @@
-"""Whether calls may be made: the one place that keeps it, for a world and for all that belongs to it."""
+"""Whether calls may be made: the one place that keeps it, for a world and for all that belongs to it; and its end."""
 
 from __future__ import annotations
 
@@ -118,3 +118,19 @@ class Lifetime:
         for each, call in tuple(self._listeners):
             if each == event:
                 call(*what)
+
+
+def close_all(*parts: Callable[[], object]) -> None:
+    """Close every part, in this order, also after one that fails.
+
+    Raises:
+        Exception: the first that a part raised.
+    """
+    errors = []
+    for part in parts:
+        try:
+            part()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

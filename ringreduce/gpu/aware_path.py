@@ -23,19 +23,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DType, address_of
-from ringreduce.buffers.dtypes import Array
-from ringreduce.collectives.call import Signature
+from ringreduce.buffers import Array, DType, address_of
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.execution import BoundSchedule, Memory
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import TransportError
+from ringreduce.common.lifetime import close_all
 from ringreduce.common.partition import segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.awareness import CudaAwareness
 from ringreduce.gpu.cupy_driver import Arithmetic, Driver, Stream
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import StepFailedError, together
+from ringreduce.transport.shared.board import Signature
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,10 @@ from typing import Any
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device
-from ringreduce.collectives.call import DETERMINISTIC, NCCL, Choice, Signature, Task
+from ringreduce.collectives.call import DETERMINISTIC, NCCL, Choice, Task
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import Devices
 from ringreduce.collectives.state import CommState
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import gpu_switches
 from ringreduce.common.errors import (
     CollectiveTimeoutError,
@@ -26,6 +25,7 @@ from ringreduce.common.errors import (
     TransportError,
     UnsupportedBufferError,
 )
+from ringreduce.common.lifetime import close_all
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.aware_path import AwareAllreduce
 from ringreduce.gpu.awareness import CudaAwareness, cuda_awareness
@@ -33,6 +33,7 @@ from ringreduce.gpu.cupy_driver import Arithmetic, Driver, cuda_driver
 from ringreduce.gpu.nccl import Nccl, NcclAllreduce, cupy_nccl
 from ringreduce.gpu.path import OnDevice
 from ringreduce.gpu.staging import Staging
+from ringreduce.transport.shared.board import Signature
 
 _log = logging.getLogger(__name__)
 

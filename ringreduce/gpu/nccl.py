@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.buffers import DType
 from ringreduce.buffers.device_arrays import INSTALL
-from ringreduce.buffers.dtypes import DType
-from ringreduce.collectives.call import NCCL, Signature
+from ringreduce.collectives.call import NCCL
 from ringreduce.collectives.context import Context
 from ringreduce.common.errors import (
     CollectiveTimeoutError,
@@ -37,6 +37,7 @@ from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.cupy_driver import Arithmetic, Driver, Stream
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
+from ringreduce.transport.shared.board import Signature
 from ringreduce.transport.waiting import Waiter
 
 # As nccl.h numbers them. CuPy passes on whatever it is given, and has no names for the last dtype and the last op.

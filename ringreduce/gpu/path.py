@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from ringreduce.buffers import DType
-from ringreduce.collectives.call import Choice, Signature
+from ringreduce.collectives.call import Choice
 from ringreduce.collectives.context import Context
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.cupy_driver import Arithmetic, Driver, Stream
+from ringreduce.transport.shared.board import Signature
 
 
 class OnDevice(ABC):

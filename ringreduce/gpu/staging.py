@@ -16,14 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import Any
 
-import numpy.typing as npt
-
-from ringreduce.buffers import DType, Operand, address_of
+from ringreduce.buffers import Array, DType, Operand, address_of
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import TransportError
+from ringreduce.common.lifetime import close_all
 from ringreduce.common.partition import pieces
 from ringreduce.gpu.cupy_driver import Driver, Stream
 from ringreduce.transport.shared.arena import Arena
@@ -238,9 +235,9 @@ class _HostBlock:
             return False
         return True
 
-    def view(self, dtype: DType, shape: Sequence[int]) -> npt.NDArray[Any]:
+    def view(self, dtype: DType, shape: Sequence[int]) -> Array:
         """Return its first bytes as an array in C order."""
-        flat: npt.NDArray[Any] = self._arena.view(self._block.location, dtype.storage, prod(shape))
+        flat: Array = self._arena.view(self._block.place, dtype.storage, prod(shape))
         return flat.reshape(shape)
 
     def fetch(self, source: int, nbytes: int, stream: Stream) -> None:

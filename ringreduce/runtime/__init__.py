@@ -18,7 +18,6 @@ from ringreduce.observe.timeline import Program
 from ringreduce.runtime import blocking
 from ringreduce.runtime.blocking import *  # noqa: F403
 from ringreduce.runtime.groups import Group
-from ringreduce.runtime.plans import Plan
 from ringreduce.runtime.process import PROCESS, Recovery
 from ringreduce.runtime.process_sets import ProcessSet
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "Plan",
     "Recovery",
     "add_process_set",
     "audit",
@@ -218,7 +216,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         MismatchError: the ranks named different sets.
     """
-    return _process.here().remove(process_set)
+    return _process.rank_here().remove(process_set)
 
 
 def group(ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> Group:
@@ -232,7 +230,7 @@ def group(ranks: Sequence[int] | None = None, timeout_s: float | None = None) ->
         ConfigError: this rank is none of them, or there is no such rank.
         CollectiveTimeoutError: not all of them called this within the time limit.
     """
-    here = _process.here()
+    here = _process.rank_here()
     return here.group(range(here.size) if ranks is None else ranks, timeout_s)
 
 
@@ -248,13 +246,14 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Raises:
         ConfigError: a trace is being written already, or the file cannot be written.
     """
-    _process.here().start_timeline(file_path, mark_batches=mark_cycles)
+    _process.rank_here().observer.start_timeline(file_path, mark_batches=mark_cycles)
 
 
 def stop_timeline() -> None:
     """Finish the trace; does nothing if there is none. Once all ranks have, the file holds all that they did."""
-    if _process.world is not None:
-        _process.world.stop_timeline()
+    own = _process.own()
+    if own is not None:
+        own.observer.stop_timeline()
 
 
 def follow_timelines(follow: Callable[[Program | None], object]) -> None:

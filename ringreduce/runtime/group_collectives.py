@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.buffers import Operand, like, operand_of, require_host
 from ringreduce.collectives.communicator import Communicator
@@ -35,7 +34,7 @@ def allreduce(comm: Communicator, array: Any, op: ReduceOp | str = SUM, source: 
     """
     given = array if source is None else source
     if op in _BITWISE:
-        _store(array, _bitwise(comm, "allreduce", given, str(op)))
+        _store(array, _bitwise(comm, "allreduce", given, str(op), array))
     else:
         comm.allreduce(given, op, out=array)
 
@@ -46,16 +45,9 @@ def reduce(comm: Communicator, array: Any, root: int, op: ReduceOp | str = SUM, 
     if op not in _BITWISE:
         comm.reduce(given, root, op, out=array)
         return
-    with CheckingArguments(comm, "reduce"):
-        operand, room = _integers(given, str(op)), None
-        if comm.rank == root:
-            _host(array).require_writable()
-            room = like(given, (comm.size, operand.count))
-        text = f"reduce({op}, root {root}, {operand.describe(by_count=True)})"
-    comm.rendezvous(text)
-    comm.gather(_rows(given, operand), root, out=room)
-    if room is not None:
-        _store(array, _bit_by_bit(room, str(op)))
+    total = _bitwise(comm, "reduce", given, str(op), array if comm.rank == root else None, f"root {root}, ")
+    if comm.rank == root:
+        _store(array, total)
 
 
 def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str = SUM) -> None:
@@ -78,7 +70,7 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str 
         room = _room(out, target)
     if op in _BITWISE:
         mine = slice(comm.rank * target.count, (comm.rank + 1) * target.count)
-        _store(room, _bitwise(comm, "reduce_scatter", flat, str(op))[mine])
+        _store(room, _bitwise(comm, "reduce_scatter", flat, str(op), None)[mine])
     else:
         comm.reduce_scatter(flat, op, out=room)
     _fetch(out, target, room)
@@ -106,15 +98,23 @@ def reduce_scatter_list(comm: Communicator, out: Any, arrays: Sequence[Any], op:
     _store(out, flat[before : before + target.count])
 
 
-def _bitwise(comm: Communicator, name: str, array: Any, op: str) -> Any:
-    """Return what all ranks' arrays come to, bit by bit, as a NumPy array."""
+def _bitwise(comm: Communicator, name: str, array: Any, op: str, out: Any, argument: str = "") -> Any:
+    """Return what all ranks' arrays come to, bit by bit, as a NumPy array that is to be stored in ``out``.
+
+    Raises:
+        UnsupportedBufferError: they have no bits of that kind, or ``out`` cannot be written.
+    """
     with CheckingArguments(comm, name):
-        source = _integers(array, op)
+        source = _host(array)
+        if source.dtype.kind not in ("int", "uint", "bool"):
+            raise UnsupportedBufferError(f"{op} takes integers and bool, got {source.dtype.name}")
+        if out is not None:
+            _host(out).require_writable()
         every = like(array, (comm.size, source.count))
-        text = f"{name}({op}, {source.describe(by_count=True)})"
+        text = f"{name}({op}, {argument}{source.describe(by_count=True)})"
     comm.rendezvous(text)
     comm.allgather(_rows(array, source), out=every)
-    return _bit_by_bit(every, op).reshape(source.shape)
+    return getattr(np, op).reduce(_host(every).view, axis=0).reshape(source.shape)
 
 
 # ---- moving ----
@@ -160,11 +160,9 @@ def allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None:
         room = like(array, (sum(counts),))
         text = f"allgather({counts}, {source.dtype.name})"
         flat = array.reshape(source.count)
-    if len(set(counts)) == 1:
-        allgather(comm, room, flat)
-    else:
+    if len(set(counts)) > 1:  # else the allgather finds out whether all have given as much
         comm.rendezvous(text)
-        comm.allgather(flat, out=room)
+    comm.allgather(flat, out=room)
     _store_parts(operands, room)
 
 
@@ -322,25 +320,6 @@ def _fetch(out: Any, target: Operand, room: Any) -> None:
 def _rows(array: Any, operand: Operand) -> Any:
     """Return the elements in C order as one row: where they are so already, a view."""
     return array.reshape(1, operand.count)
-
-
-def _integers(array: Any, op: str) -> Operand:
-    """Look at an array that is reduced bit by bit.
-
-    Raises:
-        UnsupportedBufferError: it has no bits of that kind.
-    """
-    source = _host(array)
-    if source.dtype.kind not in ("int", "uint", "bool"):
-        raise UnsupportedBufferError(f"{op} takes integers and bool, got {source.dtype.name}")
-    return source
-
-
-def _bit_by_bit(rows: Any, op: str) -> npt.NDArray[Any]:
-    """Reduce rows that come from the ranks, into one."""
-    ufunc: Any = getattr(np, op)
-    result: npt.NDArray[Any] = ufunc.reduce(_host(rows).view, axis=0)
-    return result
 
 
 def _require_usable(outputs: Sequence[Operand], inputs: Sequence[Operand]) -> None:

@@ -13,17 +13,15 @@ from typing import Any
 from ringreduce.buffers import operand_of, require_host
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import CallSite, Stack, program_stack
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError
-from ringreduce.common.lifetime import Lifetime
+from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.serial import InOrder, Task
 from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.snapshots import Observed
 from ringreduce.runtime.bootstrap import Connection
 from ringreduce.runtime.process_sets import context_of
-from ringreduce.transport.checked import checked
-from ringreduce.transport.point_to_point import Deliveries, PointToPoint, Transfer
+from ringreduce.transport.point_to_point import Deliveries, Transfer
 from ringreduce.transport.waiting import Waiter
 
 
@@ -77,21 +75,17 @@ class Group:
         self.ranks = list(ranks)
         self.lifetime = world.child("this group was destroyed; make a new one")
         self._place = _Place()
-        self._waiter = Waiter(settings.timeout_s)  # of messages
-        making = Waiter(settings.timeout_s)
-        messages, channel = connection.messages_among(ranks, (making, self._waiter))
-        self._context = context_of(
+        messages, channel = connection.messages_among(ranks, [Waiter(settings.timeout_s) for _ in range(2)])
+        context = context_of(
             lambda waiter: messages, settings, self._place, self.lifetime, warn=False, counts_decide=True
         )
-        self.communicator = Communicator(self._context, devices=Gpu)
+        self.communicator = Communicator(context, channel, Gpu)
         self.rank, self.size = self.communicator.rank, self.communicator.size
-        self._waiter.crowded = self._context.waiter.crowded
-        channel = checked(channel) if settings.checksum else channel
-        self._messages = PointToPoint(
-            channel, self._waiter, self._context.board.find_failed, self.lifetime.child(), counts_decide=True
-        )
-        self._waiter.watchers += [self._messages.watch, advance]
-        self._context.waiter.watchers.append(advance)
+        assert self.communicator.point_to_point is not None
+        self._messages = self.communicator.point_to_point
+        self._waiters = context.waiter, self._messages.waiter
+        for each in self._waiters:
+            each.watchers.append(advance)
         self._threads = messages.concurrent
         self._start_queues()
         self.lifetime.listen("forked", self._start_queues)
@@ -133,7 +127,7 @@ class Group:
         Raises:
             CollectiveTimeoutError: a rank did not call it; the error names it, and the group cannot be used any more.
         """
-        waiter = self._context.waiter
+        waiter = self._waiters[0]
         usual, waiter.timeout_s = waiter.timeout_s, waiter.timeout_s if timeout_s is None else timeout_s
         try:
             self.communicator.barrier()
@@ -168,7 +162,7 @@ class Group:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change how long any wait for a peer may last from now on. Local."""
-        for waiter in (self._context.waiter, self._waiter):
+        for waiter in self._waiters:
             waiter.timeout_s = timeout_s
 
     def _start_queues(self) -> None:
@@ -180,7 +174,6 @@ class Group:
     def abort(self, error: BaseException) -> None:
         """Refuse all further calls, and end those under way. Local."""
         self.communicator.abort(error)
-        self._messages.fail(error)
 
     def close(self) -> None:
         """Give everything back once all that was submitted is done. Collective, and safe to call twice."""

@@ -99,6 +99,18 @@ class Process:
         """Return the world if this process is a rank of it."""
         return self.world if isinstance(self.world, OwnWorld) else None
 
+    def rank_here(self) -> OwnWorld:
+        """Return the world, of which this process is a rank.
+
+        Raises:
+            ConfigError: there is none, or this process is no rank of it.
+        """
+        found = self.here()
+        if not isinstance(found, OwnWorld):
+            found.lifetime.require_open()
+            raise AssertionError("the world of a process that is no rank is forked")
+        return found
+
     def _settings(self) -> Config:
         return Config.from_environ(conventions=self.conventions)
 

@@ -10,10 +10,9 @@ from ringreduce.collectives import Context
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.call_sites import CallSite
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.lifetime import Lifetime
+from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.snapshots import Observed
@@ -243,11 +242,7 @@ def connect(
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
     between_two = make(Waiter(settings.timeout_s))
-    between_two = checked(between_two) if settings.checksum else between_two
-    blocking, asynchronous = (
-        Communicator(blocking_context, between_two, Gpu),
-        Communicator(context, devices=Gpu),
-    )
+    blocking, asynchronous = Communicator(blocking_context, between_two, Gpu), Communicator(context, devices=Gpu)
     engine = Engine(asynchronous, channel, find_failed=context.board.find_failed, threads=context.messages.concurrent)
     return Parts(blocking, engine)
 

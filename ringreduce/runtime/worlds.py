@@ -19,7 +19,6 @@ import numpy as np
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.tuning import Key, Table
 from ringreduce.common.call_sites import AbortReason, refusal
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import (
     CollectiveError,
@@ -29,7 +28,7 @@ from ringreduce.common.errors import (
     RingReduceError,
 )
 from ringreduce.common.launch import launch
-from ringreduce.common.lifetime import Lifetime
+from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.topology import Topology
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observer
@@ -105,23 +104,6 @@ class World:
         made = _as_set(process_set)
         self._register(made, made.ranks or list(range(self.size)), None)
         return made
-
-    def remove(self, process_set: ProcessSet | Any) -> bool:
-        """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
-        self.lifetime.require_open()
-        return False
-
-    def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
-        """Connect some ranks as a group. Collective over these alone; see `Group`."""
-        self.lifetime.require_open()
-        raise AssertionError("a rank makes groups")
-
-    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
-        """Begin to write a trace; see `ringreduce.start_timeline`."""
-        self.lifetime.require_open()
-
-    def stop_timeline(self) -> None:
-        """Finish the trace; does nothing if there is none."""
 
     def close(self) -> None:
         """Forget it. Local."""
@@ -261,6 +243,7 @@ class OwnWorld(World):
         return made
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
+        """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
         refused, mine = None, []
         if isinstance(process_set, ProcessSet):
             mine = process_set.ranks or list(range(self.size))
@@ -280,6 +263,7 @@ class OwnWorld(World):
         return removed
 
     def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
+        """Connect some ranks as a group. Collective over these alone; see `Group`."""
         listed = list(ranks)
         if self.rank not in listed or len(set(listed)) < len(listed) or not set(listed) <= set(range(self.size)):
             raise ConfigError(
@@ -386,12 +370,6 @@ class OwnWorld(World):
         inherited = World(self._everyone, self.rank, self.hosts, self.config, self.lifetime)
         inherited.sets, inherited._last_set = self.sets, self._last_set
         return inherited
-
-    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
-        self.observer.start_timeline(path, mark_batches=mark_batches)
-
-    def stop_timeline(self) -> None:
-        self.observer.stop_timeline()
 
     def abandon(self, error: CollectiveError) -> None:
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""

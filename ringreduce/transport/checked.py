@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers import Array
 from ringreduce.common.errors import TransportError
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from dataclasses import astuple
 from typing import Protocol
 
 import numpy as np
 
 from ringreduce.transport.messages import Messages, exchange_json
-from ringreduce.transport.shared.arena import Arena, Block, Location
+from ringreduce.transport.shared.arena import NOWHERE, Arena, Block
 from ringreduce.transport.shared.board import fence
 from ringreduce.transport.shared.node import Node
 
 _LINE = 64
-_RING_NBYTES = 16 << 10
-_PART_NBYTES = 2 * _LINE + _RING_NBYTES
-_SHORT_NBYTES = 1 << 10  # longer notes do not go through the ring
+_SLOTS, _SLOT_NBYTES = 32, 1 << 10
+_PART_NBYTES = 2 * _LINE + _SLOTS * _SLOT_NBYTES
 
-_LENGTH = struct.Struct("<i")  # of the note that follows; negative: of one that is elsewhere,
-_PLACE = struct.Struct("<q")  # namely here
+_HEAD = struct.Struct("<qq")  # of a slot: the length of a note, and its place; `NOWHERE`: it follows
 
 
 class ControlChannel(Protocol):
@@ -37,12 +34,12 @@ class ControlChannel(Protocol):
 
 
 class SharedControlChannel:
-    """Carries control notes through shared memory: a ring of bytes from every rank to every other.
+    """Carries control notes through shared memory: a ring of slots from every rank to every other.
 
-    Every rank owns a part for each peer, that only it writes: how many bytes it has put into its ring to that peer, how
-    many it has taken out of the peer's ring to here, and the ring. The length of a note precedes it there. A long note
-    is in a block of its own, and only its place goes through the ring. So a ring is full only if the peer does not poll
-    while hundreds of notes come; further ones wait on this side for the next `post` or `poll`.
+    Every rank owns a part for each peer, that only it writes: how many notes it has put into its ring to that peer, how
+    many it has taken out of the peer's ring to here, and the ring. A note that is too long for a slot is in a block of
+    its own, and only its place goes through the ring. A ring is full if the peer does not poll while so many notes
+    come; further ones wait on this side for the next `post` or `poll`.
 
     Args:
         node: all ranks of the process set. Its arena is used by the thread that uses this.
@@ -54,11 +51,11 @@ class SharedControlChannel:
         parts = arena.allocate(_PART_NBYTES * messages.size)
         for peer in range(messages.size):
             parts.memory[peer * _PART_NBYTES :][: 2 * _LINE] = 0
-        places = exchange_json(messages, astuple(parts.location))
+        places = exchange_json(messages, parts.place)
         self._streams: dict[int, _Stream] = {}
         for peer, place in enumerate(places):
             if peer != rank:
-                theirs = arena.peer_view(peer, Location(*place), np.dtype(np.uint8), _PART_NBYTES * messages.size)
+                theirs = arena.peer_view(peer, place, np.dtype(np.uint8), _PART_NBYTES * messages.size)
                 mine = parts.memory[peer * _PART_NBYTES :].data
                 self._streams[peer] = _Stream(arena, peer, mine, theirs[rank * _PART_NBYTES :].data)
         self._all = tuple(self._streams.items())
@@ -90,7 +87,7 @@ class _Stream:
         theirs: the peer's part for this rank.
 
     Attributes:
-        put_there: how many bytes the peer has put into its ring, as the peer says.
+        put_there: how many notes the peer has put into its ring, as the peer says.
         taken: how many of them were taken out.
         waiting: what did not fit into this rank's ring.
     """
@@ -107,16 +104,15 @@ class _Stream:
         self._put = 0
         self.taken = 0
         self.waiting: deque[tuple[bytes, Block | None]] = deque()
-        self._laid_out: deque[tuple[int, Block]] = deque()  # until the peer has taken so many bytes
+        self._laid_out: deque[tuple[int, Block]] = deque()  # until the peer has taken so many notes
         self._fence = fence()
 
     def put(self, note: bytes) -> None:
-        if len(note) <= _SHORT_NBYTES:
-            self.waiting.append((_LENGTH.pack(len(note)) + note, None))
-        else:
+        block = None
+        if len(note) > _SLOT_NBYTES - _HEAD.size:
             block = self._arena.allocate(len(note))
             block.memory[: len(note)] = np.frombuffer(note, np.uint8)
-            self.waiting.append((_LENGTH.pack(-len(note)) + _PLACE.pack(block.location.packed), block))
+        self.waiting.append((note, block))
         self.flush()
 
     def flush(self) -> None:
@@ -124,15 +120,14 @@ class _Stream:
         taken = self._taken_there[0]
         while self._laid_out and self._laid_out[0][0] <= taken:
             self._arena.release(self._laid_out.popleft()[1])
-        while self.waiting and self._put + len(self.waiting[0][0]) - taken <= _RING_NBYTES:
-            data, block = self.waiting.popleft()
-            start = self._put % _RING_NBYTES
-            first = data[: _RING_NBYTES - start]
-            self._ring[start : start + len(first)] = first
-            if len(first) < len(data):
-                self._ring[: len(data) - len(first)] = data[len(first) :]
-            self._put += len(data)
-            if block is not None:
+        while self.waiting and self._put - taken < _SLOTS:
+            note, block = self.waiting.popleft()
+            start = self._put % _SLOTS * _SLOT_NBYTES
+            self._put += 1
+            _HEAD.pack_into(self._ring, start, len(note), NOWHERE if block is None else block.place)
+            if block is None:
+                self._ring[start + _HEAD.size : start + _HEAD.size + len(note)] = note
+            else:
                 self._laid_out.append((self._put, block))
         if self._fence is not None:
             self._fence()
@@ -140,30 +135,18 @@ class _Stream:
 
     def take(self) -> list[bytes]:
         """Return the notes that are in the peer's ring."""
-        put = self.put_there[0]
+        put, notes = self.put_there[0], list[bytes]()
         if self._fence is not None:
             self._fence()
-        start, count = self.taken % _RING_NBYTES, put - self.taken
-        data = bytes(self._theirs[start : start + count])
-        if start + count > _RING_NBYTES:
-            data += bytes(self._theirs[: start + count - _RING_NBYTES])
-        notes, position = [], 0
-        while position < count:
-            (length,) = _LENGTH.unpack_from(data, position)
-            position += _LENGTH.size
-            if length >= 0:
-                notes.append(data[position : position + length])
-                position += length
+        for number in range(self.taken, put):
+            start = number % _SLOTS * _SLOT_NBYTES
+            nbytes, place = _HEAD.unpack_from(self._theirs, start)
+            if place == NOWHERE:
+                notes.append(bytes(self._theirs[start + _HEAD.size : start + _HEAD.size + nbytes]))
             else:
-                (place,) = _PLACE.unpack_from(data, position)
-                notes.append(self._fetch(place, -length))
-                position += _PLACE.size
+                notes.append(self._arena.peer_view(self._peer, place, np.dtype(np.uint8), nbytes).tobytes())
         self.taken = put
         if self._fence is not None:
             self._fence()
         self._count_taken[0] = put
         return notes
-
-    def _fetch(self, place: int, nbytes: int) -> bytes:
-        view = self._arena.peer_view(self._peer, Location.unpack(place), np.dtype(np.uint8), nbytes)
-        return view.tobytes()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers import Array
 from ringreduce.common.errors import CollectiveTimeoutError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers import Array
 from ringreduce.common.errors import RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.waiting import Waiter

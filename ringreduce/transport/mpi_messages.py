@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers import Array
 from ringreduce.common.errors import CollectiveTimeoutError, TransportError, name_ranks
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request, exchange_json

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
-from ringreduce.buffers import Operand
-from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers import Array, Operand
 from ringreduce.common.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.serial import Task
@@ -69,7 +67,7 @@ class PointToPoint:
 
     Args:
         messages: the ranks, on a channel that nobody else uses; closed with this.
-        waiter: how a rank waits, and for how long at most.
+        waiter: how a rank waits, and for how long at most; nobody else's.
         find_failed: returns the error about a rank that takes part in no further call; None: there is none.
         lifetime: of this; nothing else's.
         counts_decide: whether an array may be received into one of another shape that has as many elements.
@@ -86,12 +84,12 @@ class PointToPoint:
     ) -> None:
         self._counts_decide = counts_decide
         self._messages = messages
-        self._waiter = waiter
+        self.waiter = waiter
+        waiter.watchers.append(self._watch)
         self._find_failed = find_failed
         self._lock = threading.RLock()
         self._numbers = [0] * messages.size  # of the large arrays that each rank was sent
-        self._announced: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # by sender and tag
-        self._order: deque[tuple[int, int]] = deque()  # of what is announced, for receives from any rank
+        self._announced: list[tuple[int, int, bytes]] = []  # sender, tag and note, in the order in which they came
         self._awaited: list[Transfer] = []  # receives that nothing has come for yet
         self._moving: list[Transfer] = []
         self._lifetime = lifetime
@@ -161,10 +159,10 @@ class PointToPoint:
             CollectiveTimeoutError: it was not done in time, and is still under way.
             PeerLostError: a rank of the group has failed.
         """
-        waiter = self._waiter
+        waiter = self.waiter
         if timeout_s is not None:
             waiter = Waiter(timeout_s, waiter.crowded)
-            waiter.watchers = self._waiter.watchers
+            waiter.watchers = self.waiter.watchers
 
         def over() -> bool:
             if not transfer.done:
@@ -184,7 +182,7 @@ class PointToPoint:
                 self.advance()
             return any(each.done for each in transfers) or changed()
 
-        self._waiter.until(over, lambda: f"the other side of a {transfers[0]}")
+        self.waiter.until(over, lambda: f"the other side of a {transfers[0]}")
 
     def withdraw(self, transfer: Transfer) -> None:
         """Receive into an array no more, unless that has begun."""
@@ -200,7 +198,7 @@ class PointToPoint:
             finally:
                 self._lock.release()
 
-    def watch(self) -> None:
+    def _watch(self) -> None:
         """Raise if a rank of the group has failed; for the waiter."""
         failed = self._find_failed("this rank waits for a message")
         if failed is not None:
@@ -242,11 +240,9 @@ class PointToPoint:
     def _advance(self) -> None:
         try:
             while (note := self._messages.poll()) is not None:
-                sender, said = note
-                tag = _HEAD.unpack_from(said)[0]
-                self._announced[sender, tag].append(said)
-                self._order.append((sender, tag))
-            if self._order:
+                sender, text = note
+                self._announced.append((sender, _HEAD.unpack_from(text)[0], text))
+            if self._announced:
                 self._awaited = [each for each in self._awaited if not self._matched(each)]
             if self._moving:
                 for each in self._moving:
@@ -260,14 +256,12 @@ class PointToPoint:
     def _matched(self, transfer: Transfer) -> bool:
         """Return whether what a receive waits for was announced; then it is received."""
         tag, source = transfer.tag, transfer.peer
-        key = next((each for each in self._order if each[1] == tag and source in (None, each[0])), None)
-        if key is None:
+        found = next((each for each in self._announced if each[1] == tag and source in (None, each[0])), None)
+        if found is None:
             return False
-        self._order.remove(key)
-        note = self._announced[key].popleft()
-        if not self._announced[key]:
-            del self._announced[key]
-        sender = transfer.peer = key[0]
+        self._announced.remove(found)
+        sender, _, note = found
+        transfer.peer = sender
         _, number, nbytes, length = _HEAD.unpack_from(note)
         text, data = note[_HEAD.size : _HEAD.size + length].decode(), note[_HEAD.size + length :]
         agrees = text == transfer.what

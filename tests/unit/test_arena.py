@@ -20,7 +20,7 @@ from ringreduce.common.errors import TransportError
 from ringreduce.common.processes import Forked
 from ringreduce.testing import run_threads
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
-from ringreduce.transport.shared.arena import Arena, Block, Location
+from ringreduce.transport.shared.arena import NOWHERE, Arena, Block, place_in, segment_and_offset
 from ringreduce.transport.shared.segments import MemfdSegments, PrivateSegments
 
 PAGE = 4096
@@ -32,7 +32,8 @@ def address(array: np.ndarray) -> int:
 
 
 def span(block: Block) -> tuple[int, int, int]:
-    return block.location.segment, block.location.offset, block.location.offset + block.memory.nbytes
+    segment, offset = segment_and_offset(block.place)
+    return segment, offset, offset + block.memory.nbytes
 
 
 class CountingSegments(PrivateSegments):
@@ -71,7 +72,7 @@ def test_holes_merge(order: list[int]) -> None:
     blocks = [arena.allocate(8 << 20) for _ in range(8)]  # all of a segment
     for index in order:
         arena.release(blocks[index])
-    assert arena.allocate(48 << 20).location == blocks[0].location
+    assert arena.allocate(48 << 20).place == blocks[0].place
     assert segments.made == 1
 
 
@@ -80,7 +81,7 @@ def test_a_large_block_gets_a_segment_of_its_size() -> None:
     arena = Arena(PrivateSegments())
     block = arena.allocate((64 << 20) + 1)
     assert block.memory.nbytes > 64 << 20
-    assert arena.locate(address(block.memory), block.memory.nbytes) == block.location
+    assert arena.locate(address(block.memory), block.memory.nbytes) == block.place
 
 
 def test_memory_of_dropped_arrays_comes_back() -> None:
@@ -102,31 +103,31 @@ def test_locate_knows_what_is_inside() -> None:
     blocks = [arena.allocate(64 << 20), arena.allocate(64 << 20)]
     for block in blocks:
         start, nbytes = address(block.memory), block.memory.nbytes
-        segment = block.location.segment
-        assert arena.locate(start, nbytes) == Location(segment, 0)
-        assert arena.locate(start + 12, 5) == Location(segment, 12)
-        assert arena.locate(start + nbytes - 1, 1) == Location(segment, nbytes - 1)
-        assert arena.locate(start, 0) == Location(segment, 0)
-        assert arena.locate(start + nbytes - 1, 2) is None
+        segment, _ = segment_and_offset(block.place)
+        assert arena.locate(start, nbytes) == place_in(segment, 0)
+        assert arena.locate(start + 12, 5) == place_in(segment, 12)
+        assert arena.locate(start + nbytes - 1, 1) == place_in(segment, nbytes - 1)
+        assert arena.locate(start, 0) == place_in(segment, 0)
+        assert arena.locate(start + nbytes - 1, 2) == NOWHERE
     private = np.empty(10)
-    assert arena.locate(address(private), private.nbytes) is None
-    assert arena.locate(0, 1) is None
-    assert Arena(PrivateSegments()).locate(address(private), 1) is None
+    assert arena.locate(address(private), private.nbytes) == NOWHERE
+    assert arena.locate(0, 1) == NOWHERE
+    assert Arena(PrivateSegments()).locate(address(private), 1) == NOWHERE
 
 
 @given(st.integers(0, (1 << 19) - 1), st.integers(0, (1 << 44) - 1))
-def test_a_location_fits_into_a_flag(segment: int, offset: int) -> None:
-    """A location is one number that is not negative and fits into 63 bits, and comes back from it."""
-    location = Location(segment, offset)
-    assert 0 <= location.packed < 1 << 63
-    assert Location.unpack(location.packed) == location
+def test_a_place_fits_into_a_flag(segment: int, offset: int) -> None:
+    """A place is one number that is not negative and fits into 63 bits; segment and offset come back from it."""
+    place = place_in(segment, offset)
+    assert 0 <= place < 1 << 63
+    assert segment_and_offset(place) == (segment, offset)
 
 
 def test_own_views_show_the_blocks_bytes() -> None:
-    """A view by location is the memory itself, and keeps no array that users hold."""
+    """A view by its place is the memory itself, and keeps no array that users hold."""
     arena = Arena(PrivateSegments())
     block = arena.allocate(64)
-    arena.view(block.location, np.dtype(np.int32), 4)[:] = [1, 2, 3, 4]
+    arena.view(block.place, np.dtype(np.int32), 4)[:] = [1, 2, 3, 4]
     assert block.memory[:16].view(np.int32).tolist() == [1, 2, 3, 4]
 
 
@@ -134,13 +135,13 @@ def test_a_memfd_segment_is_seen_through_another_mapping() -> None:
     """What one mapping of a segment stores the other one loads; they are different addresses of the same memory."""
     arena = Arena(MemfdSegments({0: os.getpid()}))
     block = arena.allocate(PAGE)
-    mapped = arena.peer_view(0, block.location, UINT8, PAGE)
+    mapped = arena.peer_view(0, block.place, UINT8, PAGE)
     assert address(mapped) != address(block.memory)
     block.memory[:3] = [1, 2, 3]
     assert mapped[:3].tolist() == [1, 2, 3]
     mapped[0] = 9
     assert block.memory[0] == 9
-    assert address(arena.peer_view(0, block.location, UINT8, PAGE)) == address(mapped)
+    assert address(arena.peer_view(0, block.place, UINT8, PAGE)) == address(mapped)
     arena.segments.close()
 
 
@@ -169,11 +170,11 @@ def test_closing_leaves_arrays_valid_and_no_descriptor() -> None:
     """After close the segments' files are closed, arrays that users hold work, and dropping them is harmless."""
     arena = Arena(MemfdSegments({0: os.getpid()}))
     array = arena.array(2 * PAGE)
-    location = arena.locate(address(array), 1)
-    assert location is not None
+    place = arena.locate(address(array), 1)
+    assert place != NOWHERE
     assert arena.segments.alive(0)
-    fd = location.segment
-    mapped = arena.peer_view(0, location, UINT8, PAGE)
+    fd, _ = segment_and_offset(place)
+    mapped = arena.peer_view(0, place, UINT8, PAGE)
     os.fstat(fd)
     arena.segments.close()
     arena.segments.close()

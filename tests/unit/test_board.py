@@ -13,8 +13,8 @@ from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, TransportError
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
-from ringreduce.transport.shared.arena import Arena, Location
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, NOWHERE, Board, Entry, signature_hash
+from ringreduce.transport.shared.arena import Arena, place_in
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, NOWHERE, Board, Signature, signature_hash
 from ringreduce.transport.waiting import Waiter
 
 T = TypeVar("T")
@@ -44,9 +44,9 @@ def on_boards(
         segments.dead = dead
         arenas.append(Arena(segments))
         waiters.append(Waiter(timeout_s, crowded=True))
-    locations = [Board.allocate(arena) for arena in arenas]
+    places = [Board.allocate(arena) for arena in arenas]
     boards = [
-        Board(arena, members, locations, member, waiter)
+        Board(arena, members, places, member, waiter)
         for arena, member, waiter in zip(arenas, members, waiters, strict=True)
     ]
 
@@ -58,7 +58,7 @@ def on_boards(
 
 
 def arrive(board: Board, signature: str, source: int = NOWHERE, target: int = NOWHERE) -> list[int]:
-    return board.enter(Entry(signature, signature_hash(signature), source, target))
+    return board.enter(Signature(signature, signature_hash(signature), source, target))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -107,15 +107,15 @@ def test_areas_of_the_board_do_not_overlap() -> None:
     on_boards(2, fill)
 
 
-def test_locations_are_those_of_this_call() -> None:
+def test_places_are_those_of_this_call() -> None:
     """Every rank learns where the others' inputs and results lie in this call, also when they have moved."""
 
     def publish(board: Board) -> None:
         for turn in range(4):
-            places = arrive(board, "call", Location(board.index + 1, turn * 64).packed, -5000 - board.index)
+            places = arrive(board, "call", place_in(board.index + 1, turn * 64), -5000 - board.index)
             others = [index for index in range(3) if index != board.index]
             assert board.peers == [10 + index for index in others]
-            assert places[::2] == [Location(index + 1, turn * 64).packed for index in others]
+            assert places[::2] == [place_in(index + 1, turn * 64) for index in others]
             assert places[1::2] == [-5000 - index for index in others]
         assert arrive(board, "call") == [NOWHERE] * 4
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import TransportError
+from ringreduce.common.lifetime import close_all
 from ringreduce.runtime.process_sets import Parts
 from ringreduce.testing import caught
 

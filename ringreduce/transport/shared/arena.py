@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.buffers import address_of
-from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers import Array, address_of
 from ringreduce.common.errors import TransportError
 from ringreduce.common.processes import Forked
 from ringreduce.transport.shared.private import PrivateMemory, reads
 from ringreduce.transport.shared.segments import Segments
 
-#: Places in the memory of a rank, as one number: not negative, a location in its arena, packed; less than these two,
-#: the negative of an address in the private memory of its process.
+#: Places in the memory of a rank, as one number: not negative, in its arena, see `place_in`; less than these two, the
+#: negative of an address in the private memory of its process.
 NOWHERE = -1  # where no peer can reach it
 MAILED = -2  # in the rank's mailbox for this call
 
@@ -35,21 +34,14 @@ _KEPT_NBYTES = 256 << 20  # free memory that keeps its pages, of each of two kin
 _OFFSET_BITS = 44  # 16 TiB; leaves 19 bits for the segment
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where something is in the memory of one rank: a segment of that rank and an offset (bytes) in it."""
+def place_in(segment: int, offset: int) -> int:
+    """Return the place in the arena of a rank that is at an offset (bytes) in one of its segments."""
+    return segment << _OFFSET_BITS | offset
 
-    segment: int
-    offset: int
 
-    @property
-    def packed(self) -> int:
-        """The same as one number, for a flag; see `unpack`."""
-        return self.segment << _OFFSET_BITS | self.offset
-
-    @classmethod
-    def unpack(cls, number: int) -> Location:
-        return cls(number >> _OFFSET_BITS, number & (1 << _OFFSET_BITS) - 1)
+def segment_and_offset(place: int) -> tuple[int, int]:
+    """Return where a place in an arena is; see `place_in`."""
+    return place >> _OFFSET_BITS, place & (1 << _OFFSET_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +51,7 @@ class Block:
     memory: Array
     view: memoryview
     address: int
-    location: Location
+    place: int
 
 
 def memory_nbytes() -> int:
@@ -87,35 +79,36 @@ class _Space:
         self._freed_nbytes = 0  # since the pages of holes went back
         self._bases: list[tuple[int, int, int]] = []  # (address, nbytes, segment) of all segments, ascending
 
-    def find(self, nbytes: int) -> Location | None:
-        """Take ``nbytes`` of what is free; None: no hole is large enough."""
+    def find(self, nbytes: int) -> int:
+        """Take ``nbytes`` of what is free, and return their place; `NOWHERE`: no hole is large enough."""
         for segment, holes in self._free.items():
             for index, (offset, size) in enumerate(holes):
                 if size >= nbytes:
                     holes[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
-                    return Location(segment, offset)
-        return None
+                    return place_in(segment, offset)
+        return NOWHERE
 
-    def extend(self, nbytes: int) -> Location:
+    def extend(self, nbytes: int) -> int:
         """Take ``nbytes`` of a new segment."""
         self._discard_holes()
         segment, memory = self._segments.create(max(nbytes, self._segments.nbytes))
         self.memory[segment] = memory
         self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []
         bisect.insort(self._bases, (address_of(memory), memory.nbytes, segment))
-        return Location(segment, 0)
+        return place_in(segment, 0)
 
-    def release(self, location: Location, nbytes: int) -> None:
+    def release(self, place: int, nbytes: int) -> None:
         """Take memory back."""
-        holes = self._free[location.segment]
-        bisect.insort(holes, (location.offset, nbytes))
+        segment, start = segment_and_offset(place)
+        holes = self._free[segment]
+        bisect.insort(holes, (start, nbytes))
         merged: list[tuple[int, int]] = []
         for offset, size in holes:
             if merged and sum(merged[-1]) == offset:
                 merged[-1] = (merged[-1][0], merged[-1][1] + size)
             else:
                 merged.append((offset, size))
-        self._free[location.segment] = merged
+        self._free[segment] = merged
         self._freed_nbytes += nbytes
         if self._freed_nbytes > _KEPT_NBYTES:
             self._discard_holes()
@@ -126,13 +119,13 @@ class _Space:
                 self._segments.discard(segment, offset, size)
         self._freed_nbytes = 0
 
-    def locate(self, address: int, nbytes: int) -> Location | None:
-        """Return where memory is, None if it is not part of the segments."""
+    def locate(self, address: int, nbytes: int) -> int:
+        """Return the place of memory; `NOWHERE` if it is not part of the segments."""
         index = bisect.bisect_right(self._bases, (address, 1 << 62, 0)) - 1
         if index < 0:
-            return None
+            return NOWHERE
         base, length, segment = self._bases[index]
-        return Location(segment, address - base) if address + nbytes <= base + length else None
+        return place_in(segment, address - base) if address + nbytes <= base + length else NOWHERE
 
 
 class _Lease(weakref.ref[Array]):
@@ -167,7 +160,7 @@ class Arena:
 
     Attributes:
         segments: its own and those of the peers; to be closed after everything that uses them.
-        locate: returns where ``(address, nbytes)`` are in the arena, None if they are not part of it.
+        locate: returns the place of ``(address, nbytes)`` in the arena; `NOWHERE` if they are not part of it.
         copies_private: whether the ranks of the node can copy each other's private memory; the same on all of them.
     """
 
@@ -199,14 +192,14 @@ class Arena:
                 if self._kept[index].memory.nbytes == nbytes:
                     self._kept_nbytes -= nbytes
                     return self._kept.pop(index)
-            location = self._take(nbytes, most_segments)
-            memory = self.view(location, np.dtype(np.uint8), nbytes)
-            return Block(memory, memory.data, address_of(memory), location)
+            place = self._take(nbytes, most_segments)
+            memory = self.view(place, np.dtype(np.uint8), nbytes)
+            return Block(memory, memory.data, address_of(memory), place)
 
     def release(self, block: Block) -> None:
         """Take a block back."""
         with self._lock:
-            self._space.release(block.location, block.memory.nbytes)
+            self._space.release(block.place, block.memory.nbytes)
 
     def array(self, nbytes: int) -> Array:
         """Return a block as an array; its memory returns to the arena when it and all its views are freed."""
@@ -285,9 +278,9 @@ class Arena:
 
     def place(self, address: int, nbytes: int) -> int:
         """Return the place of some memory of this rank's."""
-        location = self.locate(address, nbytes)
-        if location is not None:
-            return location.packed
+        place = self.locate(address, nbytes)
+        if place != NOWHERE:
+            return place
         readable = self.copies_private and reads(os.getpid(), address, nbytes)  # that of devices, perhaps, is not
         return -address if readable else NOWHERE
 
@@ -297,26 +290,26 @@ class Arena:
         """Return elements of a peer's memory at a place that it has published; ``present`` as for `PrivateMemory`."""
         if place < MAILED:
             return PrivateMemory(rank, self.segments.pid(rank), -place, dtype, count, present)
-        return self.peer_view(rank, Location.unpack(place), dtype, count)
+        return self.peer_view(rank, place, dtype, count)
 
-    def view(self, location: Location, dtype: np.dtype[Any], count: int) -> Array:
-        """Return elements of this rank's own memory, without holding on to the array that was made of it."""
-        segment = self._space.memory[location.segment]
-        return segment[location.offset : location.offset + count * dtype.itemsize].view(dtype)
+    def view(self, place: int, dtype: np.dtype[Any], count: int) -> Array:
+        """Return elements of this rank's own arena, without holding on to the array that was made of it."""
+        segment, offset = segment_and_offset(place)
+        return self._space.memory[segment][offset:][: count * dtype.itemsize].view(dtype)
 
-    def peer_view(self, rank: int, location: Location, dtype: np.dtype[Any], count: int) -> Array:
-        """Return elements of a peer's memory."""
-        segment = self.segments.open(rank, location.segment)
-        return segment[location.offset : location.offset + count * dtype.itemsize].view(dtype)
+    def peer_view(self, rank: int, place: int, dtype: np.dtype[Any], count: int) -> Array:
+        """Return elements of a peer's arena."""
+        segment, offset = segment_and_offset(place)
+        return self.segments.open(rank, segment)[offset:][: count * dtype.itemsize].view(dtype)
 
-    def _take(self, nbytes: int, most_segments: Callable[[], int] | None) -> Location:
+    def _take(self, nbytes: int, most_segments: Callable[[], int] | None) -> int:
         found = self._space.find(nbytes)
-        if found is None and self._kept:
+        if found == NOWHERE and self._kept:
             kept, self._kept, self._kept_nbytes = self._kept, [], 0
             for block in kept:
                 self.release(block)
             found = self._space.find(nbytes)
-        if found is not None:
+        if found != NOWHERE:
             return found
         if most_segments is not None and len(self._space.memory) >= most_segments():
             raise TransportError(f"there are {len(self._space.memory)} segments already")

@@ -32,10 +32,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers import Array
 from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
 from ringreduce.common.errors import CollectiveError, PeerLostError, name_ranks
-from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
+from ringreduce.transport.shared.arena import NOWHERE, Arena
 from ringreduce.transport.waiting import Waiter
 
 MAILBOX_NBYTES = 256 << 10
@@ -66,20 +66,29 @@ def signature_hash(signature: str) -> int:
     return int.from_bytes(blake2b(signature.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class Entry(NamedTuple):
-    """What a rank publishes to the other members when it enters a call; quickest where the same object is used again.
+class Signature(NamedTuple):
+    """What must agree between the ranks in a call; and what a rank publishes to its node when it enters the call.
+
+    To enter is quickest where the same object is used again.
 
     Attributes:
-        signature: what it calls.
-        code: `signature_hash` of that.
-        source: the place of its input, see `ringreduce.transport.shared.arena`.
+        text: for people.
+        code: `signature_hash` of that, for flags and tags.
+        source: the place of this rank's input, see `ringreduce.transport.shared.arena`.
         target: the place of its result.
+        waits: whether no rank can end the call before all have begun it. Then ranks of several nodes need not compare a
+            call that all have made before: if the calls differ, their messages do not match, and no rank ends.
     """
 
-    signature: str
+    text: str
     code: int
     source: int = NOWHERE
     target: int = NOWHERE
+    waits: bool = True
+
+    @classmethod
+    def of(cls, text: str, *, waits: bool = True) -> Signature:
+        return cls(text, signature_hash(text), waits=waits)
 
 
 class Board:
@@ -88,7 +97,7 @@ class Board:
     Args:
         arena: where this rank's own part is allocated.
         members: the ranks on this node, ascending, as numbers of the process set.
-        locations: where each member's part is; see `Board.allocate`.
+        places: of each member's part; see `Board.allocate`.
         rank: this rank.
         waiter: how to wait, and the watchers that may end a wait.
 
@@ -99,9 +108,7 @@ class Board:
         called: says what this rank calls, and where, to members that call something else.
     """
 
-    def __init__(
-        self, arena: Arena, members: Sequence[int], locations: Sequence[Location], rank: int, waiter: Waiter
-    ) -> None:
+    def __init__(self, arena: Arena, members: Sequence[int], places: Sequence[int], rank: int, waiter: Waiter) -> None:
         self.members = tuple(members)
         self.peers = [member for member in members if member != rank]
         self.index = self.members.index(rank)
@@ -109,10 +116,10 @@ class Board:
         self._segments = arena.segments
         self._waiter = waiter
         self._parts = [
-            arena.view(location, np.dtype(np.uint8), _BOARD_NBYTES)
+            arena.view(place, np.dtype(np.uint8), _BOARD_NBYTES)
             if member == rank
-            else arena.peer_view(member, location, np.dtype(np.uint8), _BOARD_NBYTES)
-            for member, location in zip(members, locations, strict=True)
+            else arena.peer_view(member, place, np.dtype(np.uint8), _BOARD_NBYTES)
+            for member, place in zip(members, places, strict=True)
         ]
         lines = [[part[line * _LINE :][:_LINE].data.cast("q") for line in range(5)] for part in self._parts]
         self._mine = lines[self.index]
@@ -125,7 +132,7 @@ class Board:
             [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
             for parity in (0, 1)
         )
-        self._published: list[Entry | None] = [None, None]  # in the entry lines, by parity
+        self._published: list[Signature | None] = [None, None]  # in the entry lines, by parity
         self.number = 0
         self.epoch = 0
         self.called: Callable[[str], CallSite] = CallSite.here
@@ -134,11 +141,11 @@ class Board:
         waiter.watchers.append(self._watch)
 
     @staticmethod
-    def allocate(arena: Arena) -> Location:
+    def allocate(arena: Arena) -> int:
         """Make this rank's part; every member does, and publishes where, before any makes a `Board`."""
         block = arena.allocate(_BOARD_NBYTES)
         block.memory[:_MAILBOXES] = 0
-        return block.location
+        return block.place
 
     def mailboxes(self, parity: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
         """Return every member's mailbox as an array, in the order of ``members``."""
@@ -173,7 +180,7 @@ class Board:
         longer = [area for index, area in enumerate(self._longer[parity]) if index != self.index]
         return [number for area in longer for number in area[:count].tolist()]
 
-    def enter(self, mine: Entry) -> list[int]:
+    def enter(self, mine: Signature) -> list[int]:
         """Begin a call together with the other members: the barrier before any data is touched.
 
         Args:
@@ -190,14 +197,14 @@ class Board:
         parity = number & 1
         line = self._mine[parity]
         if self._published[parity] is not mine:  # peers poll this line: each store makes it travel
-            _, line[_SIGNATURE], line[_SOURCE], line[_TARGET] = self._published[parity] = mine
+            _, line[_SIGNATURE], line[_SOURCE], line[_TARGET], _ = self._published[parity] = mine
         if self._fence is not None:
             self._fence()
         line[_NUMBER] = number
         lines = self._entries[parity]
         for peer in lines:
             if peer[_NUMBER] < number and not self._soon(peer, number):
-                self._wait(lines, number, mine.signature)
+                self._wait(lines, number, mine.text)
         if self._fence is not None:
             self._fence()
         agreed, places, code = True, [], mine.code
@@ -207,7 +214,7 @@ class Board:
             places.append(peer[_SOURCE])
             places.append(peer[_TARGET])
         if not agreed:
-            self._disagree(mine.signature)
+            self._disagree(mine.text)
         return places
 
     def refuse(self, reason: str) -> NoReturn:
@@ -220,7 +227,7 @@ class Board:
             MismatchError: on every member.
             CollectiveTimeoutError, PeerLostError: a member did not come.
         """
-        self.enter(Entry(reason, _REFUSED))
+        self.enter(Signature(reason, _REFUSED))
         self._disagree(reason)  # all have refused
 
     def barrier(self, signature: str, *, wait: bool = True) -> None:

@@ -7,13 +7,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ringreduce.buffers import Call, address_of
+from ringreduce.buffers import Array, Call, address_of
 from ringreduce.common.partition import pieces
 from ringreduce.transport.shared.private import PrivateMemory
-
-Array = npt.NDArray[Any]
 
 #: (rank, what is at hand of it) of several ranks.
 Views = Sequence[tuple[int, Any]]

@@ -7,18 +7,17 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from ringreduce.buffers import address_of
+from ringreduce.buffers import Bytes, address_of
 from ringreduce.common.config import Config
 from ringreduce.common.errors import TransportError
 from ringreduce.common.topology import Topology
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
-from ringreduce.transport.shared.arena import Arena, Block, Location, memory_nbytes
+from ringreduce.transport.shared.arena import Arena, Block, memory_nbytes
 from ringreduce.transport.shared.board import Board
 from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.shared.segments import PrivateSegments, Segments
@@ -94,7 +93,7 @@ def join(
     if len({everyone[member]["namespace"] for member in members}) > 1:
         why_not = why_not or "ranks of its machine run in separate pid namespaces"
     try:
-        locations, copies_private = _share(messages, arena, members, why_not)
+        places, copies_private = _share(messages, arena, members, why_not)
     except StepFailedError as reason:
         if warn and messages.rank == 0 and messages.size > 1:
             _log.warning("no shared memory between ranks, all bytes go over %s: %s", messages.name, reason)
@@ -102,10 +101,10 @@ def join(
         topology = Topology.from_hosts(range(messages.size))
         members = (messages.rank,)
         arena = Arena(PrivateSegments(), results_nbytes)
-        locations = [Board.allocate(arena)]
+        places = [Board.allocate(arena)]
     else:
         arena.copies_private = config.private_memory and copies_private()
-    board = Board(arena, members, locations, messages.rank, waiter)
+    board = Board(arena, members, places, messages.rank, waiter)
     messages.exchange(b"")  # nobody may flag before everyone looks
     return Node(topology, hosts, arena, board)
 
@@ -120,7 +119,7 @@ def pid_namespace() -> str:
 
 def _share(
     messages: Messages, arena: Arena, members: Sequence[int], why_not: str
-) -> tuple[list[Location], Callable[[], bool]]:
+) -> tuple[list[int], Callable[[], bool]]:
     """Make every rank's part of its board and make sure that each member of a node reaches those of the others.
 
     Pids and descriptors are small numbers. Where they mean something else than their sender thinks, a rank maps other
@@ -142,21 +141,21 @@ def _share(
     """
     secret = np.frombuffer(bytearray(secrets.token_bytes(_SECRET_NBYTES)), np.uint8)
 
-    def make() -> tuple[Location, Block]:
+    def make() -> tuple[int, Block]:
         if why_not:
             raise TransportError(why_not)
         board, block = Board.allocate(arena), arena.allocate(_SECRET_NBYTES)
         block.memory[:_SECRET_NBYTES] = secret
         return board, block
 
-    def require_secret(member: int, found: npt.NDArray[np.uint8]) -> None:
+    def require_secret(member: int, found: Bytes) -> None:
         if found.tolist() != everyone[member]["secret"]:
             raise TransportError(f"it finds other memory in place of rank {member}'s")
 
     def look() -> None:
         for member in members:
             if member != messages.rank:
-                place = Location(*everyone[member]["place"])
+                place = everyone[member]["place"]
                 require_secret(member, arena.peer_view(member, place, secret.dtype, _SECRET_NBYTES))
 
     def look_at_private() -> None:
@@ -177,8 +176,8 @@ def _share(
         return True
 
     board, block = together(messages, make)
-    places = {"board": astuple(board), "place": astuple(block.location), "address": address_of(secret)}
+    places = {"board": board, "place": block.place, "address": address_of(secret)}
     everyone = exchange_json(messages, {**places, "secret": secret.tolist()})
     together(messages, look)
     arena.release(block)
-    return [Location(*everyone[member]["board"]) for member in members], copies_private
+    return [everyone[member]["board"] for member in members], copies_private

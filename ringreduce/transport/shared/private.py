@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ringreduce.buffers import address_of
-from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers import Array, address_of
 from ringreduce.common.errors import PeerLostError, TransportError
 
 _MOST_NBYTES = 1 << 30  # in one call; Linux copies no more than 2 GiB at once

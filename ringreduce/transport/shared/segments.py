@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers import Array
 from ringreduce.common.errors import TransportError
 
 _MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
