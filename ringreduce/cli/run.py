@@ -81,7 +81,7 @@ def _words(text: str) -> tuple[str, ...]:
 )
 @click.option("--prefix/--no-prefix", help="Begin each line of output with its rank, in mpirun's own format.")
 @click.option("--elastic", is_flag=True, help="Go on when ranks die; for programs that use ringreduce.elastic.")
-@click.option("--min-np", "least", type=click.IntRange(1), show_default="1", help="End once fewer ranks are left.")
+@click.option("--min-np", "least", type=click.IntRange(1), show_default="1", help="End once fewer ranks survive.")
 @click.option("--max-np", "most", type=click.IntRange(1), show_default="-np", help="Start or grow to so many.")
 @click.option("--max-restarts", "restarts", type=click.IntRange(0), default=0, help="Start it again after it failed.")
 @click.option(

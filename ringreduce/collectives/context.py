@@ -233,7 +233,7 @@ class Context:
         if not (self.agreement.enter(signature.text) or signature.waits):
             self.plans.get(("barrier", signature.code), partial(self._barrier, signature)).run()
             if self.instruments.observers:
-                self.instruments.step("meet")
+                self.instruments.step("barrier between nodes")
 
     def _barrier(self, signature: Signature) -> BoundSchedule:
         """Bind an allreduce of one byte, which no rank can end before all have begun it."""

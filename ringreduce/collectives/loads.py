@@ -76,7 +76,7 @@ class _ToRoot(NodePlan):
         board, observed = self._board, self._instruments.observers
         others = board.enter(mine)
         if observed:
-            self._instruments.step("publish and meet")
+            self._instruments.step("rendezvous")
         key = (mine.source, mine.target, *others)
         calls = self._bound.get(key)
         if calls is None:
@@ -198,7 +198,7 @@ class _Loads(NodePlan):
         if layout is None:
             layout = self._lay_out(theirs)
         if instruments.observers:
-            instruments.step("publish and meet")
+            instruments.step("rendezvous")
         target = place(layout.received)
         key = (target.address, board.number & 1, *others, *theirs)
         bound = self._bound.get(key)

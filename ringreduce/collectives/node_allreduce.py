@@ -76,7 +76,7 @@ class OneShot(BoundCall):
         board.enter(self._entry)
         observed = self._instruments.observers
         if observed:
-            self._instruments.step("post and meet")
+            self._instruments.step("copy in, rendezvous")
         self._reduce[parity](place(()).view)
         if observed:
             self._instruments.step("reduce")
@@ -139,7 +139,7 @@ class StagedTwoShot(BoundCall):
                 self._board.barrier(self._signature.text)
                 break
         if self._instruments.observers:
-            self._instruments.step("publish and meet")
+            self._instruments.step("rendezvous")
         staged.run()
 
     def bind(self, source: Array, target: Array) -> _Staged:
@@ -237,7 +237,7 @@ class TwoShot(NodePlan):
         if others != self._others:
             self._last, self._others = self._bind((*others,)), others
         if observed:
-            self._instruments.step("publish and meet")
+            self._instruments.step("rendezvous")
         if isinstance(self._last, _Staged):
             self._last.copy_in()
             board.barrier(self._text)

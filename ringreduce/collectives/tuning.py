@@ -41,7 +41,7 @@ _MOST_SECONDS = 1e9
 #: Digits of a whole number in a file, at most: what 64 bits hold.
 _MOST_DIGITS = 20
 #: Characters that an error shows of a text from a file, at most.
-_TOLD = 200
+_SHOWN = 200
 #: The algorithm of the next smaller size is kept unless another one is faster by this factor: noise must not decide.
 _HYSTERESIS = 1.05
 
@@ -251,13 +251,14 @@ class Table:
             if not isinstance(document, dict) or "format" not in document:
                 complaint = "not a tuning table: it has no format version"
             elif document["format"] != _FORMAT:
-                complaint = f"a tuning table of format {_told(repr(document['format']))}, where {_FORMAT} is understood"
+                found = _one_line(repr(document["format"]))
+                complaint = f"a tuning table of format {found}, where {_FORMAT} is understood"
             else:
                 return _parse(document)
         except json.JSONDecodeError as error:
             complaint = f"a tuning table that is not JSON: {error}"
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            complaint = f"a damaged tuning table: {type(error).__name__}: {_told(str(error))}"
+            complaint = f"a damaged tuning table: {type(error).__name__}: {_one_line(str(error))}"
         raise ConfigError(complaint)
 
     def save(self, path: Path) -> None:
@@ -284,7 +285,7 @@ class Table:
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from None
         if table.key != key:
-            theirs, ours = _told(table.key.text), _told(key.text)
+            theirs, ours = _one_line(table.key.text), _one_line(key.text)
             raise ConfigError(f"{path}: a tuning table for [{theirs}], and this is [{ours}]")
         return table
 
@@ -357,10 +358,10 @@ def _read(path: Path) -> str:
     return content.decode()
 
 
-def _told(text: str) -> str:
+def _one_line(text: str) -> str:
     """Return a text for use in one line: without its middle if it is long, and without unprintable characters."""
-    if len(text) > _TOLD:
-        text = f"{text[: _TOLD // 2]} ... {text[-_TOLD // 2 :]}"
+    if len(text) > _SHOWN:
+        text = f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 

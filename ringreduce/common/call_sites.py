@@ -63,9 +63,9 @@ class CallSite(NamedTuple):
         return cls.at(text, program_stack())
 
     @classmethod
-    def from_json(cls, said: bytes) -> CallSite:
+    def from_json(cls, text: bytes) -> CallSite:
         """Read what `to_json` wrote."""
-        return cls(*json.loads(said))
+        return cls(*json.loads(text))
 
     def to_json(self) -> bytes:
         """Return it as one line of ASCII of less than 3000 bytes; the end of a long call is cut off."""

@@ -254,8 +254,8 @@ def _settings() -> list[Field[Any]]:
 @cache
 def _parts() -> dict[str, frozenset[str]]:
     """Return the names of the parts of each variable."""
-    said = [each.metadata["variable"].partition("=")[::2] for each in _settings()]
-    return {variable: frozenset(part for other, part in said if other == variable and part) for variable, _ in said}
+    named = [each.metadata["variable"].partition("=")[::2] for each in _settings()]
+    return {variable: frozenset(part for other, part in named if other == variable and part) for variable, _ in named}
 
 
 def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -312,13 +312,13 @@ def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def _read(environ: Mapping[str, str], setting: Field[Any], default: Any) -> Any:
     """Read a setting from its variable or, where that does not say it, from former names and Horovod's."""
     variable, _, part = setting.metadata["variable"].partition("=")
-    said = {variable: _part(environ.get(variable, ""), part, _parts()[variable])}
+    texts = {variable: _part(environ.get(variable, ""), part, _parts()[variable])}
     others = (*_FORMER.items(), *HOROVOD.items())
-    said |= {name: convert(environ.get(name, "")) for name, (field, convert) in others if field == setting.name}
-    source = next((each for each, text in said.items() if text), None)
+    texts |= {name: convert(environ.get(name, "")) for name, (field, convert) in others if field == setting.name}
+    source = next((each for each, text in texts.items() if text), None)
     if source is None:
         return default
-    return _parsed(environ, source, said[source], setting.metadata["parse"])
+    return _parsed(environ, source, texts[source], setting.metadata["parse"])
 
 
 def _parsed(environ: Mapping[str, str], source: str, text: str, parse: Callable[[str], Any]) -> Any:

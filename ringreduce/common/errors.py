@@ -91,8 +91,8 @@ class MismatchError(CollectiveError, ValueError):
         lines = ["the ranks disagree:", *(f"  {name_ranks(ranks)}: {value}" for value, ranks in groups.items())]
         if not self.in_step:
             lines.append(
-                "these are not the same call of the program, so nobody knows which calls belong together, and no more "
-                f"are accepted; {self.remedy} to go on"
+                "these calls come from different lines of the program, so it is unknown which of the later ones match, "
+                f"and they are refused; {self.remedy} to continue"
             )
         return "\n".join(lines)
 

@@ -147,14 +147,14 @@ def notify_launcher(what: str) -> None:
 
     It reads that among what is written to the standard error of the shell which has started this rank.
     """
-    said = launch()
-    if said.marks is None:
+    launched = launch()
+    if launched.marks is None:
         return
     host = os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
     try:
-        descriptor = os.open(said.marks, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # or it would wait for a reader
+        descriptor = os.open(launched.marks, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # or it would wait for a reader
         with open(descriptor, "wb", buffering=0) as file:
             os.set_blocking(descriptor, True)
-            file.write(f"\x1eringreduce: rank {said.rank} on {host} {what}\n".encode())
+            file.write(f"\x1eringreduce: rank {launched.rank} on {host} {what}\n".encode())
     except OSError as error:
-        _log.warning("ringreduce run does not hear that this rank %s: %s", what, error)
+        _log.warning("cannot report to `ringreduce run` that this rank %s: %s", what, error)

@@ -77,7 +77,7 @@ class Task:
         """
         if not self.done:
             if not self._over.acquire(timeout=-1 if timeout_s is None else timeout_s):
-                raise CollectiveTimeoutError(f"waited {timeout_s:g} s for {self._name}, which goes on")
+                raise CollectiveTimeoutError(f"waited {timeout_s:g} s for {self._name}, which is still running")
             self._over.release()  # for others that wait
         if self.error is not None:
             raise self.error

@@ -146,7 +146,7 @@ def _root(facts: Facts) -> Finding | None:
     if not (facts.root and open_mpi):
         return None
     if facts.launcher[0] or all(facts.environ.get(name) == "1" for name in ROOT_ALLOWED):
-        return Finding("root", "runs as root, which Open MPI was told to allow")
+        return Finding("root", "runs as root, which the environment allows for Open MPI")
     return Finding("root", f"runs as root: ringreduce run allows it, mpirun takes {'=1 '.join(ROOT_ALLOWED)}=1")
 
 
@@ -305,7 +305,7 @@ def _tuning(ranks: Sequence[Facts]) -> Finding | None:
         return Finding(topic, "needs several ranks")
     rejected = [text.split(": ", 1)[1] for text in world.said if text.startswith(_NO_TABLE)]
     if rejected:
-        return Finding(topic, rejected[0], "warning", f"Make it anew: {tune}.")
+        return Finding(topic, rejected[0], "warning", f"Create it again: {tune}.")
     if world.tuned:
         return Finding(topic, world.tuning)
     if not world.tuning:

@@ -368,7 +368,7 @@ def _reconnect(state: State, failure: CollectiveError | None) -> bool:
         runtime.init()
         return False
     before = runtime.size()
-    _log.warning("a rank of %d may be lost, and the others go on from commit %d: %s", before, state._commits, failure)
+    _log.warning("a rank of %d may have failed; others continue from commit %d: %s", before, state._commits, failure)
     while True:  # each time, another rank has failed
         try:
             runtime.go_on(failure, state._commits)
@@ -385,9 +385,9 @@ def _require_limits(failure: CollectiveError) -> None:
     left, least = runtime.size(), launch().least_size
     times, most = runtime.recoveries(), launch().reset_limit
     if left < least:
-        said = f"too few ranks are left, {left} where RINGREDUCE_MIN_NP={least}"
+        said = f"too few ranks survive, {left} where RINGREDUCE_MIN_NP={least}"
     elif most is not None and times > most:
-        said = f"ranks were lost more often than the job may go on without them, RINGREDUCE_RESET_LIMIT={most}"
+        said = f"ranks have failed more often than the job may continue without them, RINGREDUCE_RESET_LIMIT={most}"
     else:
         return
     runtime.shutdown()

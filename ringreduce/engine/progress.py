@@ -323,7 +323,7 @@ class Progress:
         self._exchange.check_timeouts(now)
         silent_s = now - self.news_s
         if silent_s > self._communicator.config.timeout_s + _GRACE_S and self._expects_answer():
-            raise PeerLostError(COORDINATOR, f"it has said nothing for {silent_s:.0f} s")
+            raise PeerLostError(COORDINATOR, f"it has sent nothing for {silent_s:.0f} s")
 
     def _waits_for(self) -> str:
         operations = [queue[0].title for queue in self._pending.queues.values()]

@@ -69,7 +69,7 @@ def conclude(
     if variable is not None:
         aware = environ.get(variable) == "1"
         return CudaAwareness(aware, f"{variable} is {'1' if aware else 'not 1'}")
-    return CudaAwareness(None, "the library does not say that it is")
+    return CudaAwareness(None, "the library does not report whether it is")
 
 
 def _ask_open_mpi(function: Callable[..., Any]) -> bool:

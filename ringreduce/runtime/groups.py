@@ -107,7 +107,7 @@ class Group:
             try:
                 call()
             except MismatchError as error:
-                error.remedy = "destroy this process group and make it anew on all its ranks"
+                error.remedy = "destroy this process group and create a new one on all its ranks"
                 raise
 
         task = Task(run, name)

@@ -186,10 +186,10 @@ class Process:
         logs.set_up(settings.log_level, f"process {os.getpid()} of rank {parent.rank}")
         return World.of_parent(parent, self.everyone, settings)
 
-    def _announce(self, said: ParentRank) -> None:
+    def _announce(self, rank: ParentRank) -> None:
         if self._announcement is not None:
             os.close(self._announcement)
-        self._announcement = said.announce()
+        self._announcement = rank.announce()
 
     def _end_with(self, connection: Connection, lifetime: Lifetime) -> None:
         """Let the job end with this rank from now on, if there are others in it, and this rank with its launcher."""

@@ -89,8 +89,8 @@ class Termination:
         # The interpreter keeps the exception that ends the program there, before it calls any hook.
         error = getattr(sys, "last_value", None)
         if self._exit_code:
-            said = f": {self._exit_words}" if self._exit_words else ""
-            code, why = self._exit_code, f"exits with code {self._exit_code}{said}"
+            words = f": {self._exit_words}" if self._exit_words else ""
+            code, why = self._exit_code, f"exits with code {self._exit_code}{words}"
         elif error is not self._last_error and _ends_program(getattr(sys, "last_traceback", None)):
             code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
             why = f"failed: {type(error).__name__}"
@@ -98,7 +98,7 @@ class Termination:
             return True
         try:
             # In this order: the others end the job as soon as they know, and the launcher names the rank by this line.
-            _say(f"{self.who} {why}; {self._then}")
+            _write_line(f"{self.who} {why}; {self._then}")
             self._detach(f"it {why}")
             self._flush()
         finally:
@@ -136,15 +136,15 @@ class Termination:
         """Let the other ranks and the user know of an exception that ends this one."""
         if issubclass(kind, KeyboardInterrupt):
             if self._detach("it was interrupted"):
-                _say(f"{self.who} was interrupted; {self._then}")
+                _write_line(f"{self.who} was interrupted; {self._then}")
         elif isinstance(error, PeerLostError) and error.ends_job and not self._others_go_on:
-            _say(f"{self.who} ends: {error}")
+            _write_line(f"{self.who} ends: {error}")
             time.sleep(_TO_END_S)  # that rank ends the job, with its own exit code
         else:
             self._detach(f"it failed: {kind.__name__}: {error}")
             if self._except_hook is sys.__excepthook__:
                 # In one piece, as the ranks write to one place.
-                _say(f"{self.who} failed; {self._then}\n" + "".join(format_exception(kind, error, traceback)))
+                _write_line(f"{self.who} failed; {self._then}\n" + "".join(format_exception(kind, error, traceback)))
             else:
                 self._except_hook(kind, error, traceback)
 
@@ -167,7 +167,7 @@ class Termination:
             if self._acts():
                 name = signal.Signals(number).name
                 if self._detach(f"it was ended by {name}"):
-                    _say(f"{self.who} was ended by {name}")
+                    _write_line(f"{self.who} was ended by {name}")
                 self._flush()
         finally:
             signal.signal(number, signal.SIG_DFL)
@@ -176,7 +176,7 @@ class Termination:
     def _on_orphaned(self, pid: int) -> None:
         if not self._acts():
             return
-        _say(f"{self.who} ends, as its launcher (process {pid}) is gone")
+        _write_line(f"{self.who} ends, as its launcher (process {pid}) is gone")
         self._flush()
         self.lifetime.close()
         os.kill(os.getpid(), signal.SIGTERM)  # so that the program's own handler can save what it wants to
@@ -246,7 +246,7 @@ def _ends_program(traceback: TracebackType | None) -> bool:
     return frame is None
 
 
-def _say(text: str) -> None:
+def _write_line(text: str) -> None:
     """Write to standard error, past its buffer: this may be in a signal handler, in the midst of writing."""
     rest = f"ringreduce: {text.rstrip()}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError):  # its reader has ended

@@ -290,17 +290,18 @@ class OwnWorld(World):
             Exception: ``refused``, which is why this rank has named none.
         """
         try:
-            said = exchange_json(self._messages, mine if refused is None else refusal(call, refused))
+            everyone = exchange_json(self._messages, mine if refused is None else refusal(call, refused))
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(f"{call}({mine}): {error}") from None
         if refused is not None:
             raise refused
-        refusals = [rank for rank, each in enumerate(said) if isinstance(each, str)]
+        refusals = [rank for rank, each in enumerate(everyone) if isinstance(each, str)]
         if not refusals:
-            sets = sorted({tuple(each) for each in said})
-            if len(sets) == 1 or all(_is_own(rank, said) for rank in range(len(said))):
+            sets = sorted({tuple(each) for each in everyone})
+            if len(sets) == 1 or all(_is_own(rank, everyone) for rank in range(len(everyone))):
                 return [list(each) for each in sets]
-        raise MismatchError({rank: each if rank in refusals else f"{call}({each})" for rank, each in enumerate(said)})
+        calls = {rank: each if rank in refusals else f"{call}({each})" for rank, each in enumerate(everyone)}
+        raise MismatchError(calls)
 
     # ---- its begin ----
 
@@ -401,7 +402,7 @@ def _as_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:
     return process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
 
 
-def _is_own(rank: int, said: Sequence[Sequence[int]]) -> bool:
+def _is_own(rank: int, everyone: Sequence[Sequence[int]]) -> bool:
     """Return whether a rank has named a set that it belongs to, and whose other members have named it, too."""
-    named = said[rank]
-    return rank in named and all(peer < len(said) and said[peer] == named for peer in named)
+    named = everyone[rank]
+    return rank in named and all(peer < len(everyone) and everyone[peer] == named for peer in named)

@@ -201,8 +201,8 @@ class _Watch(Instrument):
             return
         first: dict[object, set[str]] = {
             Path.ALONE: set(),
-            Path.ONE_SHOT: {"post and meet"},
-            Path.SHARED: {"meet", "stage and meet", "publish and meet"},
+            Path.ONE_SHOT: {"copy in, rendezvous"},
+            Path.SHARED: {"rendezvous"},
             Path.LIBRARY: {"the library's own allreduce"},
         }
         assert set(self.steps[:1]) <= first[choice.path], (choice, self.steps)

@@ -70,7 +70,7 @@ class FailingMessages(_Wrapper):
         if self._left >= 0:
             self._inner.start(requests)
         elif not self._silently:
-            raise TransportError("this transport was told to fail")
+            raise TransportError("this transport fails on purpose")
 
     def test_all(self, requests: Sequence[Request]) -> bool:
         return self._left >= 0 and self._inner.test_all(requests)

@@ -265,7 +265,7 @@ class Overlap:
         if wrong:
             self.end()
             raise ConfigError(
-                f"{wrong} Gradients of {self._all.ranks.described} are lost, and nothing overlaps from here on"
+                f"{wrong} Gradients of {self._all.ranks.described} are dropped, and nothing overlaps from here on"
             )
         return reduced
 

@@ -154,8 +154,8 @@ class Agreement:
         self._post({"call": number, "called": called, "refused": refused})
         self._record(number, self._messages.rank, called, refused)
 
-    def _post(self, said: object) -> None:
-        note = json.dumps(said).encode()
+    def _post(self, content: object) -> None:
+        note = json.dumps(content).encode()
         for peer in range(self._messages.size):
             if peer != self._messages.rank:
                 self._messages.post(note, peer)
@@ -163,11 +163,11 @@ class Agreement:
     def _listen(self) -> None:
         while (arrived := self._messages.poll()) is not None:
             peer, note = arrived
-            said = json.loads(note)
-            if "detached_after" in said:
-                self._detached[peer] = said["detached_after"], AbortReason(*said["why"])
-            elif said["call"] > self._settled_up_to:
-                self._record(said["call"], peer, CallSite(*said["called"]), said["refused"])
+            content = json.loads(note)
+            if "detached_after" in content:
+                self._detached[peer] = content["detached_after"], AbortReason(*content["why"])
+            elif content["call"] > self._settled_up_to:
+                self._record(content["call"], peer, CallSite(*content["called"]), content["refused"])
         # Peers may have announced calls before this rank entered them, and it may have entered some since.
         for number in [each for each in self._received if each <= self.number and each not in self._announced]:
             self._announce(number)

@@ -94,9 +94,9 @@ class Messages(Protocol):
         """Give back what the transport holds; local, and safe to call twice."""
 
 
-def exchange_json(messages: Messages, said: Any) -> list[Any]:
-    """Give what JSON can say to all ranks and return everyone's, in rank order. Collective; see `Messages.exchange`."""
-    return [json.loads(each) for each in messages.exchange(json.dumps(said).encode())]
+def exchange_json(messages: Messages, value: Any) -> list[Any]:
+    """Give a value of JSON to all ranks and return everyone's, in rank order. Collective; see `Messages.exchange`."""
+    return [json.loads(each) for each in messages.exchange(json.dumps(value).encode())]
 
 
 class StepFailedError(Exception):

@@ -33,7 +33,7 @@ from mpi4py import MPI  # noqa: E402
 _PARTING_S = 1.0
 #: On communicators that are not ours: one of the largest that there always are.
 _STARTING_TAG = 32766
-_WHO_IS_HERE, _I_AM = 0, 1  # what is said with it
+_WHO_IS_HERE, _I_AM = 0, 1  # what is sent with it
 #: Errors that mean that a rank has died, or that another one has seen that first.
 _FAILED = {getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
 
@@ -192,13 +192,13 @@ def _answer(comm: MPI.Intracomm, here: set[int] | None = None) -> bool:
 
     An answer of a rank that has given up since does no harm: the others go on waiting, as all may try again.
     """
-    status, said = MPI.Status(), np.zeros(1, np.int64)
+    status, note = MPI.Status(), np.zeros(1, np.int64)
     while comm.Iprobe(MPI.ANY_SOURCE, _STARTING_TAG, status):
         peer = status.Get_source()
-        comm.Recv(said, peer, _STARTING_TAG)
+        comm.Recv(note, peer, _STARTING_TAG)
         if here is not None:
             here.add(peer)
-        if said[0] == _WHO_IS_HERE:
+        if note[0] == _WHO_IS_HERE:
             _send_note(comm, _I_AM, peer)
     return True
 

@@ -49,8 +49,8 @@ class MpiRanks:
         self._processes: dict[int, int] = {}  # of the given ones that are on this host
         if launch().survives_deaths and comm.rank == 0 and MPI.Comm.Get_parent() != MPI.COMM_NULL:
             _log.warning(
-                "other ranks have started these, by MPI_Comm_spawn: %s tells nobody when one of them dies, and the"
-                " others then wait for its time limit. `ringreduce run --elastic` starts ranks, and adds to them, too",
+                "other ranks have started these, by MPI_Comm_spawn: %s does not report when one of them dies, and"
+                " others then wait until the time limit. `ringreduce run --elastic` starts ranks and adds to them, too",
                 library(),
             )
 
@@ -135,7 +135,7 @@ class MpiRanks:
             over.set()
 
     def _kill(self, peer: int) -> None:
-        _log.warning("rank %d of the job does not go on, and is killed: process %d", peer, self._processes[peer])
+        _log.warning("rank %d of the job does not respond, and is killed: process %d", peer, self._processes[peer])
         with suppress(ProcessLookupError):
             os.kill(self._processes[peer], signal.SIGKILL)
 
@@ -167,20 +167,20 @@ class MpiRanks:
                     continue
                 if time.monotonic() - quiet.setdefault(peer, time.monotonic()) > _NOTICE_S:
                     raise TransportError(
-                        f"rank {peer} of the job has ended, but not by a signal, and {library()} tells nobody of other "
-                        "ends: the others cannot go on. `ringreduce run --elastic` turns all but good ends into signals"
+                        f"rank {peer} of the job has ended, but not by a signal, and {library()} reports no other ends:"
+                        " the others cannot continue. `ringreduce run --elastic` turns all but good ends into signals"
                     )
 
         patient = Waiter(waiter.timeout_s, waiter.crowded)
         patient.watchers.append(check_unreported_ends)
         try:
-            patient.until(all_answered, lambda: f"{name_ranks(sorted(waits))} of the job to go on as well")
+            patient.until(all_answered, lambda: f"{name_ranks(sorted(waits))} of the job to continue")
         except CollectiveTimeoutError:
             for peer in waits & self._processes.keys():
                 self._kill(peer)
             patient.timeout_s = 2 * _NOTICE_S
             patient.until(
-                all_answered, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died"
+                all_answered, lambda: f"{name_ranks(sorted(waits))} of the job to continue without those that died"
             )
 
     def _has_come(self, peer: int) -> bool:

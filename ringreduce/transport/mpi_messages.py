@@ -277,12 +277,12 @@ class _Control:
         """
         self.unfinished.append((request, *memory))
         gone: set[int] = set()  # ranks that have given it up
-        status, said = MPI.Status(), np.zeros(1, np.int64)
+        status, number = MPI.Status(), np.zeros(1, np.int64)
 
         def over() -> bool:
             while self.comm.Iprobe(MPI.ANY_SOURCE, _GIVEN_UP_TAG, status):
-                self.comm.Recv(said, status.Get_source(), _GIVEN_UP_TAG)
-                if 1 <= said[0] <= self._exchanges:  # who has given up one takes part in no later one either
+                self.comm.Recv(number, status.Get_source(), _GIVEN_UP_TAG)
+                if 1 <= number[0] <= self._exchanges:  # who has given up one takes part in no later one either
                     gone.add(status.Get_source())
             return bool(gone) or request.Test()
 

@@ -36,7 +36,7 @@ def test_a_job_that_begins_again_ends_in_the_same_bits(tmp_path: Path) -> None:
         *("--folder", tmp_path / "commits", "--fail", "0@33"),
     )
     assert weights(again) == weights(undisturbed)
-    assert "too few ranks are left, 1 where RINGREDUCE_MIN_NP=2" in again.stderr
+    assert "too few ranks survive, 1 where RINGREDUCE_MIN_NP=2" in again.stderr
     assert "starting it again (1 of 1)" in again.stderr
     assert re.search("going on from commit (25|30) on disk", again.stdout)
 
@@ -69,7 +69,7 @@ def test_a_rank_that_stops_while_the_others_look_who_is_left_is_killed(tmp_path:
     done = run("--elastic", "-np", 4, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["2 14.0"] * 2
-    assert "rank 2 of the job does not go on, and is killed" in done.stderr
+    assert "rank 2 of the job does not respond, and is killed" in done.stderr
 
 
 @pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])

@@ -534,7 +534,7 @@ def test_a_rank_that_does_not_come_is_named(rank: int, size: int):
 @pytest.mark.sizes(2, 3)
 def test_groups_that_are_out_of_step_are_made_anew(rank: int, size: int):
     """The error says what a program of torch.distributed can do to go on, and that works."""
-    with pytest.raises(MismatchError, match="destroy this process group and make it anew") as raised:
+    with pytest.raises(MismatchError, match="destroy this process group and create a new one") as raised:
         dist.all_reduce(torch.ones(3)) if rank else dist.barrier()
     assert "shutdown()" not in str(raised.value)
     with pytest.raises(TransportError, match="earlier"):

@@ -90,7 +90,7 @@ ALONE = [
     ("launcher", {"environ": launched(1), "mpi": MPICH}, "problem", "Open MPI's mpirun, but mpi4py uses MPICH", "Use"),
     ("launcher", {"environ": {"SLURM_STEP_NUM_TASKS": "1"}, "mpi": MPICH}, "ok", "srun, 1 rank", ""),
     ("root", {"root": True}, "ok", "mpirun takes OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", ""),
-    ("root", {"root": True, "environ": ALLOWED}, "ok", "was told to allow", ""),
+    ("root", {"root": True, "environ": ALLOWED}, "ok", "the environment allows", ""),
     ("MPI threads", {"mpi": replace(OPEN_MPI, threads="funneled")}, "warning", "funneled", "mpi4py.rc.thread_level"),
     ("lost ranks", {"mpi": replace(OPEN_MPI, ulfm=False)}, "ok", "no ULFM", ""),
     ("lost ranks", {"environ": {"OMPI_MCA_mpi_ft_enable": "1"}}, "ok", "ULFM is on", ""),
@@ -214,7 +214,7 @@ JOBS = [
     (
         "tuning table",
         job({}, {}, tuning="x", tuned=True, said=("going on without a tuning table: x: broken",)),
-        *("warning", "x: broken", "Make it anew"),
+        *("warning", "x: broken", "Create it again"),
     ),
     ("GPU of a rank", job({"gpu": GPU}, {"gpu": GPU}), "warning", "shared by ranks 0-1", "one rank for each"),
     (
@@ -290,9 +290,23 @@ def mpich_says(supported: int, failed: int = 0) -> object:
     ("library", "kinds", "functions", "environ", "aware", "reason"),
     [
         ("Open MPI v6.0.0", "mpi,system,cuda:device", {}, {}, True, "mpi_memory_alloc_kinds is mpi,system,cuda:device"),
-        ("Open MPI v6.0.0", "mpi,system", {}, {}, None, "the library does not say that it is"),
-        ("Open MPI v5.0.11", "", {"MPIX_Query_cuda_support": lambda: 1}, {}, True, "MPIX_Query_cuda_support says yes"),
-        ("Open MPI v5.0.11", "", {"MPIX_Query_cuda_support": lambda: 0}, {}, False, "MPIX_Query_cuda_support says no"),
+        ("Open MPI v6.0.0", "mpi,system", {}, {}, None, "the library does not report whether it is"),
+        (
+            "Open MPI v5.0.11",
+            "",
+            {"MPIX_Query_cuda_support": lambda: 1},
+            {},
+            True,
+            "MPIX_Query_cuda_support says yes",
+        ),
+        (
+            "Open MPI v5.0.11",
+            "",
+            {"MPIX_Query_cuda_support": lambda: 0},
+            {},
+            False,
+            "MPIX_Query_cuda_support says no",
+        ),
         ("MPICH 5", "", {"MPIX_GPU_query_support": mpich_says(1)}, {}, True, "MPIX_GPU_query_support says yes"),
         ("MPICH 5", "", {"MPIX_GPU_query_support": mpich_says(0)}, {}, False, "MPIX_GPU_query_support says no"),
         ("MPICH 5", "", {"MPIX_GPU_query_support": mpich_says(1, 1)}, {}, False, "MPIX_GPU_query_support says no"),
@@ -300,7 +314,7 @@ def mpich_says(supported: int, failed: int = 0) -> object:
         ("MVAPICH2 2.3", "", {"MPIX_Query_cuda_support": lambda: 0}, {}, False, "MV2_USE_CUDA is not 1"),
         ("CRAY MPICH 8", "", {}, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED is 1"),
         ("CRAY MPICH 8", "", {}, {"MV2_USE_CUDA": "1"}, False, "MPICH_GPU_SUPPORT_ENABLED is not 1"),
-        ("Intel MPI", "", {}, {"MV2_USE_CUDA": "1"}, None, "the library does not say that it is"),
+        ("Intel MPI", "", {}, {"MV2_USE_CUDA": "1"}, None, "the library does not report whether it is"),
     ],
 )
 def test_whether_mpi_takes_gpu_memory(

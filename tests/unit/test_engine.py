@@ -823,7 +823,7 @@ def test_a_coordinator_that_says_nothing_is_given_up(wait: Callable[[Engine], ob
     def program(communicator: Communicator) -> None:
         if communicator.rank == 1:
             engine = Engine(communicator, notes.messages(1), clock=clocks({1: 0.5})(1))
-            with pytest.raises(PeerLostError, match="rank 0 is lost: it has said nothing"):
+            with pytest.raises(PeerLostError, match="rank 0 is lost: it has sent nothing"):
                 wait(engine)
             engine.close()
             done.open()

@@ -193,7 +193,7 @@ def test_a_call_that_one_rank_left_out_closes_the_communicator(node_size: int | 
     errors = run_ranks(SIZE, body, node_size=node_size, config=Config(timeout_s=10.0))
     assert len(set(errors)) == 1
     text, later = errors[0]
-    assert "not the same call of the program" in text
+    assert "from different lines of the program" in text
     assert text.count("test_refused_calls.py:") == 2
     assert "the ranks are out of step" in later
 

@@ -79,7 +79,7 @@ class Killer(rr.Instrument):
             self.come_to("broadcast")
         elif self.sharing:
             self.come_to("share")
-        elif step in ("publish and meet", "load and store") or "transfer" in step:
+        elif step in ("rendezvous", "load and store") or "transfer" in step:
             self.come_to("allreduce")
 
 
