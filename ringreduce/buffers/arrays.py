@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringreduce.buffers.device_arrays import DeviceOperand, is_tensor, not_plain, on_device, require_apart
+from ringreduce.buffers.device_arrays import DeviceOperand, is_tensor, not_plain, require_apart
 from ringreduce.buffers.dtypes import Array, Bytes, DType, ml_bfloat16
 from ringreduce.common.errors import UnsupportedBufferError
 
@@ -63,7 +63,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
         torch = sys.modules.get("torch")
         if torch is not None and is_tensor(array, torch):
             return cls._of_torch(array, torch)
-        if on_device(array):
+        if hasattr(array, "__cuda_array_interface__"):
             raise UnsupportedBufferError("arrays in device memory are not supported here; pass one in host memory")
         if isinstance(array, _NUMBERS):
             view = np.asarray(array)

@@ -153,14 +153,6 @@ class DeviceOperand:
         return self.address + below, self.address + above + self.dtype.itemsize
 
 
-def on_device(array: Any) -> bool:
-    """Return whether an array is in device memory."""
-    torch = sys.modules.get("torch")
-    if is_tensor(array, torch):
-        return bool(array.is_cuda)
-    return hasattr(array, "__cuda_array_interface__")
-
-
 def not_plain(tensor: Any) -> str:
     """Say that a tensor is of a type that holds others, as DTensor does, and what to do."""
     hint = "; pass the part that is here, tensor.to_local()" if hasattr(tensor, "to_local") else ""

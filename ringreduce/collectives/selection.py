@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -91,6 +91,8 @@ _CONDITIONS: dict[str, Callable[[Topology], bool]] = {
     "single": lambda topology: len(topology.nodes) == topology.size,
 }
 
+#: What a call may name where results must be deterministic.
+_IN_ORDER_BY_NAME = {Collective.ALLREDUCE: DETERMINISTIC, Collective.REDUCE: "direct"}
 _IN_ORDER = "several nodes, deterministic: terms are added in the order of ranks"
 _FEW_AT_ONCE = f"at most {_FEW_NODES} nodes, all at once"
 _FILLS_HALVING = "fills every link in the fewest rounds"
@@ -172,7 +174,7 @@ def choose(problem: Problem, config: Config, algorithm: str | None = None, table
     in_order = config.deterministic and reduces
     if algorithm not in (None, "auto"):
         assert algorithm is not None
-        if in_order and algorithm not in _asked_in_order(problem.collective):
+        if in_order and algorithm != _IN_ORDER_BY_NAME[problem.collective]:
             raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so algorithm={algorithm!r} cannot be asked for")
         if not (in_order and problem.collective is Collective.REDUCE and not problem.topology.single_node):
             return forced(problem, algorithm)
@@ -222,11 +224,6 @@ def forced(problem: Problem, name: str) -> Choice:
     if (why_not := algorithm.refuses(problem.topology)) is not None:
         raise ConfigError(f"{problem.collective.value} algorithm {name!r} cannot run here: {why_not}")
     return _choice(problem, name, BY_NAME)
-
-
-def _asked_in_order(collective: Collective) -> Iterable[str]:
-    """Return the algorithms that a call may name where results must be deterministic."""
-    return (DETERMINISTIC,) if collective is Collective.ALLREDUCE else ("direct",)
 
 
 def _ruled(problem: Problem, *, in_order: bool = False) -> Choice:

@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +43,9 @@ _SEGMENT_NBYTES = 1 << 20
 _GRAIN_NBYTES = 2 << 20
 _MOST_PLANS = 256
 
+#: Where the device memory of a plan begins, and the plan.
+_Plan = tuple[int, BoundSchedule]
+
 
 class AwareAllreduce(OnDevice):
     """Carries out allreduces of one process set by MPI libraries that take addresses of GPU memory. See `of`."""
@@ -56,7 +58,7 @@ class AwareAllreduce(OnDevice):
         self._stream = driver.make_stream()  # for sums, which need not wait for the user's
         self._computed, self._ready = driver.make_event(), driver.make_event()
         self._memory: dict[tuple[int, int], int] = {}  # (which piece of a plan, its bytes) -> where it is
-        self._plans: dict[int, _Plan] = {}  # the same on all ranks, as they make plans together
+        self._plans: dict[int, _Plan] = {}  # by signature; the same on all ranks, as they make plans together
         self._broken = False
         self.description = f"CUDA-aware MPI, with CuPy's sums ({reason})"
 
@@ -97,18 +99,18 @@ class AwareAllreduce(OnDevice):
         if arithmetic.count == 0:
             return True
         try:
-            plan = self._plans.get(signature.code) or self._make(arithmetic, signature)
+            address, plan = self._plans.get(signature.code) or self._make(arithmetic, signature)
         except StepFailedError as error:
             self._broken = True
             if self._context.rank == 0:
                 _log.warning("arrays on GPUs go through host memory from now on: %s", error)
             return False
         driver.wait(stream, self._done)
-        driver.copy(plan.address, source, nbytes, stream)
+        driver.copy(address, source, nbytes, stream)
         driver.record(self._ready, stream)
         driver.synchronize(self._ready)
-        plan.plan.run()
-        driver.copy(target, plan.address, nbytes, stream)
+        plan.run()
+        driver.copy(target, address, nbytes, stream)
         driver.record(self._done, stream)
         return True
 
@@ -116,9 +118,7 @@ class AwareAllreduce(OnDevice):
         driver = self._driver
         driver.synchronize(self._done)
         memory = (partial(driver.free, address) for address in self._memory.values())
-        close_all(
-            *(each.plan.close for each in self._plans.values()), *memory, partial(driver.free_stream, self._stream)
-        )
+        close_all(*(plan.close for _, plan in self._plans.values()), *memory, partial(driver.free_stream, self._stream))
 
     def abandon(self) -> None:
         """Leave everything to the end of the process, as MPI may still use it; host memory is not touched here."""
@@ -129,11 +129,9 @@ class AwareAllreduce(OnDevice):
         Raises:
             StepFailedError: on all of them, if one has no memory.
         """
-        made = together(
-            self._context.messages, lambda: self._bind(arithmetic, signature), lambda made: made.plan.close()
-        )
+        made = together(self._context.messages, lambda: self._bind(arithmetic, signature), lambda made: made[1].close())
         if len(self._plans) >= _MOST_PLANS:
-            self._plans.pop(next(iter(self._plans))).plan.close()
+            self._plans.pop(next(iter(self._plans)))[1].close()
         self._plans[signature.code] = made
         return made
 
@@ -148,7 +146,7 @@ class AwareAllreduce(OnDevice):
         schedule = context.schedule(Collective.ALLREDUCE, self.algorithm)
         segments = segments_of_buffer(arithmetic.count, schedule.nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
         plan = BoundSchedule(schedule, segments, Memory(mine, make_scratch=scratch), sums, context.link(signature))
-        return _Plan(address_of(mine), plan)
+        return address_of(mine), plan
 
     def _piece(self, number: int, nbytes: int) -> Array:
         """Return device memory for one piece of a plan. Plans share it, as one of them runs at a time.
@@ -168,13 +166,6 @@ class AwareAllreduce(OnDevice):
         enqueue(self._stream)
         self._driver.record(self._computed, self._stream)
         self._driver.synchronize(self._computed)
-
-
-class _Plan(NamedTuple):
-    """A plan on device memory, and where that begins."""
-
-    address: int
-    plan: BoundSchedule
 
 
 @dataclass(frozen=True, slots=True)

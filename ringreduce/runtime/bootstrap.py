@@ -134,11 +134,6 @@ class ParentRank:
         """Let processes that this one starts `find` it; see `processes.announce`."""
         return processes.announce(json.dumps(astuple(self)).encode())
 
-    @property
-    def bequeaths(self) -> bool:
-        """Whether this process has its launcher's variables from that rank, and so is no rank of a job of its own."""
-        return self.proof == launch().proof
-
 
 def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Connection:
     """Connect the ranks of the world that this process is to be in. Collective.
@@ -151,7 +146,8 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
         ConfigError: several processes were started, and nothing connects them.
     """
     parent, launched = ParentRank.find(), launch()
-    if settings.standalone or (parent is not None and parent.bequeaths):
+    # One that has its launcher's variables from a rank is no rank of a job of its own.
+    if settings.standalone or (parent is not None and parent.proof == launched.proof):
         return _Alone()
     ranks = comm if isinstance(comm, (list, tuple)) else None
     if launched.size in (None, 1) and launched.launcher in (None, TORCHRUN):
