@@ -140,7 +140,7 @@ class BoundSchedule:
     """A schedule bound to memory, run any number of times.
 
     Attributes:
-        calls: what a run does if the schedule has no messages: these calls, in order.
+        calls: what carries a schedule out that has no messages, in order.
 
     Args:
         schedule: the steps of this rank.
@@ -187,29 +187,24 @@ class BoundSchedule:
         self.calls = [call for stream in self._streams for each in stream for call in each.before]
 
     def run(self) -> None:
-        """Carry the steps out.
+        """Carry the steps out, those with messages among them.
 
         Raises:
             CollectiveTimeoutError, TransportError: a peer or the transport failed; the buffer's content is undefined.
         """
-        if self._messages is None:
-            for call in self.calls:
-                call()
-            if self._instruments.observers:
-                self._instruments.step("load and store")
-            return
-        started: list[Request] = []
-        streams = [self._carry_out(rounds, self._messages, started) for rounds in self._streams]
+        messages, started = self._messages, list[Request]()
+        assert messages is not None
+        streams = [self._carry_out(rounds, messages, started) for rounds in self._streams]
         try:
             if len(streams) > 1:
-                self._run_together(streams, self._messages)
+                self._run_together(streams, messages)
             else:
                 for needed, kept in streams[0]:
                     requests = needed + kept
-                    if not self._messages.test_all(requests):
-                        self._waiter.until(partial(self._messages.test_all, requests), self._waiting_for)
+                    if not messages.test_all(requests):
+                        self._waiter.until(partial(messages.test_all, requests), self._waiting_for)
         except BaseException:
-            self._messages.give_up(started)
+            messages.give_up(started)
             raise
 
     def close(self) -> None:

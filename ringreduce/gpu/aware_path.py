@@ -74,6 +74,8 @@ class AwareAllreduce(OnDevice):
 
         def look() -> str:
             found = ask()
+            if context.config.checksum:
+                raise TransportError("RINGREDUCE_CHECKSUM has the host read what is sent")
             if found.aware is False:
                 raise TransportError(found.reason)
             return found.reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -52,7 +52,7 @@ def checked(inner: Messages) -> Messages:
     """Return messages like others, but that each carries a checksum, and one that has changed is an error.
 
     The rank that gets it raises a `TransportError`. The library's own allreduce is not offered, as nobody sees what
-    that moves. Control notes and exchanges, and data in device memory, travel as they are.
+    that moves. Control notes and exchanges travel as they are.
 
     Args:
         inner: what moves the bytes.
@@ -79,41 +79,35 @@ class _CheckedMessages:
         return self._described(self._inner.recv, data, peer, tag, is_send=False)
 
     def _described(
-        self, describe: Callable[[Array, int, int], Request], data: Any, peer: int, tag: int, *, is_send: bool
+        self, describe: Callable[[Array, int, int], Request], data: Array, peer: int, tag: int, *, is_send: bool
     ) -> Request:
-        message = describe(data, peer, tag)
-        if not isinstance(data, np.ndarray):
-            return message
         note = np.zeros(1, np.uint32)
-        return _Transfer(data, note, peer, is_send, (message, describe(note, peer, tag + self.max_tag + 1)))
+        parts = describe(data, peer, tag), describe(note, peer, tag + self.max_tag + 1)
+        return _Transfer(data, note, peer, is_send, parts)
 
     def start(self, requests: Sequence[Request]) -> None:
-        for each in requests:
-            if isinstance(each, _Transfer):
-                each.nopen = 2
-                if each.is_send:
-                    each.note[0] = each.checksum()
+        for each in _transfers(requests):
+            each.nopen = 2
+            if each.is_send:
+                each.note[0] = each.checksum()
         self._inner.start(_parts(requests))
 
     def test_all(self, requests: Sequence[Request]) -> bool:
         if not self._inner.test_all(_parts(requests)):
             return False
-        for each in requests:
-            if isinstance(each, _Transfer) and each.nopen:
+        for each in _transfers(requests):
+            if each.nopen:
                 each.end()
         return True
 
     def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
-        owners = [index for index, each in enumerate(requests) for _ in _parts([each])]
         ended = []
         for position in self._inner.test_some(_parts(requests)):
-            each = requests[owners[position]]
-            if isinstance(each, _Transfer):
-                each.nopen -= 1
-                if each.nopen:
-                    continue
+            each = _transfers(requests)[position // 2]
+            each.nopen -= 1
+            if not each.nopen:
                 each.end()
-            ended.append(owners[position])
+                ended.append(position // 2)
         return ended
 
     def free(self, requests: Sequence[Request]) -> None:
@@ -127,6 +121,10 @@ class _CheckedMessages:
         return None if part is None else checked(part)
 
 
-def _parts(requests: Iterable[Request]) -> list[Request]:
+def _transfers(requests: Sequence[Request]) -> Sequence[_Transfer]:
+    return cast("Sequence[_Transfer]", requests)
+
+
+def _parts(requests: Sequence[Request]) -> list[Request]:
     """Return what the transport underneath knows of them, in their order."""
-    return [part for each in requests for part in (each.parts if isinstance(each, _Transfer) else (each,))]
+    return [part for each in _transfers(requests) for part in each.parts]

@@ -137,7 +137,8 @@ def test_a_plan_without_messages_touches_memory_alone() -> None:
         memory = Memory(buffers[rank], {1 - rank: buffers[1 - rank]})
         segments = [Partition.even(10, schedule.nblocks).segment]
         kernels = kernels_for(FLOAT32, SUM, 2)
-        BoundSchedule(schedule, segments, memory, kernels, Link(rank, Waiter(1.0), "test")).run()
+        for call in BoundSchedule(schedule, segments, memory, kernels, Link(rank, Waiter(1.0), "test")).calls:
+            call()
     assert [buffer.tolist() for buffer in buffers] == [[100.0 + index for index in range(10)]] * 2
 
 

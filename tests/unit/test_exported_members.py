@@ -53,7 +53,7 @@ def rank_of(name: str) -> tuple[int, str]:
 def test_all_is_sorted_complete_and_true(path: Path, monkeypatch: pytest.MonkeyPatch):
     """`__all__` has each public name that the module defines, in order, and only names that exist."""
     source = SOURCES[path]
-    for library in ("jax", "keras", "mpi4py", "torch"):
+    for library in ("jax", "keras", "mpi4py", "tensorflow", "torch"):
         if f"import {library}" in source or f"ringreduce.{library}" in name_of(path):
             pytest.importorskip(library)
     # Importing Horovod's names chooses its conventions, which the worlds of later tests shall not have.

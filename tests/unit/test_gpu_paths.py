@@ -488,6 +488,21 @@ def test_a_rank_without_memory_takes_all_to_the_host(caplog: pytest.LogCaptureFi
     assert said == [f"arrays on GPUs go through host memory from now on: {reason}"]
 
 
+def test_what_carries_checksums_goes_through_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """The host cannot read device memory to compute them: CUDA-aware MPI is not used, though asked for, and a warning
+    says so.
+    """
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        array = driver.put_late(np.ones(5, np.float32))
+        communicator.allreduce(array, out=array)
+        assert array.get(array.stream).tolist() == [2] * 5
+        assert communicator.path_on_device("float32").transport == "staged"
+
+    run_gpu_ranks(2, check, node_size=1, config=Config(timeout_s=20.0, gpu="mpi", checksum=True))
+    assert "CUDA-aware MPI is not used, though asked for: rank 0: RINGREDUCE_CHECKSUM" in caplog.text
+
+
 DESCRIBING = """
 import ctypes, mmap
 import numpy as np
