@@ -53,7 +53,7 @@ class Devices:
         """
         raise _refused()
 
-    def lend(self, operand: DeviceOperand, *, fetch: bool, store: bool) -> AbstractContextManager[Operand]:
+    def on_host(self, operand: DeviceOperand, *, fetch: bool, store: bool) -> AbstractContextManager[Operand]:
         """Give host memory in place of an array for a while; see `Operands.on_host`."""
         raise _refused()
 
@@ -208,7 +208,9 @@ class Operands:
             store: whether it is copied back.
         """
         return (
-            nullcontext(operand) if isinstance(operand, Operand) else self._gpu.lend(operand, fetch=fetch, store=store)
+            nullcontext(operand)
+            if isinstance(operand, Operand)
+            else self._gpu.on_host(operand, fetch=fetch, store=store)
         )
 
 

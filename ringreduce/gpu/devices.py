@@ -104,8 +104,8 @@ class Gpu(Devices):
         block = _Allocation(driver, nbytes)
         return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)
 
-    def lend(self, operand: DeviceOperand, *, fetch: bool, store: bool) -> AbstractContextManager[Operand]:
-        return self.require_usable(operand.device).lend(operand, fetch=fetch, store=store)
+    def on_host(self, operand: DeviceOperand, *, fetch: bool, store: bool) -> AbstractContextManager[Operand]:
+        return self.require_usable(operand.device).on_host(operand, fetch=fetch, store=store)
 
     def segments(self, source: DeviceOperand) -> list[slice]:
         return self.require_usable(source.device).segments(source)

@@ -73,7 +73,7 @@ class Staging:
 
     @contextmanager
     def in_order(self, source: DeviceOperand, target: DeviceOperand) -> Iterator[Stream]:
-        """Lend a stream that comes after the streams of both operands; they come after what is enqueued there."""
+        """Give a stream that comes after the streams of both operands; they come after what is enqueued there."""
         others = {source.stream} - {target.stream}
         for stream in others:
             self.driver.record(self._called, stream)
@@ -135,8 +135,8 @@ class Staging:
         self._slots[number % _SLOTS].fetch(address, nbytes, self._down)
 
     @contextmanager
-    def lend(self, operand: DeviceOperand, *, fetch: bool = True, store: bool = True) -> Iterator[Operand]:
-        """Lend host memory in place of an array of any layout.
+    def on_host(self, operand: DeviceOperand, *, fetch: bool = True, store: bool = True) -> Iterator[Operand]:
+        """Give host memory in place of an array of any layout.
 
         The host waits for the array to come down, not for it to go up (unless it has more than 64 MiB).
 

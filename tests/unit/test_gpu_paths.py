@@ -395,9 +395,9 @@ def test_a_call_need_not_wait_for_the_last_copy_up() -> None:
     driver = HostDriver()
     staging = Staging(driver, Arena(PrivateSegments()))
     first, second = driver.put_late(np.ones(3)), driver.put_late(np.full(3, 2.0))
-    with staging.lend(operand(first)):
+    with staging.on_host(operand(first)):
         driver.launch("never", lambda: iter(lambda: None, 0), first.stream or 0)
-    with staging.lend(operand(second)) as given:
+    with staging.on_host(operand(second)) as given:
         assert given.view.tolist() == [2.0] * 3
         given.view[:] = 4
     assert len(driver.machine.pending(driver)) > 1
@@ -413,7 +413,7 @@ def mapped(address: int) -> bool:
 def lend(staging: Staging, driver: HostDriver, busy: bool = False) -> None:
     """Bring an array down and up, on the default stream, where something may not end."""
     array = operand(driver.put(np.ones(10, np.float32)))
-    with staging.lend(array):
+    with staging.on_host(array):
         if busy:
             driver.launch("never", lambda: iter(lambda: None, 0), 0)
 

@@ -203,7 +203,7 @@ class Arena:
 
     def array(self, nbytes: int) -> Array:
         """Return a block as an array; its memory returns to the arena when it and all its views are freed."""
-        return self._lend(self.allocate(nbytes), (nbytes,), np.dtype(np.uint8), is_result=False)
+        return self._hand_out(self.allocate(nbytes), (nbytes,), np.dtype(np.uint8), is_result=False)
 
     def result(self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> tuple[Array, int] | None:
         """Return such an array for what a collective returns, and its address; None: it is better private.
@@ -223,7 +223,7 @@ class Arena:
                 except TransportError:
                     return None
                 self._result_nbytes_in_use += block.memory.nbytes
-            return self._lend(block, shape, dtype, is_result=True), block.address
+            return self._hand_out(block, shape, dtype, is_result=True), block.address
 
     def _replaced(self, nbytes: int) -> Block | None:
         """Return the block of a result that has just come back, if it has the right size: the usual case."""
@@ -235,7 +235,7 @@ class Arena:
         self._returned.popleft()
         return last.block
 
-    def _lend(self, block: Block, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_result: bool) -> Array:
+    def _hand_out(self, block: Block, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_result: bool) -> Array:
         # Going through a memoryview makes `owner` the base of every view that is taken of it.
         owner = np.frombuffer(block.view, dtype, prod(shape))
         lease = _Lease(owner, self._end)
