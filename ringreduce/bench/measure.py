@@ -239,12 +239,10 @@ class Found(NamedTuple):
     """What was seen so far on the machine where other processes took the most; equal on all ranks.
 
     Attributes:
-        elapsed_s: over how long.
         cores: how many cores the others took on average; 0.0 if that is little, or seen for less than a second.
         text: this in words; empty if they are 0.0.
     """
 
-    elapsed_s: float
     cores: float
     text: str
 
@@ -269,7 +267,7 @@ class Noise:
         now = self._read()
         spent = [now.at - self._begin.at, now.everyone - self._begin.everyone, now.own - self._begin.own]
         rows = self._communicator.allgather(np.array([[*spent, float(now.machine)]]))
-        worst = Found(float(rows[:, 0].max()), 0.0, "")
+        worst = Found(0.0, "")
         for machine in np.unique(rows[:, 3]):
             ranks = np.flatnonzero(rows[:, 3] == machine)
             elapsed, everyone = rows[ranks, :2].max(axis=0).tolist()
@@ -278,5 +276,5 @@ class Noise:
             if elapsed >= _SEEN_S and others > max(tolerated, worst.cores * elapsed):  # NaN is too little
                 text = f"on the machine of {name_ranks(ranks.tolist())}, other processes took {others / elapsed:.2f} "
                 text += f"cores on average, and the ranks {own / elapsed:.2f}"
-                worst = worst._replace(cores=others / elapsed, text=text)
+                worst = Found(others / elapsed, text)
         return worst

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from ringreduce.cli import main, reports
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.doctor.top import prometheus_text, rows
-from ringreduce.observe import snapshots
+from ringreduce.observe import observer, snapshots
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.snapshots import FlightRecorder
+from ringreduce.observe.timeline import Clock
+from ringreduce.transport.memory import MemoryWorld
 
 
 def said(rank: int, **more: Any) -> dict[str, Any]:
@@ -142,6 +147,25 @@ def test_the_file_of_a_rank_holds_its_last_samples(place: Path):
     assert [sample[1] for sample in found["samples"]] == list(range(10, 21))
     assert (place / "j.0.json").stat().st_mode & 0o777 == 0o600
     recorder.end_status()
+    assert list(place.iterdir()) == []
+
+
+def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """Again and again, beside the program; its file goes with its world."""
+    written, count = threading.Event(), itertools.count()
+
+    def metrics() -> Metrics:
+        if next(count) == 20:
+            written.set()
+        return Metrics.of([], [])
+
+    monkeypatch.setattr(observer, "_EVERY_S", 0.001)
+    observed = observer.Observer(0, 1, Clock("j", 0.0), Config(), [], [])
+    observed.begin(MemoryWorld(1, 30.0).messages(0), "none", metrics)
+    assert written.wait(30)
+    (found,) = snapshots.read_all()
+    assert len(found["samples"]) == 11
+    observed.end()
     assert list(place.iterdir()) == []
 
 
