@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -72,8 +73,7 @@ class State:
     ) -> None:
         self._bcast_object = bcast_object
         self._callbacks: list[Callable[[], object]] = []
-        self._updates = 0
-        self._lock = threading.Lock()
+        self._updates: deque[int] = deque()  # which other threads may append to
         self._complained = False
         self._commits = 0
 
@@ -119,8 +119,9 @@ class State:
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
         """
-        with self._lock:
-            changes, self._updates = self._updates, 0
+        changes = 0
+        while self._updates:
+            changes |= self._updates.popleft()
         if runtime.hosts_changed():
             changes |= _ADDED
         if changes and launch().is_restartable and not self._can_begin_again():
@@ -150,8 +151,7 @@ class State:
 
         For programs that watch the hosts themselves. What ``ringreduce run`` says comes by a signal.
         """
-        with self._lock:
-            self._updates |= update_res
+        self._updates.append(update_res)
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Let functions be called after `reset`, in this order, when the ranks have changed."""
@@ -159,8 +159,7 @@ class State:
 
     def on_reset(self) -> None:
         """Do what is to be done when the ranks have changed."""
-        with self._lock:
-            self._updates = 0
+        self._updates.clear()
         runtime.hosts_changed()  # of the ranks that there were; what holds still, the launcher says again
         self.reset()
         for callback in self._callbacks:

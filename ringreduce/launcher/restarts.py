@@ -30,7 +30,7 @@ _ANSWER_S = 30.0
 
 
 class Discovery:
-    """Runs a script; once started on a thread, every second, for as long as this process lives.
+    """Runs a script, once or every second, and keeps its last good answer.
 
     A run fails that takes more than 10 s, ends with another status than 0, or prints what is no host. That is said, and
     what the last good one has printed counts.
@@ -45,19 +45,15 @@ class Discovery:
         self._hosts: Mapping[str, int] = {}
         self._complaint = ""
 
-    def start(self) -> None:
-        """Ask from now on."""
-        threading.Thread(target=self._ask_for_ever, name="ringreduce asks for hosts", daemon=True).start()
-
     def hosts(self) -> Mapping[str, int]:
         """Return the slots by host of the last good answer; none before the first."""
         return self._hosts
 
-    def _ask_for_ever(self) -> None:
-        between = threading.Event()
+    def ask_for_ever(self) -> None:
+        """Run the script again and again."""
         while True:
             self.ask()
-            between.wait(_LOOK_EVERY_S)
+            time.sleep(_LOOK_EVERY_S)
 
     def ask(self) -> None:
         """Run the script once."""
@@ -286,5 +282,5 @@ def _hosts_of(start: Start) -> Callable[[], Mapping[str, int]]:
     if start.spec.script is None:
         return lambda: start.listed
     discovery = Discovery(start.spec.script, start.spec.slots or 1)
-    discovery.start()
+    threading.Thread(target=discovery.ask_for_ever, name="ringreduce asks for hosts", daemon=True).start()
     return discovery.hosts
