@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import ringreduce
 from ringreduce.algorithms import Collective
-from ringreduce.bench.measure import Noise, Usage, usage
+from ringreduce.bench.measure import Found, Noise, Usage, usage
 from ringreduce.bench.tune import SIZES, calls_of, tune
 from ringreduce.cli import commands
 from ringreduce.collectives import Problem
@@ -299,7 +299,7 @@ def test_a_table_can_be_made_beside_other_work(others: float, told: bool, tmp_pa
 def test_the_machine_with_the_most_other_work_counts(others: tuple[float, ...], ranks: str | None, cores: float):
     """Each machine is looked at for itself, and all ranks find the same."""
 
-    def run(communicator: Communicator) -> tuple[float, float, str]:
+    def run(communicator: Communicator) -> Found:
         machine = Machine(communicator, machine=communicator.rank, others=others[communicator.rank])
         noise = Noise(communicator, machine.usage)
         machine.now = 10.0
@@ -307,8 +307,8 @@ def test_the_machine_with_the_most_other_work_counts(others: tuple[float, ...], 
 
     found = run_ranks(3, run)
     assert len(set(found)) == 1
-    assert found[0][:2] == (10.0, pytest.approx(cores))
-    assert ranks is None or f"machine of {ranks}, other" in found[0][2]
+    assert found[0].cores == pytest.approx(cores)
+    assert ranks is None or f"machine of {ranks}, other" in found[0].text
 
 
 @pytest.mark.parametrize("own", [64.0, 0.0])
@@ -317,7 +317,7 @@ def test_ways_to_count_may_differ(own: float):
 
     def look(communicator: Communicator, everyone: float) -> float:
         moments = iter([Usage(0.0, 0.0, 0.0, 7), Usage(1.0, everyone, own, 7)])
-        return Noise(communicator, lambda: next(moments)).look()[1]
+        return Noise(communicator, lambda: next(moments)).look().cores
 
     for everyone, cores in ((own + 0.19 + 0.01 * own, 0.0), (own + 0.21 + 0.01 * own, 0.21 + 0.01 * own), (0.0, 0.0)):
         assert run_ranks(1, lambda communicator, time=everyone: look(communicator, time)) == [pytest.approx(cores)]
@@ -327,7 +327,7 @@ def test_a_system_that_says_nothing_is_taken_to_be_quiet():
     """Nothing is known there, so nothing is refused."""
 
     def look(communicator: Communicator) -> float:
-        return Noise(communicator, lambda: Usage(0.0, float("nan"), 0.0, 7)).look()[1]
+        return Noise(communicator, lambda: Usage(0.0, float("nan"), 0.0, 7)).look().cores
 
     assert run_ranks(2, look) == [0.0, 0.0]
 
