@@ -37,6 +37,7 @@ class Engine:
         communicator: the argument.
         tally: what the engine has done so far.
         threaded: whether operations go on while nobody waits for them.
+        repeats: by name, how a binding makes an operation again.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Engine:
         self._pending.lifetime.listen("forked", self._forked)
         communicator.wait_patiently(self._driver.is_patient)
         self._names: Counter[str] = Counter()  # by kind
+        self.repeats: dict[str, Any] = {}
 
     @property
     def joins(self) -> int:

@@ -174,6 +174,26 @@ class Reduction(Operation):
         self.before = before
         self.after = after
 
+    def on(self, memory: list[Operand]) -> Reduction:
+        """Return the same operation in place on other memory, to be made `again`; it keeps no array."""
+        made = self.again((), None)
+        made.given = made.taken = memory
+        return made
+
+    def again(self, arrays: Sequence[Any], after: Callable[[], Any] | None) -> Reduction:
+        """Return a new operation like this one, which is in place, on the same memory.
+
+        Args:
+            arrays: what keeps that memory.
+            after: as for the class.
+        """
+        made = Reduction.__new__(Reduction)
+        Operation.__init__(made, self.name, self.signature)
+        made.op, made.before, made.after = self.op, None, after
+        made.sources = made.targets = arrays
+        made.given = made.taken = self.given
+        return made
+
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Reduction]) -> None:
         try:
             for each in together:

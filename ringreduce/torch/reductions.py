@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
-from typing import Any, cast
+from operator import is_, itemgetter
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
+from ringreduce.buffers import Operand
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.engine import Reduction
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.arrays import TENSORS, differentiable, preparing, sparse_entries, sum_entries
@@ -41,6 +44,10 @@ __all__ = [
 Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 
 _Tensors = Sequence[Tensor]
+
+#: To copy up to so much into memory of the ranks, and from there, takes less time than to look at an array.
+_COPIED_NBYTES = 32 << 10
+_REPEATS = 4096  # the most names of which is remembered how they came
 
 
 def allreduce(
@@ -197,13 +204,19 @@ def _allreduce(
         first: whether the result is the only tensor, not a list.
         in_place: whether the tensors are overwritten.
     """
+    how = *op, *factors
+    if first and (repeated := _repeat(tensors[0], name, process_set, how, in_place)) is not None:
+        return repeated
     with preparing("allreduce", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
         sources = [each.detach() if each.requires_grad else each for each in tensors]
         targets = sources if in_place else prepare.new_like(sources)
         given = tensors if in_place else targets
         result = partial(_result, given, first, in_place)
-        return prepare.allreduce(sources, targets, chosen_op(*op), *factors, result)
+        request = prepare.allreduce(sources, targets, chosen_op(*op), *factors, result)
+    if first and type(name) is str:
+        _remember(request, tensors[0], how, in_place)
+    return request
 
 
 def _result(tensors: _Tensors, first: bool, in_place: bool) -> Any:
@@ -211,6 +224,97 @@ def _result(tensors: _Tensors, first: bool, in_place: bool) -> Any:
         for each in tensors:
             TENSORS.changed(each)
     return tensors[0] if first else list(tensors)
+
+
+class _Repeat(NamedTuple):
+    """How to make a request again that had a name, and reduced one tensor.
+
+    Attributes:
+        how: the other arguments.
+        in_place: whether the tensor is overwritten.
+        dtype, shape: of the tensor.
+        nbytes: of its elements.
+        address: of its memory, where it is reduced; 0: it is reduced in ``memory``.
+        memory: of the ranks, for a result that is new: what is submitted is copied there, and belongs to the program.
+        operation: in place, on that memory.
+    """
+
+    how: tuple[Any, ...]
+    in_place: bool
+    dtype: torch.dtype
+    shape: torch.Size
+    nbytes: int
+    address: int
+    memory: Tensor | None
+    operation: Reduction
+
+
+def _repeat(
+    tensor: Tensor, name: str | None, process_set: ProcessSet, how: tuple[Any, ...], in_place: bool
+) -> Request | None:
+    """Return a request that is like an earlier one of this name; None: there was none, or something has changed."""
+    try:
+        repeats = process_set.engine.repeats
+        repeat: _Repeat | None = repeats.get(name)  # type: ignore[arg-type]
+        if repeat is None or not _is_like(repeat, tensor, how, in_place):
+            return None
+        memory = repeat.memory
+        if memory is None:
+            operation = repeat.operation.again([tensor], partial(TENSORS.changed, tensor))
+            return Request(operation, process_set, True, TENSORS, [tensor])
+        if repeats.pop(name, None) is not repeat:  # type: ignore[arg-type]
+            return None  # another thread has taken it
+        memory.copy_(tensor)
+    except Exception:  # it is said where the arguments are checked
+        return None
+    return Request(repeat.operation.again([memory], partial(_copied, repeat, repeats)), process_set, True, TENSORS, ())
+
+
+def _is_like(repeat: _Repeat, tensor: Tensor, how: tuple[Any, ...], in_place: bool) -> bool:
+    """Return whether a tensor can be used as that of an earlier request was."""
+    return (
+        type(tensor) is Tensor
+        and all(map(is_, repeat.how, how))
+        and repeat.in_place is in_place
+        and tensor.shape == repeat.shape
+        and tensor.dtype is repeat.dtype
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+        and tensor.is_contiguous()
+        and (repeat.memory is not None or tensor.data_ptr() == repeat.address)
+        and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + repeat.nbytes
+    )
+
+
+def _copied(repeat: _Repeat, repeats: dict[str, Any]) -> Tensor:
+    assert repeat.memory is not None
+    result = repeat.memory.clone()
+    repeats[repeat.operation.name] = repeat
+    return result
+
+
+def _remember(request: Request, tensor: Tensor, how: tuple[Any, ...], in_place: bool) -> None:
+    """Remember how to make a request again, if its name has come before."""
+    operation, repeats, name = request.operation, request.process_set.engine.repeats, request.operation.name
+    if len(repeats) >= _REPEATS:
+        repeats.clear()
+    if name not in repeats:
+        repeats[name] = None
+        return
+    if type(operation) is not Reduction or how[2:] != (1.0, 1.0) or not tensor.is_contiguous():
+        return
+    given = operation.given[0]
+    if in_place:
+        if given.is_copy or not given.nbytes:
+            return
+        repeated = operation.on([given.unowned()])
+        repeats[name] = _Repeat(how, True, tensor.dtype, tensor.shape, given.nbytes, given.address, None, repeated)
+    elif 0 < given.nbytes <= _COPIED_NBYTES:
+        communicator = request.process_set.engine.communicator
+        memory = communicator.empty_like(tensor)
+        repeated = operation.on([Operand.of(memory)])
+        repeats[name] = _Repeat(how, False, tensor.dtype, tensor.shape, given.nbytes, 0, memory, repeated)
 
 
 def sparse_allreduce_async(

@@ -82,14 +82,15 @@ class Request(NamedTuple):
     def submit(self) -> Handle:
         """Start it; on another stream than the caller's."""
         engine, operation, finish = self.process_set.engine, self.operation, None
-        release = self.arrays.keep_in_place(self.touched)
+        release = self.arrays.keep_in_place(self.touched) if self.touched else None
         if self.on_device:
             assert isinstance(operation, CollectiveOp)
             operation.run, finish = self.arrays.beside_callers_stream(operation.run, self.touched)
         try:
             engine.submit(operation, unique=self.unique)
         except BaseException:
-            release()
+            if release is not None:
+                release()
             raise
         return Handle(operation, engine, finish, release)
 
