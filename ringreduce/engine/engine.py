@@ -37,7 +37,7 @@ class Engine:
         communicator: the argument.
         tally: what the engine has done so far.
         threaded: whether operations go on while nobody waits for them.
-        repeats: by name, how a binding makes an operation again.
+        repeats: by the names of operations, what a binding keeps to make them again.
     """
 
     def __init__(
@@ -206,6 +206,7 @@ class Engine:
         Raises:
             ConfigError: the thread that calls this is in the engine already.
         """
+        self.repeats.clear()
         with self._guard:
             self._driver.close()
 

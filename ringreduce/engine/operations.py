@@ -174,24 +174,29 @@ class Reduction(Operation):
         self.before = before
         self.after = after
 
-    def on(self, memory: list[Operand]) -> Reduction:
-        """Return the same operation in place on other memory, to be made `again`; it keeps no array."""
-        made = self.again((), None)
-        made.given = made.taken = memory
-        return made
-
-    def again(self, arrays: Sequence[Any], after: Callable[[], Any] | None) -> Reduction:
-        """Return a new operation like this one, which is in place, on the same memory.
+    @classmethod
+    def again(
+        cls,
+        name: str,
+        signature: OperationSignature,
+        op: ReduceOp,
+        arrays: Sequence[Any],
+        given: list[Operand],
+        after: Callable[[], Any],
+    ) -> Reduction:
+        """Return an operation in place, like an earlier one of this signature.
 
         Args:
-            arrays: what keeps that memory.
-            after: as for the class.
+            name, op, after: as for the class.
+            signature: of the earlier one.
+            arrays: what is reduced, and kept meanwhile.
+            given: their memory.
         """
-        made = Reduction.__new__(Reduction)
-        Operation.__init__(made, self.name, self.signature)
-        made.op, made.before, made.after = self.op, None, after
+        made = cls.__new__(cls)
+        Operation.__init__(made, name, signature)
+        made.op, made.before, made.after = op, None, after
         made.sources = made.targets = arrays
-        made.given = made.taken = self.given
+        made.given = made.taken = given
         return made
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Reduction]) -> None:

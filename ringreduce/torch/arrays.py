@@ -56,7 +56,11 @@ class Tensors:
                 target.copy_(source.to(torch.float64) * factor)  # which truncates
 
     def keep_in_place(self, arrays: Sequence[torch.Tensor]) -> Callable[[], None]:
-        return partial(_release, [use for array in arrays if array.is_cpu and (use := _keep(array)) is not None])
+        kept: list[_Use] = []
+        for array in arrays:
+            if array.is_cpu and (use := _keep(array)) is not None:
+                kept.append(use)
+        return partial(_release, kept)
 
     def changed(self, array: torch.Tensor) -> torch.Tensor:
         """Notify autograd that a collective wrote into a tensor, so that it refuses to use the overwritten value."""

@@ -16,7 +16,7 @@ always does in `Adasum`, `ReproducibleSum` and all but allreduces. Operations on
 they are a group, and after a `join` they raise a `MismatchError`.
 
 ``*_async`` functions return a `Handle`; `synchronize` returns the result. Until then the tensors belong to the
-operation, and torch refuses to resize the storage of a CPU tensor that was passed to one of them.
+operation, and torch refuses to resize the storage of a CPU tensor that it uses.
 
 Functions whose name ends in ``_`` work in place and out of autograd's sight, and so do the asynchronous ones; gradients
 flow through the others. They are those of the sum of all ranks' losses, as the chain rule gives them;

@@ -14,6 +14,7 @@ from ringreduce.buffers import Operand
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.engine import Reduction
+from ringreduce.engine.decisions import OperationSignature
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.arrays import TENSORS, differentiable, preparing, sparse_entries, sum_entries
@@ -227,16 +228,18 @@ def _result(tensors: _Tensors, first: bool, in_place: bool) -> Any:
 
 
 class _Repeat(NamedTuple):
-    """How to make a request again that had a name, and reduced one tensor.
+    """How to make a request again: to reduce one tensor under a name.
+
+    A result that is new is reduced in memory that is kept for the name, while no operation uses it.
 
     Attributes:
         how: the other arguments.
         in_place: whether the tensor is overwritten.
         dtype, shape: of the tensor.
         nbytes: of its elements.
-        address: of its memory, where it is reduced; 0: it is reduced in ``memory``.
-        memory: of the ranks, for a result that is new: what is submitted is copied there, and belongs to the program.
-        operation: in place, on that memory.
+        signature, op: of the operation.
+        given: where it is reduced: where the tensor was the last time, or in ``memory``.
+        memory: is copied to and from; None: the tensor is reduced where it is.
     """
 
     how: tuple[Any, ...]
@@ -244,30 +247,33 @@ class _Repeat(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     nbytes: int
-    address: int
+    signature: OperationSignature
+    op: ReduceOp
+    given: list[Operand]
     memory: Tensor | None
-    operation: Reduction
 
 
-def _repeat(
-    tensor: Tensor, name: str | None, process_set: ProcessSet, how: tuple[Any, ...], in_place: bool
-) -> Request | None:
+def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, ...], in_place: bool) -> Request | None:
     """Return a request that is like an earlier one of this name; None: there was none, or something has changed."""
     try:
         repeats = process_set.engine.repeats
-        repeat: _Repeat | None = repeats.get(name)  # type: ignore[arg-type]
+        repeat: _Repeat | None = repeats.get(name)
         if repeat is None or not _is_like(repeat, tensor, how, in_place):
             return None
         memory = repeat.memory
         if memory is None:
-            operation = repeat.operation.again([tensor], partial(TENSORS.changed, tensor))
-            return Request(operation, process_set, True, TENSORS, [tensor])
-        if repeats.pop(name, None) is not repeat:  # type: ignore[arg-type]
-            return None  # another thread has taken it
-        memory.copy_(tensor)
-    except Exception:  # it is said where the arguments are checked
+            if repeat.given[0].address != tensor.data_ptr():
+                repeat = repeats[name] = repeat._replace(given=[Operand.of(tensor).unowned()])
+            arrays, after = [tensor], partial(_overwritten, tensor, tensor.untyped_storage())
+        elif repeats.pop(name, None) is repeat:
+            memory.copy_(tensor)
+            arrays, after = [memory], partial(_copied, memory, repeats, name, repeat)
+        else:  # another thread has taken it
+            return None
+    except Exception:  # an argument is wrong, and refused where arguments are checked
         return None
-    return Request(repeat.operation.again([memory], partial(_copied, repeat, repeats)), process_set, True, TENSORS, ())
+    operation = Reduction.again(name, repeat.signature, repeat.op, arrays, repeat.given, after)
+    return Request(operation, process_set, True, TENSORS, arrays if memory is None else ())
 
 
 def _is_like(repeat: _Repeat, tensor: Tensor, how: tuple[Any, ...], in_place: bool) -> bool:
@@ -282,39 +288,42 @@ def _is_like(repeat: _Repeat, tensor: Tensor, how: tuple[Any, ...], in_place: bo
         and tensor.layout is torch.strided
         and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
         and tensor.is_contiguous()
-        and (repeat.memory is not None or tensor.data_ptr() == repeat.address)
+        and tensor.data_ptr() != 0
         and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + repeat.nbytes
     )
 
 
-def _copied(repeat: _Repeat, repeats: dict[str, Any]) -> Tensor:
-    assert repeat.memory is not None
-    result = repeat.memory.clone()
-    repeats[repeat.operation.name] = repeat
+def _overwritten(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return the result that is in a tensor, whose storage, now maybe another one, was kept for the operation."""
+    return TENSORS.changed(tensor)
+
+
+def _copied(memory: Tensor, repeats: dict[str, Any], name: str, repeat: _Repeat) -> Tensor:
+    """Return the result that is in memory, which the next operation of this name may use then."""
+    result = memory.clone()
+    repeats[name] = repeat
     return result
 
 
 def _remember(request: Request, tensor: Tensor, how: tuple[Any, ...], in_place: bool) -> None:
     """Remember how to make a request again, if its name has come before."""
-    operation, repeats, name = request.operation, request.process_set.engine.repeats, request.operation.name
+    operation, engine = request.operation, request.process_set.engine
+    repeats, name = engine.repeats, operation.name
     if len(repeats) >= _REPEATS:
         repeats.clear()
     if name not in repeats:
         repeats[name] = None
-        return
-    if type(operation) is not Reduction or how[2:] != (1.0, 1.0) or not tensor.is_contiguous():
-        return
-    given = operation.given[0]
-    if in_place:
-        if given.is_copy or not given.nbytes:
+    elif isinstance(operation, Reduction) and all(type(factor) is float and factor == 1.0 for factor in how[2:]):
+        (given,) = operation.given
+        what = tensor.dtype, tensor.shape, given.nbytes, operation.signature, operation.op
+        repeat = _Repeat(how, in_place, *what, operation.given, None)
+        if not _is_like(repeat, tensor, how, in_place):
             return
-        repeated = operation.on([given.unowned()])
-        repeats[name] = _Repeat(how, True, tensor.dtype, tensor.shape, given.nbytes, given.address, None, repeated)
-    elif 0 < given.nbytes <= _COPIED_NBYTES:
-        communicator = request.process_set.engine.communicator
-        memory = communicator.empty_like(tensor)
-        repeated = operation.on([Operand.of(memory)])
-        repeats[name] = _Repeat(how, False, tensor.dtype, tensor.shape, given.nbytes, 0, memory, repeated)
+        if in_place:
+            repeats[name] = repeat._replace(given=[given.unowned()])
+        elif given.nbytes <= _COPIED_NBYTES:
+            memory = engine.communicator.empty_like(tensor)
+            repeats[name] = repeat._replace(given=[Operand.of(memory)], memory=memory)
 
 
 def sparse_allreduce_async(

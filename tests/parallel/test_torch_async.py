@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -290,3 +291,91 @@ def test_reproducible_sums_are_exact(world: rr.Communicator) -> None:
     result.sum().backward()
     assert tensor.grad.tolist() == [world.size] * 3
     assert torch.equal(hvd.synchronize(hvd.allreduce_async(tensor, op=hvd.ReproducibleSum)), exact.float())
+
+
+# ---- names that come again ----
+
+
+def test_a_name_may_come_again_with_anything() -> None:
+    """Other values, memory, shape, dtype, op, factor or layout: each result is that of its own call."""
+    rank, size = rr.rank(), rr.size()
+    mine = torch.zeros(3, 4)
+    calls: list[tuple[Callable[[], Any], dict[str, Any]]] = [
+        (lambda: mine, {}),
+        (lambda: mine, {"op": hvd.Max}),
+        (lambda: mine, {"prescale_factor": 2.0}),
+        (lambda: mine.double(), {}),
+        (lambda: mine[:2], {}),
+        (lambda: mine.t(), {}),
+        (lambda: mine.clone().requires_grad_(), {}),
+        (lambda: mine.repeat(1000, 5), {}),
+    ]
+    steps = [each for index in range(len(calls)) for each in [calls[0], calls[0], *[calls[index]] * 4]]
+    for step, (make, how) in enumerate(steps):
+        mine.copy_(torch.arange(12.0).view(3, 4) + 100 * step + rank)
+        values = [make().detach() - rank + each for each in range(size)]
+        combined = torch.stack(values).amax(0) if "op" in how else sum(values) * how.get("prescale_factor", 1.0)
+        options: Any = {"op": hvd.Sum, **how}
+        expected = combined.to(values[0].dtype)
+        source = make()
+        result = hvd.synchronize(hvd.allreduce_async(source, name="again", **options))
+        assert torch.equal(result, expected)
+        assert result.stride() == source.stride()
+        assert torch.equal(source.detach(), values[rank])
+        with torch.no_grad():
+            for target in (source, source.clone()):
+                target.copy_(values[rank])
+                version = target._version
+                assert hvd.synchronize(hvd.allreduce_async_(target, name="again in place", **options)) is target
+                assert torch.equal(target, expected)
+                assert target._version > version
+
+
+def test_results_of_one_name_are_apart() -> None:
+    """A name may come again before the result of its last operation was asked for; no result changes afterwards."""
+    for _ in range(4):
+        mine = torch.full((5,), 1.0)
+        first = hvd.allreduce_async(mine, name="apart", op=hvd.Sum)
+        while not hvd.poll(first):
+            pass
+        second = hvd.allreduce_async(mine * 2, name="apart", op=hvd.Sum)
+        early = hvd.synchronize(second)
+        assert hvd.synchronize(first).tolist() == [rr.size()] * 5
+        assert early.tolist() == [2 * rr.size()] * 5
+        third = hvd.synchronize(hvd.allreduce_async(mine * 3, name="apart", op=hvd.Sum))
+        assert early.tolist() == [2 * rr.size()] * 5
+        assert third.tolist() == [3 * rr.size()] * 5
+
+
+def test_memory_that_changes_under_a_known_name() -> None:
+    """Other memory is used; a tensor without enough is refused on all ranks; what is under way keeps its own."""
+    for start in (hvd.allreduce_async, hvd.allreduce_async_):
+        tensor, name = torch.ones(1000), f"changes {start.__name__}"
+        for _ in range(4):
+            assert hvd.synchronize(start(tensor.fill_(1), name=name, op=hvd.Sum))[-1] == rr.size()
+        tensor.set_(torch.full((1000,), 2.0))
+        assert hvd.synchronize(start(tensor, name=name, op=hvd.Sum))[-1] == 2 * rr.size()
+        view = np.full(1000, 3.0, np.float32)
+        tensor.set_(torch.from_numpy(view))
+        handle = start(tensor, name=name, op=hvd.Sum)
+        del view
+        tensor.set_(torch.full((1000,), 4.0))
+        hvd.synchronize(handle)
+        small = torch.ones(1000)
+        small.untyped_storage().resize_(4)
+        error = caught(start, small, name=name, op=hvd.Sum)
+        assert isinstance(error, rr.UnsupportedBufferError)
+        assert hvd.synchronize(start(torch.ones(1000), name=name, op=hvd.Sum))[-1] == rr.size()
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_mismatch_under_a_known_name_ends_only_that(in_place: bool) -> None:
+    """The next operations of the name work, with results of their own."""
+    start = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+    for _ in range(3):
+        for _ in range(4):
+            assert hvd.synchronize(start(torch.ones(3), name="known", op=hvd.Sum)).tolist() == [rr.size()] * 3
+        count = 4 if rr.rank() == 0 else 3
+        handle = start(torch.ones(count), name="known", op=hvd.Sum)
+        assert isinstance(caught(hvd.synchronize, handle), rr.MismatchError)
