@@ -59,7 +59,7 @@ class Driver:
         self._clock = clock
         self._fast_waits = 0  # how often in a row the program has waited at once
         self._burst_s: float | None = None  # when the program submitted something first after its last wait
-        self._submitted_s = 0.0  # and last; no more than a moment after the one before
+        self._active_s = 0.0  # and last, no more than a moment after the one before; or when its last wait ended
         self._waited_s = 0.0  # in waits that have ended
         self._waits_since: float | None = None  # any thread, without a gap
         self._turn = threading.Lock()  # the thread that holds it drives
@@ -83,9 +83,9 @@ class Driver:
         """Let the progress thread know that something was submitted; the caller holds the lock."""
         now = self._clock()
         if self._burst_s is None:
-            self._burst_s = self._submitted_s = now
-        elif now - self._submitted_s < _FAST_WAIT_S and now - self._burst_s < _BURST_S:
-            self._submitted_s = now
+            self._burst_s = self._active_s = now
+        elif now - self._active_s < _FAST_WAIT_S and now - self._burst_s < _BURST_S:
+            self._active_s = now
         self.wake()
 
     def wake(self) -> None:
@@ -111,7 +111,7 @@ class Driver:
         # program does not hold the interpreter's lock, and would then be woken, and in the way, each time.
         if self._burst_s is not None:
             self._burst_s = None
-            self._fast_waits = self._fast_waits + 1 if self._clock() - self._submitted_s < _FAST_WAIT_S else 0
+            self._fast_waits = self._fast_waits + 1 if self._clock() - self._active_s < _FAST_WAIT_S else 0
 
     def wait(self, operation: Operation) -> None:
         """Return when an operation is done; this thread, which is counted as a waiter, drives unless another does."""
@@ -133,8 +133,9 @@ class Driver:
                 if pending.waiters:
                     pending.wake_sleepers()
                 else:
+                    self._active_s = self._clock()
                     if self._waits_since is not None:
-                        self._waited_s += self._clock() - self._waits_since
+                        self._waited_s += self._active_s - self._waits_since
                         self._waits_since = None
                     if pending.count:
                         self.wake()
@@ -209,13 +210,13 @@ class Driver:
             with pending.lock:
                 self._looks_soon = self._clock() - progress.news_s < _GRACE_S
                 self._asleep = pending.waiters > 0 or not pending.count
-                self._asleep = self._asleep or (self._looks_soon and self._program_submits())
+                self._asleep = self._asleep or (self._looks_soon and self._program_is_active())
             rung = True
             if self._asleep:
                 until_s = sleep_s if self._looks_soon else _IDLE_S if self._followers else -1
                 rung = self._bell.acquire(timeout=until_s)
                 self._asleep = False
-            if pending.waiters or (self._looks_soon and (not pending.count or self._program_submits())):
+            if pending.waiters or (self._looks_soon and (not pending.count or self._program_is_active())):
                 sleep_s = min(2 * sleep_s, _BACKOFF_S[1])
                 continue
             sleep_s = _BACKOFF_S[0]
@@ -228,13 +229,9 @@ class Driver:
             with pending.lock:
                 pending.wake_sleepers()
 
-    def _program_submits(self) -> bool:
-        """Return whether the program, which will wait at once for what it submits, is still submitting."""
-        return (
-            self._fast_waits >= _FAST_WAITS
-            and self._burst_s is not None
-            and self._clock() - self._submitted_s < _FAST_WAIT_S
-        )
+    def _program_is_active(self) -> bool:
+        """Return whether the program goes on submitting, or waits for one operation after the other, and so drives."""
+        return self._fast_waits >= _FAST_WAITS and self._clock() - self._active_s < _FAST_WAIT_S
 
     # ---- driving; it is this thread's turn ----
 
