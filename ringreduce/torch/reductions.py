@@ -205,8 +205,8 @@ def _allreduce(
         first: whether the result is the only tensor, not a list.
         in_place: whether the tensors are overwritten.
     """
-    how = *op, *factors
-    if first and (repeated := _repeat(tensors[0], name, process_set, how, in_place)) is not None:
+    how, repeatable = (*op, *factors), first and type(name) is str
+    if repeatable and (repeated := _repeat(tensors[0], name, process_set, how, in_place)) is not None:
         return repeated
     with preparing("allreduce", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
@@ -215,7 +215,7 @@ def _allreduce(
         given = tensors if in_place else targets
         result = partial(_result, given, first, in_place)
         request = prepare.allreduce(sources, targets, chosen_op(*op), *factors, result)
-    if first and type(name) is str:
+    if repeatable:
         _remember(request, tensors[0], how, in_place)
     return request
 
