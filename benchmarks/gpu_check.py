@@ -27,8 +27,8 @@ from ringreduce.algorithms import Collective
 from ringreduce.bench.peers import mpi_library
 from ringreduce.buffers import DTYPES
 from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.cupy_driver import cupy_tools
 from ringreduce.gpu.inventory import Inventory, take_inventory
-from ringreduce.gpu.measuring import cupy_tools
 from ringreduce.gpu.nccl import version_text
 
 ROOT = Path(__file__).parents[1]

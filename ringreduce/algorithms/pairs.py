@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ringreduce.algorithms.patterns import block, node_order, peers_after
+from ringreduce.algorithms.patterns import block, moves, node_order, peers_after
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
@@ -77,7 +77,7 @@ def _pairwise(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
 
 def one_step(topology: Topology) -> Cost:
     """Return the cost of a step in which the busiest rank sends all blocks but its own."""
-    return Cost(steps=int(topology.size > 1), sent=(topology.size - 1) / topology.size)
+    return Cost(steps=moves(topology), sent=(topology.size - 1) / topology.size)
 
 
 ALLREDUCE = Algorithm(
@@ -85,7 +85,7 @@ ALLREDUCE = Algorithm(
     collective=Collective.ALLREDUCE,
     summary="reduces block b on rank b, all pairs at once; wins for middle sizes on a good switch",
     steps=_allreduce,
-    cost=lambda topology: Cost(steps=2 * (topology.size > 1), sent=2 * (topology.size - 1) / topology.size),
+    cost=lambda topology: Cost(steps=2 * moves(topology), sent=2 * (topology.size - 1) / topology.size),
 )
 
 ONE_SHOT = Algorithm(
@@ -94,7 +94,7 @@ ONE_SHOT = Algorithm(
     summary="sends everything to everyone, everyone reduces; wins for tiny buffers on few ranks",
     steps=_one_shot,
     nblocks=lambda topology: 1,
-    cost=lambda topology: Cost(steps=int(topology.size > 1), sent=topology.size - 1),
+    cost=lambda topology: Cost(steps=moves(topology), sent=topology.size - 1),
 )
 
 ALGORITHMS = (

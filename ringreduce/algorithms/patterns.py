@@ -24,6 +24,11 @@ def ceil_log2(number: int) -> int:
     return (number - 1).bit_length()
 
 
+def moves(topology: Topology) -> int:
+    """Return 1 if anything has to move, and 0 for a rank that is alone."""
+    return int(topology.size > 1)
+
+
 def node_order(topology: Topology) -> tuple[int, ...]:
     """Return all ranks, node after node, so that neighbours mostly share a node."""
     return tuple(rank for node in topology.nodes for rank in node)

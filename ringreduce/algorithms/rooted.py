@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ringreduce.algorithms import pairs
-from ringreduce.algorithms.patterns import block, ceil_log2, from_root
+from ringreduce.algorithms.patterns import block, ceil_log2, from_root, moves
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Steps, Transfer
 from ringreduce.common.topology import Topology
 
@@ -102,11 +102,6 @@ def _one_block(topology: Topology) -> int:
     return 1
 
 
-def _is_sent(topology: Topology) -> int:
-    """Return whether anything is sent: what a rank sends that sends its buffer once."""
-    return int(topology.size > 1)
-
-
 def _largest_subtree(topology: Topology) -> int:
     """Return how many blocks the rank hands on that hands on most, but for the root."""
     size, half = topology.size, (1 << ceil_log2(topology.size)) // 2
@@ -119,7 +114,7 @@ REDUCE_BINOMIAL = Algorithm(
     summary="halves the number of ranks that have partial sums in every step; wins across nodes for small buffers",
     steps=_backwards(_binomial, reduce=True),
     nblocks=_one_block,
-    cost=lambda topology: Cost(steps=ceil_log2(topology.size), sent=_is_sent(topology)),
+    cost=lambda topology: Cost(steps=ceil_log2(topology.size), sent=moves(topology)),
 )
 
 REDUCE_CHAIN = Algorithm(
@@ -128,7 +123,7 @@ REDUCE_CHAIN = Algorithm(
     summary="adds up from rank to rank, segment by segment; wins across nodes for large buffers",
     steps=_backwards(_chain, reduce=True),
     nblocks=_one_block,
-    cost=lambda topology: Cost(steps=topology.size - 1, sent=_is_sent(topology)),
+    cost=lambda topology: Cost(steps=topology.size - 1, sent=moves(topology)),
 )
 
 ALGORITHMS = (
@@ -146,7 +141,7 @@ ALGORITHMS = (
         summary="hands everything on from rank to rank, segment by segment; wins across nodes for large buffers",
         steps=_chain,
         nblocks=_one_block,
-        cost=lambda topology: Cost(steps=topology.size - 1, sent=_is_sent(topology)),
+        cost=lambda topology: Cost(steps=topology.size - 1, sent=moves(topology)),
     ),
     REDUCE_BINOMIAL,
     REDUCE_CHAIN,
@@ -155,14 +150,14 @@ ALGORITHMS = (
         collective=Collective.REDUCE,
         summary="reduces block b on rank b, all pairs at once, then sends to the root; wins where bits must not vary",
         steps=_reduce_direct,
-        cost=lambda topology: Cost(steps=2 * _is_sent(topology), sent=_is_sent(topology)),
+        cost=lambda topology: Cost(steps=2 * moves(topology), sent=moves(topology)),
     ),
     Algorithm(
         name="direct",
         collective=Collective.GATHER,
         summary="sends every block straight to the root; wins on up to some ten nodes",
         steps=_gather_direct,
-        cost=lambda topology: Cost(steps=_is_sent(topology), sent=_is_sent(topology) / topology.size),
+        cost=lambda topology: Cost(steps=moves(topology), sent=moves(topology) / topology.size),
     ),
     Algorithm(
         name="binomial",

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from ringreduce.algorithms.patterns import block, node_order, one_node_only, peers_after
+from ringreduce.algorithms.patterns import block, moves, node_order, one_node_only, peers_after
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
@@ -83,16 +83,12 @@ def _scatter(rank: int, topology: Topology, root: int) -> Iterator[Step]:
         yield Step(loads=(Transfer(root, block(rank)),))
 
 
-def _moves(topology: Topology) -> int:
-    return int(topology.size > 1)
-
-
 _two_shot = partial(Algorithm, name="two_shot", refuses=one_node_only)
 
 _load = partial(
     Algorithm,
     name="load",
-    cost=lambda topology: Cost(steps=_moves(topology), touched=(topology.size - 1) / topology.size),
+    cost=lambda topology: Cost(steps=moves(topology), touched=(topology.size - 1) / topology.size),
     refuses=one_node_only,
 )
 
@@ -101,7 +97,7 @@ ALGORITHMS = (
         collective=Collective.ALLREDUCE,
         summary="reduces block b on rank b in peers' memory, without a copy; wins on one node from some KiB up",
         steps=_allreduce,
-        cost=lambda topology: Cost(steps=_moves(topology), touched=2 * (topology.size - 1) / topology.size),
+        cost=lambda topology: Cost(steps=moves(topology), touched=2 * (topology.size - 1) / topology.size),
     ),
     _load(
         collective=Collective.REDUCE_SCATTER,
@@ -118,7 +114,7 @@ ALGORITHMS = (
         summary="loads everything from the root's memory; wins on one node",
         steps=_broadcast,
         nblocks=lambda topology: 1,
-        cost=lambda topology: Cost(steps=_moves(topology), touched=_moves(topology)),
+        cost=lambda topology: Cost(steps=moves(topology), touched=moves(topology)),
     ),
     _load(
         collective=Collective.ALLTOALL,
@@ -131,13 +127,13 @@ ALGORITHMS = (
         summary="the root loads and reduces everything from peers' memory; wins on one node for small buffers",
         steps=_reduce_by_root,
         nblocks=lambda topology: 1,
-        cost=lambda topology: Cost(steps=_moves(topology), touched=topology.size - 1),
+        cost=lambda topology: Cost(steps=moves(topology), touched=topology.size - 1),
     ),
     _two_shot(
         collective=Collective.REDUCE,
         summary="reduces block b on rank b, right into the root's memory; wins on one node from some KiB up",
         steps=_reduce,
-        cost=lambda topology: Cost(steps=_moves(topology), touched=_moves(topology)),
+        cost=lambda topology: Cost(steps=moves(topology), touched=moves(topology)),
     ),
     _load(
         collective=Collective.GATHER,
@@ -148,6 +144,6 @@ ALGORITHMS = (
         collective=Collective.SCATTER,
         summary="loads one's own block from the root's memory; wins on one node",
         steps=_scatter,
-        cost=lambda topology: Cost(steps=_moves(topology), touched=_moves(topology) / topology.size),
+        cost=lambda topology: Cost(steps=moves(topology), touched=moves(topology) / topology.size),
     ),
 )

@@ -16,9 +16,8 @@ from ringreduce.bench.cases import Case
 from ringreduce.bench.measure import Clock, Contender, Stopwatch, bound_contenders
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.gpu.cupy_driver import Driver
+from ringreduce.gpu.cupy_driver import Driver, cupy_tools
 from ringreduce.gpu.devices import STAGED
-from ringreduce.gpu.measuring import cupy_tools
 from ringreduce.training.objects import gather
 
 __all__ = ["Device", "Messages", "OnDevice", "OnHost", "Ours", "Tools", "device_operand", "giving", "in_one"]
@@ -200,7 +199,7 @@ class OnHost:
 
 
 class Tools(Stopwatch, Protocol):
-    """What measuring on a GPU takes; see `ringreduce.gpu.measuring`."""
+    """What measuring on a GPU takes; see `ringreduce.gpu.cupy_driver`."""
 
     driver: Driver
 
