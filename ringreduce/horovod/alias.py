@@ -11,11 +11,12 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ringreduce import runtime
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.launch import launch
-from ringreduce.horovod.common.util import check_extension
+from ringreduce.horovod.common.util import EXTENSIONS, check_extension
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class _Finder(MetaPathFinder):
         found = importlib.util.find_spec(ours)
         if found is None:
             raise ModuleNotFoundError(
-                f"no {fullname} here: ringreduce, in Horovod's place, is for PyTorch scripts and their horovod.torch",
+                f"no {fullname} here: ringreduce, in Horovod's place, has horovod.torch, horovod.tensorflow and "
+                "horovod.keras",
                 name=fullname,
             )
         is_package = found.submodule_search_locations is not None
@@ -84,12 +86,23 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         # It has run already, under its own name; that is what reload, pickle and relative imports shall see.
         module.__spec__ = self._spec
-        if self._ours == "ringreduce.torch":
+        if self._ours in map("ringreduce.{}".format, EXTENSIONS):
             vars(module).setdefault("check_extension", check_extension)  # which scripts import from there, too
+        if self._ours == "ringreduce.tensorflow.elastic":
+            vars(module).setdefault("__getattr__", _keras_state)
 
 
 def _counterpart(name: str) -> str:
     """Return the name of our module for a module of Horovod, whether it exists or not."""
     _, *below = name.split(".")
-    home = ["ringreduce"] if below[:1] == ["torch"] else ["ringreduce", "horovod"]
+    if below[:2] == ["tensorflow", "keras"]:
+        del below[0]
+    home = ["ringreduce"] if below[:1] and below[0] in EXTENSIONS else ["ringreduce", "horovod"]
     return ".".join([*home, *below])
+
+
+def _keras_state(name: str) -> Any:
+    """Find in ``horovod.tensorflow.elastic`` what is Keras's: here it is a binding of its own."""
+    if name != "TensorFlowKerasState":
+        raise AttributeError(f"module 'horovod.tensorflow.elastic' has no attribute {name!r}")
+    return importlib.import_module("ringreduce.keras").elastic.TensorFlowKerasState

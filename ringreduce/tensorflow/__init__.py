@@ -20,20 +20,43 @@ if tuple(map(int, re.findall(r"\d+", tensorflow.__version__)[:2])) < (2, 16):
         f"ringreduce.tensorflow needs TensorFlow 2.16 or newer, and {tensorflow.__version__} is installed"
     )
 
-from ringreduce.tensorflow import compression, functions, gradients, mpi_ops
+from ringreduce.tensorflow import (
+    compression,
+    elastic,
+    functions,
+    gradient_aggregation,
+    gradients,
+    mpi_ops,
+    optimizer,
+    sync_batch_norm,
+    util,
+)
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.functions import *  # noqa: F403  # what these export is written down there, and not once more
 from ringreduce.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
 from ringreduce.tensorflow.mpi_ops import *  # noqa: F403
+from ringreduce.tensorflow.optimizer import DistributedOptimizer
+from ringreduce.tensorflow.sync_batch_norm import SyncBatchNormalization
+from ringreduce.training.averages import weighted_average
+
+_executing_eagerly = tensorflow.executing_eagerly
 
 __all__ = [
     "Compression",
     "DistributedGradientTape",
+    "DistributedOptimizer",
     "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
     "compression",
+    "elastic",
     "functions",
+    "gradient_aggregation",
     "gradients",
     "mpi_ops",
+    "optimizer",
+    "sync_batch_norm",
+    "util",
+    "weighted_average",
 ]
 __all__ += functions.__all__ + mpi_ops.__all__
 __all__.sort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,12 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, run, traced_name
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.functions import name_of
+from ringreduce.training.applying import Distribution
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.host import HOST, ArraySpec
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.requests import Adasum, Op, RequestBuilder, chosen_op
-from ringreduce.training.wrapping import with_methods
 
 _Gradients = list[Any]
 
@@ -40,7 +40,6 @@ class GradientReduction:
         predivide: averages are divided by this before they are summed, and by the rest afterwards.
         groups: lists of variables, or a number of lists: the gradients of each are reduced together.
         process_set: the ranks that train together.
-        scale_local: whether gradients of local variables are divided by the number of ranks.
 
     Raises:
         ConfigError: an argument is wrong; the other ranks get a `MismatchError`.
@@ -56,7 +55,6 @@ class GradientReduction:
         predivide: float = 1.0,
         groups: Any = None,
         process_set: ProcessSet = global_process_set,
-        scale_local: bool = True,
     ) -> None:
         with RequestBuilder(kind, None, process_set):
             factor, chosen = real_number("gradient_predivide_factor", predivide), chosen_op(op, None)
@@ -64,18 +62,18 @@ class GradientReduction:
                 raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
         self._kind, self._op, self._compression, self._factor = kind, chosen, compression, factor
         self._sparse_as_dense, self._groups = sparse_as_dense, groups
-        self._process_set, self._scale_local = process_set, scale_local
+        self._process_set = process_set
         self._trainings: dict[Any, ListTraining] = {}
+        self._saved: dict[int, Any] = {}
 
     @entry
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int] = ()) -> _Gradients:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Gradients:
         """Return the averages, or sums, of gradients over the ranks. Collective.
 
         Args:
             gradients: of each variable; None where there is none. Outside of graphs, what a rank lacks counts as zeros,
                 and what no rank has stays None. In a graph None stays None, and the ranks have to agree on that.
             variables: to which they belong; variables, or whatever a gradient was asked for.
-            local: the ids of those whose gradients stay this rank's own.
 
         Raises:
             MismatchError: the ranks have different gradients.
@@ -84,10 +82,8 @@ class GradientReduction:
         if self._sparse_as_dense:
             made = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in made]
         eager, dense, sparse = tf.executing_eagerly(), [], []
-        for number, (gradient, variable) in enumerate(zip(made, variables, strict=True)):
-            if id(variable) in local:
-                made[number] = self._scaled(gradient)
-            elif isinstance(gradient, tf.IndexedSlices):
+        for number, gradient in enumerate(made):
+            if isinstance(gradient, tf.IndexedSlices):
                 sparse.append(number)
             elif gradient is not None or (eager and self._op != Adasum):
                 dense.append(number)
@@ -97,17 +93,17 @@ class GradientReduction:
                 made[number] = each
         return made
 
+    def state_dict(self) -> dict[int, Any]:
+        """Return what lossy compression keeps on this rank."""
+        return {number: state for number, each in enumerate(self._trainings.values()) if (state := each.state_dict())}
+
+    def load_state_dict(self, state: dict[int, Any]) -> None:
+        """Go on from what `state_dict` has returned, in the first step of a new reduction."""
+        self._saved = dict(state)
+
     @property
     def _alone(self) -> bool:
         return not self._process_set.included() or self._process_set.size() == 1
-
-    def _scaled(self, gradient: Any) -> Any:
-        if gradient is None or not self._scale_local:
-            return gradient
-        size = self._process_set.size()
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-        return gradient / size
 
     def _reduce_together(self, gradients: _Gradients, variables: Sequence[Any]) -> _Gradients:
         """Reduce dense gradients, those of ``variables``, and `tf.IndexedSlices` behind them."""
@@ -183,6 +179,8 @@ class GradientReduction:
                 groups=groups,
                 skip_unused=True,
             )
+            if (saved := self._saved.pop(len(self._trainings) - 1, None)) is not None:
+                found.load_state_dict(**saved)
         return found
 
 
@@ -190,6 +188,15 @@ def _spec(gradient: Host | None, variable: Any) -> tuple[tuple[int, ...], Any]:
     if gradient is None:
         return tuple(variable.shape), np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
     return gradient.shape, gradient.dtype
+
+
+def with_methods(instance: Any, **methods: Any) -> Any:
+    """Give an object of a class that is written in Python other methods, by name; return it."""
+    kind = type(instance)
+    instance.__class__ = type(
+        kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods}
+    )
+    return instance
 
 
 # ---- tapes ----
@@ -231,12 +238,12 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
     chosen: Any = groups or num_groups or None
     listed = isinstance(chosen, (list, tuple))
     how = {"op": op, "compression": compression, "sparse_as_dense": sparse_as_dense, "process_set": process_set}
-    how |= {"predivide": gradient_predivide_factor, "scale_local": scale_local_gradients}
+    how |= {"predivide": gradient_predivide_factor}
     key = *how.values(), tuple(tuple(map(id, group)) for group in chosen) if listed else chosen
     if key not in _reductions:
         _reductions[key] = GradientReduction("DistributedGradientTape", groups=chosen, **how)
-    reduction, kind = _reductions[key], type(gradtape)
-    local: dict[int, Any] = {}
+    kind = type(gradtape)
+    distribution = Distribution(_reductions[key].reduce, tf, process_set, scale_local=scale_local_gradients)
 
     def gradient(
         tape: Any,
@@ -247,15 +254,16 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
         use_generic_names: bool = False,
     ) -> Any:
         own = kind.gradient(tape, target, sources, output_gradients, unconnected_gradients)
-        reduced = reduction.reduce(tf.nest.flatten(own), tf.nest.flatten(sources), local)
+        reduced = distribution.reduced(tf.nest.flatten(own), tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(own, reduced)
 
     def register_local_source(tape: Any, source: Any) -> None:
-        local[id(source)] = source
+        distribution.local.append(source)
 
     def get_local_and_global_gradients(tape: Any, target: Any, sources: Any, *how: Any) -> tuple[list[Any], list[Any]]:
         found = zip(tf.nest.flatten(sources), tf.nest.flatten(tape.gradient(target, sources, *how)), strict=True)
         both: tuple[list[Any], list[Any]] = [], []
+        local = set(map(id, distribution.local))
         for source, each in found:
             both[id(source) not in local].append(each)
         return both
@@ -271,30 +279,14 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
 
 
 def PartialDistributedGradientTape(  # noqa: N802
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: Op = AVERAGE,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
+    gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None, **options: Any
 ) -> Any:
     """Do what `DistributedGradientTape` does, but for the weights of ``local_layers``: a layer of Keras, or several."""
-    shared = compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set
-    tape = DistributedGradientTape(gradtape, device_dense, device_sparse, *shared, scale_local_gradients)
-    for variable in variables_of(local_layers):
-        tape.register_local_source(variable)
-    return tape
-
-
-def variables_of(layers: Any) -> list[Any]:
-    """Return the trainable weights of a layer of Keras, or of several; None: of none."""
-    listed = [] if layers is None else [layers] if hasattr(layers, "trainable_weights") else list(layers)
+    tape = DistributedGradientTape(gradtape, *arguments, **options)
+    listed = [] if local_layers is None else [local_layers] if callable(local_layers) else list(local_layers)
     if not all(hasattr(each, "trainable_weights") for each in listed):
         raise ConfigError(f"local_layers are layers of Keras, got {listed!r}")
-    return [variable for layer in listed for variable in layer.trainable_weights]
+    for layer in listed:
+        for variable in layer.trainable_weights:
+            tape.register_local_source(variable)
+    return tape

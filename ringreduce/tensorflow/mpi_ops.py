@@ -73,6 +73,7 @@ __all__.sort()
 
 Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 
+_executing_eagerly = tf.executing_eagerly
 _basics = sys.modules[__name__]  # in Horovod an object whose methods are the functions that are here
 
 _Tensors = Sequence[Any]
@@ -190,8 +191,9 @@ def allreduce(
     Raises:
         NotImplementedError: `tf.IndexedSlices` are to be reduced otherwise than by `Average` or `Sum`, or scaled.
     """
-    how = (average, op), (prescale_factor, postscale_factor), compression, name, process_set
-    return _allreduce_all([tensor], *how)[0]
+    factors = prescale_factor, postscale_factor
+    how = device_dense, device_sparse, compression, op, *factors, process_set, ignore_name_scope, name
+    return grouped_allreduce([tensor], average, *how)[0]
 
 
 @entry
@@ -211,27 +213,18 @@ def grouped_allreduce(
     """Reduce several tensors as one operation; see `allreduce`. Collective."""
     if not tensors:
         return tensors
-    return _allreduce_all(tensors, (average, op), (prescale_factor, postscale_factor), compression, name, process_set)
-
-
-def _allreduce_all(
-    tensors: _Tensors,
-    ops: tuple[bool | None, Op | None],
-    factors: tuple[float, float],
-    compression: Any,
-    name: str | None,
-    process_set: ProcessSet,
-) -> list[Any]:
+    factors = prescale_factor, postscale_factor
     with RequestBuilder("allreduce", name, process_set):
-        op, wire = chosen_op(ops[1], ops[0]), wire_of(compression)
+        chosen, wire = chosen_op(op, average), wire_of(compression)
         slices = [each for each in tensors if isinstance(each, tf.IndexedSlices)]
-        if slices and (op not in (AVERAGE, SUM) or factors != (1.0, 1.0)):
+        if slices and (chosen not in (AVERAGE, SUM) or factors != (1.0, 1.0)):
             raise NotImplementedError("tf.IndexedSlices are averaged or summed, and not scaled: make them dense first")
         dense = tensors_of([each for each in tensors if not isinstance(each, tf.IndexedSlices)])
-        sent, contexts = zip(*map(compression.compress, dense), strict=True) if dense else ((), ())
-    gathered = iter(_gather_slices(slices, op, name, process_set) if slices else [])
-    reduced = _collectives(name, process_set).allreduce(sent, op, *factors, wire) if dense else []
-    decompressed = map(compression.decompress, reduced, contexts)
+        pairs = list(map(compression.compress, dense))
+    gathered = iter(_gather_slices(slices, chosen, name, process_set) if slices else [])
+    sent = [each for each, _ in pairs]
+    reduced = _collectives(name, process_set).allreduce(sent, chosen, *factors, wire) if sent else []
+    decompressed = (compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True))
     return [next(gathered if isinstance(each, tf.IndexedSlices) else decompressed) for each in tensors]
 
 

@@ -100,7 +100,7 @@ def test_a_plain_import_knows_its_binding() -> None:
     aliased("""
         import importlib, pickle, sys, horovod
         assert "torch" not in sys.modules
-        assert not hasattr(horovod, "tensorflow") and not hasattr(horovod, "no_such_thing")
+        assert not hasattr(horovod, "mxnet") and not hasattr(horovod, "no_such_thing")
         assert "torch" not in sys.modules
         assert hasattr(horovod, "torch") and horovod.torch is sys.modules["ringreduce.torch"]
         assert horovod.common.util.split_list
@@ -164,14 +164,14 @@ def test_common_modules(alone: None) -> None:
     for name in ("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm"):
         assert getattr(util, f"{name}_built")() == bool(getattr(hvd, f"{name}_built")())
     assert util.extension_available("torch")
-    assert not util.extension_available("tensorflow", verbose=True)
+    assert not util.extension_available("mxnet", verbose=True)
     assert util.gpu_available("torch") == (hvd.cuda_built() or hvd.rocm_built())
     assert [n for n in range(-1, 9) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8]
     assert util.split_list(list("abcde"), 3) == [["a", "b"], ["c", "d"], ["e"]]
     assert [util.is_iterable(each) for each in ([], 1)] == [True, False]
     util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", "somewhere", "mpi_lib_v2")
-    with pytest.raises(ImportError, match=r"horovod\.tensorflow"):
-        util.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", "somewhere")
+    with pytest.raises(ImportError, match=r"horovod\.mxnet"):
+        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", "somewhere")
     assert util.check_installed_version("pytorch", "2.0.0") is None
 
 

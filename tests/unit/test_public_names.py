@@ -125,7 +125,7 @@ for module, names in json.load(sys.stdin).items():
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "lightning", "pytorch_lightning"):
+        if error.name not in ("keras", "tensorflow", "torch", "lightning", "pytorch_lightning"):
             print(module, error)
         continue
     print(*(f"{module}.{name}" for name in names.split() if not hasattr(found, name)))

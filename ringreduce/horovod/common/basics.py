@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ringreduce.horovod.common.util import binding_in_use
+
 
 class HorovodBasics:
-    """The functions of ``horovod.torch`` as methods: ``HorovodBasics().rank()``.
+    """The functions of the binding in use as methods: ``HorovodBasics().rank()``.
 
     Args:
         ignored: Horovod's path and name of a compiled library; there is none.
@@ -16,6 +18,4 @@ class HorovodBasics:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        from ringreduce import torch
-
-        return getattr(torch, name)
+        return getattr(binding_in_use(), name)

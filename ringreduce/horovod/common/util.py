@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
 
 from ringreduce.horovod.common.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
+from ringreduce.training import built
 
 __all__ = [
     "EXTENSIONS",
@@ -40,7 +43,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-EXTENSIONS = ["torch"]
+EXTENSIONS = ["torch", "tensorflow", "keras"]
 
 
 def get_ext_suffix() -> str:
@@ -71,14 +74,14 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether there is a binding for a framework: for ``"torch"`` if that is installed, and that only."""
-    return ext_base_name == "torch" and importlib.util.find_spec("torch") is not None
+    """Return whether there is a binding for a framework, ``"torch"``, and it is installed."""
+    return ext_base_name in EXTENSIONS and importlib.util.find_spec(ext_base_name) is not None
 
 
 def check_extension(ext_name: str, *ignored: Any) -> None:
     """Raise ImportError unless there is a binding by this name: ``"horovod.torch"``."""
     if not extension_available(ext_name.rpartition(".")[2]):
-        raise ImportError(f"there is no {ext_name} here: ringreduce is for PyTorch, which must be installed")
+        raise ImportError(f"there is no {ext_name} here: its framework must be one of {EXTENSIONS}, and installed")
 
 
 def check_installed_version(name: str, version: str, exception: BaseException | None = None) -> None:
@@ -87,21 +90,34 @@ def check_installed_version(name: str, version: str, exception: BaseException | 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether the binding for a framework can use GPUs."""
-    return extension_available(ext_base_name) and (cuda_built() or rocm_built())
+    return extension_available(ext_base_name) and bool(_binding(ext_base_name).cuda_built())
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Return whether the framework in use is built for CUDA."""
+    return bool(binding_in_use().cuda_built())
+
+
+def binding_in_use() -> Any:
+    """Return the binding of PyTorch or TensorFlow that was imported, or else that of PyTorch."""
+    return _binding(next((each for each in ("torch", "tensorflow") if f"ringreduce.{each}" in sys.modules), "torch"))
+
+
+def _binding(framework: str) -> Any:
+    # This late, because who only asks for an exception need not have it.
+    return importlib.import_module(f"ringreduce.{framework}")
 
 
 def _built(library: str) -> Callable[..., bool]:
-    def built(verbose: bool = False) -> bool:
-        from ringreduce import torch  # this late, because who only asks for an exception need not have it
+    def found(verbose: bool = False) -> bool:
+        return bool(getattr(built, f"{library}_built")())
 
-        return bool(getattr(torch, f"{library}_built")())
-
-    built.__name__ = built.__qualname__ = f"{library}_built"
-    built.__doc__ = f"Return whether {library} can be used, as ``horovod.torch.{library}_built()`` says."
-    return built
+    found.__name__ = found.__qualname__ = f"{library}_built"
+    found.__doc__ = f"Return whether {library} can be used, as ``horovod.torch.{library}_built()`` says."
+    return found
 
 
-mpi_built, gloo_built, nccl_built, cuda_built = map(_built, ("mpi", "gloo", "nccl", "cuda"))
+mpi_built, gloo_built, nccl_built = map(_built, ("mpi", "gloo", "nccl"))
 ddl_built, ccl_built, rocm_built = map(_built, ("ddl", "ccl", "rocm"))
 
 

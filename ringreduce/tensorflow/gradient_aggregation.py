@@ -1,0 +1,73 @@
+"""Gradients of several backward passes that make one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.tensorflow.calls import Host, Spec, entry, run
+
+
+class LocalGradientAggregationHelper:
+    """Sums up the gradients of passes on this rank, and reduces the sum of the last one.
+
+    Args:
+        backward_passes_per_step: so many; the same on all ranks.
+        allreduce_func: takes gradients and their variables; returns averages or sums.
+        sparse_as_dense: whether `tf.IndexedSlices` become tensors; else they are refused.
+        average_aggregated_gradients: whether the sum is divided by the number of passes.
+        ignored: what Horovod has besides.
+    """
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+        sparse_as_dense: bool = False,
+        average_aggregated_gradients: bool = False,
+        **ignored: Any,
+    ) -> None:
+        self._passes = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
+        self._reduce, self._sparse_as_dense = allreduce_func, sparse_as_dense
+        self._divisor = self._passes if average_aggregated_gradients else 1
+        self._sums: list[Host] = []
+        self._made = 0
+        self._due: Any = None
+
+    @entry
+    def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """Return what the passes have given together, reduced over the ranks after the last one. Collective then."""
+        numbers = [number for number, each in enumerate(grads) if each is not None]
+        if not self._sparse_as_dense and any(isinstance(each, tf.IndexedSlices) for each in grads):
+            raise ConfigError("sparse gradients of several passes cannot be summed up: use sparse_as_dense=True")
+        given, variables = [tf.convert_to_tensor(grads[n]) for n in numbers], [vars[n] for n in numbers]
+
+        def specs() -> list[Spec]:
+            return [*((each.dtype, each.shape) for each in given), (tf.bool, [])]
+
+        *sums, self._due = run(self._add, given, specs, in_order=False)
+        result = list(grads)
+        reduced = tf.cond(self._due, lambda: list(self._reduce(sums, variables)), lambda: sums)
+        for number, each in zip(numbers, reduced, strict=True):
+            result[number] = each
+        return result
+
+    @entry
+    def apply_gradients(self, apply_grads_closure: Callable[[], Any], *ignored: Any, **options: Any) -> Any:
+        """Call a function that makes a step, if one is due after the last `compute_gradients`."""
+        return tf.cond(self._due, lambda: tf.group(apply_grads_closure()), tf.no_op)
+
+    def _add(self, gradients: list[Host]) -> list[Host]:
+        if self._made == 0:
+            self._sums = list(map(np.array, gradients))
+        else:
+            for total, each in zip(self._sums, gradients, strict=True):
+                np.add(total, each, out=total)
+        self._made = (self._made + 1) % self._passes
+        sums = [np.array(each / self._divisor if self._made == 0 else each, each.dtype) for each in self._sums]
+        return [*sums, np.array(self._made == 0)]

@@ -1,0 +1,125 @@
+"""Optimizers that average gradients over the ranks: those of Keras and those of TensorFlow 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.tensorflow.calls import entry
+from ringreduce.tensorflow.compression import Compression
+from ringreduce.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from ringreduce.tensorflow.gradients import GradientReduction, with_methods
+from ringreduce.tensorflow.mpi_ops import grouped_allreduce
+from ringreduce.training.applying import Distribution, distribute
+from ringreduce.training.requests import Adasum, Op
+
+
+@entry
+def DistributedOptimizer(  # noqa: N802  # it stands for a class, as Horovod's does
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Op = AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Let an optimizer average gradients over the ranks before it applies them; return it.
+
+    It stays the object that it is, with its state. ``optimizer.register_local_var(variable)`` lets the gradient of a
+    variable stay this rank's own.
+
+    Args:
+        optimizer: of Keras, on its backend tensorflow, or of `tf.compat.v1.train`, for sessions and eager programs.
+        name, use_locking, device_dense, device_sparse: without meaning here, taken for Horovod's sake.
+        compression: of `Compression`; must agree on all ranks, as all that follow must.
+        sparse_as_dense: whether `tf.IndexedSlices` become tensors; else they are gathered.
+        backward_passes_per_step: so many passes make a step; their gradients are summed up on each rank.
+        op: `Average` or `Sum`; or, for an optimizer of TensorFlow 1, `Adasum` of what its steps change.
+        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
+        average_aggregated_gradients: whether the sum of the passes is divided by their number.
+        num_groups, groups: lists of variables, or a number of lists; gradients of a list are reduced together.
+        process_set: the ranks that train together.
+        scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
+
+    Raises:
+        ConfigError: an argument is wrong, or two do not go together.
+    """
+    passes = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
+    is_first = isinstance(optimizer, tf.compat.v1.train.Optimizer)
+    if not is_first and not hasattr(optimizer, "apply_gradients"):
+        raise ConfigError(f"this is no optimizer of Keras or of TensorFlow 1, but a {type(optimizer).__name__}")
+    if op == Adasum and (not is_first or passes > 1 or average_aggregated_gradients):
+        raise ConfigError("Adasum is for optimizers of tf.compat.v1.train, with backward_passes_per_step=1")
+    reduction = GradientReduction(
+        "DistributedOptimizer",
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        predivide=gradient_predivide_factor,
+        groups=groups or num_groups or None,
+        process_set=process_set,
+    )
+    local = scale_local_gradients
+    if not is_first:
+        factor = 1.0 if average_aggregated_gradients else float(passes)
+        how = Distribution(reduction.reduce, tf.keras.ops, process_set, scale_local=local, factor=factor)
+        return distribute(optimizer, how, passes)
+    if op == Adasum:
+        return _with_adasum(optimizer, process_set)
+    distribution = Distribution(reduction.reduce, tf, process_set, scale_local=local)
+    if passes == 1:
+        return _with_reduction(optimizer, distribution, distribution.reduced)
+    helper = LocalGradientAggregationHelper(passes, distribution.reduced, sparse_as_dense, average_aggregated_gradients)
+    return _with_reduction(optimizer, distribution, helper.compute_gradients, helper.apply_gradients)
+
+
+def _with_reduction(optimizer: Any, distribution: Distribution, reduce: Any, apply: Any = None) -> Any:
+    kind = type(optimizer)
+
+    def compute_gradients(self: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        gradients, variables = zip(*kind.compute_gradients(self, *args, **kwargs), strict=True)
+        return list(zip(reduce(gradients, variables), variables, strict=True))
+
+    def apply_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(lambda: kind.apply_gradients(self, *args, **kwargs))
+
+    def register_local_var(self: Any, var: Any) -> None:
+        distribution.local.append(var)
+
+    methods = {"compute_gradients": entry(compute_gradients), "register_local_var": register_local_var}
+    if apply is not None:
+        methods["apply_gradients"] = entry(apply_gradients)
+    return with_methods(optimizer, **methods)
+
+
+def _with_adasum(optimizer: Any, process_set: ProcessSet) -> Any:
+    """Let the ranks combine what their steps change."""
+    kind = type(optimizer)
+
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        grads_and_vars = list(grads_and_vars)
+        variables = [variable for gradient, variable in grads_and_vars if gradient is not None]
+        before = [tf.identity(each) for each in variables]
+        with tf.control_dependencies(before):
+            applied = tf.group(kind.apply_gradients(self, grads_and_vars, *args, **kwargs))
+        with tf.control_dependencies([] if applied is None else [applied]):
+            changes = [each.read_value() - old for each, old in zip(variables, before, strict=True)]
+        combined = grouped_allreduce(changes, op=Adasum, process_set=process_set)
+        return tf.group(*(each.assign(old + new) for each, old, new in zip(variables, before, combined, strict=True)))
+
+    return with_methods(optimizer, apply_gradients=entry(apply_gradients))

@@ -1,0 +1,648 @@
+"""TensorFlow: collectives at once, in functions and in sessions, against closed forms; tapes and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+tf = pytest.importorskip("tensorflow")
+
+import ringreduce as rr  # noqa: E402
+import ringreduce.tensorflow as hvd  # noqa: E402
+from ringreduce.testing.toy import RATE  # noqa: E402
+from ringreduce.testing.training import CHECKS, check_mismatches  # noqa: E402
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+TRIANGLE = sum(range(SIZE))
+SEVERAL = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+v1 = tf.compat.v1
+
+
+def in_session(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a function of tensors in a graph of TensorFlow 1, and returns arrays."""
+
+    def called(*arguments: Any) -> Any:
+        with tf.Graph().as_default(), v1.Session() as session:
+            made = function(*[tf.constant(np.asarray(each)) for each in arguments])
+            return session.run(made)
+
+    return called
+
+
+@pytest.fixture(params=["eager", "function", "session"])
+def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """What calls a function as it is, as a `tf.function`, or in a session."""
+    return {"eager": lambda function: function, "function": tf.function, "session": in_session}[request.param]
+
+
+@pytest.fixture(params=["eager", "function"])
+def step(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """What calls a function as it is, or as a `tf.function`."""
+    return {"eager": lambda function: function, "function": tf.function}[request.param]
+
+
+# ---- collectives ----
+
+
+def test_tensors_are_reduced(called: Any) -> None:
+    mine = tf.range(7.0) + RANK
+    for op, expected in (
+        (hvd.Sum, np.arange(7.0) * SIZE + TRIANGLE),
+        (hvd.Average, np.arange(7.0) + TRIANGLE / SIZE),
+        (hvd.Min, np.arange(7.0)),
+        (hvd.Max, np.arange(7.0) + SIZE - 1),
+    ):
+        np.testing.assert_allclose(called(lambda each, op=op: hvd.allreduce(each, op=op))(mine), expected, rtol=1e-6)
+    scaled = called(lambda each: hvd.allreduce(each, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5))(mine)
+    np.testing.assert_allclose(scaled, np.arange(7.0) * SIZE + TRIANGLE)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "int64", "float16", "bfloat16", "float64", "complex64"])
+def test_every_dtype_travels(called: Any, dtype: str) -> None:
+    op = hvd.Sum if dtype == "complex64" else hvd.Max
+    for shape in ((), (11,), (0,), (2, 3)):
+        values = tf.cast(tf.ones(shape), dtype)
+        made = np.asarray(called(lambda each: hvd.allreduce(each, op=op))(values))
+        assert made.dtype == values.dtype.as_numpy_dtype
+        assert made.shape == shape
+        np.testing.assert_array_equal(made, np.asarray(values) * (SIZE if dtype == "complex64" else 1))
+
+
+def test_a_group_is_one_operation(called: Any) -> None:
+    def function(first: Any, second: Any) -> Any:
+        return hvd.grouped_allreduce([first, second], op=hvd.Sum, name="group")
+
+    first, second = called(function)(tf.ones([3, 2]) * RANK, tf.constant(RANK, tf.int32))
+    np.testing.assert_array_equal(first, np.full((3, 2), TRIANGLE))
+    assert second == TRIANGLE
+    parts = called(lambda each: hvd.grouped_allgather([each, 2 * each]))(tf.ones([RANK + 1, 2]))
+    assert [each.shape for each in parts] == [(TRIANGLE + SIZE, 2)] * 2
+    parts = called(lambda each: hvd.grouped_reducescatter([each, each], op=hvd.Sum))(tf.range(5.0))
+    for part in parts:
+        np.testing.assert_allclose(part, np.array_split(np.arange(5.0) * SIZE, SIZE)[RANK])
+    assert hvd.grouped_allreduce([]) == []
+
+
+def test_rows_are_gathered_scattered_and_exchanged(called: Any) -> None:
+    mine = tf.fill([RANK + 1, 3], float(RANK))
+    ragged = called(hvd.allgather)(mine)
+    np.testing.assert_array_equal(ragged[:, 0], np.repeat(np.arange(SIZE), np.arange(SIZE) + 1))
+    np.testing.assert_allclose(called(hvd.reducescatter)(tf.range(5.0)), np.array_split(np.arange(5.0), SIZE)[RANK])
+    equal = called(hvd.alltoall)(tf.range(SIZE) + 10 * RANK)
+    np.testing.assert_array_equal(equal, 10 * np.arange(SIZE) + RANK)
+    sent = tf.range(SIZE + 1) + 10 * RANK
+    splits = np.array([2] + [1] * (SIZE - 1), np.int32)
+    received, counts = called(lambda each: hvd.alltoall(each, splits))(sent)
+    assert len(received) == SIZE * splits[RANK]
+    np.testing.assert_array_equal(counts, np.full(SIZE, splits[RANK]))
+    root = SIZE - 1
+    np.testing.assert_array_equal(called(lambda each: hvd.broadcast(each, root))(tf.ones(2) * RANK), [root] * 2)
+
+
+def test_few_rows_travel_as_slices(called: Any) -> None:
+    def function(values: Any) -> Any:
+        slices = tf.IndexedSlices(values, tf.range(RANK + 1), tf.constant([7, 2]))
+        alone = hvd.allreduce(slices)
+        dense, grouped = hvd.grouped_allreduce([values[0], slices], op=hvd.Sum)
+        return alone.values, alone.indices, dense, tf.convert_to_tensor(grouped)
+
+    values, indices, dense, whole = called(function)(tf.ones([RANK + 1, 2]))
+    rows = [row for rank in range(SIZE) for row in range(rank + 1)]
+    np.testing.assert_array_equal(indices, rows)
+    np.testing.assert_allclose(values, np.full((len(rows), 2), 1.0 / SIZE))
+    np.testing.assert_array_equal(dense, np.full(2, SIZE))
+    np.testing.assert_array_equal(whole[:, 0], np.bincount(rows, minlength=7))
+
+
+def test_slices_are_neither_scaled_nor_compared() -> None:
+    slices = tf.IndexedSlices(tf.ones([1, 2]), tf.range(1), tf.constant([7, 2]))
+    for options in ({"op": hvd.Min}, {"op": hvd.Adasum}, {"prescale_factor": 2.0}):
+        with pytest.raises(NotImplementedError):
+            hvd.allreduce(slices, **options)
+        with pytest.raises(NotImplementedError):
+            hvd.grouped_allreduce([slices, tf.ones(1)], **options)
+        WORLD.barrier()
+
+
+def test_gradients_are_those_of_the_sum_of_all_losses(called: Any) -> None:
+    weight, total, count = RANK + 1.0, TRIANGLE + SIZE, 2 * SIZE
+
+    def gradient(function: Callable[[Any], Any]) -> Any:
+        def of(each: Any) -> Any:
+            if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+                with tf.GradientTape() as tape:
+                    tape.watch(each)
+                    loss = tf.reduce_sum(function(each)) * weight
+                return tape.gradient(loss, each)
+            return tf.gradients(tf.reduce_sum(function(each)) * weight, each)[0]
+
+        return np.asarray(called(of)(tf.range(float(count))))
+
+    np.testing.assert_allclose(gradient(lambda each: hvd.allreduce(each, op=hvd.Sum)), np.full(count, total))
+    np.testing.assert_allclose(gradient(hvd.allreduce), np.full(count, total / SIZE))
+    np.testing.assert_allclose(gradient(hvd.allgather), np.full(count, total))
+    root = SIZE - 1
+    expected = np.full(count, total if root == RANK else 0.0)
+    np.testing.assert_allclose(gradient(lambda each: hvd.broadcast(each, root)), expected)
+    owners = np.repeat(np.arange(SIZE) + 1.0, 2)
+    np.testing.assert_allclose(gradient(lambda each: hvd.reducescatter(each, op=hvd.Sum)), owners)
+    np.testing.assert_allclose(gradient(lambda each: hvd.alltoall(each, [2] * SIZE)[0]), owners)
+    np.testing.assert_allclose(gradient(hvd.alltoall), owners)
+
+
+def test_gradients_of_ragged_rows_come_back(step: Any) -> None:
+    """The counts are unknown when the function is made, and differ in each run."""
+
+    @step
+    def gradient(rows: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            loss = tf.reduce_sum(hvd.allgather(rows) * (RANK + 1.0))
+        return tape.gradient(loss, rows)
+
+    for more in range(3):
+        rows = tf.ones([RANK + more, 2])
+        np.testing.assert_allclose(gradient(rows), np.full((RANK + more, 2), TRIANGLE + SIZE))
+
+
+def test_second_gradients_flow(step: Any) -> None:
+    @step
+    def second(each: Any) -> Any:
+        with tf.GradientTape() as outer:
+            outer.watch(each)
+            with tf.GradientTape() as inner:
+                inner.watch(each)
+                cubed = tf.reduce_sum(hvd.allreduce(each, op=hvd.Sum) ** 3)
+            first = inner.gradient(cubed, each)
+        return outer.gradient(first, each)
+
+    # With S = P x, the first is 3 P S^2 on each rank; those of all ranks together are 3 P^2 S^2.
+    np.testing.assert_allclose(second(tf.constant([1.0])), [6.0 * SIZE**3])
+
+
+def test_results_stay_as_they_are(step: Any) -> None:
+    """Though the next call reduces into the same memory of the toolkit."""
+    variable = tf.Variable(tf.zeros(300_000))
+
+    @step
+    def reduced(number: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * number)
+        return hvd.DistributedGradientTape(tape, op=hvd.Sum).gradient(loss, variable)
+
+    kept = [reduced(tf.constant(float(number))) for number in range(5)]
+    for number, each in enumerate(kept):
+        np.testing.assert_array_equal(each, np.full(300_000, float(number * SIZE)))
+
+
+def test_arguments_stay_as_they_are(called: Any) -> None:
+    mine = tf.ones(5) * (RANK + 1)
+    called(lambda each: hvd.allreduce(each, op=hvd.Sum))(mine)
+    np.testing.assert_array_equal(mine, np.full(5, RANK + 1.0))
+
+
+@pytest.mark.parametrize("count", [1, 3, 17])
+def test_results_are_where_tensorflow_can_use_them(step: Any, count: int) -> None:
+    """Ops abort the process if memory that is not TensorFlow's begins at some addresses."""
+    made = step(lambda each: hvd.grouped_allreduce([each, each + 1, 2 * each], op=hvd.Sum))(tf.ones(count))
+    first, second, third = (tf.reduce_sum(each + 1.0) for each in made)
+    assert (first + second + third).numpy() == count * (SIZE + 1 + 2 * SIZE + 1 + 2 * SIZE + 1)
+    whole = hvd.allgather(tf.ones([count, 3]))
+    np.testing.assert_allclose(tf.matmul(whole[1:], tf.ones([3, 2])), np.full((count * SIZE - 1, 2), 3.0))
+
+
+def test_control_flow(step: Any) -> None:
+    @step
+    def looped(each: Any, count: Any) -> Any:
+        for _ in tf.range(count):
+            each = hvd.allreduce(each) * 2.0
+        return hvd.allreduce(each) if count > 2 else each
+
+    np.testing.assert_allclose(looped(tf.fill([3], float(RANK)), tf.constant(3)), np.full(3, 8 * TRIANGLE / SIZE))
+
+
+def test_many_operations_of_a_session_find_each_other() -> None:
+    with tf.Graph().as_default(), v1.Session() as session:
+        made = [hvd.allreduce(tf.fill([3], float(number + RANK)), op=hvd.Sum) for number in range(60)]
+        for number, each in enumerate(session.run(made)):
+            np.testing.assert_array_equal(each, np.full(3, number * SIZE + TRIANGLE))
+
+
+def test_numbers_are_those_of_the_world(called: Any) -> None:
+    numbers = called(lambda: [hvd.rank_op(), hvd.size_op(), hvd.process_set_included_op(), hvd.local_size_op()])()
+    assert [int(each) for each in numbers] == [RANK, SIZE, 1, hvd.local_size()]
+    assert int(called(lambda: hvd.process_set_included_op(99))()) == -2
+    assert hvd.process_set_included_op().dtype == tf.int32
+    assert (hvd.mpi_ops._basics.size(), hvd.util._executing_eagerly()) == (SIZE, True)
+
+
+def test_some_ranks_reduce_among_themselves(called: Any) -> None:
+    process_set = hvd.add_process_set([SIZE - 1]) if SIZE > 1 else hvd.global_process_set
+    try:
+        if process_set.included():
+            made = called(lambda each: hvd.allreduce(each, op=hvd.Sum, process_set=process_set))(tf.ones(3))
+            np.testing.assert_array_equal(made, np.ones(3))
+    finally:
+        if SIZE > 1:
+            hvd.remove_process_set(process_set)
+
+
+def test_compressed_tensors_travel(step: Any) -> None:
+    for compression in (hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.int8, hvd.Compression.none):
+        made = step(lambda each, how=compression: hvd.allreduce(each, compression=how, op=hvd.Sum))(tf.ones(100))
+        assert made.dtype == tf.float32
+        np.testing.assert_allclose(made, np.full(100, float(SIZE)), rtol=0.02)
+    sent, context = hvd.Compression.fp16.compress(tf.ones(3))
+    assert sent.dtype == tf.float16
+    assert hvd.Compression.fp16.decompress(sent, context).dtype == tf.float32
+    with pytest.raises(rr.ConfigError, match="powersgd"):
+        hvd.allreduce(tf.ones(3), compression=hvd.Compression.powersgd)
+
+
+# ---- errors ----
+
+
+@SEVERAL
+def test_ranks_that_disagree_hear_the_same_error_and_go_on(called: Any) -> None:
+    reduce = called(lambda each: hvd.allreduce(each, op=hvd.Sum))
+    with pytest.raises(rr.MismatchError) as caught:
+        reduce(tf.ones(3 + (RANK == 0)))
+    assert isinstance(caught.value, tf.errors.FailedPreconditionError)
+    assert sorted(caught.value.values) == list(range(SIZE))
+    assert caught.value.in_step
+    assert "rank 0" in str(caught.value)
+    np.testing.assert_array_equal(reduce(tf.ones(3)), np.full(3, float(SIZE)))
+
+
+@SEVERAL
+def test_wrong_arguments_of_one_rank_reach_all(called: Any) -> None:
+    factor: Any = "x" if RANK == 0 else 1.0
+    with pytest.raises((rr.ConfigError, rr.MismatchError)) as caught:
+        called(lambda each: hvd.allreduce(each, op=hvd.Sum, prescale_factor=factor, name="scaled"))(tf.ones(3))
+    assert isinstance(caught.value, rr.ConfigError if RANK == 0 else rr.MismatchError)
+    assert isinstance(caught.value, tf.errors.InvalidArgumentError if RANK == 0 else tf.errors.OpError)
+    assert str(caught.value)
+
+
+def test_what_cannot_be_sent_is_refused(called: Any) -> None:
+    with pytest.raises(rr.UnsupportedBufferError, match="at least one dimension") as caught:
+        called(hvd.allgather)(tf.constant(1.0))
+    assert isinstance(caught.value, tf.errors.InvalidArgumentError)
+    with tf.GradientTape() as tape:
+        each = tf.ones(2)
+        tape.watch(each)
+        largest = hvd.allreduce(each, op=hvd.Max)
+    with pytest.raises(rr.ConfigError, match="no gradient flows through allreduce with op max"):
+        tape.gradient(largest, each)
+    with pytest.raises(tf.errors.InvalidArgumentError):  # one of TensorFlow's own
+        tf.reshape(tf.ones(3), [2])
+
+
+# ---- variables and objects ----
+
+
+def test_variables_become_the_root_s(step: Any) -> None:
+    variables = [tf.Variable(tf.fill([3, 2], float(RANK)), name="a"), tf.Variable(RANK, name="b")]
+
+    @step
+    def broadcast() -> None:
+        hvd.broadcast_variables(variables, SIZE - 1)
+
+    broadcast()
+    assert [float(tf.reduce_max(each)) for each in variables] == [SIZE - 1] * 2
+    variables[0].assign(tf.fill([3, 2], float(RANK)))
+    (value,) = hvd.broadcast_(variables[:1], 0)
+    np.testing.assert_array_equal(value, np.zeros((3, 2)))
+    np.testing.assert_array_equal(variables[0], np.zeros((3, 2)))
+    hvd.broadcast_variables([], 0)
+
+
+def test_variables_of_a_session_become_the_root_s() -> None:
+    with tf.Graph().as_default():
+        fed = v1.placeholder(tf.float32, [2])
+        variable = v1.get_variable("v", initializer=tf.fill([2], float(RANK)))
+        reduced = hvd.allreduce(fed)
+        hook = hvd.BroadcastGlobalVariablesHook(0)
+        with v1.train.MonitoredSession(hooks=[hook]) as session:
+            np.testing.assert_array_equal(session.run(variable), np.zeros(2))
+            np.testing.assert_array_equal(session.run(reduced, {fed: np.ones(2)}), np.ones(2))
+    with pytest.raises(RuntimeError, match="does not support eager execution"):
+        hvd.broadcast_global_variables(0)
+
+
+@SEVERAL
+def test_other_variables_are_a_mismatch(step: Any) -> None:
+    variable = tf.Variable(tf.zeros(3 + (RANK == 0)), name="v")
+
+    @step
+    def broadcast() -> None:
+        hvd.broadcast_variables([variable], 0)
+
+    with pytest.raises(rr.MismatchError, match="shape"):
+        broadcast()
+
+
+def test_objects_travel() -> None:
+    assert hvd.broadcast_object({"rank": RANK, "array": tf.ones(3)}, 0)["rank"] == 0
+    assert hvd.broadcast_object_fn(SIZE - 1)(RANK) == SIZE - 1
+    assert hvd.allgather_object(RANK) == list(range(SIZE))
+
+
+# ---- tapes ----
+
+
+def test_a_tape_averages_gradients(step: Any) -> None:
+    w, e, u = (
+        tf.Variable(tf.ones([3, 2]), name="w"),
+        tf.Variable(tf.ones([5, 2]), name="e"),
+        tf.Variable([1.0], name="u"),
+    )
+
+    @step
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w) * (RANK + 1.0) + tf.reduce_sum(tf.gather(e, tf.range(RANK + 1)))
+        return hvd.DistributedGradientTape(tape).gradient(loss, {"w": w, "more": [e, u]})
+
+    for _ in range(4):
+        made = gradients()
+        np.testing.assert_allclose(made["w"], np.full((3, 2), (TRIANGLE + SIZE) / SIZE))
+        slices, unused = made["more"]
+        assert isinstance(slices, tf.IndexedSlices)
+        rows = np.bincount([row for rank in range(SIZE) for row in range(rank + 1)], minlength=5)[:5]
+        np.testing.assert_allclose(tf.convert_to_tensor(slices)[:, 0], rows / SIZE)
+        assert unused is None
+
+
+def test_tapes_are_wrapped_before_in_and_after_their_with() -> None:
+    variable = tf.Variable([1.0, 2.0])
+    expected = np.full(2, (TRIANGLE + SIZE) / SIZE)
+
+    def loss() -> Any:
+        return tf.reduce_sum(variable) * (RANK + 1.0)
+
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        made = loss()
+    np.testing.assert_allclose(tape.gradient(made, variable), expected)
+    with tf.GradientTape() as own:
+        made = loss()
+        within = hvd.DistributedGradientTape(own)
+        np.testing.assert_allclose(within.gradient(made, [variable])[0], expected)
+    with tf.GradientTape(persistent=True) as own:
+        made = loss()
+    tape = hvd.DistributedGradientTape(own, sparse_as_dense=True)
+    for _ in range(2):
+        np.testing.assert_allclose(tape.gradient(made, variable), expected)
+    np.testing.assert_allclose(own.gradient(made, variable), np.full(2, RANK + 1.0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_predivide_factor": 2.0},
+        {"num_groups": 2},
+        {"compression": hvd.Compression.fp16},
+        {"sparse_as_dense": True},
+        {"op": hvd.Adasum},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_a_tape(step: Any, options: dict[str, Any]) -> None:
+    first, second = tf.Variable(tf.ones(4), name="first"), tf.Variable(tf.ones([3, 2]), name="second")
+
+    @step
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(first) * 2.0 + tf.reduce_sum(tf.gather(second, [0, 2]))
+        how = {"groups": [[first, second]]} if options.get("sparse_as_dense") else {}
+        return hvd.DistributedGradientTape(tape, **options, **{**how, "sparse_as_dense": True}).gradient(
+            loss, [first, second]
+        )
+
+    for _ in range(3):
+        one, two = gradients()
+        np.testing.assert_allclose(one, np.full(4, 2.0))
+        np.testing.assert_allclose(tf.convert_to_tensor(two), [[1, 1], [0, 0], [1, 1]])
+
+
+def test_local_sources_stay_this_rank_s(step: Any) -> None:
+    common, own, layer = tf.Variable([1.0]), tf.Variable([1.0]), tf.keras.layers.Dense(1, use_bias=False)
+    layer.build((None, 1))
+    (kernel,) = layer.trainable_weights
+
+    @step
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(common + own + layer(tf.ones([1, 1]))) * (RANK + 1.0)
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer, scale_local_gradients=False)
+        tape.register_local_source(own)
+        return tape.get_local_and_global_gradients(loss, [common, own, kernel])
+
+    (first, second), (shared,) = gradients()
+    np.testing.assert_allclose(shared, [(TRIANGLE + SIZE) / SIZE])
+    np.testing.assert_allclose(first, [RANK + 1.0])
+    np.testing.assert_allclose(second, [[RANK + 1.0]])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(own) * (RANK + 1.0)
+    scaled = hvd.DistributedGradientTape(tape)
+    scaled.register_local_source(own)
+    np.testing.assert_allclose(scaled.gradient(loss, own), [(RANK + 1.0) / SIZE])
+
+
+def test_gradients_that_some_ranks_lack_count_as_zeros() -> None:
+    variable, other = tf.Variable([1.0], name="one"), tf.Variable([1.0], name="other")
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable) + (tf.reduce_sum(other) if RANK == 0 else 0.0)
+        first, second = hvd.DistributedGradientTape(tape).gradient(loss, [variable, other])
+        np.testing.assert_allclose([first, second], [[1.0], [1.0 / SIZE]])
+
+
+@SEVERAL
+def test_other_gradients_are_a_mismatch(step: Any) -> None:
+    variables = [tf.Variable([1.0], name="lonely"), tf.Variable([[2.0]] * (3 + RANK), name="ragged")]
+
+    @step
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variables[0]) + tf.reduce_sum(variables[1])
+        return hvd.DistributedGradientTape(tape).gradient(loss, variables)
+
+    with pytest.raises(rr.MismatchError, match="ragged"):
+        gradients()
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="part of averaging"):
+        hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(rr.ConfigError, match="layers of Keras"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[1])
+    with pytest.raises(ValueError, match="no optimizer"):
+        hvd.DistributedOptimizer(object())
+    with pytest.raises(rr.ConfigError, match="Adasum"):
+        hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), op=hvd.Adasum)
+
+
+# ---- optimizers ----
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("average", [False, True])
+def test_optimizers_of_a_session_step_together(passes: int, average: bool) -> None:
+    with tf.Graph().as_default():
+        fed = v1.placeholder(tf.float32, [])
+        variable = v1.get_variable("v", initializer=tf.constant([1.0, 2.0]))
+        optimizer = hvd.DistributedOptimizer(
+            v1.train.GradientDescentOptimizer(0.5),
+            backward_passes_per_step=passes,
+            average_aggregated_gradients=average,
+        )
+        train = optimizer.minimize(tf.reduce_sum(variable) * fed)
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            for number in range(4):
+                session.run(train, {fed: RANK + number})
+            total = sum(RANK_ + number for number in range(4) for RANK_ in range(SIZE)) / SIZE
+            expected = np.array([1.0, 2.0]) - 0.5 * total / (passes if average else 1)
+            np.testing.assert_allclose(session.run(variable), expected, rtol=1e-5)
+
+
+def test_optimizers_of_tensorflow_1_step_at_once() -> None:
+    variable = tf.Variable([1.0, 2.0])
+    optimizer = hvd.DistributedOptimizer(v1.train.MomentumOptimizer(0.5, 0.9))
+    optimizer.minimize(lambda: tf.reduce_sum(variable) * RANK, var_list=[variable])
+    np.testing.assert_allclose(variable, np.array([1.0, 2.0]) - 0.5 * TRIANGLE / SIZE)
+    assert optimizer.get_slot(variable, "momentum") is not None
+
+
+def test_steps_are_combined_by_adasum() -> None:
+    variable = tf.Variable([1.0, 2.0])
+    optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.5), op=hvd.Adasum)
+    optimizer.minimize(lambda: tf.reduce_sum(variable), var_list=[variable])
+    np.testing.assert_allclose(variable, [0.5, 1.5])  # equal steps are averaged
+
+
+def test_optimizers_of_keras_step_together(step: Any) -> None:
+    variable = tf.Variable([1.0, 2.0])
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.5))
+    optimizer.build([variable])
+
+    @step
+    def train() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable) * float(RANK)
+        optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+
+    train()
+    np.testing.assert_allclose(variable, np.array([1.0, 2.0]) - 0.5 * TRIANGLE / SIZE)
+
+
+class Trainee:
+    """A linear model and steepest descent; weights lie in NumPy arrays, as the suite overwrites them."""
+
+    def __init__(
+        self, values: Mapping[str, Any], *, passes: int = 1, bucket_nbytes: int | None = None, compression: Any = None
+    ) -> None:
+        self.values = {name: value.copy() for name, value in values.items()}
+        self.variables = [tf.Variable(each, name=name) for name, each in self.values.items()]
+        hvd.broadcast_variables(self.variables, 0)
+        compression = hvd.Compression.none if compression is None else compression
+        self.reduction = hvd.gradients.GradientReduction("Trainee", compression=compression)
+        self.reduce = tf.function(lambda *given: self.reduction.reduce(given, self.variables))
+        self.no_sync = nullcontext
+        self.zero_grad()
+
+    def weights(self) -> list[Any]:
+        return list(self.values.values())
+
+    def zero_grad(self) -> None:
+        self.gradients = [tf.zeros_like(each) for each in self.variables]
+
+    def backward(self, x: Any, y: Any, *, extra: bool = True) -> None:
+        for variable, value in zip(self.variables, self.values.values(), strict=True):
+            variable.assign(value)
+        with tf.GradientTape() as tape:
+            matrix, bias, more = self.variables
+            found = tf.matmul(x, matrix) + bias + (more if extra else 0.0)
+            loss = tf.reduce_sum((found - y) ** 2) / 2 / len(x)
+        found = tape.gradient(loss, self.variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        self.gradients = [old + new for old, new in zip(self.gradients, found, strict=True)]
+
+    def step(self) -> None:
+        for value, gradient in zip(self.values.values(), self.reduce(*self.gradients), strict=True):
+            value -= RATE * gradient.numpy()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.reduction.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reduction.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "check", [each for each in CHECKS if each is not check_mismatches], ids=lambda each: each.__name__
+)
+def test_the_suite_of_bindings(check: Callable[..., None]) -> None:
+    check(Trainee)
+
+
+# ---- batch normalisation and elastic states ----
+
+
+def test_batches_are_normalised_together(step: Any) -> None:
+    """With the digits that the mean of squares loses, and gradients of what the ranks have in common."""
+    rng = np.random.default_rng(0)
+    batches = [1000.0 + rng.standard_normal((3 + rank, 4)).astype(np.float32) for rank in range(SIZE)]
+    whole = np.concatenate(batches).astype(np.float64)
+    layer = hvd.SyncBatchNormalization(momentum=0.5, epsilon=1e-5)
+    layer.build((None, 4))
+
+    @step
+    def normalised(batch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(batch)
+            made = layer(batch, training=True)
+            loss = tf.reduce_sum(made**3)
+        return made, tape.gradient(loss, batch)
+
+    made, gradient = normalised(tf.constant(batches[RANK]))
+    mean, variance = whole.mean(0), whole.var(0)
+    np.testing.assert_allclose(made, (batches[RANK] - mean) / np.sqrt(variance + 1e-5), atol=2e-3)
+    np.testing.assert_allclose(layer.moving_variance, 0.5 + 0.5 * variance, rtol=1e-4)
+    exact = tf.constant(whole)
+    with tf.GradientTape() as tape:
+        tape.watch(exact)
+        centred = exact - tf.reduce_mean(exact, 0)
+        loss = tf.reduce_sum((centred / tf.sqrt(tf.reduce_mean(centred**2, 0) + 1e-5)) ** 3)
+    start = sum(map(len, batches[:RANK]))
+    expected = tape.gradient(loss, exact)[start : start + len(batches[RANK])]
+    np.testing.assert_allclose(gradient, expected, atol=2e-2)
+
+
+def test_states_keep_variables() -> None:
+    variable = tf.Variable(tf.fill([2], float(RANK)))
+    state = hvd.elastic.TensorFlowState([variable], epoch=RANK)
+    state.sync()
+    assert (state.epoch, variable.numpy().tolist()) == (0, [0.0, 0.0])
+    variable.assign([5.0, 5.0])
+    state.epoch = 3
+    state.restore()
+    assert (state.epoch, variable.numpy().tolist()) == (0, [0.0, 0.0])
+    with tf.Graph().as_default(), v1.Session() as session:
+        kept = v1.get_variable("v", initializer=tf.fill([2], float(RANK)))
+        session.run(v1.global_variables_initializer())
+        state = hvd.elastic.TensorFlowState(session=session, batch=1)
+        state.sync()
+        np.testing.assert_array_equal(session.run(kept), np.zeros(2))
+
+
+def test_the_last_rank_to_join_is_known() -> None:
+    for _ in range(RANK):
+        hvd.allreduce(tf.ones(3), op=hvd.Sum, name="while others have data")
+    assert int(hvd.join()) in range(SIZE)
