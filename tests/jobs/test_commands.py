@@ -43,6 +43,7 @@ ELSEWHERE = {
     "docs/recipes/checkpoints.md: ringreduce export commits model.pt --commit 300": "tests/unit/test_export_command.py",
     "docs/recipes/jax.md: pip install": "by hand: JAX is in an environment of its own",
     "docs/recipes/keras.md: pip install": "by hand, as above",
+    "docs/recipes/tensorflow.md: pip install": "by hand, as above",
     "docs/tuning.md: mpirun -np 8 python -m ringreduce tune": "takes a minute; tests/jobs/test_tuning_job.py",
     "docs/tuning.md: sudo scripts/virtual_cluster": "takes root; tests/jobs/test_virtual_cluster.py",
     "docs/tuning.md: sudo -E env": "takes root; tests/jobs/test_virtual_cluster.py",
