@@ -16,7 +16,6 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
-from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError, UnsupportedBufferError
 from ringreduce.training.failures import described, original
 
@@ -103,6 +102,11 @@ def _tensor(array: Any) -> tf.Tensor:
     return tf.constant(array)
 
 
+def _array(tensor: tf.Tensor) -> Host:
+    """Return a view of a tensor, if it is in host memory."""
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())  # a scalar of bfloat16 has no other way
+
+
 def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
     """Return the shape of a tensor with any number of rows."""
     return tf.TensorShape([None]).concatenate(tensor.shape[1:])
@@ -116,12 +120,15 @@ def are_recorded(tensors: Sequence[tf.Tensor]) -> bool:
 def traced_name(kind: str) -> str | None:
     """Return a name for a collective of the graph that is being made, the same on all ranks; None: it runs at once.
 
-    On which thread, and in which order, the collectives of a graph run is up to TensorFlow.
+    On which thread, and in which order, the collectives of a graph run is up to TensorFlow. The line from which a function
+    is called when its graph is made differs between ranks, if some make it again.
     """
     if tf.executing_eagerly():
         return None
-    place = place_of(program_stack(1)).rpartition("/")[2]
-    return f"{tf.compat.v1.get_default_graph().unique_name(kind)} of the graph made at {place}"
+    graph = outermost = tf.compat.v1.get_default_graph()
+    while outermost.building_function and getattr(outermost.outer_graph, "building_function", False):
+        outermost = outermost.outer_graph
+    return f"{graph.unique_name(kind)} of {getattr(outermost, 'name', 'the graph')}"
 
 
 def run(
@@ -143,7 +150,7 @@ def run(
             too, whenever this is.
     """
     if tf.executing_eagerly():
-        made = function([np.asarray(each) for each in tensors])
+        made = function(list(map(_array, tensors)))
         return [None if each is None else _tensor(each) for each in made]
 
     def call(*arrays: Any) -> list[Any]:

@@ -253,6 +253,8 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
+        if gradtape._recording and not gradtape._persistent:  # it cannot record how its gradients are computed
+            gradtape._pop_tape()
         own = kind.gradient(tape, target, sources, output_gradients, unconnected_gradients)
         reduced = distribution.reduced(tf.nest.flatten(own), tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(own, reduced)

@@ -4,7 +4,7 @@ They run at once, in a `tf.function`, or in a session of TensorFlow 1. Gradients
 all ranks' losses, as the chain rule gives them, or by Horovod's conventions (`ringreduce.common.conventions`). Data
 goes through host memory; results of an eager call on a GPU are on the CPU.
 
-A collective of a graph that has no name gets one: its line in the program, and its number in the graph. Graphs have to
+A collective of a graph that has no name gets one: its number in the graph, and the name of the function. Graphs have to
 be equal on all ranks. In a graph of TensorFlow 1 collectives run in the order in which they were made, so that a
 session runs those before the one that it needs, too.
 
@@ -152,7 +152,7 @@ class _Collectives(Differentiable):
 
 def _as(grad: Any, result: Any) -> Any:
     """Return the gradient of a result, which TensorFlow may give in another form or dtype, as it should be."""
-    return tf.cast(tf.convert_to_tensor(grad), result.dtype)
+    return tf.zeros_like(result) if grad is None else tf.cast(tf.convert_to_tensor(grad), result.dtype)
 
 
 def _collectives(name: str | None, process_set: ProcessSet) -> _Collectives:

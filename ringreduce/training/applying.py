@@ -42,9 +42,9 @@ class Distribution:
         """Return the gradients, those of local variables as this rank has them, all others reduced."""
         result, local = list(gradients), set(map(id, self.local))
         shared = [number for number, each in enumerate(variables) if id(each) not in local]
-        if shared and self._process_set.included():
+        if self._process_set.included():
             given = [result[number] for number in shared], [variables[number] for number in shared]
-            for number, each in zip(shared, self._reduce(*given), strict=True):
+            for number, each in zip(shared, self._reduce(*given) if shared else [], strict=True):
                 result[number] = each
             if self._scale_local:
                 size = self._process_set.size()

@@ -118,6 +118,31 @@ def test_a_plain_import_knows_its_binding() -> None:
     """)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_tensorflow_and_keras_have_horovods_names() -> None:
+    """All that programs import from them is ours; numbers are Horovod's."""
+    aliased("""
+        import sys, horovod
+        assert "tensorflow" not in sys.modules
+        import horovod.tensorflow as hvd, ringreduce.tensorflow, ringreduce.runtime
+        assert hvd is ringreduce.tensorflow is horovod.tensorflow
+        from horovod.tensorflow.mpi_ops import _basics, _executing_eagerly, rank_op
+        from horovod.tensorflow.functions import broadcast_variables
+        from horovod.tensorflow.compression import Compression
+        from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+        from horovod.tensorflow.util import _executing_eagerly
+        from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
+        from horovod.tensorflow.elastic import TensorFlowState, TensorFlowKerasState, run
+        import horovod.keras, horovod.tensorflow.keras, horovod.tensorflow.keras.callbacks
+        assert horovod.keras is horovod.tensorflow.keras
+        hvd.init()
+        assert hvd.check_extension and (_basics.size(), hvd.mpi_built(), hvd.gloo_built()) == (1, True, False)
+        from horovod.common.util import gpu_available
+        assert gpu_available("tensorflow") == hvd.cuda_built()
+        assert ringreduce.runtime.config().conventions.value == "horovod"
+    """)
+
+
 def test_without_torch_there_is_no_binding() -> None:
     """Only ``horovod.torch`` costs the import of torch: who asks hears no; who imports hears what is missing."""
     aliased("""
