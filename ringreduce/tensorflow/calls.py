@@ -120,8 +120,8 @@ def are_recorded(tensors: Sequence[tf.Tensor]) -> bool:
 def traced_name(kind: str) -> str | None:
     """Return a name for a collective of the graph that is being made, the same on all ranks; None: it runs at once.
 
-    On which thread, and in which order, the collectives of a graph run is up to TensorFlow. The line from which a function
-    is called when its graph is made differs between ranks, if some make it again.
+    On which thread, and in which order, the collectives of a graph run is up to TensorFlow. The line from which a
+    function is called when its graph is made differs between ranks, if some make it again.
     """
     if tf.executing_eagerly():
         return None
