@@ -88,6 +88,8 @@ class LaunchSpec:
         if self.prefix and (self.elastic or self.folder):
             other = "--log-dir" if self.folder else "--elastic"
             raise ConfigError(f"--prefix does not go with {other}; without it, --log-dir has a file for each rank")
+        if self.folder and self.growth:  # its shell would let go of the signal by which ranks are asked to begin again
+            raise ConfigError(f"--log-dir does not go with {self.growth[0]}: ranks would not hear of other hosts")
 
     def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
         """Return the variables for all ranks, None for those that are as they are here.

@@ -365,6 +365,10 @@ def test_wrong_arguments_end_with_status_2() -> None:
         (("--elastic", "--host-discovery-script", __file__, "python"), "is not executable"),
         (("-np", "2", "--prefix", "--log-dir", "d", "true"), "--prefix does not go with --log-dir"),
         (("-np", "2", "--elastic", "--prefix", "true"), "--prefix does not go with --elastic"),
+        (
+            ("-np", "2", "--elastic", "--cooldown", "1", "--log-dir", "d", "true"),
+            "--log-dir does not go with --cooldown",
+        ),
         (("-np", "2", "-x", "=1", "true"), "names no variable"),
         (("-np", "2", "-x", "NOT_SET_ANYWHERE", "true"), "it is not set here"),
         (("-np", "2", "-H", "a", "--hostfile", "/dev/null", "true"), "give one of them"),
