@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import random
 import signal
@@ -68,6 +69,12 @@ def pytest_configure(config: pytest.Config) -> None:
     watchdog = Watchdog(LIMIT_S)
     watchdog.arm("the start of the test run")
     config.pluginmanager.register(watchdog, "watchdog")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what lives as long as the tests out of garbage collections, which tests ask for again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "CONTRIBUTING.md: ./scripts/gpu_check": "takes a GPU; tests/unit/test_gpu_check.py",
     "CONTRIBUTING.md: . .venv/bin/activate && . scripts/_env": "scripts/test",
     "CONTRIBUTING.md: python -m pytest tests/unit -k ring": "scripts/test",
+    "CONTRIBUTING.md: . .venv-frameworks/bin/activate": "scripts/test",
     "docs/observe.md: ringreduce top": "ends when it is told to; tests/unit/test_top_command.py",
     "docs/observe.md: ringreduce top --prometheus 9400": "ends when it is told to; tests/unit/test_top_command.py",
     "docs/observe.md: mpirun -np 2 python -m ringreduce doctor": "tests/jobs/test_doctor_job.py",
