@@ -14,8 +14,6 @@ from launching import LIMIT_S, run_together
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.xdist_group("examples")  # they share jobs
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRANSFORMER = [str(EXAMPLES / "char_transformer.py"), "--batch-size=12", "--every=1", "--sample=20"]
 #: Kinds of parallelism, and on how many ranks.

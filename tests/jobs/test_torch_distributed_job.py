@@ -17,8 +17,6 @@ from launching import PROGRAMS, Job
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.xdist_group("torch_distributed")  # they share jobs
-
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """

@@ -11,8 +11,6 @@ from launching import PROGRAMS, run_together
 for _library in "lightning", "transformers":
     pytest.importorskip(_library, exc_type=ImportError)
 
-pytestmark = pytest.mark.xdist_group("training_loops")  # they share jobs
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

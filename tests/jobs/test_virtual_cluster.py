@@ -16,8 +16,6 @@ import test_growth
 SCRIPT = Path(__file__).parents[2] / "scripts" / "virtual_cluster"
 NAME = f"t{os.getpid() % 10_000}"  # names of network devices are short
 
-pytestmark = pytest.mark.xdist_group("virtual_cluster")  # they share the hosts
-
 
 def cluster(*words: str, name: str = NAME, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run the script on the cluster of these tests."""
