@@ -171,7 +171,7 @@ class GradientReduction:
                 groups = [[by_variable[id(each)] for each in group if id(each) in by_variable] for group in groups]
             found = self._trainings[key] = ListTraining(
                 self._kind,
-                [(name_of(variable, number), by_variable[id(variable)]) for number, variable in enumerate(variables)],
+                [(name_of(variables[number], number), each) for number, each in enumerate(parameters)],
                 self._process_set,
                 op=self._op,
                 compression=self._compression if has_reducers(self._compression) else None,

@@ -399,6 +399,9 @@ def test_tapes_are_wrapped_before_in_and_after_their_with() -> None:
     for _ in range(2):
         np.testing.assert_allclose(tape.gradient(made, variable), expected)
     np.testing.assert_allclose(own.gradient(made, variable), np.full(2, RANK + 1.0))
+    for _ in range(3):
+        for each in tape.gradient(made, [variable, variable]):
+            np.testing.assert_allclose(each, expected)
 
 
 @pytest.mark.parametrize(

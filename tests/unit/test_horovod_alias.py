@@ -132,9 +132,10 @@ def test_tensorflow_and_keras_have_horovods_names() -> None:
         from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
         from horovod.tensorflow.util import _executing_eagerly
         from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
-        from horovod.tensorflow.elastic import TensorFlowState, TensorFlowKerasState, run
-        import horovod.keras, horovod.tensorflow.keras, horovod.tensorflow.keras.callbacks
-        assert horovod.keras is horovod.tensorflow.keras
+        from horovod.tensorflow.elastic import TensorFlowState, run
+        from ringreduce.horovod import alias
+        for name in ("horovod.keras.callbacks", "horovod.tensorflow.keras.callbacks"):
+            assert alias._counterpart(name) == "ringreduce.keras.callbacks"
         hvd.init()
         assert hvd.check_extension and (_basics.size(), hvd.mpi_built(), hvd.gloo_built()) == (1, True, False)
         from horovod.common.util import gpu_available
