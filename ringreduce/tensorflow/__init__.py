@@ -13,7 +13,14 @@ XLA cannot compile it (``jit_compile=True``).
 
 import re
 
-import tensorflow
+try:
+    import tensorflow
+except ModuleNotFoundError as error:
+    if error.name != "tensorflow":
+        raise
+    raise ModuleNotFoundError(
+        "ringreduce.tensorflow needs TensorFlow, which is not installed: pip install tensorflow", name="tensorflow"
+    ) from None
 
 if tuple(map(int, re.findall(r"\d+", tensorflow.__version__)[:2])) < (2, 16):
     raise ImportError(
