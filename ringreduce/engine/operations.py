@@ -94,6 +94,12 @@ class Operation:
         self.error: BaseException | None = None
         self.record = [0.0, 0.0, 0.0, name, signature.text, self.stack, None]
 
+    def renew(self) -> None:
+        """Forget how it has ended, so that it can be submitted again."""
+        self.done = self.refused = self.withdrawn = False
+        self.result = self.error = None
+        self.record = [0.0, 0.0, 0.0, self.name, self.signature.text, self.stack, None]
+
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Any]) -> None:
         """Set the result, by collectives of the engine's communicator that all ranks call now.
 

@@ -1,4 +1,4 @@
-"""XLA's foreign function interface, spoken from Python: compiled programs call a function on views of their memory.
+"""XLA's foreign function interface, spoken from Python: compiled programs call a function on their memory.
 
 XLA calls a C function with one frame: arguments, results, attributes. `ctypes` makes such a function of a Python one:
 nothing is compiled and nothing is copied. The structures are those of ``xla/ffi/api/c_api.h`` in jaxlib, which are
@@ -8,62 +8,37 @@ stable within a major version of that API; a target states the version when it i
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from struct import Struct, unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Handler", "call", "register"]
-
 _TARGET = "ringreduce"
 _API_VERSION = 1  # of the interface to JAX, not of XLA's
 _METADATA = 1  # the type of the extension that asks what a target was made for
 _INTERNAL = 13  # the code of errors, as of absl
 
-#: Takes the text of a `call`, its arguments, its results to fill, and whether the program waits for it.
-Handler = Callable[[str, Sequence[npt.NDArray[Any]], Sequence[npt.NDArray[Any]], bool], None]
+#: Takes the text of a `call`, the memory of its arguments, and that of its results.
+Handler = Callable[[bytes, "Memory", "Memory"], None]
 
-_Address, _Size, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int32
-
-
-def _structure(name: str, **fields: Any) -> Any:
-    """Return a structure; all begin with their size."""
-    return type(name, (ctypes.Structure,), {"_fields_": [("size", _Size), *fields.items()]})
-
-
-_to = ctypes.POINTER
-_Version = _structure("Version", extension=_Address, major=_Int32, minor=_Int32)
-_Metadata = _structure("Metadata", version=_Version, traits=ctypes.c_uint32)
-_Extension = _structure("Extension", type=_Int32, next=_Address, metadata=_to(_Metadata))
-_Buffer = _structure("Buffer", extension=_Address, dtype=_Int32, data=_Address, rank=_Int64, dims=_to(_Int64))
-_Buffers = _structure("Buffers", extension=_Address, count=_Int64, types=_Address, each=_to(_to(_Buffer)))
-_Attributes = _structure(
-    "Attributes", extension=_Address, count=_Int64, types=_Address, names=_Address, each=_to(_to(_Size * 2))
-)
-_Error = _structure("Error", extension=_Address, message=ctypes.c_char_p, code=_Int32)
-_Api = _structure(
-    "Api",
-    extension=_Address,
-    version=_Version,
-    internal=_Address,
-    create_error=ctypes.CFUNCTYPE(_Address, _to(_Error)),
-)
-_Frame = _structure(
-    "Frame",
-    extension=_to(_Extension),
-    api=_to(_Api),
-    context=_Address,
-    stage=_Int32,
-    arguments=_Buffers,
-    results=_Buffers,
-    attributes=_Attributes,
-)
+# All structures begin with their size and the address of an extension.
+_FRAME = Struct("@NP PPi NPqPP NPqPP NPqPPP")  # API, context, stage; arguments, results, attributes: see `Memory.of`
+_BUFFER = Struct("@NP iPqP")  # dtype, address, number of dimensions, dimensions
+_EXTENSION = Struct("@NiPP")  # of type `_METADATA`: type, the next one, the structure to fill
+_ERROR = Struct("@NP Pi")  # message, code
+_TEXT = Struct("@PN")  # address, length
+_ADDRESS = Struct("@P")
+#: Where in its structure the API's version is, two numbers of 32 bits; where the function is that makes errors.
+_VERSION_OF_API, _VERSION_OF_METADATA, _CREATE_ERROR = 32, 24, 48
 
 #: XLA's numbers of the dtypes that collectives take.
 _DTYPES: dict[int, npt.DTypeLike] = {
@@ -73,58 +48,128 @@ _DTYPES: dict[int, npt.DTypeLike] = {
 }
 
 
-@lru_cache(4096)  # XLA gives a program the same memory again and again
-def _view(address: int, code: int, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    dtype = np.dtype(_DTYPES[code])
-    if not prod(shape):
-        return np.empty(shape, dtype)
-    memory: Any = (ctypes.c_byte * (prod(shape) * dtype.itemsize)).from_address(address)
-    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
+class Memory(NamedTuple):
+    """Memory of a compiled program, which is there as long as it waits for a call.
+
+    Attributes:
+        layout: of each array XLA's number of the dtype, and the shape as 64-bit numbers.
+        addresses: of the arrays.
+    """
+
+    layout: tuple[tuple[int, bytes], ...]
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, count: int, buffers: int) -> Memory:
+        """Read XLA's descriptions of so many arrays, which are at this address."""
+        layout, addresses = [], []
+        for buffer in unpack(f"{count}P", ctypes.string_at(buffers, count * _ADDRESS.size)):
+            _, _, dtype, address, rank, dims = _read(_BUFFER, buffer)
+            layout.append((dtype, ctypes.string_at(dims, 8 * rank)))
+            addresses.append(address)
+        return cls(tuple(layout), addresses)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        return sum(ctypes.sizeof(_described(*each)[2]) for each in self.layout)
+
+    def views(self) -> list[npt.NDArray[Any]]:
+        """Return the arrays."""
+        described = [_described(*each) for each in self.layout]
+        return [
+            np.ndarray(shape, dtype, memory.from_address(address))
+            for (shape, dtype, memory), address in zip(described, self.addresses, strict=True)
+        ]
+
+    def empty_like(self) -> list[npt.NDArray[Any]]:
+        """Return arrays of the same shapes and dtypes in memory of their own."""
+        return [np.empty(*_described(*each)[:2]) for each in self.layout]
 
 
-def _views(buffers: Any) -> list[npt.NDArray[Any]]:
-    found = []
-    for number in range(buffers.count):
-        each = buffers.each[number].contents
-        found.append(_view(each.data or 0, each.dtype, tuple(each.dims[: each.rank])))
-    return found
+@lru_cache(4096)
+def _described(number: int, dims: bytes) -> tuple[tuple[int, ...], np.dtype[Any], Any]:
+    shape, dtype = unpack(f"{len(dims) // 8}q", dims), np.dtype(_DTYPES[number])
+    return shape, dtype, ctypes.c_byte * (prod(shape) * dtype.itemsize)
 
 
-def register(handler: Handler, describe: Callable[[BaseException], str]) -> None:
+def _read(structure: Struct, address: int) -> tuple[Any, ...]:
+    return structure.unpack(ctypes.string_at(address, structure.size))
+
+
+_pending: deque[BaseException] = deque(maxlen=1)
+_failures: deque[tuple[int, BaseException]] = deque(maxlen=16)
+_MARK = re.compile(r"\[ringreduce error ([0-9]+)\]")
+
+
+def _describe(error: BaseException) -> str:
+    """Return a text by which `error_of` finds the error again."""
+    number = _failures[-1][0] + 1 if _failures else 1
+    _failures.append((number, error))
+    return f"{type(error).__name__}: {error} [ringreduce error {number}]"
+
+
+def error_of(error: BaseException) -> BaseException:
+    """Return the error of ringreduce that made a compiled program fail; ``error`` itself, if it was another one.
+
+    Args:
+        error: that JAX raised, whose text has ours in it.
+    """
+    found = _MARK.search(str(error))
+    original = dict(_failures).get(int(found[1])) if found is not None else None
+    if original is None:
+        return error
+    if original in _pending:
+        _pending.clear()
+    return original
+
+
+def raise_pending() -> None:
+    """Raise the failure of a compiled program that JAX did not wait for, if nobody has seen it yet."""
+    if _pending:
+        raise _pending.popleft()
+
+
+def register(handler: Handler) -> None:
     """Let compiled programs call a function, on the CPU; once in a process.
 
     Args:
-        handler: what they call. XLA calls it on the thread of the program, which waits then, or on one of its own.
-        describe: returns the text of an error that it raised; JAX raises an error of its own with that text.
+        handler: what they call. XLA calls it on the thread of the program, which waits then, or on one of its own. JAX
+            raises an error of its own with the text of the handler's.
     """
 
-    def target(pointer: Any) -> Any:
-        frame = pointer.contents
-        if frame.extension and frame.extension.contents.type == _METADATA:
-            asked, given = frame.extension.contents.metadata.contents.version, frame.api.contents.version
-            asked.major, asked.minor = given.major, given.minor
-            return None
+    def target(frame: int) -> int | None:
+        _, extension, api, _, _, *spans = _read(_FRAME, frame)
+        if extension:
+            _, kind, _, metadata = _read(_EXTENSION, extension)
+            if kind == _METADATA:
+                ctypes.memmove(metadata + _VERSION_OF_METADATA, api + _VERSION_OF_API, 8)
+                return None
         try:
-            address, length = frame.attributes.each[0].contents
-            text = ctypes.string_at(address, length).decode()
-            waits = sys._getframe().f_back is not None  # else this thread has begun outside of Python
-            handler(text, _views(frame.arguments), _views(frame.results), waits)
+            _, _, count, _, arguments, _, _, results_count, _, results, *_, attributes = spans
+            text = ctypes.string_at(*_read(_TEXT, *_read(_ADDRESS, attributes)))
+            handler(text, Memory.of(count, arguments), Memory.of(results_count, results))
         except BaseException as error:
-            said = _Error(ctypes.sizeof(_Error), None, describe(error).encode(errors="replace"), _INTERNAL)
-            return frame.api.contents.create_error(ctypes.byref(said))
+            if sys._getframe().f_back is None and error not in _pending:  # a thread of XLA: the program does not wait
+                _pending.append(error)
+            message = ctypes.create_string_buffer(_describe(error).encode(errors="replace"))
+            said = _ERROR.pack(_ERROR.size, 0, ctypes.addressof(message), _INTERNAL)
+            create: Any = _create_error(*_read(_ADDRESS, api + _CREATE_ERROR))
+            return create(said)  # type: ignore[no-any-return]
         return None
 
-    made = ctypes.CFUNCTYPE(_Address, _to(_Frame))(target)
+    made = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(target)
     _kept.append(made)
-    address = jax.ffi.pycapsule(ctypes.cast(made, _Address).value)
+    address = jax.ffi.pycapsule(ctypes.cast(made, ctypes.c_void_p).value)
     jax.ffi.register_ffi_target(_TARGET, address, platform="cpu", api_version=_API_VERSION)
 
 
+_create_error = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
 _kept: list[Any] = []  # C does not know that it holds a function of Python
 
 
-def call(text: str, arguments: Sequence[Any], results: Sequence[Any], *, batched: str) -> list[Any]:
-    """Return arrays of the shapes and dtypes of ``results``, which the handler fills.
+def call(text: str, arguments: Sequence[Any], shapes: Sequence[tuple[int, ...]], *, batched: str) -> list[Any]:
+    """Return arrays of these shapes and the dtypes of the arguments, which the handler fills.
 
     JAX may leave out a call whose results nobody uses, make one of two equal ones, and make it again in a backward
     pass; it does so on all ranks alike, as they compile the same program.
@@ -132,9 +177,8 @@ def call(text: str, arguments: Sequence[Any], results: Sequence[Any], *, batched
     Args:
         text: passed to the handler. It is a part of the compiled program, which other processes may run.
         arguments: arrays.
-        results: have a ``shape`` and a ``dtype``.
+        shapes: of as many results.
         batched: as `jax.ffi.ffi_call` has ``vmap_method``.
     """
-    described = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in results]
-    made = jax.ffi.ffi_call(_TARGET, described, vmap_method=batched)(*arguments, text=text)
-    return list(made)
+    results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]
+    return list(jax.ffi.ffi_call(_TARGET, results, vmap_method=batched)(*arguments, text=text))

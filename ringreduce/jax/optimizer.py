@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.custom_batching import custom_vmap
 
 from ringreduce.common.arguments import real_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.jax.compressed import Compressed, checked_compression
-from ringreduce.jax.ops import Call, allreduce, name_here, ranks_of, run_compiled
+from ringreduce.jax.calls import Call, Compressed, checked_compression, ranks_of
+from ringreduce.jax.ops import allreduce, name_here, run_compiled
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import BucketCompression
@@ -135,12 +136,20 @@ class _Distributed(NamedTuple):
         arrays = [*(leaves[number] for number in chosen), *(lost.arrays[each] for each in names)]
         compressed = Compressed(compression, [leaves[number].shape for number in chosen], names)
         kind, ranks = "compressed allreduce", ranks_of(self.process_set)
-        call = Call(kind, self.name or name_here(kind), ranks, self.op.value, compression=compressed.key)
-        made = run_compiled(call, tuple((each.shape, each.dtype.name) for each in arrays), arrays)
+        name = self.name or name_here(kind, arrays)
+        call = Call(kind, name, ranks, self.op.value, compression=compressed.key)
+        shapes = tuple(each.shape for each in arrays)
+        carried = custom_vmap(lambda *given: run_compiled(call, shapes, given))
+        carried.def_vmap(_refuse_batch)
+        made = carried(*arrays)
         rest = self.reduce([None if number in chosen else each for number, each in enumerate(leaves)])
         for number, each in zip(chosen, made, strict=False):
             rest[number] = each
         return jax.tree.unflatten(structure, rest), RankState(dict(zip(names, made[len(chosen) :], strict=True)))
+
+
+def _refuse_batch(*_: Any) -> Any:
+    raise ConfigError("compressed gradients cannot be mapped by vmap: compress outside of it, where they are whole")
 
 
 def _is_compressed(leaf: Any) -> bool:

@@ -97,9 +97,12 @@ class Request(NamedTuple):
     def carry_out(self) -> Any:
         """Start it and wait for its result, on this thread: quicker than `submit` and `synchronize`.
 
-        On a device it runs on the caller's stream, and the result is there once it is enqueued.
+        On a device it runs on the caller's stream, and the result is there once it is enqueued. In host memory it may
+        be carried out again, for what its arrays hold then.
         """
         operation = self.operation
+        if operation.done:
+            operation.renew()
         if self.on_device:
             assert isinstance(operation, CollectiveOp)
             operation.run = self.arrays.on_callers_stream(operation.run, self.arrays.device_of(self.touched))

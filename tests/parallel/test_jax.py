@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -126,6 +127,56 @@ def test_some_ranks_reduce_among_themselves() -> None:
             np.testing.assert_array_equal(made, np.ones(3))
     finally:
         rj.remove_process_set(process_set)
+
+
+@pytest.mark.skipif(SIZE < 3, reason="a set of several ranks, and one without")
+def test_a_set_of_several_ranks_reduces_and_gathers_in_a_program() -> None:
+    process_set = rj.add_process_set(list(range(1, SIZE)))
+    try:
+        if RANK:
+            sums = jax.jit(lambda each: rj.allreduce(each, process_set=process_set))(jnp.full(3, float(RANK)))
+            np.testing.assert_allclose(sums, np.full(3, SIZE / 2))
+            rows = jax.jit(lambda each: rj.allgather(each, process_set=process_set))(jnp.full(2, float(RANK)))
+            np.testing.assert_array_equal(rows, np.repeat(np.arange(1.0, SIZE), 2))
+            last = jax.jit(lambda each: rj.broadcast(each, SIZE - 1, process_set=process_set))(jnp.float32(RANK))
+            assert last == SIZE - 1
+    finally:
+        rj.remove_process_set(process_set)
+
+
+def test_two_programs_compile_and_run_on_threads_that_start_in_any_order() -> None:
+    def first(each: Any) -> Any:
+        return rj.allreduce(each, rj.Sum)
+
+    def second(each: Any) -> Any:
+        return rj.allreduce(each * 2, rj.Sum)
+
+    programs = [jax.jit(first), jax.jit(second)]
+    with ThreadPoolExecutor(2) as pool:
+        order = [RANK % 2, 1 - RANK % 2]
+        results = {number: pool.submit(programs[number], jnp.ones(5)) for number in order}
+        for number, each in results.items():
+            np.testing.assert_array_equal(each.result(), np.full(5, SIZE * (number + 1.0)))
+
+
+def test_compressed_gradients_are_not_mapped() -> None:
+    """Each of a batch would need losses of its own."""
+    tx = rj.DistributedGradientTransformation(optax.sgd(1.0), compression="int8")
+    state = tx.init(jnp.zeros(4))
+    with pytest.raises(rr.ConfigError, match="vmap"):
+        jax.jit(jax.vmap(tx.update, in_axes=(0, None)))(jnp.ones((2, 4)), state)
+    with pytest.raises(rr.ConfigError, match="no gradient flows"):
+        jax.grad(lambda each: tx.update(each, state)[0].sum())(jnp.ones(4))
+
+
+def test_small_results_of_many_calls_are_all_right(called: Any) -> None:
+    """Also of calls of the same shapes, which use the same memory one after the other."""
+    reduce = called(lambda tree: [rj.allreduce(each, rj.Sum) for each in tree])
+    tree = [jnp.full(3, RANK + number, jnp.float32) for number in range(5)]
+    kept = [reduce(tree) for _ in range(3)]
+    for made in kept:
+        for number, each in enumerate(made):
+            np.testing.assert_array_equal(each, np.full(3, TRIANGLE + SIZE * number))
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
