@@ -80,7 +80,7 @@ def request_of(call: Call, sources: Sequence[Host], targets: Sequence[Host] | No
             text, average = call.compression, call.op == AVERAGE.value
             run = partial(_known[text].reduce, sources, outs, average)
         else:
-            text = in_words(*sources, any_rows=call.kind == "allgather" and targets is None)
+            text = in_words(*(targets or sources), any_rows=call.kind == "allgather" and targets is None)
             run = partial(_one_by_one, _BLOCKING[call.kind], call, sources, outs)
         return prepare.call(f"{call.kind}({call.op}, root {call.root}, {text})", run, sources, targets or ())
 

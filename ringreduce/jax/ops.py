@@ -26,7 +26,8 @@ from weakref import ref
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
+from jax.custom_batching import custom_vmap
+from jax.extend import core
 
 from ringreduce.buffers import DType
 from ringreduce.common.arguments import real_number
@@ -134,7 +135,16 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_compiled(call: Call, shapes: tuple[_Shape, ...], leaves: Sequence[Any]) -> list[Any]:
     """Return a call of the compiled program that makes arrays of these shapes, of the dtypes of what goes in."""
-    return ffi.call(json.dumps(call), leaves, shapes, batched="broadcast_all" if call.kind in ALIKE else "sequential")
+    text, batched = json.dumps(call), "broadcast_all" if call.kind in ALIKE else "sequential"
+    if call.compression is None:
+        return ffi.call(text, leaves, shapes, batched=batched)
+    whole = custom_vmap(lambda *given: ffi.call(text, given, shapes, batched=batched))
+    whole.def_vmap(_refuse_batch)
+    return whole(*leaves)  # type: ignore[no-any-return]
+
+
+def _refuse_batch(*_: Any) -> Any:
+    raise ConfigError("compressed gradients cannot be mapped by vmap: map what computes them, not the transformation")
 
 
 def _forward(call: Call, shapes: tuple[_Shape, ...], leaves: Sequence[Any]) -> tuple[list[Any], list[_Shape]]:
@@ -179,6 +189,9 @@ def _adjoint(call: Call, shapes: Sequence[_Shape], cotangents: Sequence[Any]) ->
     return totals  # type: ignore[no-any-return]
 
 
+#: Where it is depends on the version of JAX.
+_trace_state = getattr(core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
+
 #: The traces that are under way, each with its number of collectives, which numbers those of one line.
 _traces: deque[tuple[Any, list[int]]] = deque(maxlen=16)
 
@@ -190,7 +203,7 @@ def name_here(kind: str, leaves: Sequence[Any]) -> str | None:
     """
     if not _is_traced(leaves):
         return None
-    trace = get_opaque_trace_state(convention="ringreduce")
+    trace = _trace_state(convention="ringreduce")
     count = next((count for other, count in _traces if other == trace), None)
     if count is None:
         count = [0]

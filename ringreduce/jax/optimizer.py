@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.custom_batching import custom_vmap
 
 from ringreduce.common.arguments import real_number
 from ringreduce.common.errors import ConfigError
@@ -139,17 +138,11 @@ class _Distributed(NamedTuple):
         name = self.name or name_here(kind, arrays)
         call = Call(kind, name, ranks, self.op.value, compression=compressed.key)
         shapes = tuple(each.shape for each in arrays)
-        carried = custom_vmap(lambda *given: run_compiled(call, shapes, given))
-        carried.def_vmap(_refuse_batch)
-        made = carried(*arrays)
+        made = run_compiled(call, shapes, arrays)
         rest = self.reduce([None if number in chosen else each for number, each in enumerate(leaves)])
         for number, each in zip(chosen, made, strict=False):
             rest[number] = each
         return jax.tree.unflatten(structure, rest), RankState(dict(zip(names, made[len(chosen) :], strict=True)))
-
-
-def _refuse_batch(*_: Any) -> Any:
-    raise ConfigError("compressed gradients cannot be mapped by vmap: compress outside of it, where they are whole")
 
 
 def _is_compressed(leaf: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import launching
 import pytest
-from launching import RINGREDUCE, Job
+from launching import Job
 
 pytest.importorskip("jax")
 pytest.importorskip("optax")
@@ -55,13 +55,12 @@ def test_training_goes_on_when_a_rank_dies_in_a_compiled_step(tmp_path: Path) ->
     """Two steps of three ranks and three of two, each of which adds half of the number of ranks."""
     (tmp_path / "train.py").write_text(HEAD + ELASTIC)
     options = ["-x", "RINGREDUCE_TIMEOUT=10", sys.executable, tmp_path / "train.py"]
-    done = launching.run(RINGREDUCE, "run", "--elastic", "-np", 3, *options, limit_s=60)
+    done = launching.run(sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", 3, *options, limit_s=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["2 -6.0"] * 2
 
 
 CACHED = """
-from jax._src import compilation_cache
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 hits = []
@@ -71,15 +70,16 @@ params = {"w": jnp.zeros((8, 8))}
 state = tx.init(params)
 known = len(hits)
 made, _ = jax.jit(tx.update)({"w": jnp.full((8, 8), me + 1.0)}, state)
-print(len(hits) > known, float(made["w"][0, 0].round(3)), jax.jit(rj.allreduce)(jnp.full(2, float(me)))[0])
+average = jax.jit(rj.allreduce)(jnp.full(2, float(me)))
+print(round(float(made["w"][0, 0]), 3), float(average[0]), len(hits) > known)
 """
 
 
 def test_programs_come_from_the_cache_of_another_process(tmp_path: Path) -> None:
     """What they call, also a compression, is known in a process that has not compiled them."""
     first, second = (run(CACHED, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2))
-    assert first.stdout.splitlines() == ["False -1.5 0.5"] * 2, first.stderr
-    assert second.stdout.splitlines() == ["True -1.5 0.5"] * 2, second.stderr
+    assert [line.rpartition(" ")[0] for line in first.stdout.splitlines()] == ["-1.5 0.5"] * 2, first.stderr
+    assert second.stdout.splitlines() == ["-1.5 0.5 True"] * 2, second.stderr
 
 
 UNREAD = (
@@ -89,8 +89,8 @@ jnp.ones(1).block_until_ready()  # JAX decides here whether programs run on whil
 """
     + HEAD
     + """
-reduce = jax.jit(lambda each: rj.allreduce(each, rj.Sum))
-reduce(jnp.ones(3 + me))
+product = jax.jit(lambda each: rj.allreduce((each @ each)[: 3 + me], rj.Sum))  # more than JAX computes while it waits
+product(jnp.ones((500, 500)))
 try:
     while True:
         rj.allreduce(jnp.ones(5))
