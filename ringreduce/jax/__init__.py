@@ -11,6 +11,11 @@ Import it before the first array is made: errors of compiled programs are then r
 reduced in host memory; a compiled program has to run on the CPU, outside of `jit` arrays of other devices are copied.
 """
 
+import jax
+
+if jax.__version_info__ < (0, 5):
+    raise ImportError(f"ringreduce.jax needs JAX 0.5 or newer, and {jax.__version__} is installed")
+
 from ringreduce.jax import elastic, ops
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.jax.ops import *  # noqa: F403  # what it exports is written down there, and not once more

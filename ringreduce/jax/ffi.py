@@ -2,7 +2,7 @@
 
 XLA calls a C function with one frame: arguments, results, attributes. `ctypes` makes such a function of a Python one:
 nothing is compiled and nothing is copied. The structures are those of ``xla/ffi/api/c_api.h`` in jaxlib, which are
-stable within a major version of that API; a target states the version when it is registered.
+stable within a major version of that API; a target states the version when JAX asks for it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from struct import Struct, unpack
 from typing import Any, NamedTuple
 
@@ -37,8 +38,9 @@ _EXTENSION = Struct("@NiPP")  # of type `_METADATA`: type, the next one, the str
 _ERROR = Struct("@NP Pi")  # message, code
 _TEXT = Struct("@PN")  # address, length
 _ADDRESS = Struct("@P")
-#: Where in its structure the API's version is, two numbers of 32 bits; where the function is that makes errors.
-_VERSION_OF_API, _VERSION_OF_METADATA, _CREATE_ERROR = 32, 24, 48
+_VERSION = Struct("@ii")  # major, minor
+#: Where in their structures the version is that a target was made for, and the API's function that makes errors.
+_VERSION_OFFSET, _CREATE_ERROR_OFFSET = 24, 48
 
 #: XLA's numbers of the dtypes that collectives take.
 _DTYPES: dict[int, npt.DTypeLike] = {
@@ -137,13 +139,15 @@ def register(handler: Handler) -> None:
         handler: what they call. XLA calls it on the thread of the program, which waits then, or on one of its own. JAX
             raises an error of its own with the text of the handler's.
     """
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
+    version = [int(each) for each in re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)]
 
     def target(frame: int) -> int | None:
         _, extension, api, _, _, *spans = _read(_FRAME, frame)
         if extension:
             _, kind, _, metadata = _read(_EXTENSION, extension)
             if kind == _METADATA:
-                ctypes.memmove(metadata + _VERSION_OF_METADATA, api + _VERSION_OF_API, 8)
+                ctypes.memmove(metadata + _VERSION_OFFSET, _VERSION.pack(*version), _VERSION.size)
                 return None
         try:
             _, _, count, _, arguments, _, _, results_count, _, results, *_, attributes = spans
@@ -154,7 +158,7 @@ def register(handler: Handler) -> None:
                 _pending.append(error)
             message = ctypes.create_string_buffer(_describe(error).encode(errors="replace"))
             said = _ERROR.pack(_ERROR.size, 0, ctypes.addressof(message), _INTERNAL)
-            create: Any = _create_error(*_read(_ADDRESS, api + _CREATE_ERROR))
+            create: Any = _create_error(*_read(_ADDRESS, api + _CREATE_ERROR_OFFSET))
             return create(said)  # type: ignore[no-any-return]
         return None
 

@@ -10,7 +10,7 @@ Gradients are those of the sum of all ranks' losses, as the chain rule gives the
 
 All functions raise, besides what they list: `UnsupportedBufferError` and `ConfigError` for arguments; on all ranks
 `MismatchError` where these do not agree; `CollectiveTimeoutError`, `PeerLostError`, `ShutdownError`. From a compiled
-program JAX raises an error of its own; `error_of` returns ours.
+program JAX raises an error of its own, a RuntimeError or a ValueError; `error_of` returns ours.
 """
 
 from __future__ import annotations

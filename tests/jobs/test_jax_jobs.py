@@ -146,3 +146,10 @@ def test_a_forked_child_cannot_reduce_and_its_rank_goes_on() -> None:
     """With the usual error, in the child alone."""
     done = run(FORKED)
     assert (done.returncode, done.stdout) == (0, "7 2.0\n" * 2), done.stderr
+
+
+def test_a_version_that_is_too_old_is_named() -> None:
+    """With the one that is needed."""
+    program = "import jax; jax.__version__, jax.__version_info__ = '0.4.38', (0, 4, 38); import ringreduce.jax"
+    done = launching.run(sys.executable, "-c", program)
+    assert "needs JAX 0.5 or newer, and 0.4.38 is installed" in done.stderr
