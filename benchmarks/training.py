@@ -40,6 +40,7 @@ import numpy as np
 
 import ringreduce
 from ringreduce.bench.peers import mpi_library
+from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.training.objects import allgather_object
 from ringreduce.training.requests import RequestBuilder
 
@@ -71,7 +72,7 @@ def bare() -> Contenders:
 
     def request() -> None:
         with RequestBuilder("allreduce", "bare", ringreduce.global_process_set) as prepare:
-            found = prepare.allreduce([given], [made], ringreduce.Average, 1.0, 1.0)
+            found = prepare.allreduce([given], [made], AVERAGE, 1.0, 1.0)
         found.carry_out()
 
     return {"list buffer": lambda: ringreduce.allreduce(buffer, out=buffer), "one request": request}

@@ -396,10 +396,9 @@ def _require_limits(failure: CollectiveError) -> None:
 def _behind(error: Exception) -> CollectiveError | None:
     """Return the failure from which a framework has made this error: passing it through C++ has changed its type."""
     failure = runtime.failure()
-    if isinstance(error, RingReduceError) or not isinstance(failure, CollectiveError):
-        return None
-    # JAX raises a ValueError with the text of ours where a compiled program has run before.
-    return failure if isinstance(error, RuntimeError) or str(failure) in str(error) else None
+    # A ValueError is JAX's, of a compiled program that has run before.
+    passed_on = isinstance(error, (RuntimeError, ValueError)) and not isinstance(error, RingReduceError)
+    return failure if passed_on and isinstance(failure, CollectiveError) else None
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:
