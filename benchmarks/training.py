@@ -8,7 +8,7 @@ The step is that of an MLP (24 layers of 1024 x 1024, 25 M parameters, plain SGD
     plain             no communication
     ringreduce        with ringreduce, in a compiled step
     own               the framework's own way: JAX's psum over Gloo in shard_map, TensorFlow's
-                      MultiWorkerMirroredStrategy (ring), which is also that of Keras on this backend
+                      MultiWorkerMirroredStrategy (ring), keras.distribution over Gloo (Keras on JAX)
 
 What is reduced besides is a list like the gradients of ResNet-50 (161 arrays, 25.6 M floats) and one float, not with
 keras:
@@ -92,8 +92,7 @@ def jax_contenders(addresses: list[str]) -> Contenders:
     import optax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(addresses[0], ringreduce.size(), ringreduce.rank())
+    with_gloo(addresses)
     import ringreduce.jax as rj
 
     mesh = jax.make_mesh((ringreduce.size(),), ("ranks",))
@@ -191,9 +190,9 @@ def tensorflow_contenders(addresses: list[str]) -> Contenders:
     for name, arrays in lists().items():
         given = [tf.constant(each) for each in arrays]
 
-        def mean(given: Any = given) -> Any:
-            context = tf.distribute.get_replica_context()
-            return context.all_reduce(tf.distribute.ReduceOp.MEAN, given)
+        def mean(given: Any) -> Any:
+            placed = [tf.identity(each) for each in given]  # arguments have no device yet
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, placed)
 
         calls = {
             "plus-one": tf.function(lambda given: [each + 1 for each in given]),
@@ -207,9 +206,9 @@ def tensorflow_contenders(addresses: list[str]) -> Contenders:
 
 
 def keras_contenders(addresses: list[str]) -> Contenders:
-    """Return those of Keras, on TensorFlow."""
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    strategy = mirrored(addresses)
+    """Return those of Keras, on JAX."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    with_gloo(addresses)
     import keras
 
     import ringreduce.keras as hvd
@@ -219,17 +218,32 @@ def keras_contenders(addresses: list[str]) -> Contenders:
     def compiled(optimizer: Any) -> Any:
         layers = [keras.layers.Dense(WIDTH, "relu", use_bias=False) for _ in range(LAYERS)]
         model = keras.Sequential([keras.Input((WIDTH,)), *layers])
-        model.compile(optimizer, "mse", jit_compile=False)
+        model.compile(optimizer, "mse")
         return model
 
-    with strategy.scope():
-        own = compiled(keras.optimizers.SGD(RATE))
     models = {
         "plain": compiled(keras.optimizers.SGD(RATE)),
         "ringreduce": compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(RATE))),
-        "own": own,
     }
-    return {name: lambda model=model: model.train_on_batch(x, y) for name, model in models.items()}
+    found: Contenders = {name: lambda model=model: model.train_on_batch(x, y) for name, model in models.items()}
+    distribution = keras.distribution.DataParallel()
+    keras.utils.set_random_seed(0)  # it wants the same weights on all ranks
+    with distribution.scope():
+        own = compiled(keras.optimizers.SGD(RATE))
+
+    def distributed() -> None:
+        with distribution.scope():
+            own.train_on_batch(x, y)
+
+    return found | {"own": distributed}
+
+
+def with_gloo(addresses: list[str]) -> None:
+    """Connect JAX's processes, whose collectives are Gloo's; before JAX makes an array."""
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(addresses[0], ringreduce.size(), ringreduce.rank())
 
 
 def mirrored(addresses: list[str]) -> Any:
