@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Run:
     command: str
     hosts: int = 1
     rate: str = ""
+    needs: str = ""
 
     @property
     def launcher(self) -> str:
@@ -219,6 +221,9 @@ def main() -> int:
         parser.error("mpirun is not on the path")
     verdicts = []
     for run in (each for each in runs.values() if each.id in (arguments.runs or runs)):
+        if run.needs and find_spec(run.needs) is None:
+            print(f"# {run.id}: skipped, as {run.needs} is not installed", flush=True)
+            continue
         print(f"# {run.id}: {run.launcher} {run.command}", flush=True)
         for verdict in judge([claim for claim in claims if claim.run == run.id], measure(run)):
             verdicts.append(verdict)
