@@ -1,4 +1,4 @@
-"""Data-parallel training with TensorFlow 2.16 and newer: Horovod's interface on ringreduce's collectives.
+"""Data-parallel training with TensorFlow 2.18 and newer: Horovod's interface on ringreduce's collectives.
 
     import ringreduce.tensorflow as hvd
 
@@ -22,9 +22,9 @@ except ModuleNotFoundError as error:
         "ringreduce.tensorflow needs TensorFlow, which is not installed: pip install tensorflow", name="tensorflow"
     ) from None
 
-if tuple(map(int, re.findall(r"\d+", tensorflow.__version__)[:2])) < (2, 16):
+if tuple(map(int, re.findall(r"\d+", tensorflow.__version__)[:2])) < (2, 18):
     raise ImportError(
-        f"ringreduce.tensorflow needs TensorFlow 2.16 or newer, and {tensorflow.__version__} is installed"
+        f"ringreduce.tensorflow needs TensorFlow 2.18 or newer, and {tensorflow.__version__} is installed"
     )
 
 from ringreduce.tensorflow import (
