@@ -74,6 +74,10 @@ def as_numpy(value: Any) -> Any:
     return np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
 
 
+def _wire_format(wire: str) -> type[WireFormat]:
+    return type(wire, (WireFormat,), {"wire": wire})
+
+
 def settle(model: Any) -> None:
     """Let the variables of a model have their values, which the backend jax keeps elsewhere during `fit`."""
     if hasattr(model, "jax_state_sync"):
@@ -123,7 +127,7 @@ elif keras.backend.backend() == "torch":
         known: dict[tuple[int, ...], ListTraining] = {}
         options = {
             "op": how.op,
-            "compression": None if how.wire is None else type(how.wire, (WireFormat,), {"wire": how.wire}),
+            "compression": None if how.wire is None else _wire_format(how.wire),
             "predivide_factor": how.predivide,
             "overlap": False,
         }
@@ -132,7 +136,7 @@ elif keras.backend.backend() == "torch":
         def reduce(gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
             key = tuple(map(id, variables))
             if key not in known:
-                named = [(each.path, each.value) for each in variables]
+                named = [(f"variable {number}", each.value) for number, each in enumerate(variables)]
                 known[key] = ListTraining(_KIND, named, how.process_set, arrays=TENSORS, bind=bind, **options)
             return known[key].reduce(gradients)
 
@@ -140,6 +144,24 @@ elif keras.backend.backend() == "torch":
 
     def prepare(model: Any) -> None:
         """Do nothing: steps are not compiled, and errors are raised as they are."""
+
+elif keras.backend.backend() == "tensorflow":
+    from ringreduce.tensorflow.compression import Compression
+    from ringreduce.tensorflow.gradients import GradientReduction
+
+    def _reducer(how: Reduction) -> Reduce:
+        return GradientReduction(
+            _KIND,
+            op=how.op,
+            compression=Compression.none if how.wire is None else _wire_format(how.wire),
+            sparse_as_dense=how.sparse_as_dense,
+            predivide=how.predivide,
+            process_set=how.process_set,
+        ).reduce
+
+    def prepare(model: Any) -> None:
+        """Keep XLA out of the step: it cannot call Python."""
+        model.jit_compile = False
 
 else:
     raise ImportError(f"ringreduce.keras needs a backend that trains, not {keras.backend.backend()}")

@@ -1,7 +1,7 @@
 """Optimizers that are given gradients in a call, as Keras's are: their `apply` reduces them over the ranks first.
 
 The optimizer stays the object that it is, and gets a subclass of its class. A model that holds it is saved as without
-ringreduce: the subclass has the name and the module of its base, and ``optimizer.__class__`` is the base.
+ringreduce: ``optimizer.__class__`` is its class still.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.wrapping import with_methods
 
 
 class Distribution:
@@ -106,21 +107,12 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
             )
         stepping.gradient_accumulation_steps = passes
     base = type(optimizer)
-    members: dict[str, Any] = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
-    methods = _scaling_methods(base, distribution) if hasattr(optimizer, "inner_optimizer") else {}
-    own_class = property(lambda self: base)
-    members |= {"__class__": own_class, "distribution": distribution, **_methods(base, distribution), **methods}
-    _set_class(optimizer, type(base.__name__, (base,), members))
+    methods = _methods(base, distribution)
+    if hasattr(optimizer, "inner_optimizer"):
+        methods |= _scaling_methods(base, distribution)
+    with_methods(optimizer, __class__=property(lambda self: base), distribution=distribution, **methods)
     _require_equal_steps(optimizer)
     return optimizer
-
-
-def _set_class(optimizer: Any, made: type) -> None:
-    vars(object)["__class__"].__set__(optimizer, made)  # that of the instance is read-only
 
 
 def _methods(base: Any, distribution: Distribution) -> dict[str, Any]:
@@ -147,7 +139,7 @@ def _methods(base: Any, distribution: Distribution) -> dict[str, Any]:
         # for overflows before it calls this one, and a rank that finds one does not call it.
         scaling = sys._getframe(1).f_locals.get("self") if name == "loss_scale_factor" else None
         if getattr(scaling, "inner_optimizer", None) is self:
-            _set_class(self, base)
+            vars(object)["__class__"].__set__(self, base)  # that of the instance is read-only
             distribute(scaling, distribution)
 
     return {"apply": apply, "register_local_var": register_local_var, "__setattr__": set_attribute}
