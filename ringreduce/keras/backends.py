@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 
-from ringreduce.buffers.codecs import CODECS
-from ringreduce.common.arguments import real_number
-from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import AVERAGE, SUM
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.compression import WireFormat
+from ringreduce.training.compression import WireFormat, wire_format
+from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.optimizer import ListTraining
-from ringreduce.training.requests import Op, chosen_op, require_process_set
+from ringreduce.training.options import Options
 
 #: Takes gradients and their variables; returns the averages or sums.
 Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -24,58 +21,21 @@ Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 _KIND = "DistributedOptimizer"
 
 
-class Reduction(NamedTuple):
-    """How gradients are reduced.
-
-    Attributes:
-        op: `AVERAGE` or `SUM`.
-        wire: the format in which floats travel between nodes; None: as they are.
-        predivide: averages are divided by this before they are summed, and by the rest afterwards.
-        sparse_as_dense: whether sparse gradients are made dense first.
-        process_set: the ranks that train together.
-    """
-
-    op: Any
-    wire: str | None
-    predivide: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
-
-    @classmethod
-    def checked(cls, op: Op, compression: Any, predivide: float, sparse_as_dense: bool, process_set: Any) -> Reduction:
-        """Return what a user asks for; raise `ConfigError` if that makes no sense."""
-        require_process_set(process_set).included()  # raises unless it is registered
-        kind, factor = chosen_op(op, None), real_number("gradient_predivide_factor", predivide)
-        if kind not in (AVERAGE, SUM):
-            raise ConfigError(f"{_KIND} can average or sum gradients (op Average or Sum); got op {op}")
-        if not factor > 0.0 or (factor != 1.0 and kind is not AVERAGE):
-            raise ConfigError("gradient_predivide_factor is positive, and a part of averaging; use it with op=Average")
-        return cls(kind, wire_of(compression), factor, sparse_as_dense, process_set)
-
-    def reducer(self) -> Reduce:
-        """Return a function that reduces gradients so, in an operation for all of them. Collective."""
-        return _reducer(self)
-
-
-def wire_of(compression: Any) -> str | None:
-    """Return the format that a compression names, or the class of one of another binding; None: arrays as they are.
+def checked_compression(compression: Any) -> type[WireFormat] | None:
+    """Return the wire format that a compression names, or that of another binding; None: arrays travel as they are.
 
     Raises:
         ConfigError: it is neither.
     """
-    wire = getattr(compression, "wire", None) if hasattr(compression, "compress") else compression
-    if wire is not None and wire not in CODECS:
-        raise ConfigError(f"compression is None or one of {', '.join(CODECS)}, got {compression!r}")
-    return wire
+    wire = getattr(compression, "wire", compression)
+    if wire is None or getattr(wire, "compress", None) is NoneCompressor.compress:
+        return None
+    return wire_format(wire)
 
 
 def as_numpy(value: Any) -> Any:
     """Return a copy of a tensor, the value of a variable, or what can become a tensor."""
     return np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
-
-
-def _wire_format(wire: str) -> type[WireFormat]:
-    return type(wire, (WireFormat,), {"wire": wire})
 
 
 def settle(model: Any) -> None:
@@ -89,17 +49,19 @@ if keras.backend.backend() == "jax":
 
     from ringreduce.jax import allreduce, error_of
 
-    def _reducer(how: Reduction) -> Reduce:
+    def reducer(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> Reduce:
+        """Return a function that reduces gradients, all of them as one operation. Collective."""
+
         def reduce(gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
-            made = allreduce(
+            made: list[Any] = allreduce(
                 list(gradients),
-                how.op,
-                compression=how.wire,
-                prescale_factor=1.0 / how.predivide,
-                postscale_factor=how.predivide,
-                process_set=how.process_set,
+                options.op,
+                compression=options.compression and options.compression.wire,
+                prescale_factor=1.0 / options.predivide_factor,
+                postscale_factor=options.predivide_factor,
+                process_set=process_set,
             )
-            return list(made)
+            return made
 
         return reduce
 
@@ -123,21 +85,17 @@ elif keras.backend.backend() == "torch":
     from ringreduce.torch.arrays import TENSORS
     from ringreduce.torch.gradients import TorchParameters
 
-    def _reducer(how: Reduction) -> Reduce:
+    def reducer(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> Reduce:
+        """Return a function that reduces gradients. Collective."""
         known: dict[tuple[int, ...], ListTraining] = {}
-        options = {
-            "op": how.op,
-            "compression": None if how.wire is None else _wire_format(how.wire),
-            "predivide_factor": how.predivide,
-            "overlap": False,
-        }
-        bind = partial(TorchParameters, sparse_as_dense=how.sparse_as_dense)
+        how = {"op": options.op, "compression": options.compression, "predivide_factor": options.predivide_factor}
+        bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense)
 
         def reduce(gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
             key = tuple(map(id, variables))
             if key not in known:
                 named = [(f"variable {number}", each.value) for number, each in enumerate(variables)]
-                known[key] = ListTraining(_KIND, named, how.process_set, arrays=TENSORS, bind=bind, **options)
+                known[key] = ListTraining(_KIND, named, process_set, arrays=TENSORS, bind=bind, overlap=False, **how)
             return known[key].reduce(gradients)
 
         return reduce
@@ -149,14 +107,15 @@ elif keras.backend.backend() == "tensorflow":
     from ringreduce.tensorflow.compression import Compression
     from ringreduce.tensorflow.gradients import GradientReduction
 
-    def _reducer(how: Reduction) -> Reduce:
+    def reducer(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> Reduce:
+        """Return a function that reduces gradients, all of them as one operation. Collective."""
         return GradientReduction(
             _KIND,
-            op=how.op,
-            compression=Compression.none if how.wire is None else _wire_format(how.wire),
-            sparse_as_dense=how.sparse_as_dense,
-            predivide=how.predivide,
-            process_set=how.process_set,
+            op=options.op,
+            compression=options.compression or Compression.none,
+            sparse_as_dense=sparse_as_dense,
+            predivide=options.predivide_factor,
+            process_set=process_set,
         ).reduce
 
     def prepare(model: Any) -> None:

@@ -59,7 +59,7 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
         if self._done:
             self._broadcast()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._done:
             self._done = True
             self._broadcast()
@@ -134,7 +134,7 @@ class LearningRateScheduleCallback(DistributedCallback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.current_epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return

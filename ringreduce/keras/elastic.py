@@ -8,22 +8,18 @@ import keras
 
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
-from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
+from ringreduce.elastic import State, run
 from ringreduce.elastic.handlers import HandlingState, StateHandler
 from ringreduce.keras.backends import as_numpy, settle
 from ringreduce.keras.functions import broadcast_variables
 
 __all__ = [
     "CommitStateCallback",
-    "HostsUpdatedInterrupt",
     "KerasState",
-    "ObjectState",
-    "State",
     "TensorFlowKerasState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "run",
-    "run_fn",
 ]
 
 
@@ -99,7 +95,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         self._since = 0  # the ranks may have changed
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         self._since += 1
         if self._since == self.batches_per_commit:
             self._since = 0
@@ -116,7 +112,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self.state = state
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -13,7 +13,7 @@ import keras
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
-from ringreduce.keras.backends import as_numpy, wire_of
+from ringreduce.keras.backends import as_numpy, checked_compression
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.host import HOST
@@ -70,10 +70,9 @@ def allreduce(
     """
 
     def request(prepare: RequestBuilder, array: Any) -> Request:
-        kind, wire, targets = chosen_op(op, average), wire_of(compression), prepare.new_like([array])
-        return prepare.allreduce(
-            [array], targets, kind, prescale_factor, postscale_factor, result=lambda: targets[0], wire=wire
-        )
+        kind, targets, wire = chosen_op(op, average), prepare.new_like([array]), checked_compression(compression)
+        scales, result = (prescale_factor, postscale_factor), lambda: targets[0]
+        return prepare.allreduce([array], targets, kind, *scales, result, None if wire is None else wire.wire)
 
     return _collective("allreduce", value, name, process_set, request)
 

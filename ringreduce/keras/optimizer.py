@@ -8,14 +8,14 @@ from typing import Any
 
 import keras
 
-from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.keras.backends import Reduction
-from ringreduce.runtime import global_process_set
+from ringreduce.keras.backends import checked_compression, reducer
+from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.applying import Distribution, distribute
-from ringreduce.training.requests import Op
+from ringreduce.training.options import Op, Options
+from ringreduce.training.requests import require_process_set
 
 __all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
@@ -82,11 +82,19 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         raise ConfigError(
             f"DistributedOptimizer takes an optimizer of Keras, got one of type {type(optimizer).__name__}"
         )
-    passes = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
-    how = Reduction.checked(op, compression, gradient_predivide_factor, sparse_as_dense, process_set)
-    factor = 1.0 if average_aggregated_gradients else float(passes)
-    distribution = Distribution(how.reducer(), keras.ops, process_set, scale_local=scale_local_gradients, factor=factor)
-    return distribute(optimizer, distribution, passes)
+    require_process_set(process_set).included()  # raises unless it is registered
+    options = Options(
+        op=op,
+        passes=backward_passes_per_step,
+        compression=checked_compression(compression),
+        predivide_factor=gradient_predivide_factor,
+    ).checked(config(), [])
+    if options.adasum:
+        raise ConfigError("optimizers of Keras average or sum gradients (op Average or Sum), not op Adasum")
+    reduce = reducer(options, sparse_as_dense, process_set)
+    factor = 1.0 if average_aggregated_gradients else float(options.passes)
+    how = Distribution(reduce, keras.ops, process_set, scale_local=scale_local_gradients, factor=factor)
+    return distribute(optimizer, how, options.passes)
 
 
 def PartialDistributedOptimizer(  # noqa: N802  # Horovod's name

@@ -41,17 +41,20 @@ class Distribution:
 
     def reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients, those of local variables as this rank has them, all others reduced."""
-        result, local = list(gradients), set(map(id, self.local))
-        shared = [number for number, each in enumerate(variables) if id(each) not in local]
+        result, factor = list(gradients), self._factor
         if self._process_set.included():
-            given = [result[number] for number in shared], [variables[number] for number in shared]
-            for number, each in zip(shared, self._reduce(*given) if shared else [], strict=True):
-                result[number] = each
-            if self._scale_local:
-                size = self._process_set.size()
-                for number in set(range(len(result))).difference(shared):
-                    result[number] = self._scaled(result[number], 1.0 / size)
-        return [self._scaled(each, self._factor) for each in result]
+            local = set(map(id, self.local))
+            shared = [number for number, each in enumerate(variables) if id(each) not in local]
+            reduced = self._reduce([result[n] for n in shared], [variables[n] for n in shared]) if shared else ()
+            own = factor / self._process_set.size() if self._scale_local else factor
+            result = [self._scaled(each, own) for each in result] if local else result
+            for number, each in zip(shared, reduced, strict=True):
+                result[number] = self._scaled(each, factor)
+            return result
+        return [self._scaled(each, factor) for each in result]
+
+    def _scaled(self, gradient: Any, factor: float) -> Any:
+        return gradient if gradient is None or factor == 1.0 else self._ops.multiply(gradient, factor)
 
     def reduced_with_earlier(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients as they are until a step is due; then reduce their sum with those before.
@@ -78,9 +81,6 @@ class Distribution:
             old.assign(new)
         return list(result)
 
-    def _scaled(self, gradient: Any, factor: float) -> Any:
-        return gradient if gradient is None or factor == 1.0 else self._ops.multiply(gradient, factor)
-
 
 def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> Any:
     """Let an optimizer reduce gradients over the ranks before it clips, accumulates and applies them; return it.
@@ -96,42 +96,33 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
     Raises:
         ConfigError: it reduces gradients already, or ``passes`` comes too late.
     """
-    if getattr(type(optimizer), "distribution", None) is not None:
+    base: Any = type(optimizer)
+    if hasattr(base, "distribution"):
         raise ConfigError("this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice")
+    stepping = getattr(optimizer, "inner_optimizer", optimizer)
     if passes > 1:
-        stepping = getattr(optimizer, "inner_optimizer", optimizer)
         if stepping.built or stepping.gradient_accumulation_steps:
             raise ConfigError(
                 "backward_passes_per_step is for an optimizer that has no variables yet and no "
                 "gradient_accumulation_steps; that option of Keras does the same"
             )
         stepping.gradient_accumulation_steps = passes
-    base = type(optimizer)
-    methods = _methods(base, distribution)
-    if hasattr(optimizer, "inner_optimizer"):
-        methods |= _scaling_methods(base, distribution)
-    with_methods(optimizer, __class__=property(lambda self: base), distribution=distribution, **methods)
-    _require_equal_steps(optimizer)
-    return optimizer
 
-
-def _methods(base: Any, distribution: Distribution) -> dict[str, Any]:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        if len(grads) == len(variables):  # else it raises
-            if self.gradient_accumulation_steps:
-                if not self.built:
-                    self.build(variables)
-                grads = distribution.reduced_with_earlier(self, grads, variables)
-            else:
-                grads = distribution.reduced(grads, variables)
-        base.apply(self, grads, trainable_variables and variables)
+        if self.gradient_accumulation_steps:
+            if not self.built:
+                self.build(variables)
+            grads = distribution.reduced_with_earlier(self, grads, variables)
+        else:
+            grads = distribution.reduced(grads, variables)
+        base.apply(self, grads, None if trainable_variables is None else variables)
 
-    def register_local_var(self: Any, var: Any) -> None:
-        """Let this rank have a variable of its own, whose gradients are not reduced."""
-        distribution.local.append(var)
-        _require_equal_steps(self)
+    def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        if hasattr(self, "inner_optimizer"):  # then the base does not call `apply`
+            grads = distribution.reduced(grads, self._trainable_variables)
+        return base.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
         base.__setattr__(self, name, value)
@@ -142,28 +133,26 @@ def _methods(base: Any, distribution: Distribution) -> dict[str, Any]:
             vars(object)["__class__"].__set__(self, base)  # that of the instance is read-only
             distribute(scaling, distribution)
 
-    return {"apply": apply, "register_local_var": register_local_var, "__setattr__": set_attribute}
+    def register_local_var(self: Any, var: Any) -> None:
+        distribution.local.append(var)
+        _require_equal_steps(self, distribution)
+
+    methods: dict[str, Any] = {"apply": apply, "stateless_apply": stateless_apply, "__setattr__": set_attribute}
+    methods |= {"register_local_var": register_local_var, "__class__": property(lambda self: base)}
+    with_methods(optimizer, distribution=distribution, **methods)
+    _require_equal_steps(optimizer, distribution)
+    return optimizer
 
 
-def _scaling_methods(base: Any, distribution: Distribution) -> dict[str, Any]:
-    def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """Reduce, where the base does not call `apply`."""
-        grads = distribution.reduced(grads, self._trainable_variables)
-        return base.stateless_apply(self, optimizer_variables, grads, trainable_variables)
-
-    return {"stateless_apply": stateless_apply}
-
-
-def _require_equal_steps(optimizer: Any) -> None:
+def _require_equal_steps(optimizer: Any, distribution: Distribution) -> None:
     """Raise `ConfigError` if what a rank has of its own would change the steps of what all have in common."""
-    if type(optimizer).distribution.local:
-        if hasattr(optimizer, "inner_optimizer"):
-            raise ConfigError(
-                "with local variables losses cannot be scaled dynamically: a rank whose own gradients overflow would "
-                "skip a step that the others make; give the optimizer a loss_scale_factor, or train in bfloat16"
-            )
-        if optimizer.global_clipnorm:
-            raise ConfigError(
-                "with local variables there is no global_clipnorm: the norm of all gradients differs between the "
-                "ranks, which would clip those of common variables differently; use clipnorm or clipvalue"
-            )
+    if distribution.local and hasattr(optimizer, "inner_optimizer"):
+        raise ConfigError(
+            "with local variables losses cannot be scaled dynamically: a rank whose own gradients overflow would "
+            "skip a step that the others make; give the optimizer a loss_scale_factor, or train in bfloat16"
+        )
+    if distribution.local and optimizer.global_clipnorm:
+        raise ConfigError(
+            "with local variables there is no global_clipnorm: the norm of all gradients differs between the "
+            "ranks, which would clip those of common variables differently; use clipnorm or clipvalue"
+        )

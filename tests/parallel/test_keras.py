@@ -102,7 +102,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [pytest.param("momentum", marks=pytest.mark.smoke), *list(OPTIMIZERS)[1:]])
 def test_ranks_train_as_one_process(kind: str) -> None:
     """With the whole batch; weights and states are equal on all ranks, bit by bit."""
     model = trained(OPTIMIZERS[kind]())
@@ -259,10 +259,11 @@ def test_what_would_make_ranks_step_differently_is_refused() -> None:
     ("options", "said"),
     [
         ({"op": "max"}, "average or sum"),
-        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "a part of averaging"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "part of averaging"),
         ({"compression": "fp12"}, "fp16"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
         ({"process_set": None}, "ProcessSet"),
+        ({"op": "adasum"}, "not op Adasum"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], said: str) -> None:
@@ -285,6 +286,7 @@ def test_models_that_differ_raise_on_all_ranks() -> None:
     assert sorted(caught.value.values) == list(range(SIZE))
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
 def test_a_step_that_fails_raises_our_error_from_fit_and_a_state_goes_on() -> None:
     """Though `fit` shows nothing, and on the backend jax has used up the weights."""
@@ -323,6 +325,7 @@ def test_a_saved_model_has_nothing_of_ringreduce(make: Callable[[], Any], tmp_pa
         np.testing.assert_array_equal(as_numpy(ours), as_numpy(theirs))
 
 
+@pytest.mark.smoke
 def test_a_loaded_model_trains_on(tmp_path: Path) -> None:
     """With its optimizer's state, and on all ranks together."""
     model = trained(Adam(0.01), epochs=1)

@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 
 import numpy.typing as npt
 
+from ringreduce.buffers.codecs import CODECS
 from ringreduce.buffers.dtypes import DType
 from ringreduce.collectives import Feedback
+from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import ReduceOp
 
 #: What a reducer keeps, by name.
@@ -92,6 +94,13 @@ class WireFormat:
     def reducer(cls, shapes: Sequence[tuple[int, ...]], places: Sequence[slice]) -> WireState:
         """Return the format of one bucket, in memory of any framework and on any device."""
         return WireState(cls.wire, cls.error_feedback)
+
+
+def wire_format(name: str) -> type[WireFormat]:
+    """Return the compression with a format of `ringreduce.buffers.codecs.CODECS`; raise `ConfigError` for any other."""
+    if name not in CODECS:
+        raise ConfigError(f"unknown wire format {name!r}; choose one of {', '.join(CODECS)}")
+    return type(name, (WireFormat,), {"wire": name})
 
 
 class WireState:
