@@ -12,7 +12,6 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.wrapping import with_methods
 
 
 class Distribution:
@@ -80,6 +79,22 @@ class Distribution:
         for old, new in zip(kept, rest, strict=True):
             old.assign(new)
         return list(result)
+
+
+def with_methods(instance: Any, **methods: Any) -> Any:
+    """Give an object other methods; return it.
+
+    Its class becomes a subclass of the same name and module, so that what the framework saves of it loads without this
+    package, and it keeps its state.
+
+    Args:
+        instance: of a class that is written in Python.
+        **methods: attributes of the new class, by name.
+    """
+    kind = type(instance)
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    instance.__class__ = type(kind.__name__, (kind,), {**named, **methods})
+    return instance
 
 
 def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> Any:
