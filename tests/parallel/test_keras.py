@@ -5,6 +5,7 @@ The references are Keras by itself, on the batches of all ranks together, and cl
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -253,6 +254,12 @@ def test_what_would_make_ranks_step_differently_is_refused() -> None:
         hvd.PartialDistributedOptimizer(SGD(global_clipnorm=1.0), local_layers=layer)
     with pytest.raises(rr.ConfigError, match="losses cannot be scaled dynamically"):
         Scaled(hvd.PartialDistributedOptimizer(SGD(), local_layers=[layer]))
+
+
+def test_an_older_keras_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras, "version", lambda: "3.1.7")
+    with pytest.raises(ImportError, match=r"needs Keras 3\.15 or newer, and this is 3\.1\.7"):
+        importlib.reload(hvd)
 
 
 @pytest.mark.parametrize(
