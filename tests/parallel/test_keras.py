@@ -124,6 +124,26 @@ def test_several_steps_per_call_train_as_one_process() -> None:
     assert_equal(model, alone(SGD(0.05)))
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="graphs are TensorFlow's")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_step_of_the_programs_own_in_a_graph_trains_as_one_process(passes: int) -> None:
+    tf = pytest.importorskip("tensorflow")
+    model = model_of(100)
+    optimizer = hvd.DistributedOptimizer(SGD(0.05), backward_passes_per_step=passes, average_aggregated_gradients=True)
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    x, y = map(mine, data())
+    for first in range(0, len(x), ROWS):
+        step(x[first : first + ROWS], y[first : first + ROWS])
+    assert_equal(model, alone(SGD(0.05), passes=passes, epochs=1))
+
+
 def test_a_loss_scale_that_is_put_around_later_sees_reduced_gradients() -> None:
     """As `Model.compile` does under mixed precision."""
     model = trained(Scaled(hvd.DistributedOptimizer(SGD(0.05)), initial_scale=64.0), own=True)
