@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 #: The lowest version that the tests were run with.
-_LOWEST = "3.15"
+_LOWEST = "3.12"
 if tuple(map(int, keras.version().split(".")[:2])) < tuple(map(int, _LOWEST.split("."))):
     raise ImportError(f"ringreduce.keras needs Keras {_LOWEST} or newer, and this is {keras.version()}", name="keras")
 
