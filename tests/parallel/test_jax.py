@@ -32,6 +32,7 @@ def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     return jax.jit if request.param else lambda function: function
 
 
+@pytest.mark.smoke
 def test_trees_are_reduced(called: Any) -> None:
     tree = {"a": jnp.arange(7.0) + RANK, "b": [jnp.full((3, 5), RANK, jnp.int32), jnp.float32(2.0)]}
     made = called(lambda each: rj.allreduce(each, rj.Sum))(tree)
@@ -66,6 +67,7 @@ def test_ragged_rows_are_gathered_outside_of_jit() -> None:
     np.testing.assert_array_equal(made[:, 0], np.repeat(np.arange(SIZE), np.arange(SIZE)))
 
 
+@pytest.mark.smoke
 def test_gradients_are_those_of_the_sum_of_all_losses(called: Any) -> None:
     weight = RANK + 1.0
     total = sum(rank + 1.0 for rank in range(SIZE))
@@ -94,6 +96,7 @@ def test_second_gradients_flow() -> None:
     np.testing.assert_allclose(found, [6.0 * SIZE**3])
 
 
+@pytest.mark.smoke
 def test_control_flow_batches_and_recomputation() -> None:
     def scanned(start: Any) -> Any:
         return jax.lax.scan(lambda each, _: (rj.allreduce(each) * 2, None), start, None, length=3)[0]
@@ -179,6 +182,7 @@ def test_small_results_of_many_calls_are_all_right(called: Any) -> None:
             np.testing.assert_array_equal(each, np.full(3, TRIANGLE + SIZE * number))
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
 def test_ranks_that_disagree_hear_the_same_error_and_go_on(called: Any) -> None:
     reduce = called(lambda each: rj.allreduce(each, rj.Sum))

@@ -50,6 +50,7 @@ def step(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 # ---- collectives ----
 
 
+@pytest.mark.smoke
 def test_tensors_are_reduced(called: Any) -> None:
     mine = tf.range(7.0) + RANK
     for op, expected in (
@@ -129,6 +130,7 @@ def test_slices_are_neither_scaled_nor_compared() -> None:
         WORLD.barrier()
 
 
+@pytest.mark.smoke
 def test_gradients_are_those_of_the_sum_of_all_losses(called: Any) -> None:
     weight, total, count = RANK + 1.0, TRIANGLE + SIZE, 2 * SIZE
 
@@ -216,6 +218,7 @@ def test_results_are_where_tensorflow_can_use_them(step: Any, count: int) -> Non
     np.testing.assert_allclose(tf.matmul(whole[1:], tf.ones([3, 2])), np.full((count * SIZE - 1, 2), 3.0))
 
 
+@pytest.mark.smoke
 def test_control_flow(step: Any) -> None:
     @step
     def looped(each: Any, count: Any) -> Any:
@@ -267,6 +270,7 @@ def test_compressed_tensors_travel(step: Any) -> None:
 # ---- errors ----
 
 
+@pytest.mark.smoke
 @SEVERAL
 def test_ranks_that_disagree_hear_the_same_error_and_go_on(called: Any) -> None:
     reduce = called(lambda each: hvd.allreduce(each, op=hvd.Sum))
@@ -306,6 +310,7 @@ def test_what_cannot_be_sent_is_refused(called: Any) -> None:
 # ---- variables and objects ----
 
 
+@pytest.mark.smoke
 def test_variables_become_the_root_s(step: Any) -> None:
     variables = [tf.Variable(tf.fill([3, 2], float(RANK)), name="a"), tf.Variable(RANK, name="b")]
 
@@ -356,6 +361,7 @@ def test_objects_travel() -> None:
 # ---- tapes ----
 
 
+@pytest.mark.smoke
 def test_a_tape_averages_gradients(step: Any) -> None:
     w, e, u = (
         tf.Variable(tf.ones([3, 2]), name="w"),
