@@ -21,7 +21,7 @@ _NAP_BESIDE_S = 100e-6  # of the progress thread, while the program computes
 _LONG_NAP_S = 1e-3  # after a second without news
 _BACKOFF_S = 1e-3, 8e-3  # how long the progress thread sleeps at a time: first, and at most when that was needless
 _GRACE_S = 20e-3  # it looks by itself, so often, while the last news is not older than this; then it sleeps
-_FAST_WAIT_S = 200e-6  # a program that waits so soon after a submission, or submits more, has not computed
+_FAST_WAIT_S = 200e-6  # a program that waits so soon after a submission, or on average submits more, has not computed
 _BURST_S = 10e-3  # submissions that take longer altogether count as computation
 _FAST_WAITS = 2  # a program that has waited at once so often in a row will do so again
 _IDLE_S = 1.0  # how often the coordinator's thread looks for messages while its rank is idle
@@ -59,7 +59,8 @@ class Driver:
         self._clock = clock
         self._fast_waits = 0  # how often in a row the program has waited at once
         self._burst_s: float | None = None  # when the program submitted something first after its last wait
-        self._active_s = 0.0  # and last, no more than a moment after the one before; or when its last wait ended
+        self._burst = 0  # how much it has submitted since then
+        self._active_s = 0.0  # when it last submitted something, a moment after the one before, or ended a wait
         self._waited_s = 0.0  # in waits that have ended
         self._waits_since: float | None = None  # any thread, without a gap
         self._turn = threading.Lock()  # the thread that holds it drives
@@ -83,8 +84,9 @@ class Driver:
         """Let the progress thread know that something was submitted; the caller holds the lock."""
         now = self._clock()
         if self._burst_s is None:
-            self._burst_s = self._active_s = now
-        elif now - self._active_s < _FAST_WAIT_S and now - self._burst_s < _BURST_S:
+            self._burst_s, self._burst = now, 0
+        self._burst += 1
+        if now - self._burst_s < min(self._burst * _FAST_WAIT_S, _BURST_S):
             self._active_s = now
         self.wake()
 
