@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -205,8 +205,8 @@ def _allreduce(
         first: whether the result is the only tensor, not a list.
         in_place: whether the tensors are overwritten.
     """
-    how, repeatable = (*op, *factors), first and type(name) is str
-    if repeatable and (repeated := _repeat(tensors[0], name, process_set, how, in_place)) is not None:
+    repeatable = first and type(name) is str and type(factors[0]) is type(factors[1]) is float and factors == (1.0, 1.0)
+    if repeatable and (repeated := _repeat(tensors[0], name, process_set, op, in_place)) is not None:
         return repeated
     with preparing("allreduce", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
@@ -216,7 +216,7 @@ def _allreduce(
         result = partial(_result, given, first, in_place)
         request = prepare.allreduce(sources, targets, chosen_op(*op), *factors, result)
     if repeatable:
-        _remember(request, tensors[0], how, in_place)
+        _remember(request, tensors[0], op, in_place)
     return request
 
 
@@ -228,12 +228,12 @@ def _result(tensors: _Tensors, first: bool, in_place: bool) -> Any:
 
 
 class _Repeat(NamedTuple):
-    """How to make a request again: to reduce one tensor under a name.
+    """How to make a request again: to reduce one tensor under a name, not scaled.
 
     A result that is new is reduced in memory that is kept for the name, while no operation uses it.
 
     Attributes:
-        how: the other arguments.
+        how: ``op`` and ``average``, as the caller passed them.
         in_place: whether the tensor is overwritten.
         dtype, shape: of the tensor.
         nbytes: of its elements.
@@ -242,7 +242,7 @@ class _Repeat(NamedTuple):
         memory: is copied to and from; None: the tensor is reduced where it is.
     """
 
-    how: tuple[Any, ...]
+    how: tuple[Any, Any]
     in_place: bool
     dtype: torch.dtype
     shape: torch.Size
@@ -253,7 +253,7 @@ class _Repeat(NamedTuple):
     memory: Tensor | None
 
 
-def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, ...], in_place: bool) -> Request | None:
+def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, Any], in_place: bool) -> Request | None:
     """Return a request that is like an earlier one of this name; None: there was none, or something has changed."""
     try:
         repeats = process_set.engine.repeats
@@ -276,11 +276,12 @@ def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, 
     return Request(operation, process_set, True, TENSORS, arrays if memory is None else ())
 
 
-def _is_like(repeat: _Repeat, tensor: Tensor, how: tuple[Any, ...], in_place: bool) -> bool:
+def _is_like(repeat: _Repeat, tensor: Tensor, how: tuple[Any, Any], in_place: bool) -> bool:
     """Return whether a tensor can be used as that of an earlier request was."""
     return (
         type(tensor) is Tensor
-        and all(map(is_, repeat.how, how))
+        and repeat.how[0] is how[0]
+        and repeat.how[1] is how[1]
         and repeat.in_place is in_place
         and tensor.shape == repeat.shape
         and tensor.dtype is repeat.dtype
@@ -305,7 +306,7 @@ def _copied(memory: Tensor, repeats: dict[str, Any], name: str, repeat: _Repeat)
     return result
 
 
-def _remember(request: Request, tensor: Tensor, how: tuple[Any, ...], in_place: bool) -> None:
+def _remember(request: Request, tensor: Tensor, how: tuple[Any, Any], in_place: bool) -> None:
     """Remember how to make a request again, if its name has come before."""
     operation, engine = request.operation, request.process_set.engine
     repeats, name = engine.repeats, operation.name
@@ -313,7 +314,7 @@ def _remember(request: Request, tensor: Tensor, how: tuple[Any, ...], in_place: 
         repeats.clear()
     if name not in repeats:
         repeats[name] = None
-    elif isinstance(operation, Reduction) and all(type(factor) is float and factor == 1.0 for factor in how[2:]):
+    elif isinstance(operation, Reduction):
         (given,) = operation.given
         what = tensor.dtype, tensor.shape, given.nbytes, operation.signature, operation.op
         repeat = _Repeat(how, in_place, *what, operation.given, None)
