@@ -19,6 +19,7 @@ from ringreduce.training import built
 __all__ = [
     "EXTENSIONS",
     "HorovodVersionMismatchError",
+    "binding_in_use",
     "ccl_built",
     "check_extension",
     "check_installed_version",
