@@ -15,7 +15,7 @@ from ringreduce.buffers import Operand, like, operand_of, require_host
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
-from ringreduce.common.reduce_ops import SUM, ReduceOp
+from ringreduce.common.reduce_ops import ReduceOp
 
 #: Bit by bit: NumPy's names. Nothing between the ranks does these, so that all of them get all arrays.
 _BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor")
@@ -24,40 +24,41 @@ _BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor")
 # ---- reductions ----
 
 
-def allreduce(comm: Communicator, array: Any, op: ReduceOp | str = SUM, source: Any = None) -> None:
-    """Reduce arrays into the same arrays.
+def allreduce(comm: Communicator, out: Any, array: Any, op: ReduceOp | str) -> None:
+    """Reduce arrays.
 
     Args:
+        out: may be ``array``.
         array: the number of elements and the dtype must agree.
         op: of `reduce_ops`, or of `_BITWISE`; must agree.
-        source: what to reduce in its place; None: the array itself.
     """
-    given = array if source is None else source
     if op in _BITWISE:
-        _store(array, _bitwise(comm, "allreduce", given, str(op), array))
+        _store(out, _bitwise(comm, "allreduce", array, str(op), out))
     else:
-        comm.allreduce(given, op, out=array)
+        comm.allreduce(array, op, out=out)
 
 
-def reduce(comm: Communicator, array: Any, root: int, op: ReduceOp | str = SUM, source: Any = None) -> None:
-    """Reduce arrays into that of the root; the others stay as they are. ``root`` must agree."""
-    given = array if source is None else source
+def reduce(comm: Communicator, out: Any, array: Any, op: ReduceOp | str, root: int) -> None:
+    """Reduce arrays into ``out`` of the root; those of the others stay as they are. ``root`` must agree."""
     if op not in _BITWISE:
-        comm.reduce(given, root, op, out=array)
+        comm.reduce(array, root, op, out=out)
         return
-    total = _bitwise(comm, "reduce", given, str(op), array if comm.rank == root else None, f"root {root}, ")
+    total = _bitwise(comm, "reduce", array, str(op), out if comm.rank == root else None, f"root {root}, ")
     if comm.rank == root:
-        _store(array, total)
+        _store(out, total)
 
 
-def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str = SUM) -> None:
+def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str) -> None:
     """Reduce arrays and give each rank its part.
 
     Args:
         out: this rank's part; of the same number of elements on all ranks.
-        array: as many times that as there are ranks, in any shape.
+        array: as many times that as there are ranks, in any shape; or an array for each rank, whose shapes may differ.
         op: as for `allreduce`.
     """
+    if isinstance(array, (list, tuple)):
+        _reduce_scatter_list(comm, out, array, op)
+        return
     with CheckingArguments(comm, "reduce_scatter"):
         target, source = _host(out), _host(array)
         _require_usable([target], [source])
@@ -76,8 +77,7 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str 
     _fetch(out, target, room)
 
 
-def reduce_scatter_list(comm: Communicator, out: Any, arrays: Sequence[Any], op: ReduceOp | str = SUM) -> None:
-    """Reduce the ranks' arrays for each rank into its ``out``; those for different ranks may differ in shape."""
+def _reduce_scatter_list(comm: Communicator, out: Any, arrays: Sequence[Any], op: ReduceOp | str) -> None:
     with CheckingArguments(comm, "reduce_scatter"):
         target, operands = _host(out), _one_per_rank(comm, "reduce_scatter", arrays)
         _require_usable([target], operands)
@@ -93,7 +93,7 @@ def reduce_scatter_list(comm: Communicator, out: Any, arrays: Sequence[Any], op:
         reduce_scatter(comm, out, flat, op)
         return
     comm.rendezvous(text)
-    allreduce(comm, flat, op)
+    allreduce(comm, flat, flat, op)
     before = sum(counts[: comm.rank])
     _store(out, flat[before : before + target.count])
 
@@ -120,18 +120,23 @@ def _bitwise(comm: Communicator, name: str, array: Any, op: str, out: Any, argum
 # ---- moving ----
 
 
-def broadcast(comm: Communicator, array: Any, root: int) -> None:
+def broadcast(comm: Communicator, out: Any, array: Any, root: int) -> None:
     """Give every rank the root's array; the number of elements, dtype and ``root`` must agree."""
-    comm.broadcast(array, root, out=array)
+    comm.broadcast(array, root, out=out)
 
 
 def allgather(comm: Communicator, out: Any, array: Any) -> None:
     """Give every rank all arrays, one after the other.
 
     Args:
-        out: as many times the elements of ``array`` as there are ranks, in any shape.
-        array: may be this rank's part of ``out``; the number of elements and the dtype must agree.
+        out: as many times the elements of ``array`` as there are ranks, in any shape; or an array for each rank, whose
+            shapes may differ.
+        array: may be this rank's part of ``out``; the number of elements, if ``out`` is one array, and the dtype must
+            agree.
     """
+    if isinstance(out, (list, tuple)):
+        _allgather_list(comm, out, array)
+        return
     with CheckingArguments(comm, "allgather"):
         target, source = _host(out), _host(array)
         _require_usable([target], [source])
@@ -146,8 +151,7 @@ def allgather(comm: Communicator, out: Any, array: Any) -> None:
     _fetch(out, target, room)
 
 
-def allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None:
-    """Give every rank all arrays, each in an array of its own; those of different ranks may differ in shape."""
+def _allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None:
     with CheckingArguments(comm, "allgather"):
         operands, source = _one_per_rank(comm, "allgather", outs), _host(array)
         _require_usable(operands, [source])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
+from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import ConfigError, TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
@@ -43,6 +44,62 @@ _OPS: dict[Any, ReduceOp | str] = {
 _Tensors = Sequence[torch.Tensor]
 
 
+# ---- arguments ----
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _tensors(arguments: Any) -> list[torch.Tensor]:
+    """Return the tensors in arguments, which may be lists of lists."""
+    if isinstance(arguments, torch.Tensor):
+        return [arguments]
+    lists = map(_tensors, arguments) if isinstance(arguments, (list, tuple)) else ()
+    return [tensor for each in lists for tensor in each]
+
+
+def _movable(argument: Any) -> Any:
+    """Return tensors of floats of 8 bits as bytes: nothing computes with them, and they can move all the same."""
+    if isinstance(argument, (list, tuple)):
+        return [_movable(each) for each in argument]
+    is_small_float = isinstance(argument, torch.Tensor) and argument.dtype in _FLOATS_OF_8_BITS
+    return argument.view(torch.uint8) if is_small_float else argument
+
+
+def _require_host(tensor: torch.Tensor) -> None:
+    """Raise `UnsupportedBufferError` for a tensor that is not in host memory."""
+    if not tensor.is_cpu:
+        raise UnsupportedBufferError(
+            f"the backend {NAME} of torch.distributed takes CPU tensors, got one on {tensor.device}: no GPU has run it "
+            "yet. Pass tensor.cpu(), or use the collectives of ringreduce.torch, which take CUDA tensors"
+        )
+
+
+def _reduction_of(options: Any) -> tuple[ReduceOp | str, Callable[[Any], Any]]:
+    """Return the operation that torch's options name, and what multiplies tensors before it, if anything is to."""
+    given = _Kind.SUM if options is None else getattr(options, "reduceOp", options)
+    kind = given if isinstance(given, _Kind) else given.op
+    if kind == _Kind.PREMUL_SUM:
+        return SUM, partial(_scaled, given.__getstate__()[1])
+    if kind not in _OPS:
+        raise ConfigError(f"the backend {NAME} knows no reduce operation {kind}")
+    return _OPS[kind], lambda tensors: tensors
+
+
+def _scaled(factor: Any, given: Any) -> Any:
+    """Return the products of a tensor, or of a list of them, with a factor, in new memory."""
+    if not isinstance(given, torch.Tensor):
+        return [_scaled(factor, each) for each in given]
+    if not (given.is_floating_point() or given.is_complex()):
+        raise UnsupportedBufferError(f"PREMUL_SUM takes floats, got {given.dtype}")
+    with torch.no_grad():
+        return torch.mul(given.detach(), factor).to(given.dtype)
+
+
+# ---- what torch calls ----
+
+
 class GroupBackend:
     """What torch calls on process groups and backends besides collectives; begins the works of both.
 
@@ -63,18 +120,33 @@ class GroupBackend:
         return self._group
 
     def _run(
-        self, name: str, options: Any, call: Callable[..., object], calls: Sequence[tuple[Any, ...]]
+        self,
+        name: str,
+        options: Any,
+        collective: Callable[..., object],
+        calls: Sequence[tuple[Any, ...]],
+        prepare: Callable[[Any], Any] = _movable,
     ) -> CollectiveWork:
         """Carry out calls, one after the other and after those before them, as one work.
 
         Args:
             name: of the collective.
             options: torch's, which say whether the program waits for it at once.
-            call: takes the group and the arguments.
+            collective: of `group_collectives`.
             calls: the arguments of each: the tensors that are its result, those that it reads, and others.
+            prepare: is given the tensors that it reads, and returns what it reads in their place.
         """
         self._sequence += 1
-        group, run = self._group, partial(_run_all, call, self._group, calls)
+        group = self._group
+
+        def run() -> None:
+            for output, given, *others in calls:
+                with CheckingArguments(group.communicator, name):
+                    for each in _tensors((output, given)):
+                        _require_host(each)
+                    source = prepare(given)
+                collective(group.communicator, _movable(output), source, *others)
+
         results = [each for first, *_ in calls for each in _tensors(first)]
         with self._shown(name, results) as span:
             if not getattr(options, "asyncOp", True):
@@ -190,14 +262,15 @@ class Collectives(GroupBackend):
     # ---- reductions ----
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> CollectiveWork:
-        how = _op_of(opts)
-        return self._run("allreduce", opts, _allreduce, [(each, *how) for each in _listed(tensors)])
+        op, scaled = _reduction_of(opts)
+        return self._run("allreduce", opts, _allreduce, [(each, each, op) for each in _listed(tensors)], scaled)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any) -> CollectiveWork:
-        how = *_op_of(opts), opts.rootRank
-        return self._run("reduce", opts, _reduce, [(each, *how) for each in _listed(tensors)])
+        op, scaled = _reduction_of(opts)
+        calls = [(each, each, op, opts.rootRank) for each in _listed(tensors)]
+        return self._run("reduce", opts, group_collectives.reduce, calls, scaled)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> CollectiveWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -207,9 +280,9 @@ class Collectives(GroupBackend):
     def reduce_scatter_single_coalesced(
         self, outputs: _Tensors, inputs: Sequence[torch.Tensor | _Tensors], opts: Any = None
     ) -> CollectiveWork:
-        how = _op_of(opts)
-        calls = [(output, given, *how) for output, given in zip(outputs, inputs, strict=True)]
-        return self._run("reduce_scatter", opts, _reduce_scatter, calls)
+        op, scaled = _reduction_of(opts)
+        calls = [(output, given, op) for output, given in zip(outputs, inputs, strict=True)]
+        return self._run("reduce_scatter", opts, group_collectives.reduce_scatter, calls, scaled)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -221,7 +294,8 @@ class Collectives(GroupBackend):
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> CollectiveWork:
         root = opts if isinstance(opts, int) else opts.rootRank
-        return self._run("broadcast", opts, _broadcast, [(each, root) for each in _listed(tensors)])
+        calls = [(each, each, root) for each in _listed(tensors)]
+        return self._run("broadcast", opts, group_collectives.broadcast, calls)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> CollectiveWork:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -231,7 +305,7 @@ class Collectives(GroupBackend):
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor | _Tensors], inputs: _Tensors, opts: Any = None
     ) -> CollectiveWork:
-        return self._run("allgather", opts, _allgather, list(zip(outputs, inputs, strict=True)))
+        return self._run("allgather", opts, group_collectives.allgather, list(zip(outputs, inputs, strict=True)))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -248,12 +322,12 @@ class Collectives(GroupBackend):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
         call = list(outputs[0]) if outputs else None, inputs[0], opts.rootRank
-        return self._run("gather", opts, partial(_move, group_collectives.gather), [call])
+        return self._run("gather", opts, group_collectives.gather, [call])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
         (output,) = outputs
         call = output, list(inputs[0]) if inputs else None, opts.rootRank
-        return self._run("scatter", opts, partial(_move, group_collectives.scatter), [call])
+        return self._run("scatter", opts, group_collectives.scatter, [call])
 
     def all_to_all_single(
         self,
@@ -265,19 +339,18 @@ class Collectives(GroupBackend):
         timeout: timedelta | None = None,
     ) -> CollectiveWork:
         call = output, input, list(output_split_sizes), list(input_split_sizes)
-        return self._run("alltoall", opts, partial(_move, group_collectives.alltoall), [call])
+        return self._run("alltoall", opts, group_collectives.alltoall, [call])
 
     alltoall_base = all_to_all_single
 
     def alltoall(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> CollectiveWork:
-        return self._run(
-            "alltoall", opts, partial(_move, group_collectives.alltoall_list), [(list(outputs), list(inputs))]
-        )
+        return self._run("alltoall", opts, group_collectives.alltoall_list, [(list(outputs), list(inputs))])
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> CollectiveWork:
-        return self._run("barrier", opts, Group.barrier, [(seconds(timeout or getattr(opts, "timeout", None)),)])
+        limit_s = seconds(timeout or getattr(opts, "timeout", None))
+        return self._run("barrier", opts, lambda *_: self._group.barrier(limit_s), [((), ())])
 
 
 def recreate_default_group() -> None:
@@ -310,131 +383,27 @@ def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
 # ---- one call of a group ----
 
 
-def _run_all(call: Callable[..., object], group: Group, calls: Sequence[tuple[Any, ...]]) -> None:
-    for arguments in calls:
-        call(group, *arguments)
+def _allreduce(communicator: Communicator, output: torch.Tensor, given: torch.Tensor, op: ReduceOp | str) -> None:
+    reduce = _sum_rows if output.layout is torch.sparse_coo else group_collectives.allreduce
+    reduce(communicator, output, given, op)
 
 
-def _allreduce(group: Group, tensor: torch.Tensor, op: ReduceOp | str, factor: Any) -> None:
-    if tensor.layout is torch.sparse_coo:
-        _sum_rows(group, tensor, op)
-        return
-    with CheckingArguments(group.communicator, "allreduce"):
-        source = _scaled(tensor, factor)
-    group_collectives.allreduce(group.communicator, tensor, op, source)
-
-
-def _reduce(group: Group, tensor: torch.Tensor, op: ReduceOp | str, factor: Any, root: int) -> None:
-    with CheckingArguments(group.communicator, "reduce"):
-        source = _scaled(tensor, factor)
-    group_collectives.reduce(group.communicator, tensor, root, op, source)
-
-
-def _reduce_scatter(
-    group: Group, output: torch.Tensor, given: torch.Tensor | _Tensors, op: ReduceOp | str, factor: Any
-) -> None:
-    with CheckingArguments(group.communicator, "reduce_scatter"):
-        _require_host(output)
-        sources = [_scaled(each, factor) for each in _tensors(given)]
-    if isinstance(given, torch.Tensor):
-        group_collectives.reduce_scatter(group.communicator, output, sources[0], op)
-    else:
-        group_collectives.reduce_scatter_list(group.communicator, output, sources, op)
-
-
-def _broadcast(group: Group, tensor: torch.Tensor, root: int) -> None:
-    with CheckingArguments(group.communicator, "broadcast"):
-        _require_host(tensor)
-    group_collectives.broadcast(group.communicator, _movable(tensor), root)
-
-
-def _allgather(group: Group, output: torch.Tensor | _Tensors, given: torch.Tensor) -> None:
-    _move(
-        group_collectives.allgather if isinstance(output, torch.Tensor) else group_collectives.allgather_list,
-        group,
-        output,
-        given,
-    )
-
-
-def _move(collective: Callable[..., object], group: Group, *arguments: Any) -> None:
-    """Run a collective of the group that computes nothing with its tensors."""
-    collective(group.communicator, *map(_movable, arguments))
-
-
-def _sum_rows(group: Group, tensor: torch.Tensor, op: ReduceOp | str) -> None:
-    """Reduce sparse tensors into the same tensors: each rank gets all ranks' rows, and adds them up.
+def _sum_rows(communicator: Communicator, output: torch.Tensor, given: torch.Tensor, op: ReduceOp | str) -> None:
+    """Reduce sparse tensors: each rank gets all ranks' rows, and adds them up.
 
     Args:
-        group: carries it out.
-        tensor: of layout ``sparse_coo``; shape and dtype must agree, the rows need not.
+        communicator: the ranks.
+        output: of layout ``sparse_coo``.
+        given: likewise; shape and dtype must agree, the rows need not.
         op: SUM or AVERAGE; must agree.
     """
-    with CheckingArguments(group.communicator, "allreduce"):
+    with CheckingArguments(communicator, "allreduce"):
         if op not in (SUM, AVERAGE):
             raise UnsupportedBufferError(f"sparse tensors can be summed and averaged, got {op}")
-        _require_host(tensor)
-        entries = sparse_entries(tensor)
+        entries = sparse_entries(given)
         dtype = entries[1].dtype
-        text = f"allreduce({op}, sparse, shape {tuple(tensor.shape)}, {dtype}, {tensor.sparse_dim()} dimensions)"
-    group.communicator.rendezvous(text)
-    total = sum_entries(group.communicator, entries, tensor.shape, op)
+        text = f"allreduce({op}, sparse, shape {tuple(given.shape)}, {dtype}, {given.sparse_dim()} dimensions)"
+    communicator.rendezvous(text)
+    total = sum_entries(communicator, entries, given.shape, op)
     with torch.no_grad():
-        tensor.copy_(total)
-
-
-# ---- arguments ----
-
-
-def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _tensors(arguments: Any) -> list[torch.Tensor]:
-    """Return the tensors in arguments, which may be lists of lists."""
-    if isinstance(arguments, torch.Tensor):
-        return [arguments]
-    lists = map(_tensors, arguments) if isinstance(arguments, (list, tuple)) else ()
-    return [tensor for each in lists for tensor in each]
-
-
-def _movable(argument: Any) -> Any:
-    """Return tensors of floats of 8 bits as bytes: nothing computes with them, and they can move all the same."""
-    if isinstance(argument, (list, tuple)):
-        return [_movable(each) for each in argument]
-    is_small_float = isinstance(argument, torch.Tensor) and argument.dtype in _FLOATS_OF_8_BITS
-    return argument.view(torch.uint8) if is_small_float else argument
-
-
-def _require_host(tensor: torch.Tensor) -> None:
-    """Raise `UnsupportedBufferError` for a tensor that is not in host memory."""
-    if not tensor.is_cpu:
-        raise UnsupportedBufferError(
-            f"the backend {NAME} of torch.distributed takes CPU tensors, got one on {tensor.device}: no GPU has run it "
-            "yet. Pass tensor.cpu(), or use the collectives of ringreduce.torch, which take CUDA tensors"
-        )
-
-
-def _op_of(options: Any) -> tuple[ReduceOp | str, Any]:
-    """Return the operation that torch's options name, and what tensors are multiplied with before it, if anything."""
-    if options is None:
-        return SUM, None
-    given = getattr(options, "reduceOp", options)
-    kind = given if isinstance(given, _Kind) else given.op
-    op = _OPS.get(kind)
-    if op is not None:
-        return op, None
-    if kind == _Kind.PREMUL_SUM:
-        return SUM, given.__getstate__()[1]
-    raise ConfigError(f"the backend {NAME} knows no reduce operation {kind}")
-
-
-def _scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor:
-    """Return the product in a new tensor, or the tensor itself if there is no factor."""
-    _require_host(tensor)
-    if factor is None:
-        return tensor
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UnsupportedBufferError(f"PREMUL_SUM takes floats, got {tensor.dtype}")
-    with torch.no_grad():
-        return torch.mul(tensor.detach(), factor).to(tensor.dtype)
+        output.copy_(total)
