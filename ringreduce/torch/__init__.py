@@ -12,19 +12,19 @@ work is an error on all ranks and not a hang. Gradients flow through collectives
 conventions: see `ringreduce.common.conventions`.
 """
 
-try:
-    import torch  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "ringreduce.torch needs PyTorch, which is not installed: pip install torch (for the builds that there are see "
-        "https://pytorch.org/get-started); ringreduce itself takes NumPy arrays without it",
-        name="torch",
-    ) from None
-
 import sys
 
+from ringreduce.common.libraries import require_library
+
+require_library(
+    "torch",
+    "PyTorch",
+    __name__,
+    "pip install torch (for the builds that there are see https://pytorch.org/get-started); ringreduce itself takes "
+    "NumPy arrays without it",
+)
+
+# ruff: noqa: E402  # what follows imports torch
 import ringreduce_torch_backend
 from ringreduce import runtime
 from ringreduce.algorithms import Collective

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 
@@ -71,46 +71,34 @@ class _Reader:
     """
 
     def __init__(self, batches: Iterable[Any], most: int) -> None:
-        self._most = most
-        self._held: deque[Any] = deque()
-        self._changed = threading.Condition()
-        self._closed = self._done = False
+        self._held: SimpleQueue[Any] = SimpleQueue()  # batches, and in the end this reader
+        self._room = threading.Semaphore(most)
+        self._closed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._read, args=(batches,), name="reads batches ahead", daemon=True)
         self._thread.start()
 
     def batches(self) -> Iterator[Any]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._held or self._done or self._closed)
-                if not self._held:
-                    if self._error is not None and not self._closed:
-                        raise self._error
-                    return
-                batch = self._held.popleft()
-                self._changed.notify_all()
+        while (batch := self._held.get()) is not self and not self._closed:
+            self._room.release()
             yield batch
+        if self._error is not None and not self._closed:
+            raise self._error
 
     def close(self) -> None:
         """End the thread, once it has read the batch at which it is."""
-        with self._changed:
-            self._closed = True
-            self._held.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._room.release()
         self._thread.join()
 
     def _read(self, batches: Iterable[Any]) -> None:
         try:
             for batch in batches:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed or len(self._held) < self._most)
-                    if self._closed:
-                        return
-                    self._held.append(batch)
-                    self._changed.notify_all()
+                self._room.acquire()
+                if self._closed:
+                    return
+                self._held.put(batch)
         except BaseException as error:  # for the thread that takes the batches
             self._error = error
         finally:
-            with self._changed:
-                self._done = True
-                self._changed.notify_all()
+            self._held.put(self)

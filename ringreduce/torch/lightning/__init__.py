@@ -12,17 +12,11 @@ import `ringreduce.torch.lightning.pytorch_lightning`: the two packages share no
 
 from __future__ import annotations
 
-from typing import Any
+from ringreduce.common.libraries import require_library
 
-try:
-    import lightning  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "lightning":
-        raise
-    raise ModuleNotFoundError(
-        "ringreduce.torch.lightning needs Lightning, which is not installed: pip install lightning", name="lightning"
-    ) from None
+require_library("lightning", "Lightning", __name__, "pip install lightning")
 
+# ruff: noqa: E402  # what follows imports Lightning
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
@@ -34,16 +28,9 @@ class RingreduceEnvironment(Ranks, ClusterEnvironment):
 
 
 class RingreduceStrategy(RanksStrategy, DDPStrategy):
-    """The strategy ``strategy="ringreduce"``; see `RanksStrategy`. To make it is collective.
+    """The strategy ``strategy="ringreduce"``; see `RanksStrategy`. To make it is collective."""
 
-    Args:
-        options: as for Lightning's DDPStrategy (``find_unused_parameters``, ``static_graph``, ...).
-    """
-
-    strategy_name = BACKEND
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(cluster_environment=RingreduceEnvironment(), process_group_backend=BACKEND, **options)
+    environment = RingreduceEnvironment
 
 
 StrategyRegistry.register(

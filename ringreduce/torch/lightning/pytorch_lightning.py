@@ -11,19 +11,13 @@ As `ringreduce.torch.lightning`, for programs that import Lightning by its older
 
 from __future__ import annotations
 
-from typing import Any
+from ringreduce.common.libraries import require_library
 
-try:
-    import pytorch_lightning  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "pytorch_lightning":
-        raise
-    raise ModuleNotFoundError(
-        "ringreduce.torch.lightning.pytorch_lightning needs Lightning, which is not installed: "
-        "pip install pytorch-lightning",
-        name="pytorch_lightning",
-    ) from None
+require_library(
+    "pytorch_lightning", "Lightning", "ringreduce.torch.lightning.pytorch_lightning", "pip install pytorch-lightning"
+)
 
+# ruff: noqa: E402  # what follows imports Lightning
 from lightning_fabric.plugins import ClusterEnvironment
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
@@ -35,16 +29,9 @@ class RingreduceEnvironment(Ranks, ClusterEnvironment):
 
 
 class RingreduceStrategy(RanksStrategy, DDPStrategy):
-    """The strategy ``strategy="ringreduce"``; see `RanksStrategy`. To make it is collective.
+    """The strategy ``strategy="ringreduce"``; see `RanksStrategy`. To make it is collective."""
 
-    Args:
-        options: as for Lightning's DDPStrategy (``find_unused_parameters``, ``static_graph``, ...).
-    """
-
-    strategy_name = BACKEND
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(cluster_environment=RingreduceEnvironment(), process_group_backend=BACKEND, **options)
+    environment = RingreduceEnvironment
 
 
 StrategyRegistry.register(

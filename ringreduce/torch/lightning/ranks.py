@@ -68,11 +68,22 @@ class Ranks:
 class RanksStrategy:
     """What comes before Lightning's DDP strategy: its devices and nodes are those of MPI.
 
-    Lightning's defaults stand for "not said": ``devices="auto"``,
-    which is 1 on CPUs, and ``num_nodes=1``.
+    Lightning's defaults stand for "not said": ``devices="auto"``, which is 1 on CPUs, and ``num_nodes=1``.
+
+    Args:
+        options: as for Lightning's DDPStrategy (``find_unused_parameters``, ``static_graph``, ...).
+
+    Attributes:
+        environment: the class of the cluster environment.
     """
 
+    strategy_name = BACKEND
+    environment: type[Ranks]
     _parallel_devices: list[torch.device] | None
+
+    def __init__(self, **options: Any) -> None:
+        environment = self.environment()
+        super().__init__(cluster_environment=environment, process_group_backend=BACKEND, **options)  # type: ignore[call-arg]
 
     # Lightning sets both after it has made the strategy, from the arguments of the Trainer.
 
