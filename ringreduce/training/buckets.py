@@ -80,7 +80,7 @@ class Bucket:
         itemsize = starts[-1] // max(len(self.flat), 1) or 1
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
         self.numbers = list(range(len(self.slots)))
-        self.reducer: Reducer | WireState | None = None
+        self.reducer: Reducer | None = None
         self.hooks: list[Removable] = []
 
     @property

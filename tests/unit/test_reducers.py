@@ -9,7 +9,6 @@ import numpy.typing as npt
 import pytest
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.reduce_ops import AVERAGE, SUM
 from ringreduce.testing import run_ranks
 from ringreduce.training.compression import (
     BucketCompression,
@@ -64,12 +63,8 @@ def gradients(rank: int, step: int) -> npt.NDArray[np.float32]:
 
 
 def reduce(reducer: Any, communicator: Communicator, ranks: Ranks, flat: npt.NDArray[Any], average: bool) -> None:
-    """Do what is done with a bucket in a step."""
-    if isinstance(reducer, WireState):
-        op = AVERAGE if average else SUM
-        communicator.allreduce(flat, op, out=flat, wire=reducer.wire, feedback=reducer.feedback)
-    else:
-        reducer.reduce(ranks, flat, average)
+    """Do what is done with a bucket in a step; in a wire format, buckets travel by the communicator itself."""
+    reducer.reduce(communicator if isinstance(reducer, WireState) else ranks, flat, average)
 
 
 ALL: list[BucketCompression] = [PowerSGD(), TopK(0.1), Int4, Int4WithoutFeedback]

@@ -14,6 +14,7 @@ on they reduce them in place.
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from ringreduce.torch.compression import Compression, Compressor
 from ringreduce.torch.distributed.collectives import group_of
 from ringreduce.torch.distributed.works import CollectiveWork
 from ringreduce.torch.gradients import shape_in_memory
-from ringreduce.training.compression import BucketCompression, Reducer, WireState, has_reducers, reduces
+from ringreduce.training.compression import BucketCompression, Reducer, has_reducers, reduces
 
 
 class AllreduceState:
@@ -51,7 +52,7 @@ class AllreduceState:
     ) -> None:
         self.group: Group = group_of(process_group)
         self.compression = compression
-        self._reducers: dict[int, tuple[list[tuple[int, ...]], Reducer | WireState]] = {}
+        self._reducers: dict[int, tuple[list[tuple[int, ...]], Reducer]] = {}
         self._shared: dict[int, int] = {}  # address of the memory that was made for a bucket
 
     def share(self, bucket: GradBucket) -> None:
@@ -90,11 +91,8 @@ class AllreduceState:
         if has_reducers(self.compression) and reduces(self.compression, buffer.dtype):
             with CheckingArguments(communicator, "allreduce_hook"):
                 reducer = self._reducer(index, parameters)
-            if isinstance(reducer, WireState):
-                wire, feedback = reducer.wire, reducer.feedback
-                communicator.allreduce(buffer, AVERAGE, out=buffer, wire=wire, feedback=feedback)
-                return
-            reducer.reduce(communicator, buffer.numpy(), average=True)
+            flat: Any = buffer.numpy() if buffer.dtype is torch.float32 else buffer
+            reducer.reduce(communicator, flat, average=True)
             return
         compressor = self.compression if isinstance(self.compression, type) else Compression.none
         with CheckingArguments(communicator, "allreduce_hook"):
@@ -103,7 +101,7 @@ class AllreduceState:
         if sent is not buffer:
             buffer.copy_(compressor.decompress(sent, context))
 
-    def _reducer(self, index: int, parameters: Sequence[torch.Tensor]) -> Reducer | WireState:
+    def _reducer(self, index: int, parameters: Sequence[torch.Tensor]) -> Reducer:
         shapes = [tuple(shape_in_memory(each)) for each in parameters]
         known, reducer = self._reducers.get(index, (None, None))
         if reducer is None or known != shapes:

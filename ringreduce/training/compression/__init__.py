@@ -17,7 +17,7 @@ from ringreduce.buffers.codecs import CODECS
 from ringreduce.buffers.dtypes import DType
 from ringreduce.collectives import Feedback
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 
 #: What a reducer keeps, by name.
 State = dict[str, npt.NDArray[Any]]
@@ -69,8 +69,8 @@ class Reducer(Protocol):
 class BucketCompression(Protocol):
     """A compression that reduces whole buckets itself."""
 
-    def reducer(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice]) -> Reducer | WireState:
-        """Return what reduces one bucket on this rank, or the format in which it travels.
+    def reducer(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice]) -> Reducer:
+        """Return what reduces one bucket on this rank.
 
         Args:
             shapes: of the bucket's parameters, their dimensions in the order that they have in memory; must agree on
@@ -104,7 +104,7 @@ def wire_format(name: str) -> type[WireFormat]:
 
 
 class WireState:
-    """The wire format in which a bucket travels, and the error of rounding to it.
+    """Reduces one bucket in a wire format, and keeps the error of rounding to it.
 
     Attributes:
         wire: a name in `ringreduce.buffers.codecs.CODECS`.
@@ -119,6 +119,11 @@ class WireState:
     def error(self) -> float:
         """As of a `Reducer`."""
         return self.feedback.error
+
+    def reduce(self, ranks: Any, flat: Any, average: bool) -> None:
+        """As of a `Reducer`, for floats of any kind and library; ``ranks`` is a `Communicator`."""
+        op = AVERAGE if average else SUM
+        ranks.allreduce(flat, op, out=flat, compression=self.wire, feedback=self.feedback)
 
     def state_dict(self) -> State:
         """Return copies of the rounding error, if it is kept."""
