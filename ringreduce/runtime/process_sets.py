@@ -41,6 +41,12 @@ class Parts:
         close_all(self.engine.close, self.communicator.close)
 
 
+def _world_set() -> ProcessSet:
+    from ringreduce.runtime import global_process_set
+
+    return global_process_set
+
+
 class ProcessSet:
     """Some ranks of the world, ascending, that work together; sets may overlap.
 
@@ -84,6 +90,13 @@ class ProcessSet:
         made = cls([0])
         made._ranks, made._find_world = None, find_world
         return made
+
+    def __deepcopy__(self, memo: object) -> ProcessSet:
+        return self  # it refers to processes, of which there are no copies
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The set of all ranks is that of the process that reads it; any other is to be registered there.
+        return (_world_set, ()) if self._find_world is not None else (ProcessSet, (self._ranks,))
 
     @property
     def process_set_id(self) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -87,22 +86,6 @@ class SyncBatchNorm(_BatchNorm):
     ) -> torch.nn.Module:
         """See the function of this name."""
         return convert_sync_batchnorm(module, process_set)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        memo[id(self.process_set)] = self.process_set  # it refers to processes, of which there are no copies
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        everyone = self.process_set is global_process_set
-        return {**self.__dict__, "process_set": None if everyone else self.process_set.ranks}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        ranks = state["process_set"]
-        known = {**state, "process_set": global_process_set if ranks is None else ProcessSet(ranks)}
-        super().__setstate__(known)  # type: ignore[no-untyped-call]
 
     def _ranks(self) -> ProcessSet | None:
         """Return the ranks to talk to, None if there are no others."""
