@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Sequence
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -77,48 +77,36 @@ class TorchState(HandlingState):
         return super()._find_handler(value)
 
 
-class _Noted(NamedTuple):
-    """A tensor at some moment.
+class _TensorsHandler(StateHandler):
+    """Keeps what has tensors, and notices by torch's counts of changes in place whether they are what they were."""
 
-    Attributes:
-        tensor: itself.
-        memory: another one of the same memory, which therefore becomes no other tensor's.
-        version: how often torch has counted a change in place.
-    """
+    _noted: Sequence[tuple[torch.Tensor, torch.Tensor, int]] = ()  # the second keeps the memory of the first
 
-    tensor: torch.Tensor
-    memory: torch.Tensor
-    version: int
+    def copy_small(self) -> Any:
+        self._noted = [(each, each.detach(), each._version) for each in self._tensors()]
+        return copy.deepcopy(self._small())
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Noted:
-        return cls(tensor, tensor.detach(), tensor._version)
+    def is_unchanged(self) -> bool:
+        now = self._tensors()
+        return len(now) == len(self._noted) and all(
+            each is tensor and each._version == version and each.data_ptr() == memory.data_ptr()
+            for each, (tensor, memory, version) in zip(now, self._noted, strict=True)
+        )
 
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that only steps change."""
+        raise NotImplementedError  # subclasses know which
 
-def _are_unchanged(noted: Sequence[_Noted], tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether tensors are those that were noted, in the same memory, and as far as torch knows unchanged."""
-    now = list(tensors)
-    return len(now) == len(noted) and all(
-        each is then.tensor and each._version == then.version and each.data_ptr() == then.memory.data_ptr()
-        for each, then in zip(now, noted, strict=True)
-    )
+    def _small(self) -> Any:
+        """Return everything else."""
+        raise NotImplementedError  # subclasses know what
 
 
-class ModelStateHandler(StateHandler):
+class ModelStateHandler(_TensorsHandler):
     """Keeps a model. Its buffers are small; its parameters change in steps, or in place, which torch counts."""
-
-    _noted: Sequence[_Noted] = ()
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)  # which copies
-
-    def copy_small(self) -> Any:
-        self._noted = [_Noted.of(each) for each in self.value.parameters()]
-        weights = {name for name, _ in self.value.named_parameters(remove_duplicate=False)}
-        return copy.deepcopy({name: each for name, each in self.value.state_dict().items() if name not in weights})
-
-    def is_unchanged(self) -> bool:
-        return _are_unchanged(self._noted, self.value.parameters())
 
     def restore_small(self, copied: Any) -> None:
         self.value.load_state_dict(copied, strict=False)
@@ -126,14 +114,20 @@ class ModelStateHandler(StateHandler):
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
+    def _tensors(self) -> list[torch.Tensor]:
+        return list(self.value.parameters())
 
-class OptimizerStateHandler(StateHandler):
+    def _small(self) -> Any:
+        weights = {name for name, _ in self.value.named_parameters(remove_duplicate=False)}
+        return {name: each for name, each in self.value.state_dict().items() if name not in weights}
+
+
+class OptimizerStateHandler(_TensorsHandler):
     """Keeps an optimizer. Its settings are small; its state changes in steps, which it reports beforehand."""
 
     def __init__(self, value: torch.optim.Optimizer) -> None:
         super().__init__(value)
         self._steps = self._noted_steps = 0
-        self._noted: Sequence[_Noted] = ()
         # Fused steps change weights behind the back of torch's count.
         stepping = value.wrapped if isinstance(value, DistributedOptimizer) else value
         self.notes_steps = hasattr(stepping, "register_step_pre_hook")
@@ -143,19 +137,11 @@ class OptimizerStateHandler(StateHandler):
         self._steps += 1
 
     def copy_small(self) -> Any:
-        self._noted_steps, self._noted = self._steps, [_Noted.of(each) for each in self._tensors()]
-        return [
-            copy.deepcopy({name: each for name, each in group.items() if name != "params"})
-            for group in self.value.param_groups
-        ]
+        self._noted_steps = self._steps
+        return super().copy_small()
 
     def is_unchanged(self) -> bool:
-        return self._noted_steps == self._steps and _are_unchanged(self._noted, self._tensors())
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the state, and the parameters, whose number shows whether a group was added."""
-        kept = [each for state in self.value.state.values() for each in state.values() if torch.is_tensor(each)]
-        return [*kept, *(each for group in self.value.param_groups for each in group["params"])]
+        return self._noted_steps == self._steps and super().is_unchanged()
 
     def restore_small(self, copied: Any) -> None:
         for group, settings in zip(self.value.param_groups, copied, strict=True):
@@ -167,6 +153,14 @@ class OptimizerStateHandler(StateHandler):
     def reset(self) -> None:
         if isinstance(self.value, DistributedOptimizer):
             self.value.rejoin()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the state, and the parameters, whose number shows whether a group was added."""
+        kept = [each for state in self.value.state.values() for each in state.values() if torch.is_tensor(each)]
+        return [*kept, *(each for group in self.value.param_groups for each in group["params"])]
+
+    def _small(self) -> Any:
+        return [{name: each for name, each in group.items() if name != "params"} for group in self.value.param_groups]
 
 
 _registry: list[tuple[type, type[StateHandler]]] = [
