@@ -21,23 +21,7 @@ from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
 from ringreduce.torch.streams import StreamSync, current_stream, gpu_of, on_host, working_on
-from ringreduce.training.framework import (
-    ALIASED,
-    DENSE,
-    EMPTY,
-    IN_PLACE,
-    MOVABLE,
-    NO_GRADIENT,
-    SPARSE,
-    STALE,
-    STUCK,
-    UNSUPPORTED,
-    Hooks,
-    Memory,
-    Sparse,
-    Streams,
-    Watcher,
-)
+from ringreduce.training.framework import Found, Hooks, Look, Memory, Sparse, Streams, Watcher
 
 _log = logging.getLogger(__name__)
 
@@ -84,18 +68,18 @@ class Slot:
         parameter = self.parameter
         moved = parameter.is_cuda is not self._on_gpu
         if moved or parameter.dtype != self._dtype or parameter.shape != self.place.shape:
-            return STALE
+            return Look.STALE
         if self.place.data_ptr() != self._address:
-            return ALIASED
+            return Look.ALIASED
         if gradient is self.place:
-            return IN_PLACE
+            return Look.IN_PLACE
         if self._references() > self._unshared:
-            return ALIASED
+            return Look.ALIASED
         if gradient is None:
-            return EMPTY
+            return Look.EMPTY
         plain = gradient.layout is torch.strided and not gradient.requires_grad
         same = gradient.dtype == self.place.dtype and gradient.shape == self.place.shape
-        return MOVABLE if plain and same and gradient.is_cuda is self.place.is_cuda else STUCK
+        return Look.MOVABLE if plain and same and gradient.is_cuda is self.place.is_cuda else Look.STUCK
 
     def _references(self) -> int:
         # The first counts holders of the tensor itself, the second holders of a view of any kind (`detach`, `numpy`).
@@ -152,14 +136,14 @@ class TorchParameters(Memory, Sparse, Hooks):
     def found(self, gradients: list[Any]) -> bytes:
         if self._sparse_as_dense:
             gradients[:] = [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
-        return bytes([NO_GRADIENT if each is None else self._found(each) for each in gradients])
+        return bytes([Found.NO_GRADIENT if each is None else self._found(each) for each in gradients])
 
     def _found(self, gradient: torch.Tensor) -> int:
         if not (gradient.is_cpu or self._can_use(gradient)):
-            return UNSUPPORTED
+            return Found.UNSUPPORTED
         if gradient.is_sparse:
-            return SPARSE + gradient.sparse_dim()
-        return DENSE if gradient.layout is torch.strided else UNSUPPORTED
+            return Found.SPARSE + gradient.sparse_dim()
+        return Found.DENSE if gradient.layout is torch.strided else Found.UNSUPPORTED
 
     def is_trainable(self, parameter: torch.Tensor) -> bool:
         return parameter.requires_grad

@@ -24,20 +24,7 @@ from ringreduce.engine import Gather, InPlaceAllreduce
 from ringreduce.engine.coordinator import fuse
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
-from ringreduce.training.framework import (
-    ALIASED,
-    DENSE,
-    EMPTY,
-    IN_PLACE,
-    MOVABLE,
-    STALE,
-    Hooks,
-    Memory,
-    Named,
-    Removable,
-    Slot,
-    Sparse,
-)
+from ringreduce.training.framework import Found, Hooks, Look, Memory, Named, Removable, Slot, Sparse
 from ringreduce.training.options import Options
 
 #: Gradients of at least so many bytes are collected as soon as the backward pass has made them. From this size on,
@@ -105,7 +92,7 @@ class Bucket:
         self.hooks.clear()
 
     def look(self, gradients: Sequence[Any]) -> list[int]:
-        """Return how each gradient and its place are; see `IN_PLACE`."""
+        """Return how each gradient and its place are; see `Look.IN_PLACE`."""
         return [slot.look(gradients[number]) for number, slot in zip(self.numbers, self.slots, strict=True)]
 
     def collect(self, *, zeros: bool = False) -> list[int]:
@@ -115,13 +102,13 @@ class Bucket:
             zeros: whether places of parameters without a gradient become zeros, if all others are in theirs then.
         """
         looks = [slot.look(slot.parameter.grad) for slot in self.slots]
-        moving = [slot for slot, found in zip(self.slots, looks, strict=True) if found == MOVABLE]
+        moving = [slot for slot, found in zip(self.slots, looks, strict=True) if found == Look.MOVABLE]
         if moving:
             self._memory.pack([slot.place for slot in moving], [slot.parameter.grad for slot in moving])
             for slot in moving:
                 slot.parameter.grad = slot.place
-        if zeros and max(looks, default=0) <= EMPTY:
-            self._clear([slot for slot, found in zip(self.slots, looks, strict=True) if found == EMPTY])
+        if zeros and max(looks, default=0) <= Look.EMPTY:
+            self._clear([slot for slot, found in zip(self.slots, looks, strict=True) if found == Look.EMPTY])
         return looks
 
     def collect_at_once(self, hooks: Hooks, moved: dict[int, tuple[int, int]]) -> None:
@@ -137,7 +124,7 @@ class Bucket:
 
         def collect() -> None:
             for slot, found in zip(self.slots, self.collect(), strict=True):
-                if found == MOVABLE:
+                if found == Look.MOVABLE:
                     moved[id(slot.parameter)] = id(slot.place), hooks.version(slot.place)
 
         for slot in self.slots:
@@ -151,15 +138,15 @@ class Bucket:
 
         Args:
             gradients: see the class.
-            found: of each, what the ranks have: `DENSE` if some rank has a dense gradient, and none a sparse one.
+            found: of each, what the ranks have: `Found.DENSE` if some rank has a dense gradient, and none a sparse one.
         """
         elsewhere, missing = [], []
         for number, slot, look in zip(self.numbers, self.slots, self.look(gradients), strict=True):
-            if found[number] != DENSE:  # no rank has a gradient, or some rank has a sparse one
+            if found[number] != Found.DENSE:  # no rank has a gradient, or some rank has a sparse one
                 if gradients[number] is slot.place:
                     gradients[number] = self._memory.clone(slot.place)
                 missing.append(slot)
-            elif look == IN_PLACE:
+            elif look == Look.IN_PLACE:
                 continue
             elif gradients[number] is not None and gradients[number] is not slot.place:
                 elsewhere.append((number, slot))
@@ -172,7 +159,7 @@ class Bucket:
     def adopt(self, gradients: list[Any], found: bytes) -> None:
         """Make places the gradients of used parameters (see `fill`) that had none when `collect` made zeros of them."""
         for number, slot in zip(self.numbers, self.slots, strict=True):
-            if gradients[number] is None and found[number] == DENSE:
+            if gradients[number] is None and found[number] == Found.DENSE:
                 gradients[number] = slot.place
 
     def apart(self) -> Bucket:
@@ -251,13 +238,13 @@ class Buckets:
         changed = [
             bucket
             for bucket in self._buckets
-            if _GONE in bucket.numbers or any(slot.look(None) == STALE for slot in bucket.slots)
+            if _GONE in bucket.numbers or any(slot.look(None) == Look.STALE for slot in bucket.slots)
         ]
         for bucket in changed:
             self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
             bucket.retire()
             self._buckets.remove(bucket)
-        dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == DENSE]
+        dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == Found.DENSE]
         changed += self._place([parameter for parameter in dense if id(parameter) not in self._placed])
         if changed:
             self.number(parameters)
@@ -340,10 +327,10 @@ class Buckets:
         together: defaultdict[tuple[str | None, bool], list[Bucket]] = defaultdict(list)
         taken_back = []
         for bucket in self._buckets:
-            if bucket in reduced or not any(found[number] == DENSE for number in bucket.numbers):
+            if bucket in reduced or not any(found[number] == Found.DENSE for number in bucket.numbers):
                 continue
             target = bucket
-            if ALIASED in bucket.look(gradients):
+            if Look.ALIASED in bucket.look(gradients):
                 target = bucket.apart()
                 taken_back.append((bucket, target, {number: gradients[number] for number in bucket.numbers}))
             target.fill(gradients, found)

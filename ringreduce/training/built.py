@@ -35,31 +35,14 @@ def mpi_threads_supported() -> bool:
     return global_process_set.engine.threaded
 
 
-def gloo_built() -> bool:
-    """Return False: there is no Gloo here."""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """Return False: there is no Gloo here."""
-    return False
-
-
 def nccl_built() -> int:
     """Return the version of the NCCL that CuPy has found, 22703 for 2.27.3; 0 if there is no CuPy, or no NCCL."""
     return nccl_version()
 
 
-def ddl_built() -> bool:
-    """Return False: there is no DDL here."""
+def _absent() -> bool:
+    """Return False: there are no Gloo, DDL and oneCCL here, and tensors may be on GPUs, but on none that take ROCm."""
     return False
 
 
-def ccl_built() -> bool:
-    """Return False: there is no oneCCL here."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Return False: tensors may be on GPUs, but on none that take ROCm."""
-    return False
+gloo_built = gloo_enabled = ddl_built = ccl_built = rocm_built = _absent

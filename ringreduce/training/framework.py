@@ -161,13 +161,21 @@ class Arrays(Protocol):
         return run, lambda result: result
 
 
-#: What `Memory.found` returns. A sparse gradient is `SPARSE` plus the number of its sparse dimensions.
-NO_GRADIENT, DENSE, SPARSE, UNSUPPORTED = 0, 1, 2, 255
+class Found:
+    """What `Memory.found` returns. A sparse gradient is `SPARSE` plus the number of its sparse dimensions."""
 
-#: What `Slot.look` returns: the gradient is in its place; it can be copied there without loss; there is none; the
-#: program holds the place, or a view of it, though it is not the gradient now; it cannot be copied without loss; the
-#: parameter has another shape, dtype or device than when the place was made.
-IN_PLACE, MOVABLE, EMPTY, ALIASED, STUCK, STALE = range(6)
+    NO_GRADIENT, DENSE, SPARSE, UNSUPPORTED = 0, 1, 2, 255
+
+
+class Look:
+    """What `Slot.look` returns.
+
+    The gradient is in its place; it can be copied there without loss; there is none; the program holds the place, or a
+    view of it, though it is not the gradient now; it cannot be copied without loss; the parameter has another shape,
+    dtype or device than when the place was made.
+    """
+
+    IN_PLACE, MOVABLE, EMPTY, ALIASED, STUCK, STALE = range(6)
 
 
 class Slot(Protocol):
@@ -182,7 +190,7 @@ class Slot(Protocol):
     place: Any
 
     def look(self, gradient: Any) -> int:
-        """Return one of `IN_PLACE` to `STALE`; `ALIASED` comes before `STUCK`, and `STALE` before all others."""
+        """Return a `Look`; `ALIASED` comes before `STUCK`, and `STALE` before all others."""
 
 
 class Watcher(Protocol):
@@ -300,7 +308,7 @@ class Memory(Protocol):
         """Multiply an array in place."""
 
     def found(self, gradients: list[Any]) -> bytes:
-        """Return for each gradient `NO_GRADIENT`, `DENSE`, `SPARSE` plus its sparse dimensions, or `UNSUPPORTED`.
+        """Return for each gradient `Found.NO_GRADIENT`, `DENSE`, `SPARSE` plus its sparse dimensions, or `UNSUPPORTED`.
 
         It may put others in their places: dense ones for sparse ones.
         """

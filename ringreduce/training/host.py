@@ -12,7 +12,7 @@ import numpy as np
 
 from ringreduce.buffers import DType, Operand, typed
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.training.framework import ALIASED, EMPTY, IN_PLACE, MOVABLE, STUCK, Arrays, Memory
+from ringreduce.training.framework import Arrays, Look, Memory
 
 
 class HostArrays(Arrays):
@@ -73,12 +73,12 @@ class _Slot:
 
     def look(self, gradient: Any) -> int:
         if gradient is self.place:
-            return IN_PLACE
+            return Look.IN_PLACE
         if self._references() > self._unshared:
-            return ALIASED
+            return Look.ALIASED
         if gradient is None:
-            return EMPTY
-        return MOVABLE if (gradient.dtype, gradient.shape) == (self.place.dtype, self.place.shape) else STUCK
+            return Look.EMPTY
+        return Look.MOVABLE if (gradient.dtype, gradient.shape) == (self.place.dtype, self.place.shape) else Look.STUCK
 
     def _references(self) -> int:
         return sys.getrefcount(self.place) + sys.getrefcount(self._memory)

@@ -31,7 +31,7 @@ from ringreduce.engine import InPlaceAllreduce
 from ringreduce.training.agreement import ADDED, WAITS, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
-from ringreduce.training.framework import EMPTY, Hooks, StreamSync
+from ringreduce.training.framework import Hooks, Look, StreamSync
 from ringreduce.training.stages import (
     NEXT,
     STATUS,
@@ -377,7 +377,7 @@ class Overlap:
         filled = False
         if not given and self._joins == self._engine.joins:
             with nullcontext() if state.sync is None else state.sync.filling():
-                filled = max(bucket.collect(zeros=True), default=0) <= EMPTY
+                filled = max(bucket.collect(zeros=True), default=0) <= Look.EMPTY
         if filled:
             for record in members:
                 record.fate = Fate.MISSING if record.parameter.grad is None else Fate.NONE

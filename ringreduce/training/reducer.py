@@ -21,17 +21,7 @@ from ringreduce.training.agreement import Ranks, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
 from ringreduce.training.compression import State
-from ringreduce.training.framework import (
-    DENSE,
-    IN_PLACE,
-    MOVABLE,
-    NO_GRADIENT,
-    SPARSE,
-    UNSUPPORTED,
-    Memory,
-    Named,
-    Slot,
-)
+from ringreduce.training.framework import Found, Look, Memory, Named, Slot
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
 
@@ -162,11 +152,11 @@ class GradientReducer:
     def _counted(self, found: bytes, parameters: Sequence[Any], fresh: Sequence[bool] | None) -> bytes:
         """Return what was found of each gradient that counts."""
         if fresh is not None:
-            return bytes([each if new else NO_GRADIENT for each, new in zip(found, fresh, strict=True)])
-        if self.options.skip_unused or NO_GRADIENT not in found:
+            return bytes([each if new else Found.NO_GRADIENT for each, new in zip(found, fresh, strict=True)])
+        if self.options.skip_unused or Found.NO_GRADIENT not in found:
             return found
         return bytes(
-            DENSE if each == NO_GRADIENT and self.memory.is_trainable(parameter) else each
+            Found.DENSE if each == Found.NO_GRADIENT and self.memory.is_trainable(parameter) else each
             for each, parameter in zip(found, parameters, strict=True)
         )
 
@@ -186,10 +176,10 @@ class GradientReducer:
         places, moving = [], []
         for number, slot in last.slots:
             look = slot.look(gradients[number])
-            if look == MOVABLE:
+            if look == Look.MOVABLE:
                 places.append(slot.place)
                 moving.append(number)
-            elif look != IN_PLACE:
+            elif look != Look.IN_PLACE:
                 return False
         if moving:
             self.memory.pack(places, [gradients[number] for number in moving])
@@ -226,7 +216,7 @@ class GradientReducer:
             and options.predivide_factor == 1.0
             and options.compressor is None
             and len(slots) == sum(found) > 0  # all that have a gradient have a place
-            and max(found) == DENSE
+            and max(found) == Found.DENSE
             and not any(bucket.is_compressed for bucket in buckets)
             and len({bucket.travels for bucket in buckets}) == 1
         ):
@@ -250,8 +240,10 @@ class GradientReducer:
         moved = self.buckets.update(parameters, everyone)
         self.buckets.reduce(reduced, gradients, everyone, active)
         for number, state in enumerate(everyone):
-            if state >= SPARSE:
-                gradients[number] = self.buckets.sparse(parameters[number], gradients[number], state - SPARSE, active)
+            if state >= Found.SPARSE:
+                gradients[number] = self.buckets.sparse(
+                    parameters[number], gradients[number], state - Found.SPARSE, active
+                )
         if self.early is not None:
             again = bool(moved) or record.is_again or self.checks.needs_own_gradients_in(self._steps + 1)
             if self.early.next_step(record, again=again, everyone=active == self.ranks.size):
@@ -313,9 +305,10 @@ class GradientReducer:
         if record.differs("layout"):  # a rank has joined while others have placed gradients
             record.forget_early()
             self.buckets.clear()
-        if UNSUPPORTED in record.found:
+        if Found.UNSUPPORTED in record.found:
+            number = record.found.tolist().index(Found.UNSUPPORTED)
             raise UnsupportedBufferError(
-                f"the gradient of {self.named()[record.found.tolist().index(UNSUPPORTED)][0]} is neither on the CPU "
+                f"the gradient of {self.named()[number][0]} is neither on the CPU "
                 "nor on a GPU that can be used (one for each process), or of a layout that is neither strided nor "
                 "sparse COO, on some rank"
             )

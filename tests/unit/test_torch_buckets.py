@@ -13,7 +13,7 @@ import ringreduce as rr
 from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
 from ringreduce.training.buckets import LARGE_NBYTES, Bucket
-from ringreduce.training.framework import ALIASED, EMPTY, IN_PLACE
+from ringreduce.training.framework import Look
 from ringreduce.training.optimizer import Gradients
 from ringreduce.training.options import Options
 from ringreduce.training.reducer import GradientReducer
@@ -81,11 +81,11 @@ def test_a_kept_place_is_noticed(keep: Any) -> None:
     parameter.grad = torch.ones(2, 2)
     bucket.collect()
     kept = keep(parameter.grad)
-    assert looks(bucket) == [IN_PLACE]
+    assert looks(bucket) == [Look.IN_PLACE]
     parameter.grad = None
-    assert looks(bucket) == [ALIASED]
+    assert looks(bucket) == [Look.ALIASED]
     del kept
-    assert looks(bucket) == [EMPTY]
+    assert looks(bucket) == [Look.EMPTY]
 
 
 def test_hooks_end_with_their_owner() -> None:
