@@ -31,20 +31,15 @@ from ringreduce.algorithms import Collective
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import set_conventions
 from ringreduce.torch import (
-    arrays,
     checkpoint,
     compression,
     data,
     elastic,
     functions,
-    gradients,
     mpi_ops,
-    ops,
     optimizer,
     phases,
-    reductions,
     sync_batch_norm,
-    wrapping,
 )
 from ringreduce.torch.checkpoint import load_checkpoint, save_checkpoint
 from ringreduce.torch.data import DistributedSampler, Shard
@@ -82,8 +77,9 @@ __all__.sort()
 runtime.follow_timelines(phases.follow)
 phases.count_steps()
 ringreduce_torch_backend.register()  # where torch has not done so itself
-leave_uncompiled(arrays, functions, gradients, ops, optimizer, reductions, sync_batch_norm, wrapping)
-leave_uncompiled(*(module for name, module in sys.modules.items() if name.startswith("ringreduce.training")))
+for _name, _module in list(sys.modules.items()):
+    if _name.startswith(("ringreduce.training", "ringreduce.torch.")) and _module is not phases:
+        leave_uncompiled(_module)
 # What the wrapped optimizer and closures do can be compiled.
 leave_uncompiled(
     *(getattr(DistributedOptimizer, name) for name in ("step", "_step_wrapped", "_evaluate")), callees=False

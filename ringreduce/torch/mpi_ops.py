@@ -19,11 +19,7 @@ from ringreduce.training import built
 from ringreduce.training.built import *  # noqa: F403
 from ringreduce.training.requests import Handle
 
-__all__ = [
-    "Compression",
-    "HorovodInternalError",
-    "cuda_built",
-]
+__all__ = ["Compression", "HorovodInternalError", "cuda_built"]
 __all__ += built.__all__ + names.__all__ + ops.__all__
 __all__.sort()
 
