@@ -20,6 +20,7 @@ from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.requests import join
 
 _Floats = npt.NDArray[Any]
+_Pass = tuple[_Floats, _Floats, bool]  # of a backward pass: the batch, and whether ``extra`` is used
 
 _STEPS = 6
 _ROWS = 4  # of each rank, in each step
@@ -62,7 +63,7 @@ class _OneProcess:
     def __init__(self, values: Mapping[str, _Floats]) -> None:
         self.matrix, self.bias, self.extra = (value.astype(np.float64) for value in values.values())
 
-    def step(self, batches: Sequence[tuple[_Floats, _Floats, bool]], ranks: int = 0) -> None:
+    def step(self, batches: Sequence[_Pass], ranks: int = 0) -> None:
         """Step with what the batches give, over the number of ranks; each says whether ``extra`` is used."""
         totals = [np.zeros_like(each) for each in (self.matrix, self.bias, self.extra)]
         for x, y, used in batches:
@@ -104,49 +105,54 @@ def _train(trainee: Trainee, steps: range) -> None:
         trainee.step()
 
 
-def _all_batches(ranks: Iterable[int], step: int) -> list[tuple[_Floats, _Floats, bool]]:
+def _all_batches(ranks: Iterable[int], step: int) -> list[_Pass]:
     return [(*_batch(rank, step), True) for rank in ranks]
+
+
+def _compare(
+    make: Make, made: Callable[[int, int], Sequence[_Pass]], *, suspended: bool = False, **options: Any
+) -> None:
+    """Train beside one process that makes the backward passes of all ranks.
+
+    Args:
+        make: as for all checks.
+        made: returns those that a rank makes in a step.
+        suspended: whether all but the last of a step are made within no_sync().
+        **options: as for all checks.
+    """
+    trainee, expected = make(_values(), **_BUCKETS, **options), _OneProcess(_values())
+    for step in range(_STEPS):
+        *first, (x, y, used) = made(runtime.rank(), step)
+        trainee.zero_grad()
+        with trainee.no_sync() if suspended else nullcontext():
+            for earlier_x, earlier_y, earlier_used in first:
+                trainee.backward(earlier_x, earlier_y, extra=earlier_used)
+        trainee.backward(x, y, extra=used)
+        trainee.step()
+        expected.step([each for rank in range(runtime.size()) for each in made(rank, step)], runtime.size())
+        _assert_equal_on_ranks(trainee)
+    _assert_near(trainee, expected)
 
 
 def check_whole_batch(make: Make, **options: Any) -> None:
     """Weights are those of one process on the batches of all ranks."""
-    trainee, expected = make(_values(), **_BUCKETS, **options), _OneProcess(_values())
-    for step in range(_STEPS):
-        _train(trainee, range(step, step + 1))
-        expected.step(_all_batches(range(runtime.size()), step))
-        _assert_equal_on_ranks(trainee)
-    _assert_near(trainee, expected)
+    _compare(make, lambda rank, step: _all_batches([rank], step), **options)
 
 
 def check_unused(make: Make, **options: Any) -> None:
     """A rank that leaves a parameter out counts as zeros for it."""
-    trainee, expected = make(_values(), **_BUCKETS, **options), _OneProcess(_values())
-    for step in range(_STEPS):
-        used = [(rank + step) % 2 == 0 for rank in range(runtime.size())]
-        trainee.zero_grad()
-        trainee.backward(*_batch(runtime.rank(), step), extra=used[runtime.rank()])
-        trainee.step()
-        expected.step([(*_batch(rank, step), used[rank]) for rank in range(runtime.size())])
-    _assert_near(trainee, expected)
-    _assert_equal_on_ranks(trainee)
+    _compare(make, lambda rank, step: [(*_batch(rank, step), (rank + step) % 2 == 0)], **options)
 
 
 def check_accumulation(make: Make, **options: Any) -> None:
     """Passes add up before a step: declared, within no_sync(), or neither."""
+
+    def halves(rank: int, step: int) -> list[_Pass]:
+        x, y = _batch(rank, step)
+        return [(x[half::2], y[half::2], True) for half in (0, 1)]
+
     for declared, suspended in ((1, False), (2, False), (1, True)):
-        trainee, expected = make(_values(), passes=declared, **_BUCKETS, **options), _OneProcess(_values())
-        for step in range(_STEPS):
-            trainee.zero_grad()
-            x, y = _batch(runtime.rank(), step)
-            with trainee.no_sync() if suspended else nullcontext():
-                trainee.backward(x[::2], y[::2])
-            trainee.backward(x[1::2], y[1::2])
-            trainee.step()
-            batches = [_batch(rank, step) for rank in range(runtime.size())]
-            halves = [(x[half::2], y[half::2], True) for x, y in batches for half in (0, 1)]
-            expected.step(halves, runtime.size())
-        _assert_near(trainee, expected)
-        _assert_equal_on_ranks(trainee)
+        _compare(make, halves, suspended=suspended, passes=declared, **options)
 
 
 def check_join(make: Make, **options: Any) -> None:
