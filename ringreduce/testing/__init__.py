@@ -6,10 +6,11 @@ from ringreduce.testing.conformance import (
     check_choices,
     check_collectives,
     check_messages,
+    expected,
+    sample,
 )
 from ringreduce.testing.doubles import DamagingMessages, FailingMessages, RecordingMessages
 from ringreduce.testing.ranks import caught, run_engines, run_process_sets, run_ranks, run_threads
-from ringreduce.testing.samples import expected, sample
 
 __all__ = [
     "DamagingMessages",

@@ -33,7 +33,7 @@ from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.engine import CollectiveOp, Engine, Gather, InPlaceAllreduce, Operation, Reduction, Refusal, unnamed
 from ringreduce.testing import caught, run_engines, run_ranks
 from ringreduce.testing.conformance import assert_close, assert_equal
-from ringreduce.testing.samples import expected, sample
+from ringreduce.testing import expected, sample
 from ringreduce.transport.memory import MemoryWorld
 
 Array = npt.NDArray[Any]

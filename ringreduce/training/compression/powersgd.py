@@ -31,8 +31,7 @@ import numpy as np
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM
-from ringreduce.training.compression import Ranks, State
-from ringreduce.training.compression.residual import Floats, Residual
+from ringreduce.training.compression import Floats, Ranks, Residual, State
 
 #: Matrices are multiplied a few rows at a time, so many elements: these stay in the cache of a core meanwhile, and
 #: OpenBLAS is fast for small matrices, but not for a large one and a thin one (2048 x 2048 by rank 2, one core with

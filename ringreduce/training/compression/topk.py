@@ -3,7 +3,7 @@
 Sources:
     A. F. Aji, K. Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv 1704.05021: the
         largest entries by magnitude, and what is not sent is added to the next gradient.
-    Those of `ringreduce.training.compression.residual`.
+    Those of `ringreduce.training.compression.Residual`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.training.compression import Ranks
-from ringreduce.training.compression.residual import Floats, Residual
+from ringreduce.training.compression import Floats, Ranks, Residual
 
 _INFINITY_BITS = 0x7F800000  # of a float32; what is above is not a number
 _MAGNITUDE_BITS = 0x7FFFFFFF
