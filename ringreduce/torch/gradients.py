@@ -6,22 +6,20 @@ import logging
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import FrameType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
-from ringreduce.torch.streams import StreamSync, current_stream, gpu_of, on_host, working_on
-from ringreduce.training.framework import Found, Hooks, Look, Memory, Sparse, Streams, Watcher
+from ringreduce.torch.streams import TorchStreams
+from ringreduce.training.framework import Found, Hooks, Look, Memory, Sparse, Watcher
 
 _log = logging.getLogger(__name__)
 
@@ -85,40 +83,6 @@ class Slot:
         # The first counts holders of the tensor itself, the second holders of a view of any kind (`detach`, `numpy`).
         storage = self.place.untyped_storage()
         return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
-
-
-class TorchStreams(Streams):
-    """The GPU of torch's parameters.
-
-    Args:
-        communicator: knows which one this process can use.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-
-    def require_usable(self, parameters: Sequence[torch.Tensor]) -> None:
-        for number in {parameter.device.index for parameter in parameters if parameter.is_cuda}:
-            self._communicator.gpu.require_usable(number)
-
-    def is_on_host(self, array: torch.Tensor) -> bool:
-        return array.is_cpu
-
-    @contextmanager
-    def on_host(self, flat: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
-        with on_host([flat]) as (host,):
-            yield host.numpy()
-
-    def sync(self, flat: torch.Tensor) -> StreamSync | None:
-        device = gpu_of([flat])
-        return None if device is None else StreamSync(device, self._communicator)
-
-    def around(self, arrays: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]] | None:
-        device = gpu_of(arrays)
-        if device is None:
-            return None
-        stream = current_stream(device)
-        return lambda: working_on(stream)
 
 
 class TorchParameters(Memory, Sparse, Hooks):

@@ -20,8 +20,9 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
-from ringreduce.torch.gradients import TorchParameters, TorchStreams
+from ringreduce.torch.gradients import TorchParameters
 from ringreduce.torch.reduced import Reduced, State, scaler_of
+from ringreduce.torch.streams import TorchStreams
 from ringreduce.training.optimizer import Training
 from ringreduce.training.options import Options, checked_names
 from ringreduce.training.parameters import hyperparameters

@@ -12,16 +12,19 @@ Nothing of this concerns tensors on the CPU: callers ask `gpu_of` first, and go 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy.typing as npt
 import torch
 from torch import cuda
 
 from ringreduce.buffers import Operand
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.training.framework import Streams
 
 _Result = TypeVar("_Result")
 
@@ -169,16 +172,6 @@ class StreamSync:
         cuda.current_stream(self._device).wait_event(self._worked_on)
 
 
-def current_stream(device: torch.device) -> Any:
-    """Return the caller's stream on a GPU, for `working_on`."""
-    return cuda.current_stream(device)
-
-
-def working_on(stream: Any) -> Any:
-    """Return a context in which a stream is the current one of this thread."""
-    return cuda.stream(stream)
-
-
 @contextmanager
 def on_host(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Lend the tensors as they are on the CPU: themselves, or copies that are copied back at the end.
@@ -191,6 +184,39 @@ def on_host(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         if values is not tensor:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(values)
+
+
+class TorchStreams(Streams):
+    """The GPU of torch's parameters.
+
+    Args:
+        communicator: knows which one this process can use.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def require_usable(self, parameters: Sequence[torch.Tensor]) -> None:
+        for number in {parameter.device.index for parameter in parameters if parameter.is_cuda}:
+            self._communicator.gpu.require_usable(number)
+
+    def is_on_host(self, array: torch.Tensor) -> bool:
+        return array.is_cpu
+
+    @contextmanager
+    def on_host(self, flat: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
+        with on_host([flat]) as (host,):
+            yield host.numpy()
+
+    def sync(self, flat: torch.Tensor) -> StreamSync | None:
+        device = gpu_of([flat])
+        return None if device is None else StreamSync(device, self._communicator)
+
+    def around(self, arrays: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]] | None:
+        device = gpu_of(arrays)
+        if device is None:
+            return None
+        return partial(cuda.stream, cuda.current_stream(device))
 
 
 def _event() -> Any:

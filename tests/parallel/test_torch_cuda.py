@@ -16,7 +16,7 @@ import ringreduce as rr
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
-from ringreduce.torch import gradients, streams  # noqa: E402
+from ringreduce.torch import streams  # noqa: E402
 from ringreduce.torch.arrays import TENSORS  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
 
@@ -34,7 +34,7 @@ def both_ways(run: Callable[[], Tensors], monkeypatch: pytest.MonkeyPatch) -> To
     wanted, double = [each.clone() for each in run()], TorchStreams()
     with monkeypatch.context() as patch:
         patch.setattr(streams, "cuda", double)
-        for module, name in ((streams, "gpu_of"), (gradients, "gpu_of"), (TENSORS, "device_of")):
+        for module, name in ((streams, "gpu_of"), (TENSORS, "device_of")):
             patch.setattr(module, name, lambda tensors: torch.device("cuda", 0))
         found = run()
     assert len(found) == len(wanted) > 0

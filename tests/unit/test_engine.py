@@ -31,9 +31,8 @@ from ringreduce.common.errors import (
 )
 from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.engine import CollectiveOp, Engine, Gather, InPlaceAllreduce, Operation, Reduction, Refusal, unnamed
-from ringreduce.testing import caught, run_engines, run_ranks
+from ringreduce.testing import caught, expected, run_engines, run_ranks, sample
 from ringreduce.testing.conformance import assert_close, assert_equal
-from ringreduce.testing import expected, sample
 from ringreduce.transport.memory import MemoryWorld
 
 Array = npt.NDArray[Any]
