@@ -10,19 +10,10 @@ Import it before the first model is made: on the backend jax, errors are then ra
 reduced in host memory; on the backend jax, the step has to run on the CPU.
 """
 
-try:
-    import keras
-except ModuleNotFoundError as error:
-    if error.name != "keras":
-        raise
-    raise ModuleNotFoundError(
-        "ringreduce.keras needs Keras, which is not installed: pip install keras", name="keras"
-    ) from None
+from ringreduce.common.libraries import require_library
 
 #: The lowest version that the tests were run with.
-_LOWEST = "3.12"
-if tuple(map(int, keras.version().split(".")[:2])) < tuple(map(int, _LOWEST.split("."))):
-    raise ImportError(f"ringreduce.keras needs Keras {_LOWEST} or newer, and this is {keras.version()}", name="keras")
+require_library("keras", "Keras", __name__, "pip install 'keras>=3.12'", lowest=(3, 12))
 
 from ringreduce.keras import callbacks, elastic, functions, optimizer  # noqa: E402
 from ringreduce.keras.functions import *  # noqa: E402, F403  # what it exports is written down there

@@ -11,21 +11,12 @@ Everything works at once, in a `tf.function`, and in graphs and sessions of Tens
 XLA cannot compile it (``jit_compile=True``).
 """
 
-import re
+from ringreduce.common.libraries import require_library
 
-try:
-    import tensorflow
-except ModuleNotFoundError as error:
-    if error.name != "tensorflow":
-        raise
-    raise ModuleNotFoundError(
-        "ringreduce.tensorflow needs TensorFlow, which is not installed: pip install tensorflow", name="tensorflow"
-    ) from None
+require_library("tensorflow", "TensorFlow", __name__, "pip install 'tensorflow>=2.18'", lowest=(2, 18))
 
-if tuple(map(int, re.findall(r"\d+", tensorflow.__version__)[:2])) < (2, 18):
-    raise ImportError(
-        f"ringreduce.tensorflow needs TensorFlow 2.18 or newer, and {tensorflow.__version__} is installed"
-    )
+# ruff: noqa: E402  # what follows imports TensorFlow
+import tensorflow
 
 from ringreduce.tensorflow import (
     compression,
