@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.common.arguments import real_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.runtime import global_process_set
@@ -22,7 +21,8 @@ from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.host import HOST, ArraySpec
 from ringreduce.training.optimizer import ListTraining
-from ringreduce.training.requests import Adasum, Op, RequestBuilder, chosen_op
+from ringreduce.training.options import averaging
+from ringreduce.training.requests import Adasum, Op, RequestBuilder
 
 _Gradients = list[Any]
 
@@ -57,9 +57,7 @@ class GradientReduction:
         process_set: ProcessSet = global_process_set,
     ) -> None:
         with RequestBuilder(kind, None, process_set):
-            factor, chosen = real_number("gradient_predivide_factor", predivide), chosen_op(op, None)
-            if factor != 1.0 and chosen is not AVERAGE:
-                raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
+            chosen, factor = averaging(op, predivide)
         self._kind, self._op, self._compression, self._factor = kind, chosen, compression, factor
         self._sparse_as_dense, self._groups = sparse_as_dense, groups
         self._process_set = process_set

@@ -66,11 +66,7 @@ class Options:
             ConfigError: one is wrong, or two do not go together.
         """
         op, adasum = _checked_op(self.op), self.op == Adasum
-        factor = real_number("gradient_predivide_factor", self.predivide_factor)
-        if not 0.0 < factor < math.inf:
-            raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor}")
-        if factor != 1.0 and (op is not AVERAGE or adasum):
-            raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
+        _, factor = averaging(self.op, self.predivide_factor)
         if self.reduce_in not in ("step", "backward"):
             raise ConfigError(f'reduce_in is "step" or "backward", got {shown(self.reduce_in)}')
         nbytes = settings.bucket_nbytes if self.bucket_nbytes is None else self.bucket_nbytes
@@ -134,6 +130,16 @@ def chosen_op(op: Op | None, average: bool | None) -> Op:
     if op is None:
         return AVERAGE
     return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
+
+
+def averaging(op: Op, predivide_factor: Any) -> tuple[Op, float]:
+    """Return the op of gradients, and by what averages are divided before they are summed, once both are checked."""
+    kind, factor = chosen_op(op, None), real_number("gradient_predivide_factor", predivide_factor)
+    if not 0.0 < factor < math.inf:
+        raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor}")
+    if factor != 1.0 and kind is not AVERAGE:
+        raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
+    return kind, factor
 
 
 def _checked_op(op: Op) -> ReduceOp:
