@@ -6,16 +6,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from ringreduce.training.compression.powersgd import PowerSGD
-from ringreduce.training.compression.tensors import (
-    Compressor,
-    Float8Compressor,
-    Int4Compressor,
-    Int8Compressor,
-    NoneCompressor,
-    WireCompressor,
-)
-from ringreduce.training.compression.topk import TopK
+from ringreduce.training.compression.tensors import Compressions, Compressor, NoneCompressor, WireCompressor
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
@@ -48,17 +39,8 @@ class BF16Compressor(_HalfCompressor):
     dtype, wire = tf.bfloat16, "bf16"
 
 
-class Compression:
-    """The compressions to choose from.
+class Compression(Compressions):
+    """The compressions to choose from; see `ringreduce.training.compression.tensors.Compressions`."""
 
-    ``powersgd`` and ``topk`` are for tapes and optimizers alone, and take settings: ``Compression.powersgd(rank=4)``.
-    """
-
-    none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    fp8 = Float8Compressor
-    int8 = Int8Compressor
-    int4 = Int4Compressor
-    powersgd = PowerSGD
-    topk = TopK

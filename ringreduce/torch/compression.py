@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from ringreduce.training.compression import BucketCompression, Reducer
-from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.tensors import (
+    Compressions,
     Compressor,
     Float8Compressor,
     Int4Compressor,
@@ -21,7 +21,6 @@ from ringreduce.training.compression.tensors import (
     WireCompressor,
     wire_of,
 )
-from ringreduce.training.compression.topk import TopK
 
 __all__ = [
     "BF16Compressor",
@@ -68,17 +67,8 @@ class BF16Compressor(_HalfCompressor):
     wire = "bf16"
 
 
-class Compression:
-    """The compressions to choose from.
+class Compression(Compressions):
+    """The compressions to choose from; see `ringreduce.training.compression.tensors.Compressions`."""
 
-    ``powersgd`` and ``topk`` are for optimizers alone, and take settings: ``Compression.powersgd(rank=4)``.
-    """
-
-    none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    fp8 = Float8Compressor
-    int8 = Int8Compressor
-    int4 = Int4Compressor
-    powersgd = PowerSGD
-    topk = TopK

@@ -9,6 +9,8 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.training.compression import WireFormat
+from ringreduce.training.compression.powersgd import PowerSGD
+from ringreduce.training.compression.topk import TopK
 
 
 class Compressor:
@@ -57,6 +59,20 @@ class Int4Compressor(WireCompressor):
     """4-bit integers, 64 of which share a scale; see `ringreduce.buffers.codecs`."""
 
     wire = "int4"
+
+
+class Compressions:
+    """The compressions that are the same in all frameworks; a binding adds ``fp16`` and ``bf16``.
+
+    ``powersgd`` and ``topk`` are for gradients alone, and take settings: ``Compression.powersgd(rank=4)``.
+    """
+
+    none = NoneCompressor
+    fp8 = Float8Compressor
+    int8 = Int8Compressor
+    int4 = Int4Compressor
+    powersgd = PowerSGD
+    topk = TopK
 
 
 def wire_of(compression: type[Compressor]) -> str | None:
