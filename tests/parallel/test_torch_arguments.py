@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -349,49 +350,30 @@ def test_wrong_arguments_on_one_rank_are_refused_on_all(what: str) -> None:
     refused(call, wrong, right, message)
 
 
-def finish(started: Any) -> Any:
-    return hvd.synchronize(started)
+def takes_a_name(operation: str) -> bool:
+    call = getattr(hvd, operation)
+    return inspect.isfunction(call) and "name" in inspect.signature(call).parameters
 
 
-#: Every operation that takes a name, called with it.
-NAMED: dict[str, Callable[[Any], Any]] = {
-    "allreduce": lambda name: hvd.allreduce(torch.ones(2), name=name),
-    "allreduce_": lambda name: hvd.allreduce_(torch.ones(2), name=name),
-    "allreduce_async": lambda name: finish(hvd.allreduce_async(torch.ones(2), name=name)),
-    "allreduce_async_": lambda name: finish(hvd.allreduce_async_(torch.ones(2), name=name)),
-    "grouped_allreduce": lambda name: hvd.grouped_allreduce([torch.ones(2)], name=name),
-    "grouped_allreduce_": lambda name: hvd.grouped_allreduce_([torch.ones(2)], name=name),
-    "grouped_allreduce_async": lambda name: finish(hvd.grouped_allreduce_async([torch.ones(2)], name=name)),
-    "grouped_allreduce_async_": lambda name: finish(hvd.grouped_allreduce_async_([torch.ones(2)], name=name)),
-    "sparse_allreduce_async": lambda name: finish(hvd.sparse_allreduce_async(torch.ones(2).to_sparse(), name=name)),
-    "allgather": lambda name: hvd.allgather(torch.ones(2), name=name),
-    "allgather_async": lambda name: finish(hvd.allgather_async(torch.ones(2), name=name)),
-    "grouped_allgather": lambda name: hvd.grouped_allgather([torch.ones(2)], name=name),
-    "grouped_allgather_async": lambda name: finish(hvd.grouped_allgather_async([torch.ones(2)], name=name)),
-    "broadcast": lambda name: hvd.broadcast(torch.ones(2), 0, name=name),
-    "broadcast_": lambda name: hvd.broadcast_(torch.ones(2), 0, name=name),
-    "broadcast_async": lambda name: finish(hvd.broadcast_async(torch.ones(2), 0, name=name)),
-    "broadcast_async_": lambda name: finish(hvd.broadcast_async_(torch.ones(2), 0, name=name)),
-    "alltoall": lambda name: hvd.alltoall(torch.ones(rr.size()), name=name),
-    "alltoall_async": lambda name: finish(hvd.alltoall_async(torch.ones(rr.size()), name=name)),
-    "reducescatter": lambda name: hvd.reducescatter(torch.ones(2), name=name),
-    "reducescatter_async": lambda name: finish(hvd.reducescatter_async(torch.ones(2), name=name)),
-    "grouped_reducescatter": lambda name: hvd.grouped_reducescatter([torch.ones(2)], name=name),
-    "grouped_reducescatter_async": lambda name: finish(hvd.grouped_reducescatter_async([torch.ones(2)], name=name)),
-    "broadcast_object": lambda name: hvd.broadcast_object(1, name=name),
-    "allgather_object": lambda name: hvd.allgather_object(1, name=name),
-}
+def call_named(operation: str, name: Any) -> Any:
+    """Call an operation with a name, and wait for its result."""
+    values = torch.ones(rr.size())
+    given = [values] if operation.startswith("grouped") else values
+    arguments = [values.to_sparse() if operation.startswith("sparse") else given]
+    arguments += [0] if operation.startswith("broadcast") else []
+    result = getattr(hvd, operation)(*arguments, name=name)
+    return hvd.synchronize(result) if "async" in operation else result
 
 
 @several
-@pytest.mark.parametrize("operation", NAMED)
+@pytest.mark.parametrize("operation", filter(takes_a_name, hvd.__all__))
 def test_names_are_text(operation: str) -> None:
     """A list is no name: the others, who gave none, hear of it."""
     message = r"the name of an operation must be a str or None, got \[3\]"
-    refused(NAMED[operation], [3], None, message)
-    for error in (caught(lambda: NAMED[operation](3)), caught(lambda: NAMED[operation](b"x"))):
+    refused(lambda name: call_named(operation, name), [3], None, message)
+    for error in (caught(call_named, operation, 3), caught(call_named, operation, b"x")):
         assert isinstance(error, rr.ConfigError)  # on all ranks alike
-    NAMED[operation]("a name")
+    call_named(operation, "a name")
 
 
 def test_a_factor_of_none_is_one_in_a_reducescatter() -> None:
