@@ -15,8 +15,8 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import parse_qsl, urlsplit
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -30,6 +30,7 @@ from ringreduce.torch.distributed import collectives, works
 from ringreduce.torch.distributed.collectives import NAME, Collectives, open_groups
 from ringreduce.torch.distributed.works import seconds
 from ringreduce.torch.uncompiled import leave_uncompiled
+from ringreduce.training.objects import broadcast_object
 
 if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object
@@ -52,9 +53,9 @@ def rendezvous(url: str) -> Iterator[tuple[Any, int, int]]:
         A store that all ranks share, for what torch and other backends put there, this rank, and how many there are.
     """
     runtime.init()
-    _, _, query = url.partition("?")
+    query = dict(parse_qsl(urlsplit(url).query))
     for name, mine in ("rank", runtime.rank()), ("world_size", runtime.size()):
-        given = next((each.partition("=")[2] for each in query.split("&") if each.startswith(f"{name}=")), str(mine))
+        given = query.get(name, str(mine))
         if given != str(mine):
             raise ConfigError(
                 f"init_process_group was given {name}={given}, and MPI says {mine}; leave it out with this backend"
@@ -68,23 +69,19 @@ def _store() -> Any:
     if size == 1:
         return c10d.HashStore()
     single_host = runtime.local_size() == size or len(runtime.world().hosts.nodes) == 1
-    server = None
-    said = b""
+    server: Any = None
+    place: Any = None
     if runtime.rank() == 0:
         if single_host:  # no port is opened
             _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=launch().job_folder))
-            said = f"{_folders[-1].name}/store".encode()
+            place = f"{_folders[-1].name}/store"
         else:
             server = c10d.TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)
-            said = f"{socket.gethostname()}:{server.port}".encode()
-    place = np.zeros(1024, np.uint8)
-    place[: len(said)] = np.frombuffer(said, np.uint8)
-    place = runtime.broadcast(place)
-    text = place.tobytes().rstrip(b"\0").decode()
+            place = socket.gethostname(), server.port
+    place = broadcast_object(place)
     if single_host:
-        return c10d.FileStore(text, size)
-    host, _, port = text.rpartition(":")
-    return server or c10d.TCPStore(host, int(port), size, is_master=False, wait_for_workers=False)
+        return c10d.FileStore(place, size)
+    return server or c10d.TCPStore(*place, size, is_master=False, wait_for_workers=False)
 
 
 def create(options: Any) -> Any:

@@ -107,12 +107,13 @@ class _Work(Work):
     """What both kinds have in common.
 
     Args:
+        state: says whether it is done, and how it has ended.
         result: what its future gives.
     """
 
-    def __init__(self, result: _Tensors) -> None:
+    def __init__(self, state: Task | Transfer, result: _Tensors) -> None:
         super().__init__()
-        self._result = list(result)
+        self._state, self._result = state, list(result)
         self._future: Any = None
 
     def task(self) -> Task:
@@ -149,6 +150,15 @@ class _Work(Work):
         """Wait for it."""
         self.wait()
 
+    def is_completed(self) -> bool:
+        return self._state.done
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._state.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._state.error
+
 
 class CollectiveWork(_Work):
     """A collective.
@@ -159,7 +169,7 @@ class CollectiveWork(_Work):
     """
 
     def __init__(self, task: Task, result: _Tensors) -> None:
-        super().__init__(result)
+        super().__init__(task, result)
         self._task = task
 
     def task(self) -> Task:
@@ -168,15 +178,6 @@ class CollectiveWork(_Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._task.wait(seconds(timeout))
         return True
-
-    def is_completed(self) -> bool:
-        return self._task.done
-
-    def is_success(self) -> bool:
-        return self._task.done and self._task.error is None
-
-    def exception(self) -> BaseException | None:
-        return self._task.error
 
 
 class MessageWork(_Work):
@@ -189,7 +190,7 @@ class MessageWork(_Work):
     """
 
     def __init__(self, group: Group, transfer: Transfer, tensor: torch.Tensor) -> None:
-        super().__init__([tensor])
+        super().__init__(transfer, [tensor])
         self._group = group
         self._transfer = transfer
         self._release = TENSORS.keep_in_place([] if transfer.done else [tensor])
@@ -215,12 +216,6 @@ class MessageWork(_Work):
         if self._transfer.done:
             self._release()
         return self._transfer.done
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._transfer.error is None
-
-    def exception(self) -> BaseException | None:
-        return self._transfer.error
 
     def source_rank(self) -> int:
         """Return the rank of the group that has sent it."""
