@@ -69,19 +69,18 @@ def _store() -> Any:
     if size == 1:
         return c10d.HashStore()
     single_host = runtime.local_size() == size or len(runtime.world().hosts.nodes) == 1
-    server: Any = None
-    place: Any = None
+    server, place = None, ("", 0)
     if runtime.rank() == 0:
         if single_host:  # no port is opened
             _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=launch().job_folder))
-            place = f"{_folders[-1].name}/store"
+            place = f"{_folders[-1].name}/store", 0
         else:
             server = c10d.TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)
             place = socket.gethostname(), server.port
-    place = broadcast_object(place)
+    where, port = broadcast_object(place)
     if single_host:
-        return c10d.FileStore(place, size)
-    return server or c10d.TCPStore(*place, size, is_master=False, wait_for_workers=False)
+        return c10d.FileStore(where, size)
+    return server or c10d.TCPStore(where, port, size, is_master=False, wait_for_workers=False)
 
 
 def create(options: Any) -> Any:
