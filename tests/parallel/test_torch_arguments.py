@@ -366,7 +366,7 @@ def call_named(operation: str, name: Any) -> Any:
 
 
 @several
-@pytest.mark.parametrize("operation", filter(takes_a_name, hvd.__all__))
+@pytest.mark.parametrize("operation", list(filter(takes_a_name, hvd.__all__)))
 def test_names_are_text(operation: str) -> None:
     """A list is no name: the others, who gave none, hear of it."""
     message = r"the name of an operation must be a str or None, got \[3\]"
