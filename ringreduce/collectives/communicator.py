@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ringreduce.collectives.running import Runner
 from ringreduce.collectives.state import CommState
 from ringreduce.common.arguments import array_shape
 from ringreduce.common.call_sites import AbortReason
+from ringreduce.common.errors import TransportError
 from ringreduce.common.instruments import Tally
 from ringreduce.common.lifetime import close_all
 from ringreduce.common.reduce_ops import SUM, ReduceOp
@@ -28,6 +29,8 @@ from ringreduce.transport.shared.board import Signature
 
 #: An array of any library; a number, where these are taken.
 A = TypeVar("A")
+
+_T = TypeVar("_T")
 
 _BARRIER = Signature.of("barrier", waits=False)
 
@@ -377,6 +380,37 @@ class Communicator(Messaging, Choices):
         """
         self.lifetime.require_open()
         return self._runner.operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]
+
+    def node_memory(self, nbytes: int) -> Array:
+        """Return memory that the ranks of a node have in common: what one of them stores there, the others see.
+
+        It begins as zeros, and lives as long as some rank has arrays of it: beyond the end of the world, too. What a
+        forked process stores there stays its own. Collective.
+
+        Args:
+            nbytes: its length; must agree on the ranks of a node.
+
+        Raises:
+            TransportError: on all ranks: some node has no such memory.
+        """
+        segments, first = self._context.arena.segments, self._context.topology.node_of(self.rank)[0]
+        makes = first == self.rank
+        made = self._together(lambda: segments.create_kept(nbytes) if makes else (0, None))
+        numbers = self.allgather(np.array([made[0]]))
+        opened = self._together(lambda: made[1] if makes else segments.open_kept(first, int(numbers[first])))
+        return opened
+
+    def _together(self, step: Callable[[], _T]) -> _T:
+        """Take a step that may fail, on all ranks or on none: after a failure all raise `TransportError`."""
+        problem, made = "", None
+        try:
+            made = step()
+        except TransportError as error:
+            problem = str(error)
+        failed = self.allgather(np.array([bool(problem)])).nonzero()[0]
+        if failed.size:
+            raise TransportError(problem or f"rank {failed[0]} has no memory for the ranks of its node to share")
+        return cast(_T, made)
 
     # ---- the end ----
 

@@ -19,7 +19,7 @@ from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
 from ringreduce.torch.streams import TorchStreams
-from ringreduce.training.framework import Found, Hooks, Look, Memory, Sparse, Watcher
+from ringreduce.training.framework import Found, Hooks, InPlace, Look, Memory, Sparse, Watcher
 
 _log = logging.getLogger(__name__)
 
@@ -50,11 +50,7 @@ class Slot:
         self.parameter = parameter
         self._dtype = parameter.dtype  # the place's changes with ``p.grad``, as in ``model.double()``
         self._on_gpu = parameter.is_cuda
-        # Not a view in autograd's sense: it could not be detached in place, and all would share a version counter. Its
-        # storage is its own, so that uses of it are distinct from uses of the bucket's other places.
-        self.place = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        strides = torch.empty_like(parameter, device="meta").stride()
-        self.place.set_(_as_tensor(memory, parameter).untyped_storage(), 0, parameter.shape, strides)
+        self.place = _tensor_like(parameter, memory, parameter.dtype)
         self._address = self.place.data_ptr()
         self._unshared = self._references()
 
@@ -85,7 +81,7 @@ class Slot:
         return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
 
 
-class TorchParameters(Memory, Sparse, Hooks):
+class TorchParameters(Memory, InPlace, Sparse, Hooks):
     """The gradients of torch's parameters, for one optimizer.
 
     Args:
@@ -161,6 +157,14 @@ class TorchParameters(Memory, Sparse, Hooks):
         values = values.view(len(values), *parameter.shape[places.shape[1] :])
         total = torch.sparse_coo_tensor(places.t(), values, parameter.shape, check_invariants=False).coalesce()
         return total / divisor if divisor != 1 else total
+
+    def view(self, parameter: torch.Tensor, memory: Any, like: torch.Tensor | None = None) -> torch.Tensor:
+        dtype = (parameter if like is None else like).dtype
+        return _tensor_like(parameter, memory[: parameter.numel() * dtype.itemsize], dtype)
+
+    def move(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.data = view
 
     def after_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
         if not _is_added_to(parameter):
@@ -269,6 +273,17 @@ def shape_in_memory(tensor: torch.Tensor) -> torch.Size:
 
 def _is_added_to(parameter: torch.Tensor) -> bool:
     return parameter.is_leaf and parameter.requires_grad
+
+
+def _tensor_like(parameter: torch.Tensor, memory: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of a parameter's shape and strides in some memory, an array of bytes on its device.
+
+    It is not a view in autograd's sense: that could not be detached in place, and all would share a version counter.
+    Its storage is its own, so that uses of it are distinct from uses of its neighbours.
+    """
+    made = torch.empty(0, dtype=dtype, device=parameter.device)
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return made.set_(_as_tensor(memory, parameter).untyped_storage(), 0, parameter.shape, strides)
 
 
 def _as_tensor(memory: Any, parameter: torch.Tensor) -> torch.Tensor:

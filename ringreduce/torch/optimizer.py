@@ -22,6 +22,7 @@ from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.gradients import TorchParameters
 from ringreduce.torch.reduced import Reduced, State, scaler_of
+from ringreduce.torch.sharded import ShardedStep
 from ringreduce.torch.streams import TorchStreams
 from ringreduce.training.optimizer import Training
 from ringreduce.training.options import Options, checked_names
@@ -134,6 +135,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         skip_unused: bool | None = None,
         overlap: bool | None = None,
         reduce_in: Literal["step", "backward"] = "step",
+        shard: Literal["node"] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
@@ -159,6 +161,7 @@ class DistributedOptimizer(wrapping.Wrapper):
                 skip_unused=True if sparse_only else skip_unused,
                 overlap=overlap,
                 reduce_in=reduce_in,
+                shard=shard,
             ).checked(training.communicator.config, self._parameters())
             if isinstance(named_parameters, torch.nn.Module):
                 named_parameters = named_parameters.named_parameters()
@@ -173,6 +176,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         self._op, self._adasum = options.op, options.adasum
         self._reduced = Reduced()
         self._skipping = False
+        self._sharded: ShardedStep | None = None
         self._unwatch = wrapping.watch_steps(self._optimizer, self._stepped_by_itself)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
@@ -226,7 +230,8 @@ class DistributedOptimizer(wrapping.Wrapper):
                     f"optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.{twice}",
                     stacklevel=2,
                 )
-            self.synchronize()
+            with self._training.reducer.own_parts():
+                self.synchronize()
         self._reduced.forget()
         return self._step_wrapped()
 
@@ -381,6 +386,8 @@ class DistributedOptimizer(wrapping.Wrapper):
         state = dict(state_dict)
         kept = state.pop(_COMPRESSION, None)
         self._optimizer.load_state_dict(state)
+        if self._sharded is not None:
+            self._sharded.load_state()
         if kept is None:
             self._training.reducer.load_state_dict({})
         else:
@@ -404,13 +411,23 @@ class DistributedOptimizer(wrapping.Wrapper):
 
     def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
         """Let the wrapped optimizer step, without the warning of `_stepped_by_itself`."""
-        stepping = id(self._optimizer)
+        stepper: Any = self._stepper()
+        stepping = id(stepper.copy if stepper is self._sharded else stepper)
         wrapping.STEPPING.add(stepping)
         try:
-            return self._optimizer.step(*closure)
+            return stepper.step(*closure)
         finally:
             wrapping.STEPPING.discard(stepping)
             self._training.gradients.stepped()
+
+    def _stepper(self) -> torch.optim.Optimizer | ShardedStep:
+        """Return what makes the steps."""
+        reducer = self._training.reducer
+        if reducer.sharding is None:
+            return self._optimizer
+        if self._sharded is None or self._sharded.reducer is not reducer:
+            self._sharded = ShardedStep(self._optimizer, reducer)
+        return self._sharded
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:
         """Let a GradScaler see the same overflows on all ranks, so that all make the step or none.

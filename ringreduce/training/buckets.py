@@ -15,12 +15,12 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
-from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.engine import Gather, InPlaceAllreduce
+from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
+from ringreduce.engine import Gather, InPlaceAllreduce, Operation
 from ringreduce.engine.coordinator import fuse
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
@@ -51,6 +51,7 @@ class Bucket:
 
     Attributes:
         flat: all of it, one-dimensional.
+        itemsize: bytes of an element.
         slots: the parameters, in order, and their places.
         places: where these are in ``flat``.
         numbers: of its parameters, among all of the optimizer's.
@@ -58,13 +59,13 @@ class Bucket:
         hooks: end with the bucket.
     """
 
-    __slots__ = ("_communicator", "_memory", "flat", "hooks", "numbers", "places", "reducer", "slots")
+    __slots__ = ("_communicator", "_memory", "flat", "hooks", "itemsize", "numbers", "places", "reducer", "slots")
 
     def __init__(self, memory: Memory, parameters: Sequence[Any], communicator: Communicator) -> None:
         self._memory, self._communicator = memory, communicator
         starts = list(accumulate((_padded(memory.kind(each)[1]) for each in parameters), initial=0))
         self.flat, self.slots = memory.lay_out(communicator, parameters, starts)
-        itemsize = starts[-1] // max(len(self.flat), 1) or 1
+        self.itemsize = itemsize = starts[-1] // max(len(self.flat), 1) or 1
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
         self.numbers = list(range(len(self.slots)))
         self.reducer: Reducer | None = None
@@ -194,6 +195,17 @@ class Bucket:
             self._memory.pack([slot.place for slot in slots], [None] * len(slots))
 
 
+class Parts(Protocol):
+    """Reductions of buckets of which each rank needs only its part; see `ringreduce.training.sharding`."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the next reduction is one."""
+
+    def operation(self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
+        """Return the reduction; arguments as for `Buckets.operation`."""
+
+
 class Buckets:
     """The buckets of one optimizer: makes them, and reduces what the ranks have agreed to reduce.
 
@@ -211,6 +223,7 @@ class Buckets:
         memory, ranks, options: the arguments.
         layout: a checksum of which parameter is where; equal on ranks whose buckets are.
         moved: as for `Bucket.collect_at_once`.
+        parts: makes the operations while only parts of buckets are reduced; None: all of them always are.
     """
 
     def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named], options: Options) -> None:
@@ -221,6 +234,7 @@ class Buckets:
         self._saved: dict[int, State] = {}
         self.layout = 0
         self.moved: dict[int, tuple[int, int]] = {}
+        self.parts: Parts | None = None
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
@@ -355,7 +369,7 @@ class Buckets:
 
     def operation(
         self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], **early: Any
-    ) -> InPlaceAllreduce:
+    ) -> Operation:
         """Return the reduction of buckets.
 
         Args:
@@ -365,15 +379,19 @@ class Buckets:
             sent: what travels of each.
             early: of a reduction before the step: ``speculative`` and ``within``, as for `InPlaceAllreduce`.
         """
-        operation = InPlaceAllreduce(
-            name,
-            text,
-            self.options.op,
-            sent,
-            wire=buckets[0].wire,
-            feedbacks=[each.reducer.feedback for each in buckets if isinstance(each.reducer, WireState)],
-            **(early or {"within": self.memory.streams.around(sent)}),
-        )
+        operation: Operation
+        if self.parts is not None and self.parts.in_use:
+            operation = self.parts.operation(name, text, self.options.op, buckets, sent)
+        else:
+            operation = InPlaceAllreduce(
+                name,
+                text,
+                self.options.op,
+                sent,
+                wire=buckets[0].wire,
+                feedbacks=[each.reducer.feedback for each in buckets if isinstance(each.reducer, WireState)],
+                **(early or {"within": self.memory.streams.around(sent)}),
+            )
         operation.parts = partial(self._names_in, buckets)
         return operation
 

@@ -353,6 +353,23 @@ class Sparse(Protocol):
 
 
 @runtime_checkable
+class InPlace(Protocol):
+    """Parameters that are written in place, and can be put where all ranks of a node have them."""
+
+    def view(self, parameter: Any, memory: Any, like: Any = None) -> Any:
+        """Return an array in some memory, of the parameter's shape and strides.
+
+        Args:
+            parameter: what it is like.
+            memory: bytes, for it alone; it may be longer.
+            like: an array that has the dtype; None: the parameter has.
+        """
+
+    def move(self, parameters: Sequence[Any], views: Sequence[Any]) -> None:
+        """Make views the memory of parameters."""
+
+
+@runtime_checkable
 class Hooks(Protocol):
     """Parameters that keep their gradients in an attribute ``grad``, None where there is none, and call hooks."""
 

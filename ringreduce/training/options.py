@@ -46,6 +46,7 @@ class Options:
         overlap: whether buckets are reduced during the backward pass; None: with parameters on a device, yes; on one
             node, no; else if it makes steps quicker.
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
+        shard: ``"node"``: a node has the parameters once; None: each rank has them.
     """
 
     op: Any = AVERAGE
@@ -58,6 +59,7 @@ class Options:
     skip_unused: bool | None = None
     overlap: bool | None = None
     reduce_in: Any = "step"
+    shard: Any = None
 
     def checked(self, settings: Config, parameters: Sequence[Any]) -> Options:
         """Return the options with all that a user left open, given all parameters of the optimizer.
@@ -69,6 +71,10 @@ class Options:
         _, factor = averaging(self.op, self.predivide_factor)
         if self.reduce_in not in ("step", "backward"):
             raise ConfigError(f'reduce_in is "step" or "backward", got {shown(self.reduce_in)}')
+        if self.shard not in (None, "node"):
+            raise ConfigError(f'shard is "node" or None, got {shown(self.shard)}')
+        if self.shard is not None and adasum:
+            raise ConfigError("with Adasum each rank steps by itself, so that nodes cannot share parameters (shard)")
         nbytes = settings.bucket_nbytes if self.bucket_nbytes is None else self.bucket_nbytes
         return replace(
             self,
@@ -117,6 +123,7 @@ class Options:
             "groups": [self.groups.get(id(each)) for each in parameters] if self.groups else None,
             "overlap": self.overlap,
             "reduce_in": self.reduce_in,
+            "shard": self.shard,
         }
 
 

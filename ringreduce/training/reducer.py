@@ -10,13 +10,14 @@ moved, and all agree first. The more often that happens, the longer they wait be
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import MAX, SUM
-from ringreduce.engine import Engine, InPlaceAllreduce
+from ringreduce.engine import Engine, InPlaceAllreduce, Operation
 from ringreduce.training.agreement import Ranks, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
@@ -24,6 +25,7 @@ from ringreduce.training.compression import State
 from ringreduce.training.framework import Found, Look, Memory, Named, Slot
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
+from ringreduce.training.sharding import Sharding
 
 
 class _Repeat(NamedTuple):
@@ -66,6 +68,7 @@ class GradientReducer:
         ranks: its collectives.
         buckets: its buckets.
         early: what reduces buckets before the step; None: nothing.
+        sharding: what has the parameters in memory of the node; None: each rank has its own.
         stepped: so many steps the optimizer has made; counted from 0 again when all ranks have joined.
     """
 
@@ -85,6 +88,9 @@ class GradientReducer:
         self.buckets = Buckets(memory, self.ranks, named, options)
         self.checks = Checks(memory, self.ranks, named)
         self.early: Overlap | None = None
+        self.sharding: Sharding | None = None
+        if options.shard is not None:
+            self.sharding = self.buckets.parts = Sharding(memory, self.ranks, self.buckets)
         self.stepped = 0
         self._settings = settings
         self._steps = 0  # calls of `reduce` on this rank, from 0 again when all ranks have joined
@@ -131,6 +137,18 @@ class GradientReducer:
             raise
         self._steps += 1
         return reduced
+
+    @contextmanager
+    def own_parts(self) -> Iterator[None]:
+        """Return a context in which gradients are reduced that this rank needs: with shards, those of its own parts."""
+        if self.sharding is None:
+            yield
+            return
+        self.sharding.parts_only = True
+        try:
+            yield
+        finally:
+            self.sharding.parts_only = False
 
     def state_dict(self) -> dict[int, State]:
         """See `Buckets.state_dict`; ends reductions that are under way first."""
@@ -196,7 +214,7 @@ class GradientReducer:
             self.early.forget_step()
         return True
 
-    def _heed(self, error: MismatchError, operation: InPlaceAllreduce) -> None:
+    def _heed(self, error: MismatchError, operation: Operation) -> None:
         """Take note that some ranks would repeat a step, and others not; raise any other error."""
         if self._refused or not operation.refused:
             raise error
@@ -238,6 +256,8 @@ class GradientReducer:
         for bucket in reduced:
             bucket.adopt(gradients, everyone)
         moved = self.buckets.update(parameters, everyone)
+        if moved and self.sharding is not None:
+            self.sharding.update()
         self.buckets.reduce(reduced, gradients, everyone, active)
         for number, state in enumerate(everyone):
             if state >= Found.SPARSE:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import select
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -51,11 +52,19 @@ class Segments(ABC):
         """
 
     @abstractmethod
+    def create_kept(self, nbytes: int) -> tuple[int, Array]:
+        """Return a segment of its own that lives as long as arrays of it, on any rank, and its id; see `create`."""
+
+    @abstractmethod
+    def open_kept(self, rank: int, segment_id: int) -> Array:
+        """Map a segment that a peer made by `create_kept`, which must hold it until this returns; see `open`."""
+
+    @abstractmethod
     def alive(self, rank: int) -> bool:
         """Return whether the peer's process still runs."""
 
     def after_fork_in_child(self) -> None:
-        """Keep what is written to one's own segments from now on to this process, which was forked by their rank.
+        """Keep what is written to segments from now on to this process, which was forked by a rank that has them.
 
         What the rank writes may be seen here, in pages that this process has not written to.
         """
@@ -80,19 +89,36 @@ class MemfdSegments(Segments):
         self._fds: list[int] = []
         self._own: dict[int, mmap.mmap] = {}
         self._opened: dict[tuple[int, int], Array] = {}
+        self._kept: dict[int, weakref.ref[mmap.mmap]] = {}  # by descriptor, open as long as the memory is mapped
         self._watched: dict[int, int] = {}  # rank -> descriptor of its process
 
     def pid(self, rank: int) -> int:
         return self._pids[rank]
 
     def create(self, nbytes: int) -> tuple[int, Array]:
+        fd, mapped = self._make(nbytes)
+        self._fds.append(fd)
+        self._own[fd] = mapped
+        return fd, np.frombuffer(mapped, np.uint8)
+
+    def _make(self, nbytes: int) -> tuple[int, mmap.mmap]:
         try:
             fd = os.memfd_create("ringreduce", os.MFD_CLOEXEC)
-            self._fds.append(fd)
             os.ftruncate(fd, nbytes)
-            mapped = self._own[fd] = mmap.mmap(fd, nbytes)
+            return fd, mmap.mmap(fd, nbytes)
         except (OSError, AttributeError) as error:
             raise TransportError(f"cannot make {nbytes} bytes of memory to share: {error}") from error
+
+    def create_kept(self, nbytes: int) -> tuple[int, Array]:
+        return self._keep(*self._make(nbytes))
+
+    def open_kept(self, rank: int, segment_id: int) -> Array:
+        fd = self._descriptor(rank, segment_id)
+        return self._keep(fd, mmap.mmap(fd, os.fstat(fd).st_size))[1]
+
+    def _keep(self, fd: int, mapped: mmap.mmap) -> tuple[int, Array]:
+        self._kept[fd] = weakref.ref(mapped)
+        weakref.finalize(mapped, _close, self._kept, fd).atexit = False
         return fd, np.frombuffer(mapped, np.uint8)
 
     def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
@@ -105,15 +131,18 @@ class MemfdSegments(Segments):
         return self._opened[key]
 
     def _map(self, rank: int, segment_id: int) -> Array:
-        path = f"/proc/{self._pids[rank]}/fd/{segment_id}"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransportError(f"cannot map the memory of rank {rank} ({path}): {error.strerror}") from error
+        fd = self._descriptor(rank, segment_id)
         try:
             return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
         finally:
             os.close(fd)
+
+    def _descriptor(self, rank: int, segment_id: int) -> int:
+        path = f"/proc/{self._pids[rank]}/fd/{segment_id}"
+        try:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"cannot map the memory of rank {rank} ({path}): {error.strerror}") from error
 
     def after_fork_in_child(self) -> None:
         # The same file at the same addresses, but pages that are written here become this process's own. To copy all
@@ -121,7 +150,8 @@ class MemfdSegments(Segments):
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        for fd, mapped in self._own.items():
+        kept = {fd: mapped for fd, each in self._kept.items() if (mapped := each()) is not None}
+        for fd, mapped in (self._own | kept).items():
             address = np.frombuffer(mapped, np.uint8).ctypes.data
             access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
             if libc.mmap(address, len(mapped), access, kind, fd, 0) != address:
@@ -150,6 +180,11 @@ class MemfdSegments(Segments):
         self._watched.clear()
 
 
+def _close(kept: dict[int, weakref.ref[mmap.mmap]], fd: int) -> None:
+    del kept[fd]
+    os.close(fd)
+
+
 class PrivateSegments(Segments):
     """Ordinary memory of this process, for ranks that share with nobody."""
 
@@ -164,8 +199,13 @@ class PrivateSegments(Segments):
     def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
         self._own[segment_id - 1].madvise(mmap.MADV_DONTNEED, offset, nbytes)
 
+    def create_kept(self, nbytes: int) -> tuple[int, Array]:
+        return 0, np.zeros(nbytes, np.uint8)
+
     def open(self, rank: int, segment_id: int) -> Array:
         raise TransportError(f"rank {rank} shares no memory with this one")
+
+    open_kept = open
 
     def alive(self, rank: int) -> bool:
         return True
