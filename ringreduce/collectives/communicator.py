@@ -394,11 +394,9 @@ class Communicator(Messaging, Choices):
             TransportError: on all ranks: some node has no such memory.
         """
         segments, first = self._context.arena.segments, self._context.topology.node_of(self.rank)[0]
-        makes = first == self.rank
-        made = self._together(lambda: segments.create_kept(nbytes) if makes else (0, None))
-        numbers = self.allgather(np.array([made[0]]))
-        opened = self._together(lambda: made[1] if makes else segments.open_kept(first, int(numbers[first])))
-        return opened
+        number, made = self._together(lambda: segments.create_kept(nbytes) if first == self.rank else (0, None))
+        numbers = self.allgather(np.array([number]))
+        return self._together(lambda: segments.open_kept(first, int(numbers[first])) if made is None else made)
 
     def _together(self, step: Callable[[], _T]) -> _T:
         """Take a step that may fail, on all ranks or on none: after a failure all raise `TransportError`."""

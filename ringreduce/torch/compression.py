@@ -6,6 +6,7 @@ the error for the next step, are in `ringreduce.training.compression`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -72,3 +73,8 @@ class Compression(Compressions):
 
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def each_array(convert: Callable[[Any], Any], buckets: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Convert what compression keeps, by bucket and name."""
+    return {number: {name: convert(each) for name, each in kept.items()} for number, kept in buckets.items()}

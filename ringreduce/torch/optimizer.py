@@ -19,10 +19,10 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapping
 from ringreduce.torch.arrays import TENSORS
-from ringreduce.torch.compression import BucketCompression, Compression, Compressor
+from ringreduce.torch.compression import BucketCompression, Compression, Compressor, each_array
 from ringreduce.torch.gradients import TorchParameters
-from ringreduce.torch.reduced import Reduced, State, scaler_of
-from ringreduce.torch.sharded import ShardedStep
+from ringreduce.torch.reduced import Reduced, State, scaler_of, warn_of_second_reduction
+from ringreduce.torch.sharded import Stepper, require_shardable
 from ringreduce.torch.streams import TorchStreams
 from ringreduce.training.optimizer import Training
 from ringreduce.training.options import Options, checked_names
@@ -108,6 +108,11 @@ class DistributedOptimizer(wrapping.Wrapper):
             ``topk`` or ``gradient_predivide_factor``. Must agree on all ranks. None: with parameters on a GPU, yes; on
             one node, no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced. Must agree on all ranks.
+        shard: ``"node"``: from the first step on, a node has parameters and state once, in memory that its ranks share,
+            and each rank updates a part; all bits are those of None. For torch's optimizers that treat each element by
+            itself, and parameters in host memory; `join` is refused. The program writes to parameters within `writing`,
+            and reads them on other threads within `reading`. A step reduces gradients of this rank's part alone. Must
+            agree on all ranks.
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError` then.
@@ -166,6 +171,8 @@ class DistributedOptimizer(wrapping.Wrapper):
             if isinstance(named_parameters, torch.nn.Module):
                 named_parameters = named_parameters.named_parameters()
             names = checked_names(self._parameters(), named_parameters)
+            if shard is not None:
+                require_shardable(optimizer, process_set)
             # Neither of these refers to the wrapper, so that hooks end with it.
             self._named = partial(wrapping.named_parameters, optimizer, names)
             TorchStreams(training.communicator).require_usable(self._parameters())
@@ -176,7 +183,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         self._op, self._adasum = options.op, options.adasum
         self._reduced = Reduced()
         self._skipping = False
-        self._sharded: ShardedStep | None = None
+        self._stepper = Stepper(self._optimizer, self._training)
         self._unwatch = wrapping.watch_steps(self._optimizer, self._stepped_by_itself)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
@@ -213,27 +220,26 @@ class DistributedOptimizer(wrapping.Wrapper):
             What the wrapped optimizer returns: with a closure, the loss, reduced over the ranks like the gradients.
         """
         self.rejoin()
+        with self._stepper.reading:
+            return self._make_step(closure)
+
+    def _make_step(self, closure: Callable[[], Any] | None) -> Any:
+        self._stepper.require_unchanged()
         if self._adasum and not self._training.alone:
             self._reduced.forget()
-            step = self._step_wrapped if closure is None else partial(self._step_wrapped, closure)
+            step = self._stepper.step if closure is None else partial(self._stepper.step, closure)
             return wrapping.step_and_combine(self._parameters(), self._training, step)
         if closure is not None:
-            result = self._step_wrapped(partial(self._evaluate, closure))
+            result = self._stepper.step(partial(self._evaluate, closure))
             self._reduced.forget()
             return result
         if not (self._skipping or self._reduced.is_final(id(self))) and self._training.gradients.pending:
             if self._reduced.state is State.SYNCHRONIZED and not self._training.alone:
-                twice = " With op Sum the gradients are added up twice." if self._op is SUM else ""
-                warnings.warn(  # in Horovod's words, which programs filter by
-                    "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
-                    f"optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.{twice}",
-                    stacklevel=2,
-                )
+                warn_of_second_reduction(adds_up=self._op is SUM)
             with self._training.reducer.own_parts():
                 self.synchronize()
         self._reduced.forget()
-        return self._step_wrapped()
+        return self._stepper.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. None costs less memory traffic than zeros."""
@@ -318,6 +324,18 @@ class DistributedOptimizer(wrapping.Wrapper):
         """
         return self._training.gradients.overlap.suspended()
 
+    def writing(self) -> AbstractContextManager[None]:
+        """Return a context in which the program may write to parameters, as in ``load_state_dict``. Collective.
+
+        With ``shard``, ranks write to parameters of their own meanwhile, and those of the first rank of a node stay.
+        Before the first step parameters are each rank's own; then, and without ``shard``, nothing happens.
+        """
+        return self._stepper.writing()
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Return a context in which another thread than that of `step` may read parameters: steps wait for its end."""
+        return self._stepper.reading
+
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
@@ -375,7 +393,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         """
         state: dict[str, Any] = self._optimizer.state_dict()
         if kept := self._training.state_dict():
-            state[_COMPRESSION] = {**kept, "buckets": _each_array(torch.from_numpy, kept["buckets"])}
+            state[_COMPRESSION] = {**kept, "buckets": each_array(torch.from_numpy, kept["buckets"])}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -386,12 +404,11 @@ class DistributedOptimizer(wrapping.Wrapper):
         state = dict(state_dict)
         kept = state.pop(_COMPRESSION, None)
         self._optimizer.load_state_dict(state)
-        if self._sharded is not None:
-            self._sharded.load_state()
+        self._stepper.load_state()
         if kept is None:
             self._training.reducer.load_state_dict({})
         else:
-            arrays = _each_array(lambda tensor: tensor.cpu().numpy(), kept["buckets"])
+            arrays = each_array(lambda tensor: tensor.cpu().numpy(), kept["buckets"])
             self._training.load_state_dict(kept["rank"], kept["size"], arrays)
 
     def __repr__(self) -> str:
@@ -405,29 +422,7 @@ class DistributedOptimizer(wrapping.Wrapper):
             self.synchronize()
         if self._training.alone or not isinstance(loss, (torch.Tensor, int, float)):
             return loss
-        common = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
-        self._training.reduce_loss(common.numpy())
-        return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
-
-    def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
-        """Let the wrapped optimizer step, without the warning of `_stepped_by_itself`."""
-        stepper: Any = self._stepper()
-        stepping = id(stepper.copy if stepper is self._sharded else stepper)
-        wrapping.STEPPING.add(stepping)
-        try:
-            return stepper.step(*closure)
-        finally:
-            wrapping.STEPPING.discard(stepping)
-            self._training.gradients.stepped()
-
-    def _stepper(self) -> torch.optim.Optimizer | ShardedStep:
-        """Return what makes the steps."""
-        reducer = self._training.reducer
-        if reducer.sharding is None:
-            return self._optimizer
-        if self._sharded is None or self._sharded.reducer is not reducer:
-            self._sharded = ShardedStep(self._optimizer, reducer)
-        return self._sharded
+        return wrapping.reduced_loss(self._training, loss)
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:
         """Let a GradScaler see the same overflows on all ranks, so that all make the step or none.
@@ -460,8 +455,3 @@ class DistributedOptimizer(wrapping.Wrapper):
 
 
 _DistributedOptimizer = DistributedOptimizer  # Horovod's name, by which libraries ask what kind an optimizer is
-
-
-def _each_array(convert: Callable[[Any], Any], buckets: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Convert what compression keeps, by bucket and name."""
-    return {number: {name: convert(each) for name, each in kept.items()} for number, kept in buckets.items()}

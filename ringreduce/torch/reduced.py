@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from enum import Enum, auto
@@ -95,3 +96,14 @@ def scaler_of(caller: FrameType) -> torch.amp.GradScaler | None:
         return None
     scaler = caller.f_locals.get(code.co_varnames[0])
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def warn_of_second_reduction(*, adds_up: bool) -> None:
+    """Warn that a step reduces gradients that are reduced already; ``adds_up``: that changes them."""
+    twice = " With op Sum the gradients are added up twice." if adds_up else ""
+    warnings.warn(  # in Horovod's words, which programs filter by
+        "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+        "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+        f"optimizer.synchronize() in your code.{twice}",
+        stacklevel=4,
+    )

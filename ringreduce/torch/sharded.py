@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.torch.wrapping import parameters_of
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.torch.wrapping import STEPPING, parameters_of
+from ringreduce.training.optimizer import Training
 from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.sharding import Shard
 
@@ -32,11 +37,81 @@ ELEMENTWISE = (
 _NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
 
 
+def require_shardable(optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
+    """Raise `ConfigError` for an optimizer or ranks that cannot share parameters."""
+    if type(optimizer) not in ELEMENTWISE:
+        usable = ", ".join(each.__name__ for each in ELEMENTWISE)
+        raise ConfigError(
+            f"shard cuts parameters between any two elements, and {type(optimizer).__name__} may need whole ones; "
+            f"it is for {usable}"
+        )
+    if any(each.is_cuda for each in parameters_of(optimizer)):
+        raise ConfigError("shard is for parameters in host memory, and some are on a GPU")
+    ranks = set(process_set.ranks or ())
+    for node in global_process_set.communicator.topology.nodes:
+        if ranks & set(node) and not ranks >= set(node):
+            raise ConfigError(f"shard needs all ranks of a node, and the process set has some of {list(node)} only")
+
+
+class Stepper:
+    """Makes the steps of a wrapped optimizer: its own, or with ``shard`` those of this rank's pieces.
+
+    Args:
+        optimizer: the wrapped one.
+        training: reduces its gradients.
+
+    Attributes:
+        reading: steps wait for it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
+        self._optimizer, self._training = optimizer, training
+        self._sharded: ShardedStep | None = None
+        self.reading = threading.RLock()
+
+    def step(self, *closure: Callable[[], Any]) -> Any:
+        """Make a step, without the warning about steps of the wrapped optimizer. Collective with ``shard``."""
+        stepping: Any = self._optimizer
+        if self._training.reducer.sharding is not None:
+            if self._current() is None:
+                self._sharded = ShardedStep(self._optimizer, self._training.reducer)
+            stepping = self._sharded
+        number = id(getattr(stepping, "copy", stepping))
+        STEPPING.add(number)
+        try:
+            return stepping.step(*closure)
+        finally:
+            STEPPING.discard(number)
+            self._training.gradients.stepped()
+
+    def require_unchanged(self) -> None:
+        """See `ShardedStep.require_unchanged`."""
+        if (sharded := self._current()) is not None:
+            sharded.require_unchanged()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """See `DistributedOptimizer.writing`."""
+        sharded = self._current()
+        return nullcontext() if sharded is None else sharded.writing()
+
+    def load_state(self) -> None:
+        """See `ShardedStep.load_state`."""
+        if (sharded := self._current()) is not None:
+            sharded.load_state()
+
+    def _current(self) -> ShardedStep | None:
+        """Return what makes steps on shared parameters; None: there is none, or its world has ended."""
+        sharded = self._sharded
+        return sharded if sharded is not None and sharded.reducer is self._training.reducer else None
+
+
 class _Piece(NamedTuple):
     """This rank's elements of a parameter, in the order that they have in memory; of some parameters, none.
 
     Attributes:
         parameter: all of it.
+        view: of memory of the node, which it is.
+        address: of that.
         place: of its gradient.
         elements: this rank's.
         value: these, as a parameter of the copy of the optimizer.
@@ -45,6 +120,8 @@ class _Piece(NamedTuple):
     """
 
     parameter: torch.Tensor
+    view: torch.Tensor
+    address: int
     place: torch.Tensor
     elements: slice
     value: torch.Tensor
@@ -73,6 +150,7 @@ class ShardedStep:
         self._optimizer, self.reducer, self._sharding = optimizer, reducer, reducer.sharding
         self._changes, self._parameters = -1, list[torch.Tensor]()
         self._pieces: dict[torch.Tensor, _Piece] = {}
+        self._versions: list[int] = []
         self._private: list[torch.Tensor] = []
         #: The state of pieces: memory of the node for all of a bucket, as arrays like its parameters.
         self._blocks: dict[tuple[Shard, str], list[torch.Tensor]] = {}
@@ -91,7 +169,45 @@ class ShardedStep:
         self._keep_state()
         self._sharding.meet("updated")
         torch.autograd.graph.increment_version(self._pieces)
+        self._remember()
         return result
+
+    def require_unchanged(self) -> None:
+        """Raise a `ConfigError`, on all ranks, if the program has written to parameters, or moved them."""
+        pieces = self._pieces.values()
+        if self._sharding.overwritten or self._versions != [each.parameter._version for each in pieces]:
+            problem = "the program has written to parameters between two steps"
+        elif any(each.parameter.data_ptr() != each.address for each in pieces):
+            problem = "the program has moved parameters to other memory (.to(), .double(), p.data = ...)"
+        else:
+            return
+        error = ConfigError(
+            f'{problem}: with shard="node" the ranks of a node have them in common, so that each of them would change '
+            "what the others have changed. Write within `with optimizer.writing():`, and move a model before the "
+            "optimizer is wrapped"
+        )
+        self._sharding.refuse(error)
+        raise error
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """See `DistributedOptimizer.writing`."""
+        pieces = [] if self._sharding.is_first else list(self._pieces.values())
+        self._sharding.meet("about to be written")
+        for piece in pieces:
+            piece.parameter.data = piece.parameter.detach().clone()
+        try:
+            yield
+        finally:
+            for piece in pieces:
+                piece.parameter.data = piece.view
+            self._sharding.meet("written")
+            self._remember()
+
+    def _remember(self) -> None:
+        """Remember the parameters as they are now."""
+        self._versions = [each.parameter._version for each in self._pieces.values()]
+        self._sharding.watch()
 
     def load_state(self) -> None:
         """Take over the whole state that the optimizer has now. Local."""
@@ -140,13 +256,15 @@ class ShardedStep:
         self._changes, self._parameters = self._sharding.changes, parameters
         shards = self._sharding.shards
         self._pieces = {piece.parameter: piece for shard in shards for piece in _pieces_of(shard)}
+        values = {parameter: piece.value for parameter, piece in self._pieces.items()}
+        values = {parameter: piece.value for parameter, piece in self._pieces.items()}
         self._private = [each for each in parameters if each not in self._pieces]
         self._blocks = {key: block for key, block in self._blocks.items() if key[0] in shards}
         self._kept.clear()
         copy = self.copy
         copy.state = defaultdict(dict)
         copy.param_groups = [
-            {**group, "params": [self._pieces[each].value if each in self._pieces else each for each in group["params"]]}
+            {**group, "params": [values.get(each, each) for each in group["params"]]}
             for group in self._optimizer.param_groups
         ]
         self.load_state()
@@ -201,10 +319,12 @@ def _pieces_of(shard: Shard) -> Iterator[_Piece]:
         parameter, start = slot.parameter, place.start
         first = min(max(own.start - start, 0), parameter.numel())
         last = max(first, min(own.stop - start, parameter.numel()))
-        flat = shard.views[number].as_strided((parameter.numel(),), (1,))
+        view = shard.views[number]
+        flat = view.as_strided((parameter.numel(),), (1,))
         value = flat[first:last].detach().requires_grad_(parameter.requires_grad)
         gradient = bucket.flat[start + first : start + last]
-        yield _Piece(parameter, slot.place, slice(first, last), value, gradient, shard, number)
+        elements = slice(first, last)
+        yield _Piece(parameter, view, view.data_ptr(), slot.place, elements, value, gradient, shard, number)
 
 
 def _flat(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

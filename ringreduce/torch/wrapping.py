@@ -186,6 +186,13 @@ def step_and_combine(parameters: Iterable[torch.Tensor], training: Training, ste
     return result
 
 
+def reduced_loss(training: Training, loss: torch.Tensor | int | float) -> Any:
+    """Return the loss of a closure, reduced like the gradients, as what it was. Collective."""
+    common = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
+    training.reduce_loss(common.numpy())
+    return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
+
+
 def share_overflows(parameters: Iterable[torch.Tensor], training: Training) -> None:
     """Make this rank's gradients overflow if those of any rank do: Adasum reduces nothing before the step."""
     if training.alone:

@@ -196,14 +196,11 @@ class Bucket:
 
 
 class Parts(Protocol):
-    """Reductions of buckets of which each rank needs only its part; see `ringreduce.training.sharding`."""
+    """Reductions of which a rank needs only its part, while they are ``in_use``; see `ringreduce.training.sharding`."""
 
     @property
-    def in_use(self) -> bool:
-        """Whether the next reduction is one."""
-
-    def operation(self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
-        """Return the reduction; arguments as for `Buckets.operation`."""
+    def in_use(self) -> bool: ...
+    def operation(self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Any) -> Operation: ...
 
 
 class Buckets:
@@ -369,7 +366,7 @@ class Buckets:
 
     def operation(
         self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], **early: Any
-    ) -> Operation:
+    ) -> InPlaceAllreduce:
         """Return the reduction of buckets.
 
         Args:
@@ -379,19 +376,23 @@ class Buckets:
             sent: what travels of each.
             early: of a reduction before the step: ``speculative`` and ``within``, as for `InPlaceAllreduce`.
         """
-        operation: Operation
-        if self.parts is not None and self.parts.in_use:
-            operation = self.parts.operation(name, text, self.options.op, buckets, sent)
-        else:
-            operation = InPlaceAllreduce(
-                name,
-                text,
-                self.options.op,
-                sent,
-                wire=buckets[0].wire,
-                feedbacks=[each.reducer.feedback for each in buckets if isinstance(each.reducer, WireState)],
-                **(early or {"within": self.memory.streams.around(sent)}),
-            )
+        operation = InPlaceAllreduce(
+            name,
+            text,
+            self.options.op,
+            sent,
+            wire=buckets[0].wire,
+            feedbacks=[each.reducer.feedback for each in buckets if isinstance(each.reducer, WireState)],
+            **(early or {"within": self.memory.streams.around(sent)}),
+        )
+        operation.parts = partial(self._names_in, buckets)
+        return operation
+
+    def reduction(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
+        """Return the reduction of buckets before a step, or that of this rank's parts where it needs no more."""
+        if self.parts is None or not self.parts.in_use:
+            return self.operation(name, text, buckets, sent)
+        operation = self.parts.operation(name, text, self.options.op, buckets, sent)
         operation.parts = partial(self._names_in, buckets)
         return operation
 
@@ -408,7 +409,7 @@ class Buckets:
         wire, name = buckets[0].wire, self.ranks.name
         sent = [each for each, _ in compressed]
         text = f"{len(flats)} buckets of {name}"
-        self.ranks.run(self.operation(f"{name}, buckets" + (f" in {wire}" if wire else ""), text, buckets, sent))
+        self.ranks.run(self.reduction(f"{name}, buckets" + (f" in {wire}" if wire else ""), text, buckets, sent))
         for flat, (each, context) in zip(flats, compressed, strict=True):
             if each is not flat:
                 self.memory.pack([flat], [compressor.decompress(each, context)])

@@ -204,7 +204,7 @@ class GradientReducer:
             for number, place in zip(moving, places, strict=True):
                 gradients[number] = place
         text = f"{last.text}, {self.stepped - self._steps}" if self.options.in_backward else last.text
-        operation = self.buckets.operation(f"{self.ranks.name}, step", text, last.buckets, last.flats)
+        operation = self.buckets.reduction(f"{self.ranks.name}, step", text, last.buckets, last.flats)
         try:
             self.ranks.run(operation)
         except MismatchError as error:

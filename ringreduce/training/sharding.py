@@ -16,6 +16,7 @@ for the parameters, of which a node has one copy and not as many as ranks.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +26,16 @@ import numpy.typing as npt
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.partition import Partition
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.engine import CollectiveOp, Operation
+from ringreduce.engine import CollectiveOp, Operation, Refusal
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.buckets import ALIGNMENT_NBYTES, Bucket, Buckets
 from ringreduce.training.framework import InPlace, Memory
 from ringreduce.training.requests import dtype_name
 
 _Bytes = npt.NDArray[np.uint8]
+
+#: Of the pieces of parameters whose checksums are compared.
+_LEAST_NBYTES, _MOST_NBYTES = 4 << 10, 64 << 10
 
 
 class Shard:
@@ -62,6 +66,7 @@ class Sharding:
         buckets: of the gradients.
 
     Attributes:
+        is_first: whether this rank is the first of its node.
         shards: of the buckets that there are.
         changes: how often these have changed.
         parts_only: whether the next reduction is for this rank's part alone, and leaves the rest as it comes.
@@ -74,6 +79,9 @@ class Sharding:
         self._members = communicator.topology.node_of(communicator.rank)
         self._single_node = communicator.topology.single_node
         self._rows: dict[int, tuple[Any, Any, Any]] = {}
+        self._watched: tuple[_Bytes, int] | None = None  # a piece of the parameters, and its checksum
+        self._at = 0  # where it was, in bytes of this rank's parts
+        self.is_first = self._members[0] == ranks.rank
         self.shards: list[Shard] = []
         self.changes = 0
         self.parts_only = False
@@ -83,13 +91,14 @@ class Sharding:
         known = {id(each.bucket): each for each in self.shards}
         self.shards = [known[id(bucket)] if id(bucket) in known else self._moved(bucket) for bucket in self._buckets]
         self._rows.clear()
+        self._watched = None
         self.changes += 1
 
     def _moved(self, bucket: Bucket) -> Shard:
         parameters, itemsize, count = [slot.parameter for slot in bucket.slots], bucket.itemsize, len(bucket.flat)
         memory = self.node_memory(count * itemsize)
         views = self.views(bucket, memory)
-        if self._members[0] == self._ranks.rank:
+        if self.is_first:
             self._memory.pack(views, parameters)
         self.meet("moved")
         self._memory.move(parameters, views)
@@ -120,12 +129,40 @@ class Sharding:
         run = CollectiveOp(f"{self._ranks.name}, memory", text, lambda ranks: ranks.node_memory(nbytes))
         return self._ranks.run(run)  # type: ignore[no-any-return]
 
+    def watch(self) -> None:
+        """Remember a checksum of a piece of this rank's parts, another piece each time. Local.
+
+        The next time that all have been remembered, any write was seen. A piece is at most a hundredth of them.
+        """
+        parts = [shard.memory[_bytes(shard)] for shard in self.shards]
+        total = sum(part.nbytes for part in parts)
+        length = max(_LEAST_NBYTES, min(total // 100, _MOST_NBYTES))
+        self._at = self._at + length if self._at + length < total else 0
+        start = self._at
+        for part in parts:
+            if start < part.nbytes:
+                piece = part[start : start + length]
+                self._watched = piece, zlib.crc32(piece.data)
+                return
+            start -= part.nbytes
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether somebody has written to the piece that `watch` has remembered."""
+        return self._watched is not None and zlib.crc32(self._watched[0].data) != self._watched[1]
+
+    def refuse(self, error: Exception) -> None:
+        """Let the step fail on the other ranks, with this error as the reason."""
+        self._ranks.engine.refuse(Refusal(f"{self._ranks.name}, step", "step", error))
+
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here. Collective."""
         text = f"{self._ranks.name}, {what}"
         self._ranks.run(CollectiveOp(text, text, lambda ranks: ranks.barrier()))
 
-    def operation(self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
+    def operation(
+        self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]
+    ) -> Operation:
         """Return the reduction of this rank's parts of buckets; arguments as for `Buckets.operation`."""
         parts = [self._rows_of(flat, _line(bucket)) for flat, bucket in zip(sent, buckets, strict=True)]
 
@@ -153,3 +190,8 @@ class Sharding:
 def _line(bucket: Bucket) -> int:
     """Return how many elements are in a cache line."""
     return ALIGNMENT_NBYTES // bucket.itemsize
+
+
+def _bytes(shard: Shard) -> slice:
+    """Return where this rank's part is in the memory of a shard."""
+    return slice(shard.own.start * shard.bucket.itemsize, shard.own.stop * shard.bucket.itemsize)
