@@ -62,7 +62,8 @@ class Operation:
         done: whether it has ended; the result or the error is set before this becomes true.
         result: what `Engine.wait` returns.
         error: what it raises instead.
-        refused: whether it has ended because the ranks submitted different ones under its name: none has begun.
+        refused: whether it has ended because the ranks submitted different ones under its name: none has begun. Not if
+            a rank has submitted a `Refusal`.
         withdrawn: whether it has ended because this rank has withdrawn it.
         record: of `Instruments.operations`.
         parts: returns the names of what it is over, for observers; None: its own name says all.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
+from ringreduce.common.call_sites import AbortReason, CallSite, disagreement, is_refusal
 from ringreduce.common.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -200,7 +200,7 @@ class Progress:
             texts = {rank: f"{name}: {text}" for rank, text in refused.values.items()}
             own = self._pending.take([name])
             for operation in own:
-                operation.refused = True
+                operation.refused = not any(map(is_refusal, refused.values.values()))
             self._pending.end(own, MismatchError(texts))
             return
         queue = self._pending.queues.get(name)  # it stays there, to be ended with all others if this fails
