@@ -14,6 +14,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.wrapping import STEPPING, parameters_of
+from ringreduce.training.framework import Slot
 from ringreduce.training.optimizer import Training
 from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.sharding import Shard
@@ -112,7 +113,7 @@ class _Piece(NamedTuple):
         parameter: all of it.
         view: of memory of the node, which it is.
         address: of that.
-        place: of its gradient.
+        slot: where the place of its gradient is; nobody else may hold that place.
         elements: this rank's.
         value: these, as a parameter of the copy of the optimizer.
         gradient: their place.
@@ -122,7 +123,7 @@ class _Piece(NamedTuple):
     parameter: torch.Tensor
     view: torch.Tensor
     address: int
-    place: torch.Tensor
+    slot: Slot
     elements: slice
     value: torch.Tensor
     gradient: torch.Tensor
@@ -241,7 +242,7 @@ class ShardedStep:
     def _hand_out_gradients(self) -> None:
         for parameter, piece in self._pieces.items():
             gradient = parameter.grad
-            if gradient is piece.place:
+            if gradient is piece.slot.place:
                 piece.value.grad = piece.gradient
             else:
                 piece.value.grad = None if gradient is None else _flat(gradient, parameter)[piece.elements]
@@ -324,7 +325,7 @@ def _pieces_of(shard: Shard) -> Iterator[_Piece]:
         value = flat[first:last].detach().requires_grad_(parameter.requires_grad)
         gradient = bucket.flat[start + first : start + last]
         elements = slice(first, last)
-        yield _Piece(parameter, view, view.data_ptr(), slot.place, elements, value, gradient, shard, number)
+        yield _Piece(parameter, view, view.data_ptr(), slot, elements, value, gradient, shard, number)
 
 
 def _flat(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
