@@ -81,7 +81,7 @@ for _name, _module in list(sys.modules.items()):
     if _name.startswith(("ringreduce.training", "ringreduce.torch.")) and _module is not phases:
         leave_uncompiled(_module)
 # What the wrapped optimizer and closures do can be compiled.
-_around = [getattr(DistributedOptimizer, name) for name in ("step", "_make_step", "_evaluate")]
+_around = [getattr(DistributedOptimizer, name) for name in ("step", "_evaluate")]
 leave_uncompiled(*_around, Stepper.step, ShardedStep.step, ShardedStep._evaluated, callees=False)
 for _place in (runtime, Communicator):
     leave_uncompiled(_place.barrier, *(getattr(_place, each.value) for each in Collective))

@@ -108,11 +108,8 @@ class DistributedOptimizer(wrapping.Wrapper):
             ``topk`` or ``gradient_predivide_factor``. Must agree on all ranks. None: with parameters on a GPU, yes; on
             one node, no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced. Must agree on all ranks.
-        shard: ``"node"``: from the first step on, a node has parameters and state once, in memory that its ranks share,
-            and each rank updates a part; all bits are those of None. For torch's optimizers that treat each element by
-            itself, and parameters in host memory; `join` is refused. The program writes to parameters within `writing`,
-            and reads them on other threads within `reading`. A step reduces gradients of this rank's part alone. Must
-            agree on all ranks.
+        shard: ``"node"``: a node has parameters and state once, and each rank updates a part, with the same bits; see
+            docs/recipes/sharding.md. Must agree on all ranks.
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError` then.
@@ -221,25 +218,22 @@ class DistributedOptimizer(wrapping.Wrapper):
         """
         self.rejoin()
         with self._stepper.reading:
-            return self._make_step(closure)
-
-    def _make_step(self, closure: Callable[[], Any] | None) -> Any:
-        self._stepper.require_unchanged()
-        if self._adasum and not self._training.alone:
+            self._stepper.require_unchanged()
+            if self._adasum and not self._training.alone:
+                self._reduced.forget()
+                step = self._stepper.step if closure is None else partial(self._stepper.step, closure)
+                return wrapping.step_and_combine(self._parameters(), self._training, step)
+            if closure is not None:
+                result = self._stepper.step(partial(self._evaluate, closure))
+                self._reduced.forget()
+                return result
+            if not (self._skipping or self._reduced.is_final(id(self))) and self._training.gradients.pending:
+                if self._reduced.state is State.SYNCHRONIZED and not self._training.alone:
+                    warn_of_second_reduction(adds_up=self._op is SUM)
+                with self._training.reducer.own_parts():
+                    self.synchronize()
             self._reduced.forget()
-            step = self._stepper.step if closure is None else partial(self._stepper.step, closure)
-            return wrapping.step_and_combine(self._parameters(), self._training, step)
-        if closure is not None:
-            result = self._stepper.step(partial(self._evaluate, closure))
-            self._reduced.forget()
-            return result
-        if not (self._skipping or self._reduced.is_final(id(self))) and self._training.gradients.pending:
-            if self._reduced.state is State.SYNCHRONIZED and not self._training.alone:
-                warn_of_second_reduction(adds_up=self._op is SUM)
-            with self._training.reducer.own_parts():
-                self.synchronize()
-        self._reduced.forget()
-        return self._stepper.step()
+            return self._stepper.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. None costs less memory traffic than zeros."""

@@ -105,5 +105,5 @@ def warn_of_second_reduction(*, adds_up: bool) -> None:
         "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
         "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
         f"optimizer.synchronize() in your code.{twice}",
-        stacklevel=4,
+        stacklevel=3,
     )

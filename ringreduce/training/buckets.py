@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
-from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
+from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.engine import Gather, InPlaceAllreduce, Operation
 from ringreduce.engine.coordinator import fuse
 from ringreduce.training.agreement import Ranks
@@ -195,14 +195,6 @@ class Bucket:
             self._memory.pack([slot.place for slot in slots], [None] * len(slots))
 
 
-class Parts(Protocol):
-    """Reductions of which a rank needs only its part, while they are ``in_use``; see `ringreduce.training.sharding`."""
-
-    @property
-    def in_use(self) -> bool: ...
-    def operation(self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Any) -> Operation: ...
-
-
 class Buckets:
     """The buckets of one optimizer: makes them, and reduces what the ranks have agreed to reduce.
 
@@ -220,7 +212,7 @@ class Buckets:
         memory, ranks, options: the arguments.
         layout: a checksum of which parameter is where; equal on ranks whose buckets are.
         moved: as for `Bucket.collect_at_once`.
-        parts: makes the operations while only parts of buckets are reduced; None: all of them always are.
+        parts: makes operations of which a rank needs only its part; returns None where it needs all.
     """
 
     def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named], options: Options) -> None:
@@ -231,7 +223,7 @@ class Buckets:
         self._saved: dict[int, State] = {}
         self.layout = 0
         self.moved: dict[int, tuple[int, int]] = {}
-        self.parts: Parts | None = None
+        self.parts: Callable[..., Operation | None] = lambda *reduction: None
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
@@ -390,9 +382,9 @@ class Buckets:
 
     def reduction(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
         """Return the reduction of buckets before a step, or that of this rank's parts where it needs no more."""
-        if self.parts is None or not self.parts.in_use:
+        operation = self.parts(name, text, self.options.op, buckets, sent)
+        if operation is None:
             return self.operation(name, text, buckets, sent)
-        operation = self.parts.operation(name, text, self.options.op, buckets, sent)
         operation.parts = partial(self._names_in, buckets)
         return operation
 

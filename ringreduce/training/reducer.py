@@ -90,7 +90,8 @@ class GradientReducer:
         self.early: Overlap | None = None
         self.sharding: Sharding | None = None
         if options.shard is not None:
-            self.sharding = self.buckets.parts = Sharding(memory, self.ranks, self.buckets)
+            self.sharding = Sharding(memory, self.ranks, self.buckets)
+            self.buckets.parts = self.sharding.operation
         self.stepped = 0
         self._settings = settings
         self._steps = 0  # calls of `reduce` on this rank, from 0 again when all ranks have joined

@@ -162,8 +162,13 @@ class Sharding:
 
     def operation(
         self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]
-    ) -> Operation:
-        """Return the reduction of this rank's parts of buckets; arguments as for `Buckets.operation`."""
+    ) -> Operation | None:
+        """Return the reduction of this rank's parts of buckets; None: all of them are to be reduced.
+
+        Arguments as for `Buckets.operation`. Between nodes all of a bucket is reduced.
+        """
+        if not (self.parts_only and self._single_node):
+            return None
         parts = [self._rows_of(flat, _line(bucket)) for flat, bucket in zip(sent, buckets, strict=True)]
 
         def run(ranks: Communicator) -> None:
@@ -180,11 +185,6 @@ class Sharding:
             own, rows = self._part(len(flat), line), flat.reshape(-1, line)
             known = self._rows[id(flat)] = flat, rows, rows[own.start // line : own.stop // line]
         return known[1:]
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the next reduction is one of parts: between nodes, all of each bucket is reduced."""
-        return self.parts_only and self._single_node
 
 
 def _line(bucket: Bucket) -> int:
