@@ -48,6 +48,7 @@ from ringreduce.torch.mpi_ops import *  # noqa: F403
 from ringreduce.torch.ops import *  # noqa: F403  # for type checkers, which see no further than one star
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.reductions import *  # noqa: F403
+from ringreduce.torch.sharded import ShardedStep, Stepper
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.training.averages import weighted_average

@@ -81,7 +81,19 @@ class Slot:
         return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
 
 
-class TorchParameters(Memory, InPlace, Sparse, Hooks):
+class TorchPlaces(InPlace):
+    """Torch's parameters, which can be put into memory of the node."""
+
+    def view(self, parameter: torch.Tensor, memory: Any, like: torch.Tensor | None = None) -> torch.Tensor:
+        dtype = (parameter if like is None else like).dtype
+        return _tensor_like(parameter, memory[: parameter.numel() * dtype.itemsize], dtype)
+
+    def move(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.data = view
+
+
+class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
     """The gradients of torch's parameters, for one optimizer.
 
     Args:
@@ -157,14 +169,6 @@ class TorchParameters(Memory, InPlace, Sparse, Hooks):
         values = values.view(len(values), *parameter.shape[places.shape[1] :])
         total = torch.sparse_coo_tensor(places.t(), values, parameter.shape, check_invariants=False).coalesce()
         return total / divisor if divisor != 1 else total
-
-    def view(self, parameter: torch.Tensor, memory: Any, like: torch.Tensor | None = None) -> torch.Tensor:
-        dtype = (parameter if like is None else like).dtype
-        return _tensor_like(parameter, memory[: parameter.numel() * dtype.itemsize], dtype)
-
-    def move(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.data = view
 
     def after_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
         if not _is_added_to(parameter):

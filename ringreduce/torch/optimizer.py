@@ -108,8 +108,7 @@ class DistributedOptimizer(wrapping.Wrapper):
             ``topk`` or ``gradient_predivide_factor``. Must agree on all ranks. None: with parameters on a GPU, yes; on
             one node, no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced. Must agree on all ranks.
-        shard: ``"node"``: a node has parameters and state once, and each rank updates a part, with the same bits; see
-            docs/recipes/sharding.md. Must agree on all ranks.
+        shard: ``"node"``: a node has parameters and state once, see docs/recipes/sharding.md. Must agree on all ranks.
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError` then.
