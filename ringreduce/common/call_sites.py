@@ -72,18 +72,15 @@ class CallSite(NamedTuple):
         return json.dumps([_plain(self.text, _TEXT_LENGTH), _plain(self.place, _PLACE_LENGTH), self.stack]).encode()
 
 
-_REFUSED = "(refused: "
-
-
 def refusal(name: str, error: BaseException) -> str:
     """Say that a rank cannot make a call of this name, and why; the end of a long reason is cut off."""
     reason = str(error) if isinstance(error, RingReduceError) else _described(error)
-    return f"{name}{_REFUSED}{reason[:_TEXT_LENGTH]})"
+    return f"{name}(refused: {reason[:_TEXT_LENGTH]})"
 
 
 def is_refusal(text: str) -> bool:
     """Return whether `refusal` made a text."""
-    return _REFUSED in text
+    return "(refused: " in text
 
 
 def disagreement(calls: Mapping[int, CallSite], texts: Mapping[int, str] | None = None) -> MismatchError:
