@@ -33,6 +33,7 @@ __all__ = [
     "Int4Compressor",
     "Int8Compressor",
     "NoneCompressor",
+    "each_array",
     "Reducer",
     "WireCompressor",
     "wire_of",
