@@ -33,9 +33,9 @@ __all__ = [
     "Int4Compressor",
     "Int8Compressor",
     "NoneCompressor",
-    "each_array",
     "Reducer",
     "WireCompressor",
+    "each_array",
     "wire_of",
 ]
 
