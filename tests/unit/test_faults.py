@@ -76,7 +76,7 @@ def test_a_failure_is_typed_and_the_last(name: str, after: int) -> None:
         assert all(isinstance(error, rr.TransportError) for error in errors[1:])
         assert all("an earlier collective failed" in str(error) for error in errors[1:])
     if results[1][0] is not None:
-        assert "told to fail" in str(results[1][0])
+        assert "fails on purpose" in str(results[1][0])
 
 
 @pytest.mark.parametrize("node_size", [1, 2])
