@@ -354,7 +354,7 @@ def test_wrong_arguments_end_with_status_2() -> None:
         (("--max-np", "4", "-np", "2", "python"), "--max-np is for elastic jobs; add --elastic"),
         (("--reset-limit", "4", "python"), "--reset-limit is for elastic jobs; add --elastic"),
         (("--elastic", "--max-np", "2", "-np", "4", "python"), "--max-np 2 is less than the 4 ranks of -np"),
-        (("--elastic", "--max-np", "4", "-np", "2", "python"), "say where there are more: -H localhost:4"),
+        (("--elastic", "--max-np", "4", "-np", "2", "python"), "name hosts with more: -H localhost:4"),
         (("--elastic", "--cooldown", "soon", "python"), "'soon': expected seconds, or the least and the most"),
         (("--elastic", "--cooldown", "0", "-H", "a b", "python"), "'a b' is no host"),
         (
