@@ -152,18 +152,31 @@ class Communicator(Messaging, Choices):
         call = Call(Collective.ALLREDUCE, array, out, op, 0, None, algorithm, deterministic, compression, feedback)
         return self._runner.run(call)  # type: ignore[no-any-return]
 
-    def reduce_scatter(self, array: A, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> A:
+    def reduce_scatter(
+        self,
+        array: A,
+        op: ReduceOp | str = SUM,
+        splits: Sequence[int] | None = None,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> A:
         """Reduce arrays over all ranks and give every rank its part of the result.
 
-        Parts are cut along the first dimension as `numpy.array_split` does: the first ranks get one row more where it
-        does not divide.
-
         Args:
-            array: at least one dimension; shape and dtype must agree.
+            array: at least one dimension, along the first of which it is cut; shape and dtype must agree.
             op, algorithm: as for `allreduce`.
+            splits: rows for rank 0, 1, ...; must agree. None: parts as of `numpy.array_split`: the first ranks get one
+                row more where it does not divide.
             out: where this rank's part goes; None: a new array.
+
+        Raises:
+            ConfigError: the splits do not add up to the rows.
         """
-        return self._runner.make("reduce_scatter", array, out, op, algorithm)  # type: ignore[no-any-return]
+        if splits is None:
+            return self._runner.make("reduce_scatter", array, out, op, algorithm)  # type: ignore[no-any-return]
+        call = Call(Collective.REDUCE_SCATTER, array, out, op, 0, splits, algorithm)
+        return self._runner.run(call)  # type: ignore[no-any-return]
 
     def reduce(
         self, array: A, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None

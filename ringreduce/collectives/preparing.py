@@ -135,11 +135,15 @@ def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
 
 def _reduce_scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
     op, source = ReduceOp.parse(call.op), with_rows(call.array, "reduce_scatter")
-    parts, row = Partition.first_larger(source.shape[0], ranks.topology.size).segment, prod(source.shape[1:])
-    lengths = [part.stop - part.start for part in parts]
+    rows, row, argument = source.shape[0], prod(source.shape[1:]), op.value
+    if call.splits is None:
+        lengths = [part.stop - part.start for part in Partition.first_larger(rows, ranks.topology.size).segment]
+    else:
+        lengths = row_counts(call.splits, rows, ranks.topology.size)
+        argument = f"{argument}, splits {lengths}"
     result = operands.result(call.array, source, (lengths[ranks.rank], *source.shape[1:]), call.out)
     counts, nbytes = tuple([each * row for each in lengths]), source.nbytes
-    kind = Kind(call.collective, source.shape, op.value, source.dtype, call.algorithm, op, 0, nbytes, counts)
+    kind = Kind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes, counts)
     return Prepared(call, source, result, kind, nbytes, start=-sum(counts[: ranks.rank]))
 
 

@@ -136,7 +136,7 @@ class Runner:
         if result is None:
             return None
         out = result.finish()
-        if call.splits is not None:
+        if call.splits is not None and call.collective is Collective.ALLTOALL:
             return out, list(result.rows)
         return as_given(call.array, out) if call.out is None and call.array is not None else out
 

@@ -99,9 +99,16 @@ def reduce(
     return world().reduce(array, root, op, out=out, algorithm=algorithm)
 
 
-def reduce_scatter(array: A, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> A:
+def reduce_scatter(
+    array: A,
+    op: ReduceOp | str = SUM,
+    splits: Sequence[int] | None = None,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> A:
     """Reduce arrays over all ranks and cut the result between them; see `Communicator.reduce_scatter`."""
-    return world().reduce_scatter(array, op, out=out, algorithm=algorithm)
+    return world().reduce_scatter(array, op, splits, out=out, algorithm=algorithm)
 
 
 def allgather(array: A, *, out: Any = None, algorithm: str | None = None) -> A:

@@ -56,46 +56,39 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str)
         array: as many times that as there are ranks, in any shape; or an array for each rank, whose shapes may differ.
         op: as for `allreduce`.
     """
-    if isinstance(array, (list, tuple)):
-        _reduce_scatter_list(comm, out, array, op)
-        return
     with CheckingArguments(comm, "reduce_scatter"):
-        target, source = _host(out), _host(array)
-        _require_usable([target], [source])
-        if source.count != comm.size * target.count:
-            raise ConfigError(
-                f"reduce_scatter takes {comm.size} times the elements of the output, got an input of shape "
-                f"{source.shape} and an output of shape {target.shape}"
-            )
-        flat = _flat(array, source)
-        room = _room(out, target)
+        target, room = _host(out), _room(out, _host(out))
+        if isinstance(array, (list, tuple)):
+            flat, counts = _parts_of(comm, out, target, array)
+        else:
+            source = _host(array)
+            _require_usable([target], [source])
+            if source.count != comm.size * target.count:
+                raise ConfigError(
+                    f"reduce_scatter takes {comm.size} times the elements of the output, got an input of shape "
+                    f"{source.shape} and an output of shape {target.shape}"
+                )
+            flat, counts = _flat(array, source), [target.count] * comm.size
     if op in _BITWISE:
-        mine = slice(comm.rank * target.count, (comm.rank + 1) * target.count)
-        _store(room, _bitwise(comm, "reduce_scatter", flat, str(op), None)[mine])
+        before = sum(counts[: comm.rank])
+        whole = _bitwise(comm, "reduce_scatter", flat, str(op), None, f"splits {counts}, ")
+        _store(room, whole[before : before + target.count])
     else:
-        comm.reduce_scatter(flat, op, out=room)
+        comm.reduce_scatter(flat, op, None if len(set(counts)) == 1 else counts, out=room)
     _fetch(out, target, room)
 
 
-def _reduce_scatter_list(comm: Communicator, out: Any, arrays: Sequence[Any], op: ReduceOp | str) -> None:
-    with CheckingArguments(comm, "reduce_scatter"):
-        target, operands = _host(out), _one_per_rank(comm, "reduce_scatter", arrays)
-        _require_usable([target], operands)
-        counts = [each.count for each in operands]
-        if target.count != counts[comm.rank]:
-            raise ConfigError(
-                f"reduce_scatter: the output has {target.count} elements, and this rank's part of the input "
-                f"{counts[comm.rank]}"
-            )
-        flat = _joined(out, arrays, operands)
-        text = f"reduce_scatter({op}, {counts}, {target.dtype.name})"
-    if len(set(counts)) == 1:
-        reduce_scatter(comm, out, flat, op)
-        return
-    comm.rendezvous(text)
-    allreduce(comm, flat, flat, op)
-    before = sum(counts[: comm.rank])
-    _store(out, flat[before : before + target.count])
+def _parts_of(comm: Communicator, out: Any, target: Operand, arrays: Sequence[Any]) -> tuple[Any, list[int]]:
+    """Return the arrays for the ranks, one after the other, and the elements of each."""
+    operands = _one_per_rank(comm, "reduce_scatter", arrays)
+    _require_usable([target], operands)
+    counts = [each.count for each in operands]
+    if target.count != counts[comm.rank]:
+        raise ConfigError(
+            f"reduce_scatter: the output has {target.count} elements, and this rank's part of the input "
+            f"{counts[comm.rank]}"
+        )
+    return _joined(out, arrays, operands), counts
 
 
 def _bitwise(comm: Communicator, name: str, array: Any, op: str, out: Any, argument: str = "") -> Any:

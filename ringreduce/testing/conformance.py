@@ -276,6 +276,12 @@ def _check_reduce_scatter(communicator: Communicator, rows: int, algorithm: str 
     parts = np.array_split(answer, communicator.size)
     result = communicator.reduce_scatter(mine, algorithm=algorithm)
     assert_equal(result, parts[communicator.rank])
+    bounds = [rows * rank**2 // communicator.size**2 for rank in range(communicator.size + 1)]
+    mine = mine.copy()  # inputs are kept
+    out = mine[slice(*bounds[communicator.rank :][:2])]
+    splits = np.diff(bounds).tolist()
+    assert communicator.reduce_scatter(mine, splits=splits, out=out, algorithm=algorithm) is out
+    assert_equal(out, answer[slice(*bounds[communicator.rank :][:2])])
 
 
 def _check_allgather(communicator: Communicator, rows: int, algorithm: str | None) -> None:
