@@ -50,7 +50,7 @@ class Slot:
         self.parameter = parameter
         self._dtype = parameter.dtype  # the place's changes with ``p.grad``, as in ``model.double()``
         self._on_gpu = parameter.is_cuda
-        self.place = _tensor_like(parameter, memory, parameter.dtype)
+        self.place = tensor_like(parameter, memory, parameter.dtype)
         self._address = self.place.data_ptr()
         self._unshared = self._references()
 
@@ -86,7 +86,7 @@ class TorchPlaces(InPlace):
 
     def view(self, parameter: torch.Tensor, memory: Any, like: torch.Tensor | None = None) -> torch.Tensor:
         dtype = (parameter if like is None else like).dtype
-        return _tensor_like(parameter, memory[: parameter.numel() * dtype.itemsize], dtype)
+        return tensor_like(parameter, memory[: parameter.numel() * dtype.itemsize], dtype)
 
     def move(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         for parameter, view in zip(parameters, views, strict=True):
@@ -279,7 +279,7 @@ def _is_added_to(parameter: torch.Tensor) -> bool:
     return parameter.is_leaf and parameter.requires_grad
 
 
-def _tensor_like(parameter: torch.Tensor, memory: Any, dtype: torch.dtype) -> torch.Tensor:
+def tensor_like(parameter: torch.Tensor, memory: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of a parameter's shape and strides in some memory, an array of bytes on its device.
 
     It is not a view in autograd's sense: that could not be detached in place, and all would share a version counter.

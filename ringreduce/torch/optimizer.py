@@ -22,7 +22,7 @@ from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor, each_array
 from ringreduce.torch.gradients import TorchParameters
 from ringreduce.torch.reduced import Reduced, State, scaler_of, warn_of_second_reduction
-from ringreduce.torch.sharded import Stepper, require_shardable
+from ringreduce.torch.sharded import Stepper, is_elementwise, require_shardable
 from ringreduce.torch.streams import TorchStreams
 from ringreduce.training.optimizer import Training
 from ringreduce.training.options import Options, checked_names
@@ -163,6 +163,7 @@ class DistributedOptimizer(wrapping.Wrapper):
                 overlap=overlap,
                 reduce_in=reduce_in,
                 shard=shard,
+                elementwise=is_elementwise(optimizer),
             ).checked(training.communicator.config, self._parameters())
             if isinstance(named_parameters, torch.nn.Module):
                 named_parameters = named_parameters.named_parameters()
@@ -384,6 +385,7 @@ class DistributedOptimizer(wrapping.Wrapper):
 
         The latter, under ``"compression"``, is this rank's own: to lose nothing of it, save it on every rank.
         """
+        self._stepper.complete_state()
         state: dict[str, Any] = self._optimizer.state_dict()
         if kept := self._training.state_dict():
             state[_COMPRESSION] = {**kept, "buckets": each_array(torch.from_numpy, kept["buckets"])}

@@ -47,6 +47,7 @@ class Options:
             node, no; else if it makes steps quicker.
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
         shard: ``"node"``: a node has the parameters once; None: each rank has them.
+        elementwise: whether the optimizer treats each element by itself, so that shards may end inside of parameters.
     """
 
     op: Any = AVERAGE
@@ -60,6 +61,7 @@ class Options:
     overlap: bool | None = None
     reduce_in: Any = "step"
     shard: Any = None
+    elementwise: bool = False
 
     def checked(self, settings: Config, parameters: Sequence[Any]) -> Options:
         """Return the options with all that a user left open, given all parameters of the optimizer.
@@ -123,7 +125,7 @@ class Options:
             "groups": [self.groups.get(id(each)) for each in parameters] if self.groups else None,
             "overlap": self.overlap,
             "reduce_in": self.reduce_in,
-            "shard": self.shard,
+            "shard": self.shard and f"{self.shard}, {'elements' if self.elementwise else 'whole parameters'}",
         }
 
 

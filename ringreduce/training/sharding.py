@@ -2,7 +2,7 @@
 
 Plain data parallelism keeps parameters and the state of the optimizer on every rank. Here the parameters of a bucket
 lie in memory of the node, each where its gradient lies in the bucket, and the bucket is cut into a part for each rank
-of the node. In a step
+of the node: anywhere if the optimizer treats each element by itself, else between parameters. In a step
 
 1. every rank has its gradients in its bucket; no rank reads parameters any more,
 2. each rank reduces its part of the bucket, where it is, from the buckets of all ranks,
@@ -16,8 +16,11 @@ for the parameters, of which a node has one copy and not as many as ranks.
 
 from __future__ import annotations
 
+import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ import numpy.typing as npt
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.partition import Partition
-from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import MAX, ReduceOp
 from ringreduce.engine import CollectiveOp, Operation, Refusal
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.buckets import ALIGNMENT_NBYTES, Bucket, Buckets
@@ -33,6 +36,7 @@ from ringreduce.training.framework import InPlace, Memory
 from ringreduce.training.requests import dtype_name
 
 _Bytes = npt.NDArray[np.uint8]
+_Key = tuple[int, str]
 
 #: Of the pieces of parameters whose checksums are compared.
 _LEAST_NBYTES, _MOST_NBYTES = 4 << 10, 64 << 10
@@ -41,20 +45,19 @@ _LEAST_NBYTES, _MOST_NBYTES = 4 << 10, 64 << 10
 class Shard:
     """The parameters of a bucket in memory of the node, and this rank's part of them.
 
-    Args:
+    Attributes:
         bucket: of their gradients.
         memory: of the node, laid out like the bucket.
         views: the parameters there.
-        own: this rank's part, in elements.
-
-    Attributes:
-        bucket, memory, views, own: the arguments.
+        bounds: of the parts of the node's ranks, in elements.
+        own: this rank's part.
     """
 
-    __slots__ = ("bucket", "memory", "own", "views")
+    __slots__ = ("bounds", "bucket", "memory", "own", "views")
 
-    def __init__(self, bucket: Bucket, memory: _Bytes, views: Sequence[Any], own: slice) -> None:
-        self.bucket, self.memory, self.views, self.own = bucket, memory, views, own
+    def __init__(self, bucket: Bucket, memory: _Bytes, views: Sequence[Any], bounds: Sequence[int], index: int) -> None:
+        self.bucket, self.memory, self.views, self.bounds = bucket, memory, views, bounds
+        self.own = slice(bounds[index], bounds[index + 1])
 
 
 class Sharding:
@@ -64,24 +67,28 @@ class Sharding:
         memory: the gradients'.
         ranks: carry operations out.
         buckets: of the gradients.
+        elementwise: whether parts may end inside of parameters.
 
     Attributes:
+        elementwise: the argument.
         is_first: whether this rank is the first of its node.
         shards: of the buckets that there are.
         changes: how often these have changed.
         parts_only: whether the next reduction is for this rank's part alone, and leaves the rest as it comes.
     """
 
-    def __init__(self, memory: Memory, ranks: Ranks, buckets: Buckets) -> None:
+    def __init__(self, memory: Memory, ranks: Ranks, buckets: Buckets, *, elementwise: bool) -> None:
         assert isinstance(memory, InPlace)
-        self._memory, self._ranks, self._buckets = memory, ranks, buckets
+        self._memory, self._ranks, self._buckets, self.elementwise = memory, ranks, buckets, elementwise
         communicator = ranks.engine.communicator
-        self._members = communicator.topology.node_of(communicator.rank)
+        members = communicator.topology.node_of(communicator.rank)
+        self._index, self._loads = members.index(ranks.rank), [0] * len(members)
         self._single_node = communicator.topology.single_node
-        self._rows: dict[int, tuple[Any, Any, Any]] = {}
+        self._flag = communicator.empty(1, np.uint8)
+        self._rows: dict[int, tuple[Any, Any, Any, list[int] | None]] = {}
         self._watched: tuple[_Bytes, int] | None = None  # a piece of the parameters, and its checksum
         self._at = 0  # where it was, in bytes of this rank's parts
-        self.is_first = self._members[0] == ranks.rank
+        self.is_first = self._index == 0
         self.shards: list[Shard] = []
         self.changes = 0
         self.parts_only = False
@@ -89,39 +96,44 @@ class Sharding:
     def update(self) -> None:
         """Move the parameters of new buckets to memory of the node. Collective."""
         known = {id(each.bucket): each for each in self.shards}
+        self._loads = [0] * len(self._loads)
+        for shard in self.shards:
+            self._count(shard)
         self.shards = [known[id(bucket)] if id(bucket) in known else self._moved(bucket) for bucket in self._buckets]
         self._rows.clear()
         self._watched = None
         self.changes += 1
 
     def _moved(self, bucket: Bucket) -> Shard:
-        parameters, itemsize, count = [slot.parameter for slot in bucket.slots], bucket.itemsize, len(bucket.flat)
-        memory = self.node_memory(count * itemsize)
-        views = self.views(bucket, memory)
+        parameters, nbytes = [slot.parameter for slot in bucket.slots], len(bucket.flat) * bucket.itemsize
+        memory = self.node_memory(nbytes)
+        views = [
+            self._memory.view(parameter, memory[place.start * bucket.itemsize : place.stop * bucket.itemsize])
+            for parameter, place in zip(parameters, bucket.places, strict=True)
+        ]
         if self.is_first:
             self._memory.pack(views, parameters)
         self.meet("moved")
         self._memory.move(parameters, views)
-        return Shard(bucket, memory, views, self._part(count, _line(bucket)))
+        shard = Shard(bucket, memory, views, self._bounds(bucket), self._index)
+        self._count(shard)
+        return shard
 
-    def views(self, bucket: Bucket, memory: _Bytes, like: Any = None) -> list[Any]:
-        """Return arrays like the parameters of a bucket in memory that is laid out like it.
+    def _count(self, shard: Shard) -> None:
+        for index, (start, stop) in enumerate(pairwise(shard.bounds)):
+            self._loads[index] += (stop - start) * shard.bucket.itemsize
 
-        Args:
-            bucket: gives the layout, in elements.
-            memory: of any itemsize.
-            like: an array of the dtype that they shall have; None: that of the parameters.
-        """
-        itemsize = memory.nbytes // len(bucket.flat)
-        return [
-            self._memory.view(slot.parameter, memory[place.start * itemsize : place.stop * itemsize], like)
-            for slot, place in zip(bucket.slots, bucket.places, strict=True)
-        ]
-
-    def _part(self, count: int, line: int) -> slice:
-        """Return this rank's part of so many elements, in whole cache lines."""
-        lines = Partition.first_larger(count // line, len(self._members)).segment[self._members.index(self._ranks.rank)]
-        return slice(lines.start * line, lines.stop * line)
+    def _bounds(self, bucket: Bucket) -> list[int]:
+        """Return the bounds of the ranks' parts of a bucket, in elements: whole cache lines."""
+        line, size = _line(bucket), len(self._loads)
+        if self.elementwise:
+            return [bound * line for bound in Partition.first_larger(len(bucket.flat) // line, size).bounds]
+        # Each rank gets what it lacks, so far as the ends of parameters allow.
+        mean = (sum(self._loads) / bucket.itemsize + len(bucket.flat)) / size
+        lacking = [max(mean - load / bucket.itemsize, 0.0) for load in self._loads]
+        ends = [0, *(place.stop for place in bucket.places)]
+        wanted = accumulate((each / sum(lacking) * len(bucket.flat) for each in lacking[:-1]), initial=0.0)
+        return [*(min(ends, key=lambda end: abs(end - bound)) for bound in wanted), ends[-1]]
 
     def node_memory(self, nbytes: int) -> _Bytes:
         """Return memory that the ranks of the node have in common. Collective."""
@@ -155,6 +167,34 @@ class Sharding:
         """Let the step fail on the other ranks, with this error as the reason."""
         self._ranks.engine.refuse(Refusal(f"{self._ranks.name}, step", "step", error))
 
+    def allocate(self, needed: Mapping[_Key, tuple[int, Any]]) -> dict[_Key, tuple[_Bytes, Any]]:
+        """Return memory of the node for state that some rank has made. Collective.
+
+        Args:
+            needed: bytes and a description of what this rank has made, by the number of the parameter and a name.
+
+        Returns:
+            Memory and descriptions of what any rank has made.
+        """
+        mine = np.frombuffer(pickle.dumps(needed), np.uint8)
+        everyone, wanted = BytesIO(self._ranks.allgather(mine.reshape(-1, 1))), dict[_Key, tuple[int, Any]]()
+        for _ in range(self._ranks.size):
+            wanted |= pickle.load(everyone)
+        lengths = [-(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for nbytes, _ in wanted.values()]
+        memory = self.node_memory(sum(lengths)) if any(lengths) else np.empty(0, np.uint8)
+        places = Partition.of_sizes(lengths).segment
+        return {
+            key: (memory[place][:nbytes], description)
+            for place, (key, (nbytes, description)) in zip(places, wanted.items(), strict=True)
+        }
+
+    def any_rank(self, what: str, answer: bool) -> bool:
+        """Wait until all ranks have come here, and return whether the answer of any is yes. Collective."""
+        flag, text = self._flag, f"{self._ranks.name}, {what}"
+        flag[0] = answer
+        self._ranks.run(CollectiveOp(text, text, lambda ranks: ranks.allreduce(flag, MAX, out=flag)))
+        return bool(flag[0])
+
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here. Collective."""
         text = f"{self._ranks.name}, {what}"
@@ -169,22 +209,30 @@ class Sharding:
         """
         if not (self.parts_only and self._single_node):
             return None
-        parts = [self._rows_of(flat, _line(bucket)) for flat, bucket in zip(sent, buckets, strict=True)]
+        parts = [self._rows_of(bucket, flat) for flat, bucket in zip(sent, buckets, strict=True)]
 
         def run(ranks: Communicator) -> None:
-            for rows, own in parts:
-                ranks.reduce_scatter(rows, op, out=own)
+            for _, rows, own, splits in parts:
+                ranks.reduce_scatter(rows, op, splits, out=own)
 
-        lengths = ", ".join(f"{len(rows)} x {rows.shape[1]} {dtype_name(rows.dtype)}" for rows, _ in parts)
+        lengths = ", ".join(f"{len(rows)} x {rows.shape[1]} {dtype_name(rows.dtype)}" for _, rows, *_ in parts)
         return CollectiveOp(name, f"{text}, {op.value} in parts of {lengths}", run)
 
-    def _rows_of(self, flat: Any, line: int) -> tuple[Any, Any]:
-        """Return a bucket as rows of one cache line, and this rank's rows; the same objects each time."""
+    def _rows_of(self, bucket: Bucket, flat: Any) -> tuple[Any, Any, Any, list[int] | None]:
+        """Return a bucket, the same as rows of one cache line, this rank's rows, and the numbers of all ranks' rows.
+
+        They are the same objects each time; the numbers are None where the rows are divided evenly.
+        """
         known = self._rows.get(id(flat))
         if known is None or known[0] is not flat:
-            own, rows = self._part(len(flat), line), flat.reshape(-1, line)
-            known = self._rows[id(flat)] = flat, rows, rows[own.start // line : own.stop // line]
-        return known[1:]
+            first = bucket.slots[0].parameter  # of a bucket apart, too
+            shard = next(each for each in self.shards if each.bucket.slots[0].parameter is first)
+            line = _line(bucket)
+            bounds, rows = [bound // line for bound in shard.bounds], flat.reshape(-1, line)
+            own = rows[bounds[self._index] : bounds[self._index + 1]]
+            splits = None if self.elementwise else [stop - start for start, stop in pairwise(bounds)]
+            known = self._rows[id(flat)] = flat, rows, own, splits
+        return known
 
 
 def _line(bucket: Bucket) -> int:

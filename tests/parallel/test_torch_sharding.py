@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -32,6 +33,41 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "asgd": torch.optim.ASGD,
     "rprop": torch.optim.Rprop,
+}
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps of a length that depends on the norm of the whole parameter, and state that is no tensor.
+
+    Y. You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), without the second moment.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state.setdefault("moment", torch.zeros_like(parameter))
+                state["moment"] = 0.9 * state["moment"] + parameter.grad
+                state["norm"], state["step"] = float(parameter.norm()), state.get("step", 0) + 1
+                state["shape"], state["is_even"] = (*parameter.shape,), state["step"] % 2 == 0
+                parameter -= group["lr"] / group["steps"] * state["norm"] * state["moment"]
+
+
+def matrices(model: Any) -> Any:
+    return [each for each in model.parameters() if each.dim() == 2]
+
+
+WHOLE: dict[str, Callable[[Any], Optimizer]] = {
+    "lamb": lambda model: Lamb(model.parameters()),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
+    "muon": lambda model: torch.optim.Muon(matrices(model), lr=0.01),
 }
 
 
@@ -99,6 +135,39 @@ def test_bits_of_every_optimizer(name: str):
         return model, optimizer
 
     require_same(run)
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("name", WHOLE)
+def test_bits_of_optimizers_that_need_whole_parameters(name: str, bucket_nbytes: int):
+    """Their state of any kind is complete on every rank, and goes on in another optimizer."""
+
+    def run(shard: str | None) -> tuple[Model, Optimizer]:
+        model = mlp()
+        optimizer = wrap(model, WHOLE[name](model), shard, bucket_nbytes=bucket_nbytes)
+        train(optimizer, model, range(4))
+        again = mlp()
+        again.load_state_dict(model.state_dict())
+        other, state = wrap(again, WHOLE[name](again), shard), copy.deepcopy(optimizer.state_dict())
+        other.load_state_dict(copy.deepcopy(state))  # torch's optimizers change tensors that they have loaded
+        train(other, again, range(4, 7))
+        other.load_state_dict(state)
+        train(other, again, range(7, 9))
+        assert_equal_state(optimizer.state_dict()["state"])
+        return again, other
+
+    require_same(run)
+
+
+def assert_equal_state(state: dict[int, dict[str, Any]]) -> None:
+    """Check that all ranks have the same state."""
+    for other in hvd.allgather_object(state):
+        assert other.keys() == state.keys()
+        for number, values in state.items():
+            assert other[number].keys() == values.keys()
+            for name, value in values.items():
+                same = torch.equal if torch.is_tensor(value) else type(value).__eq__
+                assert same(value, other[number][name])
 
 
 @pytest.mark.parametrize(
@@ -393,8 +462,8 @@ def test_what_a_forked_process_writes_is_its_own():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda given: wrap_parameters(torch.optim.LBFGS(given), shard="node"), "LBFGS may need whole ones"),
-        (lambda given: wrap_parameters(torch.optim.SparseAdam(given), shard="node"), "SparseAdam may need whole ones"),
+        (lambda given: wrap_parameters(torch.optim.LBFGS(given), shard="node"), "LBFGS needs all of them"),
+        (lambda given: wrap_parameters(torch.optim.SparseAdam(given), shard="node"), "SparseAdam takes sparse ones"),
         (lambda given: wrap_parameters(torch.optim.SGD(given, lr=0.1), shard="rank"), 'shard is "node" or None'),
         (lambda given: wrap_parameters(torch.optim.SGD(given, lr=0.1), shard="node", op=hvd.Adasum), "Adasum"),
     ],

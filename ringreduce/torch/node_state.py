@@ -1,0 +1,256 @@
+"""Pieces of parameters, and the state of an optimizer in memory of the node, where each rank stores its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ringreduce.torch.gradients import tensor_like
+from ringreduce.training.framework import Slot
+from ringreduce.training.sharding import Shard, Sharding
+
+#: The state of an optimizer, by parameter and name.
+State = dict[torch.Tensor, dict[str, Any]]
+
+#: The dtypes in which Python numbers are stored.
+_NUMBER_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+#: State of optimizers that is one number for all elements; it has the shape of a parameter that is a number, too.
+_NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
+
+
+class Piece(NamedTuple):
+    """This rank's part of a parameter: elements in the order that they have in memory, or all of it, or none.
+
+    Attributes:
+        parameter: all of it.
+        view: of memory of the node, which it is.
+        address: of that.
+        slot: where the place of its gradient is; nobody else may hold that place.
+        elements: this rank's, maybe none; None: the parameter is not cut.
+        value: these, as a parameter of the copy of the optimizer; None: another rank has the parameter.
+        gradient: their place.
+    """
+
+    parameter: torch.Tensor
+    view: torch.Tensor
+    address: int
+    slot: Slot
+    elements: slice | None
+    value: torch.Tensor | None
+    gradient: torch.Tensor
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor of the parameter's shape."""
+        return tensor if self.elements is None else _flat(tensor, self.parameter)[self.elements]
+
+    def has_part(self, name: str, value: object) -> bool:
+        """Return whether whole state of the parameter is a tensor of which this rank has a part."""
+        if not torch.is_tensor(value) or self.elements is None:
+            return torch.is_tensor(value)
+        is_number = self.parameter.dim() == 0 and name in _NUMBERS
+        return value.shape == self.parameter.shape and not is_number
+
+
+def pieces_of(shard: Shard, *, elementwise: bool) -> Iterator[Piece]:
+    """Return this rank's pieces of the parameters of a bucket."""
+    bucket, own = shard.bucket, shard.own
+    for slot, place, view in zip(bucket.slots, bucket.places, shard.views, strict=True):
+        parameter, start = slot.parameter, place.start
+        if not elementwise:
+            mine = own.start <= start and start < own.stop
+            value = view.detach().requires_grad_(parameter.requires_grad) if mine else None
+            yield Piece(parameter, view, view.data_ptr(), slot, None, value, slot.place)
+            continue
+        first = min(max(own.start - start, 0), parameter.numel())
+        last = max(first, min(own.stop - start, parameter.numel()))
+        value = _in_order(view)[first:last].detach().requires_grad_(parameter.requires_grad)
+        gradient = bucket.flat[start + first : start + last]
+        yield Piece(parameter, view, view.data_ptr(), slot, slice(first, last), value, gradient)
+
+
+class _Description(NamedTuple):
+    """What state of a parameter is, for ranks that do not have it.
+
+    Attributes:
+        dtype: of a tensor, or of a Python number; None: it is something else.
+        shape: of a tensor; None: that of the parameter, and its strides.
+        value: what is no tensor.
+    """
+
+    dtype: torch.dtype | None
+    shape: torch.Size | None = torch.Size()
+    value: Any = None
+
+
+class _Place(NamedTuple):
+    """Memory of the node for state of a parameter.
+
+    Attributes:
+        whole: all of it.
+        mine: this rank's part, which the copy of the optimizer has.
+        is_number: whether the optimizer has a Python number there.
+    """
+
+    whole: torch.Tensor
+    mine: torch.Tensor
+    is_number: bool
+
+    def take(self, value: Any, target: torch.Tensor) -> bool:
+        """Store a value in ``whole`` or ``mine``; return False if it is of another kind."""
+        if self.is_number:
+            fits = _NUMBER_DTYPES.get(type(value)) == target.dtype
+        else:
+            fits = torch.is_tensor(value) and value.dtype == target.dtype and value.shape == target.shape
+        if fits and value is not target:
+            target.copy_(value) if torch.is_tensor(value) else target.fill_(value)
+        return fits
+
+
+class NodeState:
+    """The state of an optimizer in memory of the node, where every rank sees all of it.
+
+    State that has a value for each element of a parameter that is cut is stored part by part. Of a parameter that is
+    not cut, the rank that has it stores all state. What else belongs to a parameter that is cut, such as its number of
+    steps, every rank has.
+
+    Args:
+        optimizer: gets the whole state.
+        sharding: of its parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding) -> None:
+        self._optimizer, self._sharding = optimizer, sharding
+        self._parameters: Sequence[torch.Tensor] = ()
+        self._pieces: Mapping[torch.Tensor, Piece] = {}
+        self._places: dict[tuple[torch.Tensor, str], _Place] = {}
+        self._kept: dict[tuple[torch.Tensor, str], Any] = {}  # what the copy of the optimizer had after the last step
+
+    def load(self, parameters: Sequence[torch.Tensor], pieces: Mapping[torch.Tensor, Piece], state: State) -> None:
+        """Give the copy of the optimizer this rank's part of the whole state. Local.
+
+        Args:
+            parameters: all of the optimizer's.
+            pieces: this rank's, by parameter.
+            state: the copy's.
+        """
+        whole = self._optimizer.state
+        self._parameters, self._pieces = parameters, pieces
+        self._kept.clear()
+        state.clear()
+        self._places = {key: place for key, place in self._places.items() if key[1] in whole.get(key[0], ())}
+        for parameter, known in whole.items():
+            piece = pieces.get(parameter)
+            if piece is None:
+                state[parameter] = known
+                continue
+            for name, value in known.items():
+                mine = self._loaded(piece, name, value)
+                if piece.value is not None:
+                    state[piece.value][name] = mine
+
+    def _loaded(self, piece: Piece, name: str, value: Any) -> Any:
+        """Return this rank's part of whole state, in memory of the node if it has a place there."""
+        key = piece.parameter, name
+        place = self._places.get(key)
+        if place is not None and place.take(value, place.whole):
+            if place.is_number:
+                return value
+            self._optimizer.state[piece.parameter][name] = place.whole
+            mine = self._kept[key] = _part(piece, place.whole)
+            self._places[key] = place._replace(mine=mine)
+            return mine
+        self._places.pop(key, None)
+        return piece.of(value).clone() if piece.has_part(name, value) else value
+
+    def keep(self, state: State) -> None:
+        """Move state that the step has made to memory of the node, and wait for the other ranks. Collective.
+
+        Args:
+            state: that of the copy of the optimizer.
+        """
+        missing: dict[tuple[int, str], tuple[Piece, Any]] = {}
+        for number, parameter in enumerate(self._parameters):
+            piece = self._pieces.get(parameter)
+            if piece is None:
+                if parameter in state:
+                    self._optimizer.state[parameter] = state[parameter]
+            elif piece.value is not None and piece.value in state:
+                made = state[piece.value]
+                for name, value in made.items():
+                    if value is not self._kept.get((parameter, name)) and not self._store(piece, name, value, made):
+                        missing[number, name] = piece, value
+        if self._sharding.any_rank("updated", bool(missing)):
+            self._make_places({key: _described(piece, value) for key, (piece, value) in missing.items()})
+            for (_, name), (piece, value) in missing.items():
+                assert piece.value is not None
+                self._store(piece, name, value, state[piece.value])
+            self._sharding.meet("kept")
+
+    def _store(self, piece: Piece, name: str, value: Any, made: dict[str, Any]) -> bool:
+        """Store state of a piece where all ranks see it; return False if there is no place for it yet."""
+        key = piece.parameter, name
+        place = self._places.get(key)
+        if piece.elements is not None and not (torch.is_tensor(value) and value.shape == piece.gradient.shape):
+            self._optimizer.state[piece.parameter][name] = value  # every rank has it
+        elif place is not None:
+            if not place.take(value, place.mine):
+                return False
+            if not place.is_number:
+                value = made[name] = place.mine
+        elif torch.is_tensor(value) or self._optimizer.state[piece.parameter].get(name, self) != value:
+            return False
+        self._kept[key] = value
+        return True
+
+    def _make_places(self, needed: Mapping[tuple[int, str], tuple[int, _Description]]) -> None:
+        """Make memory of the node for state that some rank has made. Collective."""
+        for key, (memory, description) in self._sharding.allocate(needed).items():
+            number, name = key
+            parameter = self._parameters[number]
+            if description.dtype is None:
+                self._places.pop((parameter, name), None)
+                self._optimizer.state[parameter][name] = description.value
+                continue
+            is_number = description.value is not None
+            if description.shape is None:
+                whole = tensor_like(parameter, memory, description.dtype)
+            else:
+                whole = torch.from_numpy(memory).view(description.dtype).view(description.shape)
+            self._places[parameter, name] = _Place(whole, _part(self._pieces[parameter], whole), is_number)
+            self._optimizer.state[parameter][name] = description.value if is_number else whole
+
+    def complete(self) -> None:
+        """Let the optimizer have numbers of other ranks as the last step has made them. Local."""
+        for (parameter, name), place in self._places.items():
+            if place.is_number:
+                self._optimizer.state[parameter][name] = place.whole.item()
+
+
+def _described(piece: Piece, value: Any) -> tuple[int, _Description]:
+    """Return how many bytes state needs, and its description."""
+    if torch.is_tensor(value):
+        if value.shape == piece.gradient.shape:
+            return piece.parameter.numel() * value.element_size(), _Description(value.dtype, None)
+        return value.numel() * value.element_size(), _Description(value.dtype, value.shape)
+    dtype = _NUMBER_DTYPES.get(type(value))
+    return (0 if dtype is None else dtype.itemsize), _Description(dtype, value=value)
+
+
+def _part(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
+    """Return a view of this rank's part of a tensor in memory of the node."""
+    return piece.of(whole) if whole.shape == piece.parameter.shape else whole
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor as one dimension, in the order that they have in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _flat(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as one dimension, in the order that those of the parameter have in memory."""
+    if tensor.stride() != parameter.stride():
+        tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+    return _in_order(tensor)
