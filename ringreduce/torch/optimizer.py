@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -261,7 +261,8 @@ class DistributedOptimizer(wrapping.Wrapper):
     ) -> torch.Tensor:
         """Reduce the gradients, then scale them so that their norm is at most ``max_norm``. Collective.
 
-        The next `step` uses them as they are then. With a GradScaler, call ``scaler.unscale_(optimizer)`` before.
+        The next `step` uses them as they are then. With a GradScaler, call ``scaler.unscale_(optimizer)`` before. With
+        ``shard`` each rank reduces and scales its part alone.
 
         Args:
             max_norm, norm_type, error_if_nonfinite, foreach: as for ``torch.nn.utils.clip_grad_norm_``; the same on all
@@ -277,8 +278,10 @@ class DistributedOptimizer(wrapping.Wrapper):
         if self._adasum:
             raise ConfigError("with Adasum gradients are not reduced, so that every rank would clip them differently")
         if not (self._skipping or self._reduced.is_final(id(self))):
-            self.synchronize()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+            parts = self._training.reducer.own_parts if self._stepper.clips_parts(norm_type) else nullcontext
+            with parts():
+                self.synchronize()
+        norm = self._stepper.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
         self._reduced.clipped(self._parameters())
         return norm
 

@@ -71,11 +71,7 @@ class Stepper:
 
     def step(self, *closure: Callable[[], Any]) -> Any:
         """Make a step, without the warning about steps of the wrapped optimizer. Collective with ``shard``."""
-        stepping: Any = self._optimizer
-        if self._training.reducer.sharding is not None:
-            if self._current() is None:
-                self._sharded = ShardedStep(self._optimizer, self._training.reducer)
-            stepping = self._sharded
+        stepping: Any = self._begun() or self._optimizer
         number = id(getattr(stepping, "copy", stepping))
         STEPPING.add(number)
         try:
@@ -83,6 +79,17 @@ class Stepper:
         finally:
             STEPPING.discard(number)
             self._training.gradients.stepped()
+
+    def clips_parts(self, norm_type: float) -> bool:
+        """Return whether `clip` needs only this rank's parts of the gradients."""
+        sharding = self._training.reducer.sharding
+        return sharding is not None and sharding.is_disjoint and norm_type > 0
+
+    def clip(self, max_norm: float, norm_type: float, **options: Any) -> torch.Tensor:
+        """Clip the reduced gradients by the norm of all; arguments as for torch. Collective with ``shard``."""
+        if self.clips_parts(norm_type) and (sharded := self._begun()) is not None:
+            return sharded.clip(max_norm, norm_type, **options)
+        return torch.nn.utils.clip_grad_norm_(parameters_of(self._optimizer), max_norm, norm_type, **options)
 
     def require_unchanged(self) -> None:
         """See `ShardedStep.require_unchanged`."""
@@ -103,6 +110,12 @@ class Stepper:
         """See `NodeState.complete`."""
         if (sharded := self._current()) is not None:
             sharded.complete_state()
+
+    def _begun(self) -> ShardedStep | None:
+        """Return what makes steps on shared parameters; None: each rank has its own."""
+        if self._training.reducer.sharding is not None and self._current() is None:
+            self._sharded = ShardedStep(self._optimizer, self._training.reducer)
+        return self._current()
 
     def _current(self) -> ShardedStep | None:
         """Return what makes steps on shared parameters; None: there is none, or its world has ended."""
@@ -149,6 +162,28 @@ class ShardedStep:
         torch.autograd.graph.increment_version(self._pieces)
         self._remember()
         return result
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
+        """Clip this rank's parts of the gradients by the norm of all. Collective."""
+        self._refresh()
+        self._hand_out_gradients()
+        private = [each.grad for each in self._parameters if each not in self._pieces and each.grad is not None]
+        pieces = [piece.value for piece in self._pieces.values() if piece.value is not None]
+        mine = [each.grad for each in pieces if each.grad is not None and each.numel()]
+        counted = mine + private if self.reducer.ranks.rank == 0 else mine
+        norms = [torch.linalg.vector_norm(each, norm_type) for each in counted] or [torch.zeros(1)]
+        local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        total = torch.tensor(self._sharding.norm(local.item(), norm_type), dtype=local.dtype)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for each in mine + private:
+            each.mul_(factor)
+        return total
 
     def require_unchanged(self) -> None:
         """Raise a `ConfigError`, on all ranks, if the program has written to parameters, or moved them."""
@@ -236,6 +271,7 @@ class ShardedStep:
             for group in self._optimizer.param_groups
         ]
         self.load_state()
+        self._remember()
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

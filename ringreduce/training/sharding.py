@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.partition import Partition
-from ringreduce.common.reduce_ops import MAX, ReduceOp
+from ringreduce.common.reduce_ops import MAX, SUM, ReduceOp
 from ringreduce.engine import CollectiveOp, Operation, Refusal
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.buckets import ALIGNMENT_NBYTES, Bucket, Buckets
@@ -71,6 +71,7 @@ class Sharding:
 
     Attributes:
         elementwise: the argument.
+        is_disjoint: whether all ranks have different parts.
         is_first: whether this rank is the first of its node.
         shards: of the buckets that there are.
         changes: how often these have changed.
@@ -83,7 +84,7 @@ class Sharding:
         communicator = ranks.engine.communicator
         members = communicator.topology.node_of(communicator.rank)
         self._index, self._loads = members.index(ranks.rank), [0] * len(members)
-        self._single_node = communicator.topology.single_node
+        self.is_disjoint = communicator.topology.single_node
         self._flag = communicator.empty(1, np.uint8)
         self._rows: dict[int, tuple[Any, Any, Any, list[int] | None]] = {}
         self._watched: tuple[_Bytes, int] | None = None  # a piece of the parameters, and its checksum
@@ -188,6 +189,17 @@ class Sharding:
             for place, (key, (nbytes, description)) in zip(places, wanted.items(), strict=True)
         }
 
+    def norm(self, local: float, order: float) -> float:
+        """Return the norm of vectors of which each rank has a part, given that of this part. Collective."""
+        total, text = np.array([local]), f"{self._ranks.name}, norm"
+        op = MAX if order == np.inf else SUM
+        if op is SUM:
+            total **= order
+        self._ranks.run(
+            CollectiveOp(text, f"{text} of order {order}", lambda ranks: ranks.allreduce(total, op, out=total))
+        )
+        return float(total[0] if op is MAX else total[0] ** (1 / order))
+
     def any_rank(self, what: str, answer: bool) -> bool:
         """Wait until all ranks have come here, and return whether the answer of any is yes. Collective."""
         flag, text = self._flag, f"{self._ranks.name}, {what}"
@@ -207,7 +219,7 @@ class Sharding:
 
         Arguments as for `Buckets.operation`. Between nodes all of a bucket is reduced.
         """
-        if not (self.parts_only and self._single_node):
+        if not (self.parts_only and self.is_disjoint):
             return None
         parts = [self._rows_of(bucket, flat) for flat, bucket in zip(sent, buckets, strict=True)]
 

@@ -202,13 +202,6 @@ def accumulate(model: Model, optimizer: Optimizer, step: int) -> None:
     optimizer.step()
 
 
-def clip(model: Model, optimizer: Optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-    optimizer.clip_grad_norm_(0.01)
-    optimizer.step()
-
-
 def look(model: Model, optimizer: Optimizer, step: int) -> None:
     optimizer.zero_grad()
     loss_of(model, step).backward()
@@ -249,7 +242,7 @@ def keep(model: Model, optimizer: Optimizer, step: int) -> None:
         model.kept = [*getattr(model, "kept", ()), model[0].weight.grad]
 
 
-@pytest.mark.parametrize("make_step", [accumulate, clip, look, evaluate, thaw, use_some, keep])
+@pytest.mark.parametrize("make_step", [accumulate, look, evaluate, thaw, use_some, keep])
 def test_bits_of_steps(make_step: Callable[[Model, Optimizer, int], None]):
     def run(shard: str | None) -> tuple[Model, Optimizer]:
         model = mlp()
@@ -259,6 +252,34 @@ def test_bits_of_steps(make_step: Callable[[Model, Optimizer, int], None]):
         return model, optimizer
 
     require_same(run)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf"), 0.0])
+@pytest.mark.parametrize("make", [OPTIMIZERS["adam"], OPTIMIZERS["sgd"], lambda given: torch.optim.Adafactor(given)])
+def test_clipped_gradients(make: Callable[[Any], Optimizer], norm_type: float):
+    """The norm is that of all gradients, to rounding."""
+    models = mlp(torch.float64), mlp(torch.float64)
+    one, other = (make(model.parameters()) for model in models)
+    plain, sharded = wrap(models[0], one, None), wrap(models[1], other, "node")
+    for step in range(4):
+        norms = []
+        for model, optimizer in zip(models, (plain, sharded), strict=True):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            norms.append(optimizer.clip_grad_norm_(0.01, norm_type))
+            optimizer.step()
+        torch.testing.assert_close(*norms)
+    for one, other in zip(*(each.parameters() for each in models), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_norms_that_are_not_finite_raise_on_all_ranks():
+    model = mlp()
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "node")
+    train(optimizer, model, range(2))
+    (loss_of(model, 2) * (float("inf") if rr.rank() == 0 else 1.0)).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
 def test_overflows_of_one_rank():
