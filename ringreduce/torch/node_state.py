@@ -159,11 +159,13 @@ class NodeState:
             if place.is_number:
                 return value
             self._optimizer.state[piece.parameter][name] = place.whole
-            mine = self._kept[key] = _part(piece, place.whole)
+            mine = self._kept[key] = piece.of(place.whole) if piece.has_part(name, value) else place.whole
             self._places[key] = place._replace(mine=mine)
             return mine
         self._places.pop(key, None)
-        return piece.of(value).clone() if piece.has_part(name, value) else value
+        if torch.is_tensor(value):
+            return (piece.of(value) if piece.has_part(name, value) else value).clone()
+        return value
 
     def keep(self, state: State) -> None:
         """Move state that the step has made to memory of the node, and wait for the other ranks. Collective.
@@ -172,22 +174,30 @@ class NodeState:
             state: that of the copy of the optimizer.
         """
         missing: dict[tuple[int, str], tuple[Piece, Any]] = {}
+        for number, piece, made in self._of_pieces(state):
+            for name, value in made.items():
+                known = value is self._kept.get((piece.parameter, name))
+                if not (known or self._store(piece, name, value, made)):
+                    missing[number, name] = piece, value
+        if self._sharding.share(needs=bool(missing)):
+            self._make_places({key: _described(piece, value) for key, (piece, value) in missing.items()})
+            for (_, name), (piece, value) in missing.items():
+                assert piece.value is not None
+                self._store(piece, name, value, state[piece.value])
+            self._sharding.meet("kept")
+
+    def _of_pieces(self, state: State) -> Iterator[tuple[int, Piece, dict[str, Any]]]:
+        """Return this rank's pieces, with the numbers of their parameters and their state.
+
+        The optimizer gets the state of parameters that each rank has.
+        """
         for number, parameter in enumerate(self._parameters):
             piece = self._pieces.get(parameter)
             if piece is None:
                 if parameter in state:
                     self._optimizer.state[parameter] = state[parameter]
             elif piece.value is not None and piece.value in state:
-                made = state[piece.value]
-                for name, value in made.items():
-                    if value is not self._kept.get((parameter, name)) and not self._store(piece, name, value, made):
-                        missing[number, name] = piece, value
-        if self._sharding.any_rank("updated", bool(missing)):
-            self._make_places({key: _described(piece, value) for key, (piece, value) in missing.items()})
-            for (_, name), (piece, value) in missing.items():
-                assert piece.value is not None
-                self._store(piece, name, value, state[piece.value])
-            self._sharding.meet("kept")
+                yield number, piece, state[piece.value]
 
     def _store(self, piece: Piece, name: str, value: Any, made: dict[str, Any]) -> bool:
         """Store state of a piece where all ranks see it; return False if there is no place for it yet."""
@@ -219,7 +229,9 @@ class NodeState:
                 whole = tensor_like(parameter, memory, description.dtype)
             else:
                 whole = torch.from_numpy(memory).view(description.dtype).view(description.shape)
-            self._places[parameter, name] = _Place(whole, _part(self._pieces[parameter], whole), is_number)
+            piece = self._pieces[parameter]
+            mine = piece.of(whole) if piece.has_part(name, whole) else whole
+            self._places[parameter, name] = _Place(whole, mine, is_number)
             self._optimizer.state[parameter][name] = description.value if is_number else whole
 
     def complete(self) -> None:
@@ -227,6 +239,53 @@ class NodeState:
         for (parameter, name), place in self._places.items():
             if place.is_number:
                 self._optimizer.state[parameter][name] = place.whole.item()
+
+    def release(self) -> None:
+        """Let the optimizer have no more state than it needs. Local."""
+
+
+class DividedState(NodeState):
+    """The state of an optimizer of which each rank has that of its pieces, in memory of its own.
+
+    The optimizer has state between `complete` and `release` alone.
+    """
+
+    _state: State
+
+    def load(self, parameters: Sequence[torch.Tensor], pieces: Mapping[torch.Tensor, Piece], state: State) -> None:
+        """See `NodeState.load`."""
+        self._places.clear()
+        super().load(parameters, pieces, state)
+        self._state = state
+        self.release()
+
+    def keep(self, state: State) -> None:
+        """Wait for the other ranks. Collective."""
+        for _ in self._of_pieces(state):
+            pass
+        self._sharding.share()
+
+    def complete(self) -> None:
+        """Let the optimizer have all state, in memory of the node that is new. Collective."""
+        pieces = list(self._of_pieces(self._state))
+        made = {(number, name): (piece, value) for number, piece, made in pieces for name, value in made.items()}
+        self._make_places({key: _described(piece, value) for key, (piece, value) in made.items()})
+        mine: dict[tuple[int, str], tuple[int, Any]] = {}
+        for key, (piece, value) in made.items():
+            place = self._places.get((piece.parameter, key[1]))
+            if place is not None:
+                place.take(value, place.mine)
+                cut = slice(0, 0) if place.mine is place.whole else piece.elements or slice(0, 0)
+                mine[key] = cut.start * place.whole.element_size(), _bytes_of(place.mine)
+        for (number, name), start, data in self._sharding.exchange(mine):
+            _bytes_of(self._places[self._parameters[number], name].whole)[start : start + data.nbytes] = data
+        self._sharding.meet("put together")
+
+    def release(self) -> None:
+        """See `NodeState.release`."""
+        self._places.clear()
+        for parameter in self._pieces:
+            self._optimizer.state.pop(parameter, None)
 
 
 def _described(piece: Piece, value: Any) -> tuple[int, _Description]:
@@ -239,9 +298,9 @@ def _described(piece: Piece, value: Any) -> tuple[int, _Description]:
     return (0 if dtype is None else dtype.itemsize), _Description(dtype, value=value)
 
 
-def _part(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
-    """Return a view of this rank's part of a tensor in memory of the node."""
-    return piece.of(whole) if whole.shape == piece.parameter.shape else whole
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """Return the memory of a dense tensor, as NumPy's array of bytes."""
+    return _in_order(tensor).view(torch.uint8).numpy()
 
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:

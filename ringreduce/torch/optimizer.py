@@ -108,7 +108,8 @@ class DistributedOptimizer(wrapping.Wrapper):
             ``topk`` or ``gradient_predivide_factor``. Must agree on all ranks. None: with parameters on a GPU, yes; on
             one node, no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced. Must agree on all ranks.
-        shard: ``"node"``: a node has parameters and state once, see docs/recipes/sharding.md. Must agree on all ranks.
+        shard: ``"node"``: a node has parameters and state once; ``"all"``: it has parameters once, and all ranks have
+            state once; see docs/recipes/sharding.md. Must agree on all ranks.
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError` then.
@@ -136,7 +137,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         skip_unused: bool | None = None,
         overlap: bool | None = None,
         reduce_in: Literal["step", "backward"] = "step",
-        shard: Literal["node"] | None = None,
+        shard: Literal["node", "all"] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
@@ -169,7 +170,7 @@ class DistributedOptimizer(wrapping.Wrapper):
                 named_parameters = named_parameters.named_parameters()
             names = checked_names(self._parameters(), named_parameters)
             if shard is not None:
-                require_shardable(optimizer, process_set)
+                require_shardable(optimizer, shard, process_set)
             # Neither of these refers to the wrapper, so that hooks end with it.
             self._named = partial(wrapping.named_parameters, optimizer, names)
             TorchStreams(training.communicator).require_usable(self._parameters())
@@ -386,10 +387,11 @@ class DistributedOptimizer(wrapping.Wrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
 
-        The latter, under ``"compression"``, is this rank's own: to lose nothing of it, save it on every rank.
+        The latter, under ``"compression"``, is this rank's own: to lose nothing of it, save it on every rank. With
+        ``shard="all"`` and several nodes this call is collective.
         """
-        self._stepper.complete_state()
-        state: dict[str, Any] = self._optimizer.state_dict()
+        with self._stepper.whole_state():
+            state: dict[str, Any] = self._optimizer.state_dict()
         if kept := self._training.state_dict():
             state[_COMPRESSION] = {**kept, "buckets": each_array(torch.from_numpy, kept["buckets"])}
         return state

@@ -13,7 +13,7 @@ import torch
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch.node_state import NodeState, Piece, pieces_of
+from ringreduce.torch.node_state import DividedState, NodeState, Piece, pieces_of
 from ringreduce.torch.wrapping import STEPPING, parameters_of
 from ringreduce.training.optimizer import Training
 from ringreduce.training.reducer import GradientReducer
@@ -39,7 +39,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def require_shardable(optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
+def require_shardable(optimizer: torch.optim.Optimizer, shard: str, process_set: ProcessSet) -> None:
     """Raise `ConfigError` for an optimizer or ranks that cannot share parameters."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("shard gives each rank some of the parameters, and LBFGS needs all of them at once")
@@ -48,9 +48,12 @@ def require_shardable(optimizer: torch.optim.Optimizer, process_set: ProcessSet)
     if any(each.is_cuda for each in parameters_of(optimizer)):
         raise ConfigError("shard is for parameters in host memory, and some are on a GPU")
     ranks = set(process_set.ranks or ())
-    for node in global_process_set.communicator.topology.nodes:
-        if ranks & set(node) and not ranks >= set(node):
+    nodes = [node for node in global_process_set.communicator.topology.nodes if ranks & set(node)]
+    for node in nodes:
+        if not ranks >= set(node):
             raise ConfigError(f"shard needs all ranks of a node, and the process set has some of {list(node)} only")
+    if shard == "all" and len(set(map(len, nodes))) > 1:
+        raise ConfigError(f'shard="all" needs as many ranks on each node, and they have {[*map(len, nodes)]}')
 
 
 class Stepper:
@@ -106,10 +109,10 @@ class Stepper:
         if (sharded := self._current()) is not None:
             sharded.load_state()
 
-    def complete_state(self) -> None:
-        """See `NodeState.complete`."""
-        if (sharded := self._current()) is not None:
-            sharded.complete_state()
+    def whole_state(self) -> AbstractContextManager[None]:
+        """See `ShardedStep.whole_state`."""
+        sharded = self._current()
+        return nullcontext() if sharded is None else sharded.whole_state()
 
     def _begun(self) -> ShardedStep | None:
         """Return what makes steps on shared parameters; None: each rank has its own."""
@@ -144,7 +147,7 @@ class ShardedStep:
         self._changes, self._parameters = -1, list[torch.Tensor]()
         self._pieces: dict[torch.Tensor, Piece] = {}
         self._versions: list[int] = []
-        self._state = NodeState(optimizer, self._sharding)
+        self._state = (NodeState if self._sharding.has_all_state else DividedState)(optimizer, self._sharding)
         self.copy = _copy_of(optimizer)
 
     def step(self, *closure: Callable[[], Any]) -> Any:
@@ -195,7 +198,7 @@ class ShardedStep:
         else:
             return
         error = ConfigError(
-            f'{problem}: with shard="node" the ranks of a node have them in common, so that each of them would change '
+            f"{problem}: with shard the ranks of a node have them in common, so that each of them would change "
             "what the others have changed. Write within `with optimizer.writing():`, and move a model before the "
             "optimizer is wrapped"
         )
@@ -226,9 +229,16 @@ class ShardedStep:
         """Take over the whole state that the optimizer has now. Local."""
         self._state.load(self._parameters, self._pieces, self.copy.state)
 
-    def complete_state(self) -> None:
-        """See `NodeState.complete`."""
+    @contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Return a context in which the optimizer has all state. Collective where a node has not."""
+        if not self._sharding.has_all_state:
+            self._sharding.begin("state_dict()")
         self._state.complete()
+        try:
+            yield
+        finally:
+            self._state.release()
 
     # ---- gradients ----
 
@@ -261,6 +271,8 @@ class ShardedStep:
         if self._changes == self._sharding.changes and len(parameters) == len(self._parameters):
             return
         self._changes, self._parameters = self._sharding.changes, parameters
+        if self._pieces:
+            self._state.complete()
         elementwise = self._sharding.elementwise
         pieces = [each for shard in self._sharding.shards for each in pieces_of(shard, elementwise=elementwise)]
         self._pieces = {piece.parameter: piece for piece in pieces}

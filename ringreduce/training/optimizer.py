@@ -222,6 +222,8 @@ class Training:
         communicator = self._engine.communicator
         settled, memory = options.settled(communicator, on_device=on_device), self._bind(communicator)
         reducer = GradientReducer(memory, self._engine, named, optimizer, over, settled, settings)
+        if reducer.sharding is not None and not self._alone:
+            reducer.sharding.connect(self._process_set.ranks or ())
         self._gradients = Gradients(memory, reducer) if isinstance(memory, Hooks) else None
         self._reducer = reducer
 

@@ -46,7 +46,8 @@ class Options:
         overlap: whether buckets are reduced during the backward pass; None: with parameters on a device, yes; on one
             node, no; else if it makes steps quicker.
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
-        shard: ``"node"``: a node has the parameters once; None: each rank has them.
+        shard: ``"node"``: a node has parameters and state once; ``"all"``: it has the parameters once, and all ranks
+            have state once; None: each rank has both.
         elementwise: whether the optimizer treats each element by itself, so that shards may end inside of parameters.
     """
 
@@ -73,8 +74,8 @@ class Options:
         _, factor = averaging(self.op, self.predivide_factor)
         if self.reduce_in not in ("step", "backward"):
             raise ConfigError(f'reduce_in is "step" or "backward", got {shown(self.reduce_in)}')
-        if self.shard not in (None, "node"):
-            raise ConfigError(f'shard is "node" or None, got {shown(self.shard)}')
+        if self.shard not in (None, "node", "all"):
+            raise ConfigError(f'shard is "node", "all" or None, got {shown(self.shard)}')
         if self.shard is not None and adasum:
             raise ConfigError("with Adasum each rank steps by itself, so that nodes cannot share parameters (shard)")
         nbytes = settings.bucket_nbytes if self.bucket_nbytes is None else self.bucket_nbytes

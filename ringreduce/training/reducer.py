@@ -90,7 +90,7 @@ class GradientReducer:
         self.early: Overlap | None = None
         self.sharding: Sharding | None = None
         if options.shard is not None:
-            self.sharding = Sharding(memory, self.ranks, self.buckets, elementwise=options.elementwise)
+            self.sharding = Sharding(memory, self.ranks, self.buckets, options)
             self.buckets.parts = self.sharding.operation
         self.stepped = 0
         self._settings = settings

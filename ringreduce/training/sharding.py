@@ -2,14 +2,16 @@
 
 Plain data parallelism keeps parameters and the state of the optimizer on every rank. Here the parameters of a bucket
 lie in memory of the node, each where its gradient lies in the bucket, and the bucket is cut into a part for each rank
-of the node: anywhere if the optimizer treats each element by itself, else between parameters. In a step
+of the node, or of all nodes: anywhere if the optimizer treats each element by itself, else between parameters.
+In a step
 
 1. every rank has its gradients in its bucket; no rank reads parameters any more,
 2. each rank reduces its part of the bucket, where it is, from the buckets of all ranks,
 3. each rank updates its part of the parameters, with a copy of the optimizer that has only these,
-4. the ranks meet: all parts are written.
+4. where the parts are of all nodes, the ranks fetch those of other nodes, each from one rank of every node,
+5. the ranks meet: all parts are written.
 
-Between nodes whole buckets are allreduced; every node holds all parameters. What the ranks keep is that of
+Where the parts are of one node, whole buckets are allreduced between nodes. What the ranks keep is that of
 S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020), stage 1, but
 for the parameters, of which a node has one copy and not as many as ranks.
 """
@@ -27,12 +29,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.partition import Partition
 from ringreduce.common.reduce_ops import MAX, SUM, ReduceOp
 from ringreduce.engine import CollectiveOp, Operation, Refusal
+from ringreduce.runtime import group
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.buckets import ALIGNMENT_NBYTES, Bucket, Buckets
 from ringreduce.training.framework import InPlace, Memory
+from ringreduce.training.options import Options
 from ringreduce.training.requests import dtype_name
 
 _Bytes = npt.NDArray[np.uint8]
@@ -49,7 +54,7 @@ class Shard:
         bucket: of their gradients.
         memory: of the node, laid out like the bucket.
         views: the parameters there.
-        bounds: of the parts of the node's ranks, in elements.
+        bounds: of the parts, in elements.
         own: this rank's part.
     """
 
@@ -59,6 +64,11 @@ class Shard:
         self.bucket, self.memory, self.views, self.bounds = bucket, memory, views, bounds
         self.own = slice(bounds[index], bounds[index + 1])
 
+    def part(self, index: int) -> _Bytes:
+        """Return the memory of a part."""
+        itemsize = self.bucket.itemsize
+        return self.memory[self.bounds[index] * itemsize : self.bounds[index + 1] * itemsize]
+
 
 class Sharding:
     """Divides the parameters of one optimizer, and what it does with them, among the ranks of each node.
@@ -67,32 +77,51 @@ class Sharding:
         memory: the gradients'.
         ranks: carry operations out.
         buckets: of the gradients.
-        elementwise: whether parts may end inside of parameters.
+        options: say how the parameters are divided.
 
     Attributes:
-        elementwise: the argument.
-        is_disjoint: whether all ranks have different parts.
+        elementwise: whether parts may end inside of parameters.
+        is_disjoint: whether all ranks have different parts; if not, those of different nodes have the same.
+        has_all_state: whether a node has all state.
         is_first: whether this rank is the first of its node.
         shards: of the buckets that there are.
         changes: how often these have changed.
         parts_only: whether the next reduction is for this rank's part alone, and leaves the rest as it comes.
     """
 
-    def __init__(self, memory: Memory, ranks: Ranks, buckets: Buckets, *, elementwise: bool) -> None:
+    def __init__(self, memory: Memory, ranks: Ranks, buckets: Buckets, options: Options) -> None:
         assert isinstance(memory, InPlace)
-        self._memory, self._ranks, self._buckets, self.elementwise = memory, ranks, buckets, elementwise
+        self._memory, self._ranks, self._buckets = memory, ranks, buckets
+        self.elementwise = options.elementwise
         communicator = ranks.engine.communicator
-        members = communicator.topology.node_of(communicator.rank)
-        self._index, self._loads = members.index(ranks.rank), [0] * len(members)
-        self.is_disjoint = communicator.topology.single_node
+        topology = communicator.topology
+        members = topology.node_of(communicator.rank)
+        self.has_all_state = options.shard == "node" or topology.single_node
+        self.is_disjoint = options.shard == "all" or topology.single_node
+        owners = range(ranks.size) if self.is_disjoint else members
+        self._index, self._loads = owners.index(ranks.rank), [0] * len(owners)
+        self._node_index, self._nodes = members.index(ranks.rank), topology.nodes
+        self._lane: Communicator | None = None
+        self._peers: list[int] = []  # the ranks of the lane: one of each node
+        self._fetched: _Bytes | None = None
         self._flag = communicator.empty(1, np.uint8)
         self._rows: dict[int, tuple[Any, Any, Any, list[int] | None]] = {}
         self._watched: tuple[_Bytes, int] | None = None  # a piece of the parameters, and its checksum
         self._at = 0  # where it was, in bytes of this rank's parts
-        self.is_first = self._index == 0
+        self.is_first = self._node_index == 0
         self.shards: list[Shard] = []
         self.changes = 0
         self.parts_only = False
+
+    def connect(self, ranks: Sequence[int]) -> None:
+        """Connect each rank with those that fetch parts of other nodes from it. Collective.
+
+        Args:
+            ranks: of the world, in the order of their numbers here.
+        """
+        if not self.has_all_state:
+            self._peers = [node[self._node_index] for node in self._nodes]
+            self._lane = group([ranks[peer] for peer in self._peers]).communicator
 
     def update(self) -> None:
         """Move the parameters of new buckets to memory of the node. Collective."""
@@ -147,7 +176,7 @@ class Sharding:
 
         The next time that all have been remembered, any write was seen. A piece is at most a hundredth of them.
         """
-        parts = [shard.memory[_bytes(shard)] for shard in self.shards]
+        parts = [shard.part(self._index) for shard in self.shards]
         total = sum(part.nbytes for part in parts)
         length = max(_LEAST_NBYTES, min(total // 100, _MOST_NBYTES))
         self._at = self._at + length if self._at + length < total else 0
@@ -200,12 +229,71 @@ class Sharding:
         )
         return float(total[0] if op is MAX else total[0] ** (1 / order))
 
-    def any_rank(self, what: str, answer: bool) -> bool:
-        """Wait until all ranks have come here, and return whether the answer of any is yes. Collective."""
-        flag, text = self._flag, f"{self._ranks.name}, {what}"
-        flag[0] = answer
-        self._ranks.run(CollectiveOp(text, text, lambda ranks: ranks.allreduce(flag, MAX, out=flag)))
+    def share(self, *, needs: bool = False) -> bool:
+        """Wait until every node has all parameters as the ranks have updated them. Collective.
+
+        Args:
+            needs: whether this rank needs something.
+
+        Returns:
+            Whether any rank does.
+        """
+        flag, text = self._flag, f"{self._ranks.name}, updated"
+        flag[0] = needs
+
+        def run(ranks: Communicator) -> None:
+            if self._lane is not None:
+                for shard in self.shards:
+                    self._fetch(self._lane, shard)
+            ranks.allreduce(flag, MAX, out=flag)
+
+        self._ranks.run(CollectiveOp(text, text, run))
         return bool(flag[0])
+
+    def _fetch(self, lane: Communicator, shard: Shard) -> None:
+        """Exchange parts with the ranks of the lane, and store theirs."""
+        parts = [shard.part(peer) for peer in self._peers]
+        places = Partition.of_sizes([part.nbytes for part in parts]).segment
+        total = places[-1].stop
+        if self._fetched is None or self._fetched.nbytes < total:
+            self._fetched = lane.empty(total, np.uint8)
+        lane.allgather(shard.part(self._index), out=self._fetched[:total])
+        for peer, part, place in zip(self._peers, parts, places, strict=True):
+            if peer != self._index:
+                part[:] = self._fetched[place]
+
+    def exchange(self, mine: Mapping[_Key, tuple[int, _Bytes]]) -> list[tuple[_Key, int, _Bytes]]:
+        """Return what the ranks of the lane pass: by a key, where something begins, and bytes. Collective."""
+        lane = self._lane
+        assert lane is not None
+        headers = pickle.dumps([(key, start, part.nbytes) for key, (start, part) in mine.items()])
+        data = np.concatenate([np.empty(0, np.uint8), *(part for _, part in mine.values())])
+        text = f"{self._ranks.name}, exchanged"
+
+        def run(_: Communicator) -> tuple[_Bytes, _Bytes]:
+            return lane.allgather(np.frombuffer(headers, np.uint8)), lane.allgather(data)
+
+        everyone, received = self._ranks.run(CollectiveOp(text, text, run))
+        file, result, at = BytesIO(everyone), list[tuple[_Key, int, _Bytes]](), 0
+        for _ in self._peers:
+            for key, start, nbytes in pickle.load(file):
+                result.append((key, start, received[at : at + nbytes]))
+                at += nbytes
+        return result
+
+    def begin(self, call: str) -> None:
+        """Begin a call that all ranks make between two steps. Collective.
+
+        Raises:
+            ConfigError: other ranks make a step; these get a `MismatchError`.
+        """
+        text = f"{call} of {self._ranks.name}"
+        try:
+            self._ranks.run(CollectiveOp(f"{self._ranks.name}, step", text, lambda ranks: ranks.barrier()))
+        except MismatchError as error:
+            refused = ConfigError(f'with shard="all" {call} is to be called on all ranks, and others make a step')
+            self.refuse(refused)
+            raise refused from error
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here. Collective."""
@@ -217,9 +305,10 @@ class Sharding:
     ) -> Operation | None:
         """Return the reduction of this rank's parts of buckets; None: all of them are to be reduced.
 
-        Arguments as for `Buckets.operation`. Between nodes all of a bucket is reduced.
+        Arguments as for `Buckets.operation`. What is encoded between nodes is reduced as a whole.
         """
-        if not (self.parts_only and self.is_disjoint):
+        encoded = buckets[0].wire is not None and len(self._nodes) > 1
+        if encoded or not (self.parts_only and self.is_disjoint):
             return None
         parts = [self._rows_of(bucket, flat) for flat, bucket in zip(sent, buckets, strict=True)]
 
@@ -250,8 +339,3 @@ class Sharding:
 def _line(bucket: Bucket) -> int:
     """Return how many elements are in a cache line."""
     return ALIGNMENT_NBYTES // bucket.itemsize
-
-
-def _bytes(shard: Shard) -> slice:
-    """Return where this rank's part is in the memory of a shard."""
-    return slice(shard.own.start * shard.bucket.itemsize, shard.own.stop * shard.bucket.itemsize)

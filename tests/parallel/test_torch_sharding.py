@@ -113,10 +113,12 @@ def tensors_of(model: Model, optimizer: Optimizer) -> Iterator[Any]:
 
 def require_same(run: Callable[[str | None], tuple[Model, Optimizer]]) -> None:
     """Check that a run ends with the same weights and the same state, bit by bit, with ``shard`` and without."""
-    plain, sharded = (list(tensors_of(*run(shard))) for shard in (None, "node"))
-    assert len(plain) == len(sharded)
-    for one, other in zip(plain, sharded, strict=True):
-        assert torch.equal(one, other)
+    even = len(set(map(len, rr.world().topology.nodes))) == 1
+    plain, *sharded = (list(tensors_of(*run(shard))) for shard in (None, "node", *(["all"] if even else [])))
+    for each in sharded:
+        assert len(each) == len(plain)
+        for one, other in zip(plain, each, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -485,7 +487,7 @@ def test_what_a_forked_process_writes_is_its_own():
     [
         (lambda given: wrap_parameters(torch.optim.LBFGS(given), shard="node"), "LBFGS needs all of them"),
         (lambda given: wrap_parameters(torch.optim.SparseAdam(given), shard="node"), "SparseAdam takes sparse ones"),
-        (lambda given: wrap_parameters(torch.optim.SGD(given, lr=0.1), shard="rank"), 'shard is "node" or None'),
+        (lambda given: wrap_parameters(torch.optim.SGD(given, lr=0.1), shard="rank"), 'shard is "node", "all" or None'),
         (lambda given: wrap_parameters(torch.optim.SGD(given, lr=0.1), shard="node", op=hvd.Adasum), "Adasum"),
     ],
 )
@@ -522,3 +524,79 @@ def test_training_goes_on_in_another_world():
     plain = wrap(alone, torch.optim.Adam(alone.parameters(), lr=0.01), None)
     train(plain, alone, range(4))
     assert all(map(torch.equal, model.parameters(), alone.parameters()))
+
+
+@pytest.fixture(params=[1, 2])
+def nodes(no_world: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A world of nodes of one and of two ranks, in which reductions add in the order of ranks."""
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(request.param))
+    monkeypatch.setenv("RINGREDUCE_DETERMINISTIC", "1")
+    rr.init()
+
+
+@pytest.mark.parametrize("name", ["adamw amsgrad", "lamb", "adafactor"])
+def test_bits_between_nodes(nodes: None, name: str):
+    """Also as parameters get places in the midst of the training, and in another optimizer that goes on."""
+
+    def run(shard: str | None) -> tuple[Model, Optimizer]:
+        def make(model: Model) -> Optimizer:
+            made = WHOLE[name](model) if name in WHOLE else OPTIMIZERS[name](model.parameters())
+            return wrap(model, made, shard, bucket_nbytes=1000)
+
+        model = mlp()
+        optimizer = make(model)
+        for step in range(5):
+            thaw(model, optimizer, step)
+        again = mlp()
+        other, state = make(again), copy.deepcopy(optimizer.state_dict())
+        again.load_state_dict(model.state_dict())
+        other.load_state_dict(state)
+        train(other, again, range(5, 8))
+        assert_equal_state(other.state_dict()["state"])
+        return again, other
+
+    require_same(run)
+
+
+def test_clipping_between_nodes(nodes: None):
+    models = mlp(torch.float64), mlp(torch.float64)
+    shards = None, "all" if len(set(map(len, rr.world().topology.nodes))) == 1 else "node"
+    plain, sharded = (
+        wrap(model, torch.optim.Adam(model.parameters()), shard) for model, shard in zip(models, shards, strict=True)
+    )
+    for step in range(3):
+        for model, optimizer in ((models[0], plain), (models[1], sharded)):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.clip_grad_norm_(0.01)
+            optimizer.step()
+    for one, other in zip(*(each.parameters() for each in models), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_one_rank_saves_of_all_nodes(nodes: None):
+    """Where a node has all state, it needs no other rank; else it raises on all, while the others make a step."""
+    if len(set(map(len, rr.world().topology.nodes))) > 1:
+        pytest.skip("needs nodes of equal size")
+    model = mlp()
+    optimizer = wrap(model, torch.optim.Adam(model.parameters()), "all")
+    train(optimizer, model, range(4))
+    if rr.world().topology.single_node:
+        return
+    if rr.rank() == 0:
+        with pytest.raises(rr.ConfigError, match="on all ranks"):
+            optimizer.state_dict()
+    else:
+        loss_of(model, 4).backward()
+        with pytest.raises(rr.MismatchError, match="on all ranks"):
+            optimizer.step()
+    train(optimizer, model, range(5, 7))
+    assert_equal_state(optimizer.state_dict()["state"])
+
+
+@pytest.mark.sizes(3)
+def test_nodes_of_unequal_size_are_refused(no_world: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "2")
+    rr.init()
+    with pytest.raises(rr.ConfigError, match="as many ranks on each node"):
+        wrap_parameters(torch.optim.SGD(mlp().parameters(), lr=0.1), shard="all")
