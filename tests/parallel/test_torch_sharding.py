@@ -579,7 +579,7 @@ def test_what_one_rank_saves_of_all_nodes(nodes: None):
     if len(set(map(len, rr.world().topology.nodes))) > 1:
         pytest.skip("needs nodes of equal size")
     model = mlp()
-    optimizer = wrap(model, torch.optim.Adam(model.parameters()), "all")
+    optimizer = wrap(model, torch.optim.Adam(model.parameters()), "all", overlap=False)
     train(optimizer, model, range(4))
     if rr.world().topology.single_node:
         return
