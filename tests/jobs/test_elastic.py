@@ -254,3 +254,68 @@ def test_ddp_goes_on_without_ranks() -> None:
         "all is well on 0 of 2",
         "all is well on 1 of 2",
     ]
+
+
+SHARDED = """
+import copy, os, signal, sys
+import torch
+from torch import nn
+import ringreduce.torch as hvd
+
+shard, make = sys.argv[1], getattr(torch.optim, sys.argv[2])
+hvd.init()
+me = hvd.rank()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(9, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
+alone = copy.deepcopy(net).double()
+wrapped = make(net.parameters(), lr=0.01)
+state = hvd.elastic.TorchState(net, hvd.DistributedOptimizer(wrapped, shard=shard), step=0)
+
+def batch(rank, step):
+    rows = torch.randn(6, 9, generator=torch.Generator().manual_seed(100 * step + rank))
+    return rows, rows.sum(1, keepdim=True).sin()
+
+def descend(model, optimizer, rows, wanted):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(rows), wanted).backward()
+    optimizer.step()
+
+def die(*_):
+    if (me, state.step) in ((0, 7), (2, 14)):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+(wrapped.register_step_pre_hook if me == 0 else wrapped.register_step_post_hook)(die)
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 20:
+        descend(net, state.optimizer, *batch(hvd.rank(), state.step))
+        state.step += 1
+        state.commit()
+
+train(state)
+reference = make(alone.parameters(), lr=0.01)
+for step in range(20):
+    batches = [batch(rank, step) for rank in range(4 - (step >= 7) - (step >= 14))]
+    descend(alone, reference, *(torch.cat(each).double() for each in zip(*batches)))
+weights, expected = (torch.cat([each.detach().reshape(-1) for each in of.parameters()]) for of in (net, alone))
+torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-4)
+assert all(torch.equal(each, weights) for each in hvd.allgather_object(weights))
+print("all is well on", hvd.rank(), "of", hvd.size(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Adafactor"])
+@pytest.mark.parametrize("shard", ["node", "all"])
+def test_ranks_that_have_parameters_in_common_go_on_without_some(shard: str, optimizer: str) -> None:
+    """Ranks die when some have updated their parts and others have not: one has made the memory.
+
+    The others end as one process does with what they have seen.
+    """
+    pytest.importorskip("torch")
+    done = run("--elastic", "-np", 4, sys.executable, "-c", SHARDED, shard, optimizer)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall("all is well on . of .", done.stdout)) == [
+        "all is well on 0 of 2",
+        "all is well on 1 of 2",
+    ]
