@@ -6,8 +6,8 @@
     mpirun -np 2 python benchmarks/sharding.py --only memory   # or time
 
 Contenders are those of `torch_training.py` of the same names, with fused AdamW; turns, heaps and batches, too. "after" is
-the time from the end of the backward pass to the end of the step. DDP and FSDP2 communicate before, so that it compares
-ringreduce with shard alone. The ranks' weights must be bitwise equal, and those of shard and ringreduce; else the exit
+the time from the end of the last rank's backward pass to the end of the step. DDP and FSDP2 communicate before, so that
+it compares ringreduce with shard alone. The ranks' weights must be bitwise equal, and those of shard and ringreduce; else the exit
 status is 1.
 
 Memory is what all ranks of a node hold after some steps, with parameters, gradients and state, and held before the model

@@ -281,9 +281,10 @@ CONTENDERS: dict[str, Callable[[nn.Module, Make], Contender]] = {
 
 
 def measure(contenders: list[Contender], batches: Iterator[Batch], steps: int) -> Any:
-    """Return the slowest rank's times (seconds) of ``steps`` steps of every contender, shape (2, contenders, steps).
+    """Return seconds of ``steps`` steps of every contender, shape (2, contenders, steps), the same on all ranks.
 
-    They are those of whole steps, and of what comes after the backward pass.
+    They are those of the slowest rank for whole steps, and those from the end of the last rank's backward pass to the
+    end of the last rank's step.
     """
     times = np.empty((2, len(contenders), steps))
     for first in range(0, steps, TURN):
@@ -299,9 +300,11 @@ def measure(contenders: list[Contender], batches: Iterator[Batch], steps: int) -
                 begin, cpu_begin = time.perf_counter(), time.process_time()
                 after = contender.step(x, y)
                 finish(x)
-                row[:, step] = time.perf_counter() - begin, after
+                whole_s = time.perf_counter() - begin
+                row[:, step] = whole_s, whole_s - after
                 contender.cpu_s += (time.process_time() - cpu_begin) / steps
-    return ringreduce.allreduce(times, "max")
+    steps_s, backward_s = ringreduce.allreduce(times, "max")
+    return np.stack([steps_s, steps_s - backward_s])
 
 
 def finish(tensor: torch.Tensor) -> None:
