@@ -167,6 +167,7 @@ class ShardedStep:
             group.update({name: value for name, value in whole.items() if name != "params"})
         self._hand_out_gradients()
         result = copy.step(*[lambda: evaluated.pop() if evaluated else self._again(*closure)][: len(closure)])
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers look at
         self._keep_state()
         self._sharding.meet("updated")
         torch.autograd.graph.increment_version(self._pieces)

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -22,6 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import ringreduce.torch as hvd
 
 TRAIN, TEST = 37, 11  # no multiples of ranks or batches
 FOLDER = Path(sys.argv[1])
@@ -123,10 +126,43 @@ def check_accelerate() -> None:
     accelerator.wait_for_everyone()
 
 
+def check_sharding_with_accelerate() -> None:
+    """One copy per node, where accumulated gradients are clipped, makes the weights of DDP."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    trained = []
+    for shards in False, True:
+        set_seed(3)
+        inputs = torch.randn(TRAIN, 5, dtype=torch.float64)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        data = accelerator.prepare(DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), batch_size=3))
+        if shards:
+            optimizer = accelerator.prepare(sharded(optimizer, model))
+            clip = optimizer.optimizer.clip_grad_norm_
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+            clip = partial(accelerator.clip_grad_norm_, model.parameters())
+        for given, target in data:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(given) - target).square().mean())
+                if accelerator.sync_gradients:
+                    clip(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(accelerator.unwrap_model(model).state_dict())
+    assert_same(*trained)
+
+
+def sharded(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(optimizer, model, shard="node")
+
+
 # ---- the Trainer of transformers ----
 
+Wrap = Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer]
 
-def train_with_transformers() -> tuple[list[float], dict[str, Tensor]]:
+
+def train_with_transformers(wrap: Wrap = lambda optimizer, _: optimizer) -> tuple[list[float], dict[str, Tensor]]:
     """Train a tiny GPT on text; return losses, and the weights."""
     backend = dist.get_backend()
     data = torch.tensor(list(topics["lambda"].encode() + topics["atom-literals"].encode()))
@@ -157,7 +193,8 @@ def train_with_transformers() -> tuple[list[float], dict[str, Tensor]]:
             seed=1,
         )
         assert (arguments.world_size, arguments.process_index, arguments.local_process_index) == (SIZE, RANK, RANK)
-        trainer = Trainer(model, arguments, train_dataset=pieces[5:], eval_dataset=pieces[:5])
+        optimizers = wrap(torch.optim.AdamW(model.parameters(), lr=0.01), model), None
+        trainer = Trainer(model, arguments, train_dataset=pieces[5:], eval_dataset=pieces[:5], optimizers=optimizers)
         trainer.train(resume_from_checkpoint=resume and str(resume))
         return trainer
 
@@ -215,8 +252,14 @@ def main() -> None:
             assert gather_object([listed]) == [listed] * SIZE  # all ranks have learnt the same
         assert losses == expected_losses, (losses, expected_losses)
         assert_same(weights, expected)
+        if train is train_with_transformers:
+            with on_ringreduce():
+                losses, weights = train_with_transformers(sharded)
+            assert losses == expected_losses, (losses, expected_losses)
+            assert_same(weights, expected)
     with on_ringreduce():
         check_accelerate()
+        check_sharding_with_accelerate()
         check_torchmetrics()
     print("done")
 
