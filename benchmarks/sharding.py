@@ -1,19 +1,19 @@
-"""Measure what `DistributedOptimizer(shard="node")` gains: the time of a step, in turn with others, and memory of a node.
+"""Measure what `DistributedOptimizer(shard="node")` gains: the time of a step, beside others, and memory of a node.
 
-    mpirun -np 2 python benchmarks/sharding.py                 # 24 linear layers of 1024 x 1024, 25 M parameters
+    mpirun -np 2 python benchmarks/sharding.py                # 24 linear layers of 1024 x 1024, 25 M parameters
     mpirun -np 4 python benchmarks/sharding.py --layers 12
-    mpirun -np 2 python benchmarks/sharding.py --peers         # beside DDP, ZeroRedundancyOptimizer and FSDP2, over Gloo
-    mpirun -np 2 python benchmarks/sharding.py --only memory   # or time
+    mpirun -np 2 python benchmarks/sharding.py --peers        # and DDP, ZeroRedundancyOptimizer, FSDP2 over Gloo
+    mpirun -np 2 python benchmarks/sharding.py --only memory  # or time
 
-Contenders are those of `torch_training.py` of the same names, with fused AdamW; turns, heaps and batches, too. "after" is
-the time from the end of the last rank's backward pass to the end of the step. DDP and FSDP2 communicate before, so that
-it compares ringreduce with shard alone. The ranks' weights must be bitwise equal, and those of shard and ringreduce; else the exit
-status is 1.
+Contenders are those of `torch_training.py` of the same names, with fused AdamW; turns, heaps and batches, too. "after"
+is the time from the end of the last rank's backward pass to the end of the step. DDP and FSDP2 communicate before, so
+that it compares ringreduce with shard alone. The ranks' weights must be bitwise equal, and those of shard and
+ringreduce; else the exit status is 1.
 
-Memory is what all ranks of a node hold after some steps, with parameters, gradients and state, and held before the model
-was made: the proportional set sizes of private and shared memory (Pss_Anon and Pss_Shmem of /proc/self/smaps_rollup),
-in which each page counts once, however many ranks have mapped it. The code that a library maps is left out. Each
-contender is measured in a world of its own, before any time is. "commits" adds one commit of an elastic state.
+Memory is what all ranks of a node hold after some steps, with parameters, gradients and state, and did not hold before
+the model was made: the proportional set sizes of private and shared memory (Pss_Anon and Pss_Shmem of
+/proc/self/smaps_rollup), in which each page counts once, however many ranks have mapped it. The code that a library
+maps is left out. Each contender is measured in a world of its own. "commits" adds one commit of an elastic state.
 """
 
 from __future__ import annotations
@@ -122,11 +122,6 @@ def measure_time(arguments: argparse.Namespace, names: list[str]) -> dict[str, A
         medians["cpu_ms"] = dict(zip(names, cpu.tolist(), strict=True))
         return {
             **medians,
-            "ratios": {
-                f"{title.removesuffix('_ms')} {name}/ringreduce": ms / row["ringreduce"]
-                for title, row in medians.items()
-                for name, ms in row.items()
-            },
             "weights_agree": same_bits(contenders),
         }
 
@@ -158,9 +153,19 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
         }
 
 
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    """Return each figure over that of ringreduce, which comes first."""
+    return {
+        f"{title.removesuffix('_ms')} {name}/ringreduce": value / row["ringreduce"]
+        for title, row in found.items()
+        if isinstance(row, dict) and "ringreduce" in row
+        for name, value in row.items()
+    }
+
+
 def table(found: dict[str, Any]) -> str:
     """Write the report for the eye."""
-    config = found["config"]
+    config, over = found["config"], ratios(found)
     lines = [
         f"{config['layers']} x (Linear({config['width']}, {config['width']}) + ReLU), "
         f"{config['parameters'] / 1e6:.1f} M parameters, batch {config['batch']} per rank, AdamW fused; "
@@ -174,7 +179,7 @@ def table(found: dict[str, Any]) -> str:
         lines += ["", f"median of {config['steps']} steps, in turns of {training.TURN}; ratios to ringreduce"]
         lines.append(f"{'':<12}" + "".join(f"{f'{title} (ms)':>12}{'':>7}" for title in titles))
         for name in found["step_ms"]:
-            cells = [(found[f"{title}_ms"][name], found["ratios"][f"{title} {name}/ringreduce"]) for title in titles]
+            cells = [(found[f"{title}_ms"][name], over[f"{title} {name}/ringreduce"]) for title in titles]
             lines.append(f"{name:<12}" + "".join(f"{ms:>12.2f}{ratio:>7.2f}" for ms, ratio in cells))
         lines += ["", f"weights agree: {'yes' if found['weights_agree'] else 'NO'}"]
     return "\n".join(lines)
@@ -200,6 +205,7 @@ def main() -> int:
     if found["config"].pop("rank") == 0:
         print(table(found), flush=True)
         if arguments.output_file:
+            found["ratios"] = ratios(found)
             arguments.output_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0 if found.get("weights_agree", True) else 1
 

@@ -127,7 +127,7 @@ def check_accelerate() -> None:
 
 
 def check_sharding_with_accelerate() -> None:
-    """One copy per node, where accumulated gradients are clipped, makes the weights of DDP."""
+    """One copy per node, where accumulated gradients are clipped, makes the weights of DDP, up to rounding."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     trained = []
     for shards in False, True:
@@ -137,7 +137,7 @@ def check_sharding_with_accelerate() -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         data = accelerator.prepare(DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), batch_size=3))
         if shards:
-            optimizer = accelerator.prepare(sharded(optimizer, model))
+            optimizer = accelerator.prepare(hvd.DistributedOptimizer(optimizer, model, shard="node"))
             clip = optimizer.optimizer.clip_grad_norm_
         else:
             model, optimizer = accelerator.prepare(model, optimizer)
@@ -150,19 +150,13 @@ def check_sharding_with_accelerate() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         trained.append(accelerator.unwrap_model(model).state_dict())
-    assert_same(*trained)
-
-
-def sharded(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    return hvd.DistributedOptimizer(optimizer, model, shard="node")
+    torch.testing.assert_close(*trained, rtol=1e-12, atol=1e-12)  # a norm is the sum of its parts'
 
 
 # ---- the Trainer of transformers ----
 
-Wrap = Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer]
 
-
-def train_with_transformers(wrap: Wrap = lambda optimizer, _: optimizer) -> tuple[list[float], dict[str, Tensor]]:
+def train_with_transformers() -> tuple[list[float], dict[str, Tensor]]:
     """Train a tiny GPT on text; return losses, and the weights."""
     backend = dist.get_backend()
     data = torch.tensor(list(topics["lambda"].encode() + topics["atom-literals"].encode()))
@@ -193,8 +187,7 @@ def train_with_transformers(wrap: Wrap = lambda optimizer, _: optimizer) -> tupl
             seed=1,
         )
         assert (arguments.world_size, arguments.process_index, arguments.local_process_index) == (SIZE, RANK, RANK)
-        optimizers = wrap(torch.optim.AdamW(model.parameters(), lr=0.01), model), None
-        trainer = Trainer(model, arguments, train_dataset=pieces[5:], eval_dataset=pieces[:5], optimizers=optimizers)
+        trainer = Trainer(model, arguments, train_dataset=pieces[5:], eval_dataset=pieces[:5])
         trainer.train(resume_from_checkpoint=resume and str(resume))
         return trainer
 
@@ -252,11 +245,6 @@ def main() -> None:
             assert gather_object([listed]) == [listed] * SIZE  # all ranks have learnt the same
         assert losses == expected_losses, (losses, expected_losses)
         assert_same(weights, expected)
-        if train is train_with_transformers:
-            with on_ringreduce():
-                losses, weights = train_with_transformers(sharded)
-            assert losses == expected_losses, (losses, expected_losses)
-            assert_same(weights, expected)
     with on_ringreduce():
         check_accelerate()
         check_sharding_with_accelerate()

@@ -6,6 +6,7 @@ Usage: lightning_trainer.py FOLDER
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -119,9 +120,10 @@ def check_sharding() -> None:
     for options in {}, {"accumulate_grad_batches": 2}:
         name = "-".join(["sharded", *options])
         _, expected = fit(lightning.pytorch, "ringreduce", f"{name}-not", **options)
-        _, model = fit(lightning.pytorch, RingreduceStrategy(shard="node"), name, **options)
-        resume = FOLDER / name / "epoch=0.ckpt"
-        _, resumed = fit(lightning.pytorch, RingreduceStrategy(shard="node"), f"{name}-resumed", resume=resume, **options)
+        fit_sharded = partial(fit, lightning.pytorch, **options)
+        _, model = fit_sharded(RingreduceStrategy(shard="node"), name)
+        saved = FOLDER / name / "epoch=0.ckpt"
+        _, resumed = fit_sharded(RingreduceStrategy(shard="node"), f"{name}-resumed", resume=saved)
         losses = [value for name, value in expected.history if name == "loss"]
         assert losses == [value for name, value in model.history if name == "loss"]
         assert losses[1:] == [value for name, value in resumed.history if name == "loss"]
