@@ -141,7 +141,7 @@ def check_sharding_with_accelerate() -> None:
             clip = optimizer.optimizer.clip_grad_norm_
         else:
             model, optimizer = accelerator.prepare(model, optimizer)
-            clip = partial(accelerator.clip_grad_norm_, model.parameters())
+            clip = partial(accelerator.clip_grad_norm_, list(model.parameters()))
         for given, target in data:
             with accelerator.accumulate(model):
                 accelerator.backward((model(given) - target).square().mean())
