@@ -80,6 +80,8 @@ class Claim:
         """Take the claimed figure out of the JSON report of its run."""
         if self.measure == "step_ratio":
             return float(report["ratios"][f"ringreduce/{self.peer}"])
+        if self.measure == "ratio":
+            return float(report["ratios"][self.peer])
         if self.measure == "format_speedup":
             return float(report["formats"][self.peer]["speedup"])
         result = self._result(report, self.type)

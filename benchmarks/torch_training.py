@@ -14,6 +14,7 @@ Contenders, each with a copy of the same model on the same data:
     overlap     the same with overlap=True
     no-overlap  the same with overlap=False
     backward    the same with reduce_in="backward"
+    shard       the same with shard="node"; benchmarks/sharding.py measures more of it
     mpi         by hand: flatten the gradients, one MPI_Allreduce, copy them back
     ddp         torch's DistributedDataParallel on ringreduce as a backend of torch.distributed
     gloo        the same over Gloo
@@ -23,6 +24,7 @@ Contenders, each with a copy of the same model on the same data:
     fsdp        torch's fully_shard, each linear layer or convolution on its own, on ringreduce
     fsdp-gloo   the same over Gloo
     gloo-fp16   DDP over Gloo with its hook that sends gradients as float16
+    zero        DDP over Gloo with torch's ZeroRedundancyOptimizer
     NAME        DistributedOptimizer with Compression.NAME; powersgd has rank 4, topk sends 1 %
     NAME-plain  the same without error feedback
 
@@ -64,6 +66,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy, mse_loss
 
 import ringreduce
@@ -77,16 +80,25 @@ TURN = 5  # steps of a contender that are timed in a row
 LEAD = 2  # steps before them that are not
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Sgd = Callable[..., torch.optim.Optimizer]  # of parameters
+Make = Callable[..., torch.optim.Optimizer]  # of parameters
 
 
 @dataclass
 class Contender:
-    """A model that is being trained: ``step`` does all of one step, forward to update; ``cpu_s`` is what it took."""
+    """A model that is being trained.
+
+    Attributes:
+        name: as the command line and the report call it.
+        model: as it was before anything wrapped it.
+        step: does all of one step, forward to update, and returns the seconds after the backward pass.
+        optimizer: as it is after what wraps it.
+        cpu_s: seconds of the processor that a step has taken.
+    """
 
     name: str
     model: nn.Module
-    step: Callable[[torch.Tensor, torch.Tensor], None]
+    step: Callable[[torch.Tensor, torch.Tensor], float]
+    optimizer: torch.optim.Optimizer
     cpu_s: float = 0.0
 
 
@@ -98,10 +110,10 @@ class Problem(NamedTuple):
     options: dict[str, float]
 
 
-def mlp() -> Problem:
-    """Return 24 layers of 1024 x 1024."""
-    layers = [layer for _ in range(24) for layer in (nn.Linear(1024, 1024), nn.ReLU(inplace=True))]
-    return Problem(nn.Sequential(*layers), partial(random_batches, (1024,), (1024,)), {"lr": 0.001})
+def mlp(width: int = 1024, depth: int = 24) -> Problem:
+    """Return so many linear layers of width x width."""
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU(inplace=True))]
+    return Problem(nn.Sequential(*layers), partial(random_batches, (width,), (width,)), {"lr": 0.001})
 
 
 def cnn() -> Problem:
@@ -139,39 +151,42 @@ def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     loss(model(x), y).backward()
 
 
-def descend(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Do one step; whatever communicates does so inside backward or step."""
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Do one step; whatever communicates does so inside backward or step. Return the seconds of the latter."""
     optimizer.zero_grad()
     backward(model, x, y)
+    begin = time.perf_counter()
     optimizer.step()
+    return time.perf_counter() - begin
 
 
-def plain(model: nn.Module, sgd: Sgd) -> Contender:
+def plain(model: nn.Module, make: Make) -> Contender:
     """Train every rank on its own."""
-    optimizer = sgd(model.parameters())
-    return Contender("plain", model, lambda x, y: descend(model, optimizer, x, y))
+    optimizer = make(model.parameters())
+    return Contender("plain", model, lambda x, y: descend(model, optimizer, x, y), optimizer)
 
 
-def distributed_optimizer(name: str, model: nn.Module, sgd: Sgd, **options: Any) -> Contender:
+def distributed_optimizer(name: str, model: nn.Module, make: Make, **options: Any) -> Contender:
     """Train with the optimizer wrapped by ringreduce."""
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
-    return Contender(name, model, lambda x, y: descend(model, optimizer, x, y))
+    optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
+    return Contender(name, model, lambda x, y: descend(model, optimizer, x, y), optimizer)
 
 
-def flat_mpi(model: nn.Module, sgd: Sgd) -> Contender:
+def flat_mpi(model: nn.Module, make: Make) -> Contender:
     """Average the gradients by hand, in one buffer and one call of the MPI library."""
     from mpi4py import MPI
 
     parameters = list(model.parameters())
-    optimizer, comm = sgd(parameters), MPI.COMM_WORLD.Dup()
+    optimizer, comm = make(parameters), MPI.COMM_WORLD.Dup()
     sizes = [p.numel() for p in parameters]
     flat = torch.zeros(sum(sizes), device=parameters[0].device)
     host = torch.zeros_like(flat, device="cpu", pin_memory=True) if flat.is_cuda else flat
     parts = [part.view(p.shape) for part, p in zip(flat.split(sizes), parameters, strict=True)]
 
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
         optimizer.zero_grad()
         backward(model, x, y)
+        begin = time.perf_counter()
         gradients = [p.grad for p in parameters]
         torch.cat([gradient.view(-1) for gradient in gradients], out=flat)
         if host is not flat:
@@ -182,32 +197,46 @@ def flat_mpi(model: nn.Module, sgd: Sgd) -> Contender:
         flat.div_(comm.size)
         torch._foreach_copy_(gradients, parts)
         optimizer.step()
+        return time.perf_counter() - begin
 
-    return Contender("mpi", model, step)
+    return Contender("mpi", model, step, optimizer)
 
 
-def ddp(name: str, backend: str, model: nn.Module, sgd: Sgd, *, views: bool = False, half: bool = False) -> Contender:
+def ddp(
+    name: str,
+    backend: str,
+    model: nn.Module,
+    make: Make,
+    *,
+    views: bool = False,
+    half: bool = False,
+    zero: bool = False,
+) -> Contender:
     """Train the model wrapped by torch.
 
     Args:
         name: of the contender.
         backend: of its process group.
         model: what to train.
-        sgd: makes the optimizer.
+        make: makes the optimizer.
         views: gradients are views of buckets, on ringreduce in shared memory.
         half: gradients travel as float16.
+        zero: each rank has the state of some parameters, and updates these; ``make`` is a `partial` then.
     """
-    optimizer = sgd(model.parameters())
     group = dist.new_group(backend=backend)  # type: ignore[no-untyped-call]
+    if zero:
+        assert isinstance(make, partial)
+        make = partial(ZeroRedundancyOptimizer, optimizer_class=make.func, process_group=group, **make.keywords)
+    optimizer = make(model.parameters())
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=views)
     if views and backend == "ringreduce":
         wrapped.register_comm_hook(AllreduceState(group), allreduce_hook)
     if half:
         wrapped.register_comm_hook(group, fp16_compress_hook)
-    return Contender(name, model, lambda x, y: descend(wrapped, optimizer, x, y))
+    return Contender(name, model, lambda x, y: descend(wrapped, optimizer, x, y), optimizer)
 
 
-def fsdp(name: str, backend: str, model: nn.Module, sgd: Sgd) -> Contender:
+def fsdp(name: str, backend: str, model: nn.Module, make: Make) -> Contender:
     """Train the model sharded by torch."""
     group = dist.new_group(backend=backend)  # type: ignore[no-untyped-call]
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -215,11 +244,11 @@ def fsdp(name: str, backend: str, model: nn.Module, sgd: Sgd) -> Contender:
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = sgd(model.parameters())
-    return Contender(name, model, lambda x, y: descend(model, optimizer, x, y))
+    optimizer = make(model.parameters())
+    return Contender(name, model, lambda x, y: descend(model, optimizer, x, y), optimizer)
 
 
-def compressing(name: str, model: nn.Module, sgd: Sgd) -> Contender:
+def compressing(name: str, model: nn.Module, make: Make) -> Contender:
     """Train with the optimizer wrapped by ringreduce, and a compression."""
     kind, _, without = name.partition("-")
     made: Any = getattr(hvd.Compression, kind)
@@ -227,16 +256,17 @@ def compressing(name: str, model: nn.Module, sgd: Sgd) -> Contender:
         made = made(**({"rank": 4} if kind == "powersgd" else {}), error_feedback=not without)
     elif without:
         made = type(f"{kind}_without", (made,), {"error_feedback": False})
-    return distributed_optimizer(name, model, sgd, compression=made)
+    return distributed_optimizer(name, model, make, compression=made)
 
 
 LOSSY = [f"{kind}{without}" for kind in COMPRESSIONS for without in ("", "-plain")]
-CONTENDERS: dict[str, Callable[[nn.Module, Sgd], Contender]] = {
+CONTENDERS: dict[str, Callable[[nn.Module, Make], Contender]] = {
     "plain": plain,
     "ringreduce": partial(distributed_optimizer, "ringreduce"),
     "overlap": partial(distributed_optimizer, "overlap", overlap=True),
     "no-overlap": partial(distributed_optimizer, "no-overlap", overlap=False),
     "backward": partial(distributed_optimizer, "backward", reduce_in="backward"),
+    "shard": partial(distributed_optimizer, "shard", shard="node"),
     "mpi": flat_mpi,
     "ddp": partial(ddp, "ddp", "ringreduce"),
     "gloo": partial(ddp, "gloo", "gloo"),
@@ -245,17 +275,22 @@ CONTENDERS: dict[str, Callable[[nn.Module, Sgd], Contender]] = {
     "fsdp": partial(fsdp, "fsdp", "ringreduce"),
     "fsdp-gloo": partial(fsdp, "fsdp-gloo", "gloo"),
     "gloo-fp16": partial(ddp, "gloo-fp16", "gloo", half=True),
+    "zero": partial(ddp, "zero", "gloo", zero=True),
     **{name: partial(compressing, name) for name in LOSSY},
 }
 
 
 def measure(contenders: list[Contender], batches: Iterator[Batch], steps: int) -> Any:
-    """Return the slowest rank's time (seconds) of ``steps`` steps of every contender, shape (contenders, steps)."""
-    times = np.empty((len(contenders), steps))
+    """Return seconds of ``steps`` steps of every contender, shape (2, contenders, steps), the same on all ranks.
+
+    They are those of the slowest rank for whole steps, and those from the end of the last rank's backward pass to the
+    end of the last rank's step.
+    """
+    times = np.empty((2, len(contenders), steps))
     for first in range(0, steps, TURN):
         turn = range(first, min(first + TURN, steps))
         lead, timed = [next(batches) for _ in range(LEAD)], [next(batches) for _ in turn]
-        for row, contender in zip(times, contenders, strict=True):
+        for row, contender in zip(times.swapaxes(0, 1), contenders, strict=True):
             empty_heap(contenders)
             for x, y in lead:
                 contender.step(x, y)
@@ -263,11 +298,13 @@ def measure(contenders: list[Contender], batches: Iterator[Batch], steps: int) -
                 finish(x)
                 ringreduce.barrier()
                 begin, cpu_begin = time.perf_counter(), time.process_time()
-                contender.step(x, y)
+                after = contender.step(x, y)
                 finish(x)
-                row[step] = time.perf_counter() - begin
+                whole_s = time.perf_counter() - begin
+                row[:, step] = whole_s, whole_s - after
                 contender.cpu_s += (time.process_time() - cpu_begin) / steps
-    return ringreduce.allreduce(times, "max")
+    steps_s, backward_s = ringreduce.allreduce(times, "max")
+    return np.stack([steps_s, steps_s - backward_s])
 
 
 def finish(tensor: torch.Tensor) -> None:
@@ -389,12 +426,12 @@ def main() -> int:
     model, endless, options = PROBLEMS[arguments.model]()
     device = mnist.choose_device(arguments.device)
     model.to(device)
-    sgd = partial(torch.optim.SGD, **options)
+    make = partial(torch.optim.SGD, **options)
     with contextlib.ExitStack() as stack:
         stack.enter_context(gloo_process_group(ringreduce.world()))
-        contenders = [CONTENDERS[name](copy.deepcopy(model), sgd) for name in arguments.contenders]
+        contenders = [CONTENDERS[name](copy.deepcopy(model), make) for name in arguments.contenders]
         batches = ((x.to(device), y.to(device)) for x, y in endless(arguments.batch))
-        times = measure(contenders, batches, arguments.steps)
+        times, _ = measure(contenders, batches, arguments.steps)
         found = report(arguments, contenders, times, weights_agree(contenders))
     if ringreduce.rank() == 0:
         print(table(found), flush=True)

@@ -1,14 +1,16 @@
-"""Train a small character transformer in one of five kinds of parallelism, on torch.distributed alone.
+"""Train a small character transformer in one of five kinds of parallelism, on torch.distributed.
 
     mpirun -np 2 python examples/char_transformer.py --parallel data       # DistributedDataParallel
+    mpirun -np 2 python examples/char_transformer.py --shard node          # the same, but a node has the weights once
     mpirun -np 2 python examples/char_transformer.py --parallel fsdp       # fully_shard: weights are cut between ranks
     mpirun -np 2 python examples/char_transformer.py --parallel tensor     # each layer is cut, and the sequence
     mpirun -np 2 python examples/char_transformer.py --parallel pipeline   # each rank has some of the layers; 1F1B
     mpirun -np 4 python examples/char_transformer.py --parallel mesh       # fsdp between pairs, tensor within them
     python examples/char_transformer.py --parallel none                    # one process, and nothing parallel
 
-Nothing in it belongs to ringreduce but the name of the backend, in `init_process_group`. The text is the reference of
-the language that comes with Python (`pydoc_data.topics`), so that nothing is downloaded.
+Nothing in it belongs to ringreduce but the name of the backend, in `init_process_group`, and, for `--shard`, the
+optimizer. The text is the reference of the language that comes with Python (`pydoc_data.topics`), so that nothing is
+downloaded.
 
 All kinds train the same model on the same batches: with the same options they print the same losses, up to rounding, on
 any number of ranks. That is how to check that they compute the same. In the end every rank puts the whole model
@@ -46,6 +48,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+import ringreduce.torch as hvd
+
 CONTEXT = 64  # characters that a prediction may look back at
 WIDTH, HEADS, LAYERS = 128, 4, 4
 MICROBATCHES = 4  # of a batch, in a pipeline
@@ -65,10 +69,13 @@ def main() -> int:
     text = Text()
     model = Transformer(len(text.symbols))
     try:
-        trained, step = KINDS[args.parallel](model, args.batch_size)
+        require(args.shard is None or args.parallel == "data", "goes without --shard")
+        trained, step = (KINDS[args.parallel] if args.shard is None else rows_of_rank)(model, args.batch_size)
     except ValueError as error:
         sys.exit(f"--parallel {args.parallel} on {ranks}: {error}")
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=args.lr)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained.parameters(), lr=args.lr)
+    if args.shard is not None:
+        optimizer = hvd.DistributedOptimizer(optimizer, trained, shard=args.shard)
 
     def say(line: str) -> None:
         if rank == 0:
@@ -100,6 +107,8 @@ def main() -> int:
             say(f"what it writes:\n{text.sample(whole, args.sample, args.seed)}")
     identical = same_weights(whole)
     say(f"weights: {'bitwise identical' if identical else 'DIFFERENT'} on {ranks}")
+    if args.shard is not None:
+        say(memory_saved(optimizer))
     if args.plot and rank == 0:
         curves.save(args.plot, f"char_transformer.py, {args.parallel}, {ranks}")
     dist.destroy_process_group()
@@ -109,6 +118,7 @@ def main() -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small character transformer, in parallel.")
     parser.add_argument("--parallel", choices=list(KINDS), default="data", help="in which way (default: %(default)s)")
+    parser.add_argument("--shard", choices=["node"], help="with --parallel data: what has weights and state once")
     parser.add_argument("--steps", type=int, default=300, help="batches to train on (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=24, help="rows of all ranks together (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW (default: %(default)s)")
@@ -198,6 +208,11 @@ def none(model: Transformer, batch_size: int) -> tuple[nn.Module, Step]:
 def data(model: Transformer, batch_size: int) -> tuple[nn.Module, Step]:
     """Each rank takes some of the rows; gradients are averaged."""
     return with_rows(DistributedDataParallel(model), dist.get_rank(), dist.get_world_size(), batch_size)
+
+
+def rows_of_rank(model: Transformer, batch_size: int) -> tuple[nn.Module, Step]:
+    """As `data`, but the optimizer averages the gradients."""
+    return with_rows(model, dist.get_rank(), dist.get_world_size(), batch_size)
 
 
 def fsdp(model: Transformer, batch_size: int) -> tuple[nn.Module, Step]:
@@ -334,6 +349,18 @@ def same_weights(model: nn.Module) -> bool:
     digests = [""] * dist.get_world_size()
     dist.all_gather_object(digests, digest.hexdigest())
     return len(set(digests)) == 1
+
+
+def memory_saved(optimizer: torch.optim.Optimizer) -> str:
+    """Say what it saves that the ranks of this node have weights and the optimizer's state in common."""
+    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    state = [each for of_weight in optimizer.state.values() for each in of_weight.values() if each.dim()]
+    weights_mb, state_mb = (sum(each.nbytes for each in kept) / 1e6 for kept in (weights, state))
+    ranks, saved_mb = hvd.local_size(), (hvd.local_size() - 1) * (weights_mb + state_mb)
+    return (
+        f"memory: the node has {weights_mb:.2f} MB of weights and {state_mb:.2f} MB of the optimizer's state once "
+        f"and not {ranks} times: {saved_mb:.2f} MB saved"
+    )
 
 
 # ---- the text ----

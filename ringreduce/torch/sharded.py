@@ -161,6 +161,7 @@ class ShardedStep:
         result = copy.step(*[lambda: evaluated.pop() if evaluated else self._again(*closure)][: len(closure)])
         for group, whole in groups:
             whole.update(_settings(group))  # which some optimizers count steps in
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers look at
         self._state.keep(copy.state)
         torch.autograd.graph.increment_version(self._pieces)
         self._remember()

@@ -102,14 +102,18 @@ class Bucket:
         Args:
             zeros: whether places of parameters without a gradient become zeros, if all others are in theirs then.
         """
-        looks = [slot.look(slot.parameter.grad) for slot in self.slots]
-        moving = [slot for slot, found in zip(self.slots, looks, strict=True) if found == Look.MOVABLE]
+        looks = self._collect(self.slots)
+        if zeros and max(looks, default=0) <= Look.EMPTY:
+            self._clear([slot for slot, found in zip(self.slots, looks, strict=True) if found == Look.EMPTY])
+        return looks
+
+    def _collect(self, slots: Sequence[Slot]) -> list[int]:
+        looks = [slot.look(slot.parameter.grad) for slot in slots]
+        moving = [slot for slot, found in zip(slots, looks, strict=True) if found == Look.MOVABLE]
         if moving:
             self._memory.pack([slot.place for slot in moving], [slot.parameter.grad for slot in moving])
             for slot in moving:
                 slot.parameter.grad = slot.place
-        if zeros and max(looks, default=0) <= Look.EMPTY:
-            self._clear([slot for slot, found in zip(self.slots, looks, strict=True) if found == Look.EMPTY])
         return looks
 
     def collect_at_once(self, hooks: Hooks, moved: dict[int, tuple[int, int]]) -> None:
@@ -123,16 +127,18 @@ class Bucket:
         if not self._memory.streams.is_on_host(self.flat):
             return
 
-        def collect() -> None:
-            for slot, found in zip(self.slots, self.collect(), strict=True):
+        def collect(slots: Sequence[Slot]) -> None:
+            for slot, found in zip(slots, self._collect(slots), strict=True):
                 if found == Look.MOVABLE:
                     moved[id(slot.parameter)] = id(slot.place), hooks.version(slot.place)
 
-        for slot in self.slots:
-            if self._memory.kind(slot.parameter)[1] >= LARGE_NBYTES:
-                # The whole bucket, not only this gradient: small gradients that stay where they are (a bias) would
-                # remain between freed large ones, and malloc could reuse neither.
-                self.hooks += hooks.after_adding(slot.parameter, collect)
+        kind = self._memory.kind
+        large = [number for number, slot in enumerate(self.slots) if kind(slot.parameter)[1] >= LARGE_NBYTES]
+        for before, number, after in zip([-1, *large], large, [*large[1:], len(self.slots)], strict=False):
+            # With the small gradients beside it: were these to stay where they are (a bias), they would remain between
+            # freed large ones, and malloc could reuse neither.
+            beside = self.slots[before + 1 : after]
+            self.hooks += hooks.after_adding(self.slots[number].parameter, partial(collect, beside))
 
     def fill(self, gradients: list[Any], found: bytes) -> None:
         """Put the gradient of every used parameter in its place, zeros where this rank has none.

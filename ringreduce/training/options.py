@@ -25,6 +25,9 @@ ReproducibleSum = "reproducible sum"
 
 Op = ReduceOp | str
 
+#: Of buckets of sharded parameters that are not reduced before the step: each costs two meetings of the ranks.
+_SHARDED_NBYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -40,7 +43,7 @@ class Options:
             afterwards.
         groups: lists of parameters, or the number of lists to make; checked, the numbers of groups by the ids of their
             parameters. The gradients of a group, if of one kind, share a bucket.
-        bucket_nbytes: a bucket that holds so many bytes is closed; None: as the settings say.
+        bucket_nbytes: a bucket that holds so many bytes is closed; None: as the settings say, or more with ``shard``.
         skip_unused: whether trainable parameters that no rank used keep None instead of zeros; None: as the conventions
             say.
         overlap: whether buckets are reduced during the backward pass; None: with parameters on a device, yes; on one
@@ -78,7 +81,9 @@ class Options:
             raise ConfigError(f'shard is "node", "all" or None, got {shown(self.shard)}')
         if self.shard is not None and adasum:
             raise ConfigError("with Adasum each rank steps by itself, so that nodes cannot share parameters (shard)")
-        nbytes = settings.bucket_nbytes if self.bucket_nbytes is None else self.bucket_nbytes
+        nbytes = self.bucket_nbytes
+        if nbytes is None and self.shard is None:
+            nbytes = settings.bucket_nbytes
         return replace(
             self,
             op=op,
@@ -87,7 +92,7 @@ class Options:
             compression=_checked_compression(self.compression),
             predivide_factor=factor,
             groups=_checked_groups(parameters, self.groups),
-            bucket_nbytes=whole_number("bucket_nbytes", nbytes, 1),
+            bucket_nbytes=None if nbytes is None else whole_number("bucket_nbytes", nbytes, 1),
         )
 
     def settled(self, communicator: Communicator, *, on_device: bool) -> Options:
@@ -101,9 +106,11 @@ class Options:
         overlap = self.overlap
         if overlap is None and (on_device or communicator.topology.single_node):
             overlap = on_device
-        if self.adasum:
-            return replace(self, skip_unused=unused, overlap=False, reduce_in="step")
-        return replace(self, skip_unused=unused, overlap=overlap)
+        nbytes = self.bucket_nbytes
+        if nbytes is None:
+            nbytes = max(communicator.config.bucket_nbytes, _SHARDED_NBYTES if overlap is False else 0)
+        settled = replace(self, skip_unused=unused, overlap=overlap, bucket_nbytes=nbytes)
+        return replace(settled, overlap=False, reduce_in="step") if self.adasum else settled
 
     @property
     def in_backward(self) -> bool:

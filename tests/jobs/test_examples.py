@@ -16,8 +16,8 @@ pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRANSFORMER = [str(EXAMPLES / "char_transformer.py"), "--batch-size=12", "--every=1", "--sample=20"]
-#: Kinds of parallelism, and on how many ranks.
-KINDS = {"data": 4, "fsdp": 2, "tensor": 2, "pipeline": 2, "mesh": 4}
+#: Kinds of parallelism, with options, and on how many ranks.
+KINDS = {"data": 4, "data --shard=node": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "mesh": 4}
 MNIST = {
     "example": [str(EXAMPLES / "mnist.py")],
     "demo": [str(EXAMPLES.parent / "benchmarks" / "mnist.py"), "--epochs=1"],
@@ -31,7 +31,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, 
     @cache
     def of(ranks: int) -> dict[str, str]:
         kinds = [kind for kind, count in KINDS.items() if count == ranks]
-        scripts = {kind: [*TRANSFORMER, f"--parallel={kind}", "--steps=8"] for kind in kinds}
+        scripts = {kind: [*TRANSFORMER, *f"--parallel={kind}".split(), "--steps=8"] for kind in kinds}
         return run_together(ranks, tmp_path_factory.mktemp("said"), {**(MNIST if ranks == 2 else {}), **scripts})
 
     return of
@@ -79,3 +79,16 @@ def test_kinds_of_parallelism_compute_the_same(
     output = said(KINDS[kind])[kind]
     assert losses_of(output) == pytest.approx(alone[:8], abs=3e-4)
     assert "weights: bitwise identical" in output
+
+
+def test_the_transformer_says_what_sharding_saves(said: Callable[[int], dict[str, str]]) -> None:
+    """Adam keeps two numbers for each weight; one of two ranks need not have them."""
+    found = re.search(
+        r"the node has ([\d.]+) MB of weights and ([\d.]+) MB .* not 2 times: ([\d.]+) MB saved",
+        said(2)["data --shard=node"],
+    )
+    assert found is not None
+    weights, state, saved = map(float, found.groups())
+    assert weights > 1
+    assert state == pytest.approx(2 * weights, abs=0.02)
+    assert saved == pytest.approx(weights + state, abs=0.02)

@@ -284,6 +284,22 @@ def test_norms_that_are_not_finite_raise_on_all_ranks():
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
+def test_schedulers_of_the_wrapped_optimizer():
+    """They were made before it was wrapped; a warning that they come before its steps would be an error."""
+
+    def run(shard: str | None) -> tuple[Model, Optimizer]:
+        model = mlp()
+        wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(wrapped, 2, 0.5)
+        optimizer = wrap(model, wrapped, shard)
+        for step in range(5):
+            train(optimizer, model, range(step, step + 1))
+            scheduler.step()
+        return model, optimizer
+
+    require_same(run)
+
+
 def test_overflows_of_one_rank():
     def run(shard: str | None) -> tuple[Model, Optimizer]:
         model = mlp()

@@ -34,6 +34,25 @@ def gradients(step: int, rank: int, missing: int | None = None) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("options", "nbytes"),
+    [
+        ({}, 1 << 20),
+        ({"shard": "node"}, 256 << 20),
+        ({"shard": "node", "overlap": True}, 1 << 20),
+        ({"shard": "node", "bucket_nbytes": 7}, 7),
+    ],
+)
+def test_buckets_of_shards_are_large_where_nothing_overlaps(options: dict[str, Any], nbytes: int) -> None:
+    """All of a bucket's parameters move when it is made, and each bucket costs two meetings of the ranks."""
+
+    def settle(engine: Engine) -> int:
+        checked = Options(**options).checked(engine.communicator.config, [])
+        return int(checked.settled(engine.communicator, on_device=False).bucket_nbytes)
+
+    assert run_engines(2, settle, config=rr.Config(bucket_nbytes=1 << 20, timeout_s=30.0)) == [nbytes] * 2
+
+
 def operations(engine: Engine) -> int:
     return engine.tally.operations
 

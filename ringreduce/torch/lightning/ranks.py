@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
 
 import torch
 
 import ringreduce_torch_backend
 from ringreduce import runtime
 from ringreduce.common.errors import ConfigError
+from ringreduce.torch.functions import broadcast_parameters
+from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.training.objects import broadcast_object
 
 BACKEND = "ringreduce"
@@ -71,6 +75,8 @@ class RanksStrategy:
     Lightning's defaults stand for "not said": ``devices="auto"``, which is 1 on CPUs, and ``num_nodes=1``.
 
     Args:
+        shard: as for `DistributedOptimizer`, in which the strategy then wraps the optimizers of the module; None: the
+            model is wrapped in DDP. Buffers of the model stay each rank's own.
         options: as for Lightning's DDPStrategy (``find_unused_parameters``, ``static_graph``, ...).
 
     Attributes:
@@ -79,11 +85,39 @@ class RanksStrategy:
 
     strategy_name = BACKEND
     environment: type[Ranks]
+    model: Any
+    optimizers: list[Any]
     _parallel_devices: list[torch.device] | None
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shard: Literal["node"] | None = None, **options: Any) -> None:
+        self._shard = shard
         environment = self.environment()
         super().__init__(cluster_environment=environment, process_group_backend=BACKEND, **options)  # type: ignore[call-arg]
+
+    def configure_ddp(self) -> None:
+        """Wrap the model in DDP, unless the optimizers reduce its gradients."""
+        if self._shard is None:
+            super().configure_ddp()  # type: ignore[misc]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers of the module. Collective with ``shard``: then all ranks begin with rank 0's weights."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        if self._shard is not None:
+            broadcast_parameters(self.model.state_dict(), root_rank=0)
+            # Lightning clips gradients after the backward pass, before it calls `step`.
+            self.optimizers = [
+                DistributedOptimizer(each, self.model, reduce_in="backward", shard=self._shard)
+                for each in self.optimizers
+            ]
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Return a context in which backward passes reduce nothing."""
+        with ExitStack() as stack:
+            stack.enter_context(super().block_backward_sync())  # type: ignore[misc]
+            for each in self.optimizers if self._shard is not None else ():
+                stack.enter_context(each.no_sync())
+            yield
 
     # Lightning sets both after it has made the strategy, from the arguments of the Trainer.
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -22,6 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import ringreduce.torch as hvd
 
 TRAIN, TEST = 37, 11  # no multiples of ranks or batches
 FOLDER = Path(sys.argv[1])
@@ -123,6 +126,33 @@ def check_accelerate() -> None:
     accelerator.wait_for_everyone()
 
 
+def check_sharding_with_accelerate() -> None:
+    """One copy per node, where accumulated gradients are clipped, makes the weights of DDP, up to rounding."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    trained = []
+    for shards in False, True:
+        set_seed(3)
+        inputs = torch.randn(TRAIN, 5, dtype=torch.float64)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        data = accelerator.prepare(DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), batch_size=3))
+        if shards:
+            optimizer = accelerator.prepare(hvd.DistributedOptimizer(optimizer, model, shard="node"))
+            clip = optimizer.optimizer.clip_grad_norm_
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+            clip = partial(accelerator.clip_grad_norm_, list(model.parameters()))
+        for given, target in data:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(given) - target).square().mean())
+                if accelerator.sync_gradients:
+                    clip(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(accelerator.unwrap_model(model).state_dict())
+    torch.testing.assert_close(*trained, rtol=1e-12, atol=1e-12)  # a norm is the sum of its parts'
+
+
 # ---- the Trainer of transformers ----
 
 
@@ -217,6 +247,7 @@ def main() -> None:
         assert_same(weights, expected)
     with on_ringreduce():
         check_accelerate()
+        check_sharding_with_accelerate()
         check_torchmetrics()
     print("done")
 

@@ -6,6 +6,7 @@ Usage: lightning_trainer.py FOLDER
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -114,6 +115,22 @@ def refused(words: str, **options: Any) -> None:
         lightning.pytorch.Trainer(strategy="ringreduce", accelerator="cpu", **options)
 
 
+def check_sharding() -> None:
+    """With one copy per node losses and weights are those of DDP, also where gradients of several batches add up."""
+    for options in {}, {"accumulate_grad_batches": 2}:
+        name = "-".join(["sharded", *options])
+        _, expected = fit(lightning.pytorch, "ringreduce", f"{name}-not", **options)
+        fit_sharded = partial(fit, lightning.pytorch, **options)
+        _, model = fit_sharded(RingreduceStrategy(shard="node"), name)
+        saved = FOLDER / name / "epoch=0.ckpt"
+        _, resumed = fit_sharded(RingreduceStrategy(shard="node"), f"{name}-resumed", resume=saved)
+        losses = [value for name, value in expected.history if name == "loss"]
+        assert losses == [value for name, value in model.history if name == "loss"]
+        assert losses[1:] == [value for name, value in resumed.history if name == "loss"]
+        for weights in zip(*(each.parameters() for each in (expected, model, resumed)), strict=True):
+            assert all(torch.equal(each, weights[0]) for each in weights)
+
+
 def main() -> None:
     # Lightning's own way comes first, and its ranks are the reference.
     environment = MPIEnvironment()
@@ -151,6 +168,8 @@ def main() -> None:
     # The older name of the package has strategies of its own.
     _, older = fit(pytorch_lightning, "ringreduce", "older")
     assert_equal(older, expected)
+
+    check_sharding()
 
     refused("devices=3", devices=3)
     refused("num_nodes=2", num_nodes=2)
