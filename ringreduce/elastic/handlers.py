@@ -44,7 +44,7 @@ class StateHandler:
         own: whether each rank has a state of its own.
         returns_new_state: whether `_read` returns, and `_load` takes, values that the object does not share, so that
             nothing has to be copied.
-        notes_steps: whether `is_unchanged` notices steps of this optimizer; None: the object is no optimizer.
+        notes_steps: whether `is_unchanged` notices what changes this optimizer's weights; None: it is no optimizer.
     """
 
     own = False
@@ -369,7 +369,9 @@ def _require_steps_are_noted(handlers: Mapping[str, StateHandler]) -> None:
         raise ConfigError(f"the handlers of {', '.join(opaque)} have a save() of their own, but no copy_small()")
     silent = [name for name, each in handlers.items() if each.notes_steps is False]
     if silent or all(each.notes_steps is None for each in handlers.values()):
-        who = f"{', '.join(silent)} does not tell when it steps" if silent else "there is no optimizer in the state"
+        who = (
+            f"{', '.join(silent)} does not tell when weights change" if silent else "there is no optimizer in the state"
+        )
         raise ConfigError(f"{who}; weights have to be copied in each commit, which is keep_in_memory(every=1)")
 
 

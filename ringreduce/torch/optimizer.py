@@ -347,6 +347,11 @@ class DistributedOptimizer(wrapping.Wrapper):
         self._training.rejoin()
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether a node has the parameters once."""
+        return self._training.options.shard is not None
+
+    @property
     def overlaps(self) -> bool:
         """Whether complete buckets are reduced during the backward pass by now."""
         return self._training.gradients.overlap.begun

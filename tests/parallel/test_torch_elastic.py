@@ -213,7 +213,7 @@ def test_weights_are_copied_each_time_where_nobody_tells_of_steps(world: rr.Comm
     silent = torch.optim.SGD(model.parameters(), lr=0.1)
     handler = state._handlers["optimizer"]
     handler.notes_steps = False
-    with pytest.raises(rr.ConfigError, match="optimizer does not tell when it steps"):
+    with pytest.raises(rr.ConfigError, match="optimizer does not tell when weights change"):
         state.critic = silent
 
 
@@ -732,3 +732,13 @@ def test_folders_that_cannot_be_used_are_refused_on_all_ranks(world: rr.Communic
     hvd.barrier()
     with pytest.raises(rr.ConfigError, match="does not fit"):
         hvd.elastic.TorchState(model=torch.nn.Linear(4, 2), epoch=0).keep_on_disk(folder / "models")
+
+
+def test_weights_of_a_node_are_copied_in_each_commit(world: rr.Communicator) -> None:
+    """Other ranks may have updated their parts when this one has not stepped."""
+    model = torch.nn.Linear(5, 3)
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), shard="node")
+    state = hvd.elastic.TorchState(model, optimizer)
+    with pytest.raises(rr.ConfigError, match="optimizer does not tell when weights change"):
+        state.keep_in_memory(2)
+    state.keep_in_memory(1)

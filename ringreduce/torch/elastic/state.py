@@ -130,7 +130,9 @@ class OptimizerStateHandler(_TensorsHandler):
         self._steps = self._noted_steps = 0
         # Fused steps change weights behind the back of torch's count.
         stepping = value.wrapped if isinstance(value, DistributedOptimizer) else value
-        self.notes_steps = hasattr(stepping, "register_step_pre_hook")
+        # Other ranks may have updated their parts of parameters that a node has once.
+        shared = isinstance(value, DistributedOptimizer) and value.is_sharded
+        self.notes_steps = hasattr(stepping, "register_step_pre_hook") and not shared
         watch_steps(stepping, self._count, all_steps=True)
 
     def _count(self) -> None:
