@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.errors import TransportError, UnsupportedBufferError
-from ringreduce.torch.streams import TorchStreams
+from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.torch.streams import TorchStreams, as_tensor, tensor_like
 from ringreduce.training.framework import Found, Hooks, InPlace, Look, Memory, Sparse, Watcher
 
 _log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         device = {"device": str(first.device)} if first.is_cuda else {}
         memory = communicator.empty(starts[-1], np.uint8, **device)
         slots = [Slot(each, memory[start:end]) for each, (start, end) in zip(parameters, pairwise(starts), strict=True)]
-        return _as_tensor(memory, first).zero_().view(first.dtype), tuple(slots)
+        return as_tensor(memory, first).zero_().view(first.dtype), tuple(slots)
 
     def pack(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         given = [(place, each) for place, each in zip(places, gradients, strict=True) if each is not None]
@@ -277,26 +277,3 @@ def shape_in_memory(tensor: torch.Tensor) -> torch.Size:
 
 def _is_added_to(parameter: torch.Tensor) -> bool:
     return parameter.is_leaf and parameter.requires_grad
-
-
-def tensor_like(parameter: torch.Tensor, memory: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a parameter's shape and strides in some memory, an array of bytes on its device.
-
-    It is not a view in autograd's sense: that could not be detached in place, and all would share a version counter.
-    Its storage is its own, so that uses of it are distinct from uses of its neighbours.
-    """
-    made = torch.empty(0, dtype=dtype, device=parameter.device)
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return made.set_(_as_tensor(memory, parameter).untyped_storage(), 0, parameter.shape, strides)
-
-
-def _as_tensor(memory: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """Return communication memory where a parameter is, an array of bytes, as a tensor that keeps it."""
-    if not parameter.is_cuda:
-        return torch.from_numpy(memory)
-    if not memory.size:
-        return torch.empty(0, dtype=torch.uint8, device=parameter.device)
-    made = torch.as_tensor(memory, device=parameter.device)
-    if made.data_ptr() != memory.__cuda_array_interface__["data"][0]:
-        raise TransportError("torch has copied communication memory in place of using it; gradients would stay behind")
-    return made

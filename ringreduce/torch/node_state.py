@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringreduce.torch.gradients import tensor_like
+from ringreduce.torch.streams import tensor_like
 from ringreduce.training.framework import Slot
 from ringreduce.training.sharding import Shard, Sharding
 

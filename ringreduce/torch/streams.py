@@ -24,6 +24,7 @@ from torch import cuda
 from ringreduce.buffers import Operand
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import TransportError
 from ringreduce.training.framework import Streams
 
 _Result = TypeVar("_Result")
@@ -242,3 +243,26 @@ def _tensors_in(result: object) -> Iterator[torch.Tensor]:
     elif isinstance(result, (list, tuple)):
         for each in result:
             yield from _tensors_in(each)
+
+
+def tensor_like(parameter: torch.Tensor, memory: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of a parameter's shape and strides in some memory, an array of bytes on its device.
+
+    It is not a view in autograd's sense: that could not be detached in place, and all would share a version counter.
+    Its storage is its own, so that uses of it are distinct from uses of its neighbours.
+    """
+    made = torch.empty(0, dtype=dtype, device=parameter.device)
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return made.set_(as_tensor(memory, parameter).untyped_storage(), 0, parameter.shape, strides)
+
+
+def as_tensor(memory: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Return communication memory where a parameter is, an array of bytes, as a tensor that keeps it."""
+    if not parameter.is_cuda:
+        return torch.from_numpy(memory)
+    if not memory.size:
+        return torch.empty(0, dtype=torch.uint8, device=parameter.device)
+    made = torch.as_tensor(memory, device=parameter.device)
+    if made.data_ptr() != memory.__cuda_array_interface__["data"][0]:
+        raise TransportError("torch has copied communication memory in place of using it; gradients would stay behind")
+    return made
