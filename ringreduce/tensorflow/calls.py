@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.ops import control_flow_util
 
 from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError, UnsupportedBufferError
 from ringreduce.training.failures import described, original
@@ -148,6 +149,9 @@ def run(
         in_order: whether it runs after those that were added to a graph of TensorFlow 1 before. (In a `tf.function`
             all do.) Else threads of a session could wait for different ones on each rank. What comes before is run,
             too, whenever this is.
+
+    Raises:
+        ConfigError: XLA is to compile the graph.
     """
     if tf.executing_eagerly():
         made = function(list(map(_array, tensors)))
@@ -160,6 +164,11 @@ def run(
             raise RuntimeError(described(_translated(error))) from error
 
     graph, results = tf.compat.v1.get_default_graph(), list(specs())
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise ConfigError(
+            "XLA cannot compile what ringreduce does, as that runs on the host, in Python: use jit_compile=False for "
+            "the function or the model, and jit_compile=True at most for functions that reduce nothing"
+        )
     before: list[Any] = []
     if in_order and not graph.building_function:
         before = graph.get_collection_ref(f"ringreduce {graph._get_control_flow_context()}")

@@ -242,10 +242,7 @@ def _gather_slices(slices: Sequence[Any], op: Op, name: str | None, process_set:
 
 @entry
 def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Concatenate the ranks' tensors along the first dimension, in rank order. Collective.
 

@@ -106,20 +106,29 @@ def test_fit_goes_on_when_a_rank_dies(tmp_path: Path, backend: str) -> None:
 
 
 IN_FLIGHT = """
+from mpi4py import MPI
+
+class Watch(rr.Instrument):
+    def operation_announced(self, name):
+        begun.set()
+
 def wait(call):
     try:
         call()
-    except rr.RingReduceError:
+    except (rr.ShutdownError, rr.PeerLostError):  # of this rank's end, or of the other's, if that has come first
         print("ended")
 
 for call in calls:
     hvd.init()
     if me == 0:
-        thread = threading.Thread(target=wait, args=(call,))
+        begun, thread = threading.Event(), threading.Thread(target=wait, args=(call,))
+        rr.global_process_set.engine.communicator.instruments.add(Watch())
         thread.start()
-        hvd.shutdown()
-        thread.join()
+        begun.wait()
+    MPI.COMM_WORLD.Barrier()
     hvd.shutdown()
+    if me == 0:
+        thread.join()
 """
 CALLS = "calls = [lambda: hvd.allreduce(tf.ones(3)), lambda: tf.function(hvd.allreduce)(tf.ones(3))]"
 STEPS = """
@@ -129,14 +138,14 @@ calls = [lambda: hvd.allreduce(one), lambda: model.fit(one, one, callbacks=[guar
 
 
 def test_a_result_in_flight_ends_with_shutdown() -> None:
-    """In a typed error, at once and in a `tf.function`, whether the operation has begun or not; nothing hangs."""
+    """In a typed error, of an eager operation and of one in a `tf.function`; nothing hangs."""
     done = launching.run_job(2, "-c", TENSORFLOW + CALLS + IN_FLIGHT)
     assert (done.returncode, done.stdout) == (0, "ended\n" * 2), done.stderr
 
 
 @on_each_backend
 def test_a_step_in_flight_ends_with_shutdown(backend: str) -> None:
-    """So do single values, and the step of a `fit` on another thread."""
+    """So do a single value, and a step of `fit`."""
     done = launching.run_job(2, "-c", KERAS + STEPS + IN_FLIGHT, KERAS_BACKEND=backend)
     assert (done.returncode, done.stdout) == (0, "ended\n" * 2), done.stderr
 

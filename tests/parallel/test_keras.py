@@ -331,6 +331,17 @@ def test_a_step_that_fails_raises_our_error_from_fit_and_a_state_goes_on() -> No
     assert_equal(trained(SGD(0.05)), alone(SGD(0.05)))
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA cannot call Python from TensorFlow alone")
+def test_a_step_that_xla_is_to_compile_is_refused() -> None:
+    """Unless a callback keeps XLA out of it."""
+    model, (x, y) = model_of(100), map(mine, data(1))
+    model.compile(hvd.DistributedOptimizer(SGD(0.1)), loss="mse", jit_compile=True)
+    with pytest.raises(rr.ConfigError, match="XLA cannot compile"):
+        model.fit(x, y, batch_size=ROWS, **STEADY)
+    model.fit(x, y, batch_size=ROWS, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)], **STEADY)
+    assert_same_everywhere(model)
+
+
 @pytest.mark.parametrize("make", [lambda: Adam(0.01), lambda: Scaled(SGD(0.01, momentum=0.5))], ids=["adam", "scaled"])
 def test_a_saved_model_has_nothing_of_ringreduce(make: Callable[[], Any], tmp_path: Path) -> None:
     """It is what Keras saves by itself; loaded by Keras, it has a plain optimizer with the same state."""
