@@ -120,6 +120,7 @@ def wait(call):
 
 for call in calls:
     hvd.init()
+    call()  # what comes before the first operation is no operation
     if me == 0:
         begun, thread = threading.Event(), threading.Thread(target=wait, args=(call,))
         rr.global_process_set.engine.communicator.instruments.add(Watch())
