@@ -277,7 +277,7 @@ def test_what_would_make_ranks_step_differently_is_refused() -> None:
 
 
 def test_an_older_keras_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keras, "version", lambda: "3.1.7")
+    monkeypatch.setattr(keras, "__version__", "3.1.7")
     with pytest.raises(ImportError, match=r"needs Keras 3\.12 or newer, and this is 3\.1\.7"):
         importlib.reload(hvd)
 
