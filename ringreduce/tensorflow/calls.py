@@ -166,8 +166,8 @@ def run(
     graph, results = tf.compat.v1.get_default_graph(), list(specs())
     if control_flow_util.GraphOrParentsInXlaContext(graph):
         raise ConfigError(
-            "XLA cannot compile what ringreduce does, as that runs on the host, in Python: use jit_compile=False for "
-            "the function or the model, and jit_compile=True at most for functions that reduce nothing"
+            "XLA cannot compile operations of ringreduce, which run on the host, in Python: use jit_compile=False for "
+            "the function or the model"
         )
     before: list[Any] = []
     if in_order and not graph.building_function:

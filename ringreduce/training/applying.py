@@ -159,6 +159,26 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
     return optimizer
 
 
+def built_optimizer(model: Any, optimizer: Any = None) -> Any:
+    """Return the optimizer of a model, after it has made its variables.
+
+    Args:
+        model: of Keras.
+        optimizer: of Keras; None: that with which the model was compiled.
+
+    Raises:
+        ConfigError: the model has no weights yet, or there is no optimizer.
+    """
+    optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+    if not model.built:
+        raise ConfigError("the model has no weights yet: call model.build(input_shape) first")
+    if optimizer is None:
+        raise ConfigError("the model has no optimizer: compile it first, or give one")
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    return optimizer
+
+
 def variables_of(layers: Any) -> list[Any]:
     """Return the trainable variables of layers.
 

@@ -174,3 +174,19 @@ def test_a_forked_child_cannot_reduce_and_its_rank_goes_on(program: str) -> None
     """With the usual error, in the child alone."""
     done = launching.run_job(2, "-c", program + FORKED)
     assert (done.returncode, done.stdout) == (0, "7 2.0\n" * 2), done.stderr
+
+
+DEVICES = """
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+with tf.device("CPU:1"):
+    mine = tf.fill([3], me + 1.0)
+    made = [hvd.allreduce(mine, op=hvd.Sum), tf.function(lambda each: hvd.allreduce(each, op=hvd.Sum))(mine)]
+print(mine.device[-1], *(float(tf.reduce_sum(each)) for each in made))
+"""
+
+
+def test_tensors_of_another_device_travel() -> None:
+    """One that TensorFlow makes of the host: at once, and in a function that is placed there."""
+    done = launching.run_job(2, "-c", TENSORFLOW + DEVICES)
+    assert (done.returncode, done.stdout) == (0, "1 9.0 9.0\n" * 2), done.stderr

@@ -678,6 +678,25 @@ def test_states_keep_variables() -> None:
         np.testing.assert_array_equal(session.run(kept), np.zeros(2))
 
 
+def test_states_keep_models_and_optimizers() -> None:
+    """A sync takes those of rank 0, and a restore those of the last commit."""
+    keras = tf.keras
+    model, optimizer = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), keras.optimizers.Adam(0.5)
+    for each in model.weights:
+        each.assign(tf.fill(each.shape, float(RANK)))
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=RANK)
+    state.sync()
+    kept = [each.numpy() for each in [*model.weights, *optimizer.variables]]
+    assert (state.batch, kept[0].item()) == (0, 0.0)
+    optimizer.apply([tf.ones(each.shape) for each in model.weights], model.trainable_weights)
+    assert model.weights[0].numpy().item() == pytest.approx(-0.5, rel=1e-4)
+    state.restore()
+    for variable, array in zip([*model.weights, *optimizer.variables], kept, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), array)
+    with pytest.raises(rr.ConfigError, match="no optimizer"):
+        hvd.elastic.TensorFlowKerasState(model)
+
+
 def test_states_begin_with_what_is_on_disk(tmp_path: Path) -> None:
     folder = hvd.broadcast_object(str(tmp_path))
 
