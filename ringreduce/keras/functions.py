@@ -32,6 +32,7 @@ __all__ = [
     "reducescatter",
 ]
 __all__ += ops.__all__
+__all__.sort()
 
 
 def _collective(

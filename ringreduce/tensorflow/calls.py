@@ -108,6 +108,12 @@ def _array(tensor: tf.Tensor) -> Host:
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())  # a scalar of bfloat16 has no other way
 
 
+def name_of(variable: Any, number: int) -> str:
+    """Return the name of a variable, which is the same on all ranks; of a tensor, its number."""
+    named = hasattr(variable, "assign")
+    return str(getattr(variable, "path", None) or variable.name) if named else f"tensor {number}"
+
+
 def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
     """Return the shape of a tensor with any number of rows."""
     return tf.TensorShape([None]).concatenate(tensor.shape[1:])

@@ -12,9 +12,8 @@ import tensorflow as tf
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, run, traced_name
+from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, name_of, run, traced_name
 from ringreduce.tensorflow.compression import Compression
-from ringreduce.tensorflow.functions import name_of
 from ringreduce.training.applying import Distribution, variables_of, with_methods
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
