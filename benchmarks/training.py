@@ -1,14 +1,15 @@
 """Measure a training step, and the reduction of a list of gradients, with ringreduce and without, in turn, in one run.
 
     mpirun -np 2 python benchmarks/training.py                   # torch: all options are those of torch_training.py
-    mpirun -np 2 python benchmarks/training.py --framework jax   # or tensorflow, keras
+    mpirun -np 2 python benchmarks/training.py --framework jax   # or tensorflow, keras, keras-tensorflow
 
 The step is that of an MLP (24 layers of 1024 x 1024, 25 M parameters, plain SGD):
 
     plain             no communication
     ringreduce        with ringreduce, in a compiled step
     own               the framework's own way: JAX's psum over Gloo in shard_map, TensorFlow's
-                      MultiWorkerMirroredStrategy (ring), keras.distribution over Gloo (Keras on JAX)
+                      MultiWorkerMirroredStrategy (ring); of Keras on JAX keras.distribution over Gloo, of Keras on
+                      TensorFlow that strategy
 
 What is reduced besides is a list like the gradients of ResNet-50 (161 arrays, 25.6 M floats) and one float, not with
 keras:
@@ -205,10 +206,10 @@ def tensorflow_contenders(addresses: list[str]) -> Contenders:
     return found
 
 
-def keras_contenders(addresses: list[str]) -> Contenders:
-    """Return those of Keras, on JAX."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    with_gloo(addresses)
+def keras_contenders(addresses: list[str], backend: str = "jax") -> Contenders:
+    """Return those of Keras, on JAX or TensorFlow."""
+    os.environ["KERAS_BACKEND"] = backend
+    strategy = mirrored(addresses) if backend == "tensorflow" else with_gloo(addresses)
     import keras
 
     import ringreduce.keras as hvd
@@ -226,16 +227,30 @@ def keras_contenders(addresses: list[str]) -> Contenders:
         "ringreduce": compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(RATE))),
     }
     found: Contenders = {name: lambda model=model: model.train_on_batch(x, y) for name, model in models.items()}
-    distribution = keras.distribution.DataParallel()
+    distribution = strategy or keras.distribution.DataParallel()
     keras.utils.set_random_seed(0)  # it wants the same weights on all ranks
     with distribution.scope():
         own = compiled(keras.optimizers.SGD(RATE))
+    if strategy is not None:  # under which Keras fails to average the losses of `train_on_batch` over the workers
+        import tensorflow as tf
+
+        inputs = tuple(map(tf.constant, (x, y)))
+        return found | {"own": tf.function(lambda: strategy.run(own.train_step, (inputs,)))}
 
     def distributed() -> None:
         with distribution.scope():
             own.train_on_batch(x, y)
 
     return found | {"own": distributed}
+
+
+#: By the framework that the option names, what makes contenders.
+MAKE: dict[str, Callable[[list[str]], Contenders]] = {
+    "tensorflow": tensorflow_contenders,
+    "jax": jax_contenders,
+    "keras": keras_contenders,
+    "keras-tensorflow": lambda addresses: keras_contenders(addresses, "tensorflow"),
+}
 
 
 def with_gloo(addresses: list[str]) -> None:
@@ -282,7 +297,7 @@ def measure(contenders: Contenders, steps: int) -> dict[str, float]:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], add_help=False)
-    parser.add_argument("--framework", choices=["torch", "tensorflow", "jax", "keras"], default="torch")
+    parser.add_argument("--framework", choices=["torch", *MAKE], default="torch")
     arguments, others = parser.parse_known_args()
     if arguments.framework == "torch":
         sys.argv[1:] = others
@@ -292,9 +307,8 @@ def main() -> int:
     parser.add_argument("-J", "--output_file", type=Path, help="write the JSON report there")
     arguments = parser.parse_args()
     ringreduce.init()
-    make = {"jax": jax_contenders, "tensorflow": tensorflow_contenders, "keras": keras_contenders}[arguments.framework]
-    contenders = make(allgather_object(free_address()))
-    if arguments.framework != "keras":
+    contenders = MAKE[arguments.framework](allgather_object(free_address()))
+    if "keras" not in arguments.framework:
         contenders |= bare()
     medians = measure(contenders, arguments.steps)
     ours = {name: medians[(name.rpartition(" ")[0] + " ringreduce").strip()] for name in medians}

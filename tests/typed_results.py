@@ -12,6 +12,11 @@ import ringreduce as rr
 if TYPE_CHECKING:
     from typing_extensions import assert_type
 
+    import ringreduce.jax as rj
+    import ringreduce.keras as hk
+    import ringreduce.tensorflow as ht
+    import ringreduce.torch as hvd
+
     Floats = npt.NDArray[np.float32]
 
     def check(array: Floats, number: float, communicator: rr.Communicator) -> None:
@@ -28,3 +33,9 @@ if TYPE_CHECKING:
         assert_type(communicator.alltoall(array, [1, 2]), tuple[Floats, list[int]])
         assert_type(rr.weighted_average(number, 2.0), float)
         assert_type(rr.weighted_average({"loss": number}, 2.0), dict[str, float])
+
+    def check_names() -> None:
+        """What bindings have from elsewhere is there."""
+        assert_type((rj.rank(), hk.rank(), ht.rank(), hvd.rank()), tuple[int, int, int, int])
+        assert_type((hk.mpi_built(), ht.mpi_built(), hvd.mpi_built()), tuple[bool, bool, bool])
+        assert_type((rj.Sum, hk.Sum, ht.Sum, hvd.Sum), tuple[rr.ReduceOp, rr.ReduceOp, rr.ReduceOp, rr.ReduceOp])

@@ -40,7 +40,8 @@ __all__ = [
 class RingReduceError(RuntimeError):
     """Base of every error that ringreduce raises on purpose."""
 
-    _keras_call_info_injected = True  # else Keras raises another error in its place, made of its text
+    # Else Keras and AutoGraph raise another error in its place, made of its text.
+    _keras_call_info_injected = ag_pass_through = True
 
 
 class ConfigError(RingReduceError, ValueError):

@@ -42,5 +42,6 @@ __all__ = [
     "join",
     "weighted_average",
 ]
-__all__ += names.__all__ + ops.__all__
+__all__ += names.__all__
+__all__ += ops.__all__
 __all__.sort()

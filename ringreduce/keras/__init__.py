@@ -24,8 +24,12 @@ from ringreduce.training import built  # noqa: E402
 from ringreduce.training.averages import weighted_average  # noqa: E402
 from ringreduce.training.built import *  # noqa: E402, F403
 from ringreduce.training.objects import allgather_object, broadcast_object  # noqa: E402
+from ringreduce.training.ops import *  # noqa: E402, F403
 from ringreduce.training.requests import barrier, join  # noqa: E402
 
 __all__ = ["allgather_object", "barrier", "broadcast_object", "callbacks", "elastic", "join", "weighted_average"]
-__all__ += built.__all__ + names.__all__ + functions.__all__ + optimizer.__all__
+__all__ += built.__all__
+__all__ += names.__all__
+__all__ += functions.__all__
+__all__ += optimizer.__all__
 __all__.sort()

@@ -120,7 +120,8 @@ elif keras.backend.backend() == "tensorflow":
 
     def prepare(model: Any) -> None:
         """Keep XLA out of the step: it cannot call Python."""
-        model.jit_compile = False
+        if model.jit_compile:
+            model.jit_compile, model.train_function = False, None
 
 else:
     raise ImportError(f"ringreduce.keras needs a backend that trains, not {keras.backend.backend()}")

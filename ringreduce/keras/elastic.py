@@ -7,11 +7,11 @@ from typing import Any
 import keras
 
 from ringreduce.common.arguments import whole_number
-from ringreduce.common.errors import ConfigError
 from ringreduce.elastic import State, run
 from ringreduce.elastic.handlers import HandlingState, StateHandler
 from ringreduce.keras.backends import as_numpy, settle
 from ringreduce.keras.functions import broadcast_variables
+from ringreduce.training.applying import built_optimizer
 
 __all__ = [
     "CommitStateCallback",
@@ -62,14 +62,7 @@ class KerasState(HandlingState):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
-        if not model.built:
-            raise ConfigError("the model has no weights yet: call model.build(input_shape) first")
-        if optimizer is None:
-            raise ConfigError("the model has no optimizer: compile it first, or give one")
-        if not optimizer.built:
-            optimizer.build(model.trainable_variables)
-        super().__init__(model=model, optimizer=optimizer, **kwargs)
+        super().__init__(model=model, optimizer=built_optimizer(model, optimizer), **kwargs)
 
     def _find_handler(self, value: Any) -> StateHandler | None:
         kept = isinstance(value, (keras.layers.Layer, keras.optimizers.Optimizer))

@@ -7,27 +7,23 @@ agree; `CollectiveTimeoutError`, `PeerLostError`, `ShutdownError`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 import keras
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
+from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.keras.backends import as_numpy, checked_compression
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training import ops
 from ringreduce.training.host import HOST
+from ringreduce.training.ops import *  # noqa: F403
 from ringreduce.training.parameters import broadcast_parameters
-from ringreduce.training.requests import Adasum, Op, ReproducibleSum, Request, RequestBuilder, chosen_op
+from ringreduce.training.requests import Op, Request, RequestBuilder, chosen_op
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "ReproducibleSum",
-    "Sum",
     "allgather",
     "allreduce",
     "broadcast",
@@ -35,8 +31,8 @@ __all__ = [
     "broadcast_variables",
     "reducescatter",
 ]
-
-Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
+__all__ += ops.__all__
+__all__.sort()
 
 
 def _collective(
@@ -84,7 +80,11 @@ def allgather(value: Any, name: str | None = None, process_set: ProcessSet = glo
         value: of at least one dimension; the others and the dtype must agree.
         name, process_set: as for `allreduce`.
     """
-    return _collective("allgather", value, name, process_set, lambda prepare, array: prepare.allgather([array], _first))
+
+    def request(prepare: RequestBuilder, array: Any) -> Request:
+        return prepare.allgather([array], itemgetter(0))
+
+    return _collective("allgather", value, name, process_set, request)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -114,13 +114,9 @@ def reducescatter(
     """
 
     def request(prepare: RequestBuilder, array: Any) -> Request:
-        return prepare.reducescatter([array], op, 1.0, 1.0, _first)
+        return prepare.reducescatter([array], op, 1.0, 1.0, itemgetter(0))
 
     return _collective("reducescatter", value, name, process_set, request)
-
-
-def _first(results: Any) -> Any:
-    return results[0]
 
 
 def broadcast_variables(

@@ -13,7 +13,7 @@ from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.keras.backends import checked_compression, reducer
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.applying import Distribution, distribute
+from ringreduce.training.applying import Distribution, distribute, variables_of
 from ringreduce.training.options import Op, Options
 from ringreduce.training.requests import require_process_set
 
@@ -111,11 +111,10 @@ def PartialDistributedOptimizer(  # noqa: N802  # Horovod's name
     Raises:
         ConfigError: as `DistributedOptimizer`; or the optimizer looks at the norm of all gradients, or scales losses.
     """
-    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
+    local = variables_of(local_layers)
     distributed = DistributedOptimizer(optimizer, *arguments, **options)
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            distributed.register_local_var(variable)
+    for each in local:
+        distributed.register_local_var(each)
     return distributed
 
 

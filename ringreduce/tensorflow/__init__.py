@@ -18,6 +18,7 @@ require_library("tensorflow", "TensorFlow", __name__, "pip install 'tensorflow>=
 # ruff: noqa: E402  # what follows imports TensorFlow
 import tensorflow
 
+from ringreduce.runtime.names import *  # noqa: F403  # for type checkers, which see no further than one star
 from ringreduce.tensorflow import (
     compression,
     elastic,
@@ -36,6 +37,8 @@ from ringreduce.tensorflow.mpi_ops import *  # noqa: F403
 from ringreduce.tensorflow.optimizer import DistributedOptimizer
 from ringreduce.tensorflow.sync_batch_norm import SyncBatchNormalization
 from ringreduce.training.averages import weighted_average
+from ringreduce.training.built import *  # noqa: F403
+from ringreduce.training.ops import *  # noqa: F403
 
 _executing_eagerly = tensorflow.executing_eagerly
 
@@ -56,5 +59,6 @@ __all__ = [
     "util",
     "weighted_average",
 ]
-__all__ += functions.__all__ + mpi_ops.__all__
+__all__ += functions.__all__
+__all__ += mpi_ops.__all__
 __all__.sort()

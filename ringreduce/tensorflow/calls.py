@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.ops import control_flow_util
 
 from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError, UnsupportedBufferError
 from ringreduce.training.failures import described, original
@@ -107,6 +108,12 @@ def _array(tensor: tf.Tensor) -> Host:
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())  # a scalar of bfloat16 has no other way
 
 
+def name_of(variable: Any, number: int) -> str:
+    """Return the name of a variable, which is the same on all ranks; of a tensor, its number."""
+    named = hasattr(variable, "assign")
+    return str(getattr(variable, "path", None) or variable.name) if named else f"tensor {number}"
+
+
 def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
     """Return the shape of a tensor with any number of rows."""
     return tf.TensorShape([None]).concatenate(tensor.shape[1:])
@@ -148,6 +155,9 @@ def run(
         in_order: whether it runs after those that were added to a graph of TensorFlow 1 before. (In a `tf.function`
             all do.) Else threads of a session could wait for different ones on each rank. What comes before is run,
             too, whenever this is.
+
+    Raises:
+        ConfigError: XLA is to compile the graph.
     """
     if tf.executing_eagerly():
         made = function(list(map(_array, tensors)))
@@ -160,6 +170,11 @@ def run(
             raise RuntimeError(described(_translated(error))) from error
 
     graph, results = tf.compat.v1.get_default_graph(), list(specs())
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise ConfigError(
+            "XLA cannot compile operations of ringreduce, which run on the host, in Python: use jit_compile=False for "
+            "the function or the model"
+        )
     before: list[Any] = []
     if in_order and not graph.building_function:
         before = graph.get_collection_ref(f"ringreduce {graph._get_control_flow_context()}")

@@ -8,44 +8,97 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
-from ringreduce.runtime import rank
+from ringreduce.elastic.handlers import HandlingState, StateHandler
 from ringreduce.tensorflow.functions import broadcast_variables
-from ringreduce.training.objects import broadcast_object
+from ringreduce.training.applying import built_optimizer
 
-__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "TensorFlowState", "run", "run_fn"]
+__all__ = [
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "run",
+    "run_fn",
+]
 
 
-class TensorFlowState(ObjectState):
+class _VariablesHandler(StateHandler):
+    """Keeps a list of variables, or what has some: a model or an optimizer of Keras.
+
+    Args:
+        value: the list, or the object.
+        session: that holds them; None: they are those of eager programs.
+    """
+
+    returns_new_state = True
+
+    def __init__(self, value: Any, session: Any) -> None:
+        super().__init__(value)
+        self._session = session
+        self._broadcast = None if session is None else broadcast_variables(_variables_of(value), 0)
+
+    def _read(self) -> Any:
+        variables = _variables_of(self.value)
+        return [each.numpy() for each in variables] if self._session is None else self._session.run(variables)
+
+    def _load(self, state: Any) -> None:
+        for variable, array in zip(_variables_of(self.value), state, strict=True):
+            if self._session is None:
+                variable.assign(array)
+            else:
+                variable.load(array, self._session)
+
+    def sync(self) -> None:
+        if self._session is None:
+            broadcast_variables(_variables_of(self.value), 0)
+        else:
+            self._session.run(self._broadcast)
+
+
+def _variables_of(value: Any) -> list[Any]:
+    """Return the variables of a list, a model or an optimizer; none of anything else."""
+    found = value if isinstance(value, list) else getattr(value, "weights", getattr(value, "variables", ()))
+    return list(found) if all(hasattr(each, "assign") for each in found) else []
+
+
+class TensorFlowState(HandlingState):
     """Variables, and other values (``epoch=0, batch=0``), that training goes on from.
 
     Args:
-        variables: the same on all ranks; None: all of a graph of TensorFlow 1.
+        variables: of TensorFlow or Keras, the same on all ranks; None: all of a graph of TensorFlow 1.
         session: that holds the variables of such a graph; None: the default one. Eager programs have none.
-        **kwargs: other values, as attributes: anything that can be copied and pickled.
+        **kwargs: other values, as attributes: models and optimizers of Keras are kept by their variables, anything else
+            can be copied and pickled.
     """
 
     def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
-        self.variables = list(tf.compat.v1.global_variables() if variables is None else variables)
-        self.session = session or tf.compat.v1.get_default_session()
-        self._broadcast = None if self.session is None else broadcast_variables(self.variables, 0)
-        super().__init__(broadcast_object, rank, **kwargs)
+        self._session = session or tf.compat.v1.get_default_session()
+        found = tf.compat.v1.global_variables() if variables is None else variables
+        super().__init__(variables=list(found), **kwargs)
 
-    def _copied_values(self) -> dict[str, Any]:
-        tensors = [tf.convert_to_tensor(each) for each in self.variables] if self.session is None else self.variables
-        arrays = [each.numpy() for each in tensors] if self.session is None else self.session.run(tensors)
-        return {**super()._copied_values(), "variables": arrays}
+    @property
+    def session(self) -> Any:
+        """The session that holds the variables; None: there is none."""
+        return self._session
 
-    def _take_values(self, copied: dict[str, Any]) -> None:
-        super()._take_values({name: value for name, value in copied.items() if name != "variables"})
-        for variable, array in zip(self.variables, copied["variables"], strict=True):
-            if self.session is None:
-                variable.assign(array)
-            else:
-                variable.load(array, self.session)
+    def _find_handler(self, value: Any) -> StateHandler | None:
+        return _VariablesHandler(value, self._session) if _variables_of(value) else super()._find_handler(value)
 
-    def _sync_values(self) -> None:
-        super()._sync_values()
-        if self.session is None:
-            broadcast_variables(self.variables, 0)
-        else:
-            self.session.run(self._broadcast)
+
+class TensorFlowKerasState(TensorFlowState):
+    """A model of Keras, on its backend tensorflow, its optimizer, and other values (``epoch=0, batch=0``).
+
+    Args:
+        model: one that has its weights; the seeds of its layers stay each rank's own.
+        optimizer: its optimizer; None: that with which it was compiled.
+        backend: without meaning here, taken for Horovod's sake.
+        **kwargs: as for `TensorFlowState`.
+
+    Raises:
+        ConfigError: the model has no weights yet, or there is no optimizer.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        self._session = None
+        HandlingState.__init__(self, model=model, optimizer=built_optimizer(model, optimizer), **kwargs)

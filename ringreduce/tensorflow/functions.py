@@ -11,7 +11,7 @@ import tensorflow as tf
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.tensorflow.calls import Host, entry, run, tensors_of
+from ringreduce.tensorflow.calls import Host, entry, name_of, run, tensors_of
 from ringreduce.training import objects
 from ringreduce.training.host import HOST
 from ringreduce.training.parameters import broadcast_parameters
@@ -73,12 +73,6 @@ def _received(variables: Sequence[Any], root_rank: int, process_set: ProcessSet)
     specs = [(each.dtype, each.shape) for each in values]
     received = run(carry_out, values, lambda: specs, in_order=False) if variables else []
     return list(zip(variables, received, strict=True))
-
-
-def name_of(variable: Any, number: int) -> str:
-    """Return the name of a variable, which is the same on all ranks; of a tensor, its number."""
-    named = hasattr(variable, "assign")
-    return str(getattr(variable, "path", None) or variable.name) if named else f"tensor {number}"
 
 
 @entry

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, run, traced_name
+from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, name_of, run, traced_name
 from ringreduce.tensorflow.compression import Compression
-from ringreduce.tensorflow.functions import name_of
-from ringreduce.training.applying import Distribution
+from ringreduce.training.applying import Distribution, variables_of, with_methods
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.host import HOST, ArraySpec
@@ -188,15 +186,6 @@ def _spec(gradient: Host | None, variable: Any) -> tuple[tuple[int, ...], Any]:
     return gradient.shape, gradient.dtype
 
 
-def with_methods(instance: Any, **methods: Any) -> Any:
-    """Give an object of a class that is written in Python other methods, by name; return it."""
-    kind = type(instance)
-    instance.__class__ = type(
-        kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods}
-    )
-    return instance
-
-
 # ---- tapes ----
 
 
@@ -282,11 +271,8 @@ def PartialDistributedGradientTape(  # noqa: N802
     gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None, **options: Any
 ) -> Any:
     """Do what `DistributedGradientTape` does, but for the weights of ``local_layers``: a layer of Keras, or several."""
+    local = variables_of(local_layers)
     tape = DistributedGradientTape(gradtape, *arguments, **options)
-    listed = [] if local_layers is None else [local_layers] if callable(local_layers) else list(local_layers)
-    if not all(hasattr(each, "trainable_weights") for each in listed):
-        raise ConfigError(f"local_layers are layers of Keras, got {listed!r}")
-    for layer in listed:
-        for variable in layer.trainable_weights:
-            tape.register_local_source(variable)
+    for each in local:
+        tape.register_local_source(each)
     return tape

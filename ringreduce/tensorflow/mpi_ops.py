@@ -28,29 +28,23 @@ import tensorflow as tf
 from ringreduce import runtime
 from ringreduce.common.errors import CollectiveError as HorovodInternalError
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
+from ringreduce.common.reduce_ops import AVERAGE, SUM
 from ringreduce.runtime import global_process_set, names
 from ringreduce.runtime.names import *  # noqa: F403
 from ringreduce.runtime.process import PROCESS
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import Host, Spec, any_rows, are_recorded, entry, run, tensors_of, traced_name
 from ringreduce.tensorflow.compression import Compression
-from ringreduce.training import built, requests
+from ringreduce.training import built, ops, requests
 from ringreduce.training.built import *  # noqa: F403
 from ringreduce.training.compression.tensors import wire_of
 from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.host import HostArrays
-from ringreduce.training.requests import Adasum, Op, ReproducibleSum, Request, RequestBuilder, barrier, chosen_op
+from ringreduce.training.ops import *  # noqa: F403
+from ringreduce.training.requests import Op, Request, RequestBuilder, barrier, chosen_op
 
 __all__ = [
-    "Adasum",
-    "Average",
     "HorovodInternalError",
-    "Max",
-    "Min",
-    "Product",
-    "ReproducibleSum",
-    "Sum",
     "allgather",
     "allreduce",
     "alltoall",
@@ -68,10 +62,10 @@ __all__ = [
     "reducescatter",
     "size_op",
 ]
-__all__ += built.__all__ + names.__all__
+__all__ += built.__all__
+__all__ += names.__all__
+__all__ += ops.__all__
 __all__.sort()
-
-Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 
 _executing_eagerly = tf.executing_eagerly
 _basics = sys.modules[__name__]  # in Horovod an object whose methods are the functions that are here
@@ -242,10 +236,7 @@ def _gather_slices(slices: Sequence[Any], op: Op, name: str | None, process_set:
 
 @entry
 def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Concatenate the ranks' tensors along the first dimension, in rank order. Collective.
 
@@ -315,7 +306,7 @@ def reducescatter(
     tensor: Any,
     device_dense: str = "",
     compression: Any = Compression.none,
-    op: Op = Average,
+    op: Op = AVERAGE,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
@@ -338,7 +329,7 @@ def grouped_reducescatter(
     tensors: _Tensors,
     device_dense: str = "",
     compression: Any = Compression.none,
-    op: Op = Average,
+    op: Op = AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

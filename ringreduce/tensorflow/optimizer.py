@@ -14,9 +14,9 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import entry
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
-from ringreduce.tensorflow.gradients import GradientReduction, with_methods
+from ringreduce.tensorflow.gradients import GradientReduction
 from ringreduce.tensorflow.mpi_ops import grouped_allreduce
-from ringreduce.training.applying import Distribution, distribute
+from ringreduce.training.applying import Distribution, distribute, with_methods
 from ringreduce.training.requests import Adasum, Op
 
 

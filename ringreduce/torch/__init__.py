@@ -30,6 +30,7 @@ from ringreduce import runtime
 from ringreduce.algorithms import Collective
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import set_conventions
+from ringreduce.runtime.names import *  # noqa: F403  # for type checkers, which see no further than one star
 from ringreduce.torch import (
     checkpoint,
     compression,
@@ -45,13 +46,15 @@ from ringreduce.torch.checkpoint import load_checkpoint, save_checkpoint
 from ringreduce.torch.data import DistributedSampler, Shard
 from ringreduce.torch.functions import *  # noqa: F403  # what these export is written down there, and not once more
 from ringreduce.torch.mpi_ops import *  # noqa: F403
-from ringreduce.torch.ops import *  # noqa: F403  # for type checkers, which see no further than one star
+from ringreduce.torch.ops import *  # noqa: F403
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.reductions import *  # noqa: F403
 from ringreduce.torch.sharded import ShardedStep, Stepper
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.training.averages import weighted_average
+from ringreduce.training.built import *  # noqa: F403
+from ringreduce.training.ops import *  # noqa: F403
 
 __all__ = [
     "DistributedOptimizer",

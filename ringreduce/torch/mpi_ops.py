@@ -20,7 +20,9 @@ from ringreduce.training.built import *  # noqa: F403
 from ringreduce.training.requests import Handle
 
 __all__ = ["Compression", "HorovodInternalError", "cuda_built"]
-__all__ += built.__all__ + names.__all__ + ops.__all__
+__all__ += built.__all__
+__all__ += names.__all__
+__all__ += ops.__all__
 __all__.sort()
 
 #: What programs note of operations under way, by handle; forgotten with the handle. Operations here keep their tensors.

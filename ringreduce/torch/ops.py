@@ -48,21 +48,12 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import reductions
 from ringreduce.torch.arrays import differentiable, preparing
 from ringreduce.torch.reductions import *  # noqa: F403  # what it exports is written down there, and not once more
-from ringreduce.training.requests import (
-    Adasum,
-    Handle,
-    ReproducibleSum,
-    Request,
-    barrier,
-    join,
-    poll,
-    synchronize,
-)
+from ringreduce.training import ops
+from ringreduce.training.ops import *  # noqa: F403
+from ringreduce.training.requests import Handle, Request, barrier, join, poll, synchronize
 
 __all__ = [
-    "Adasum",
     "Handle",
-    "ReproducibleSum",
     "allgather",
     "allgather_async",
     "alltoall",
@@ -78,6 +69,7 @@ __all__ = [
     "poll",
     "synchronize",
 ]
+__all__ += ops.__all__
 __all__ += reductions.__all__
 __all__.sort()
 

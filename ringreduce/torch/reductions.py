@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringreduce.buffers import Operand
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine import Reduction
 from ringreduce.engine.decisions import OperationSignature
 from ringreduce.runtime import global_process_set
@@ -22,11 +22,6 @@ from ringreduce.torch.compression import Compression, Compressor, wire_of
 from ringreduce.training.requests import Handle, Op, Request, chosen_op, in_words
 
 __all__ = [
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -41,8 +36,6 @@ __all__ = [
     "reducescatter_async",
     "sparse_allreduce_async",
 ]
-
-Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 
 _Tensors = Sequence[Tensor]
 
@@ -328,7 +321,7 @@ def _remember(request: Request, tensor: Tensor, how: tuple[Any, Any], in_place: 
 
 
 def sparse_allreduce_async(
-    tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set
+    tensor: Tensor, name: str | None = None, op: Op = AVERAGE, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start to sum or average sparse COO tensors; what each rank has is gathered, nothing made dense.
 
@@ -359,7 +352,7 @@ def reducescatter(
     tensor: Tensor,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Op = Average,
+    op: Op = AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -378,7 +371,7 @@ def reducescatter(
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
-    op: Op = Average,
+    op: Op = AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -394,7 +387,7 @@ def grouped_reducescatter(
     tensors: _Tensors,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Op = Average,
+    op: Op = AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -412,7 +405,7 @@ def grouped_reducescatter(
 def grouped_reducescatter_async(
     tensors: _Tensors,
     name: str | None = None,
-    op: Op = Average,
+    op: Op = AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

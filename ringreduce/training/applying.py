@@ -159,6 +159,41 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
     return optimizer
 
 
+def built_optimizer(model: Any, optimizer: Any = None) -> Any:
+    """Return the optimizer of a model, after it has made its variables.
+
+    Args:
+        model: of Keras.
+        optimizer: of Keras; None: that with which the model was compiled.
+
+    Raises:
+        ConfigError: the model has no weights yet, or there is no optimizer.
+    """
+    optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+    if not model.built:
+        raise ConfigError("the model has no weights yet: call model.build(input_shape) first")
+    if optimizer is None:
+        raise ConfigError("the model has no optimizer: compile it first, or give one")
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    return optimizer
+
+
+def variables_of(layers: Any) -> list[Any]:
+    """Return the trainable variables of layers.
+
+    Args:
+        layers: of Keras, one or several, whose variables exist already; None: none.
+
+    Raises:
+        ConfigError: these are no layers.
+    """
+    listed = [layers] if callable(layers) else list(layers or ())
+    if not all(hasattr(each, "trainable_weights") for each in listed):
+        raise ConfigError(f"local_layers are layers of Keras, got {listed!r}")
+    return [variable for layer in listed for variable in layer.trainable_weights]
+
+
 def _require_equal_steps(optimizer: Any, distribution: Distribution) -> None:
     """Raise `ConfigError` if what a rank has of its own would change the steps of what all have in common."""
     if distribution.local and hasattr(optimizer, "inner_optimizer"):

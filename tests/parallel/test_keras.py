@@ -277,7 +277,7 @@ def test_what_would_make_ranks_step_differently_is_refused() -> None:
 
 
 def test_an_older_keras_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keras, "version", lambda: "3.1.7")
+    monkeypatch.setattr(keras, "__version__", "3.1.7")
     with pytest.raises(ImportError, match=r"needs Keras 3\.12 or newer, and this is 3\.1\.7"):
         importlib.reload(hvd)
 
@@ -329,6 +329,17 @@ def test_a_step_that_fails_raises_our_error_from_fit_and_a_state_goes_on() -> No
     for ours, theirs in zip(weights(model), weights(model_of(100)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert_equal(trained(SGD(0.05)), alone(SGD(0.05)))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA cannot call Python from TensorFlow alone")
+def test_a_step_that_xla_is_to_compile_is_refused() -> None:
+    """Unless a callback keeps XLA out of it."""
+    model, (x, y) = model_of(100), map(mine, data(1))
+    model.compile(hvd.DistributedOptimizer(SGD(0.1)), loss="mse", jit_compile=True)
+    with pytest.raises(rr.ConfigError, match="XLA cannot compile"):
+        model.fit(x, y, batch_size=ROWS, **STEADY)
+    model.fit(x, y, batch_size=ROWS, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)], **STEADY)
+    assert_same_everywhere(model)
 
 
 @pytest.mark.parametrize("make", [lambda: Adam(0.01), lambda: Scaled(SGD(0.01, momentum=0.5))], ids=["adam", "scaled"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -305,6 +306,35 @@ def test_what_cannot_be_sent_is_refused(called: Any) -> None:
         tape.gradient(largest, each)
     with pytest.raises(tf.errors.InvalidArgumentError):  # one of TensorFlow's own
         tf.reshape(tf.ones(3), [2])
+
+
+def test_errors_of_converted_functions_are_ours() -> None:
+    """AutoGraph raises one of its own for what it does not know."""
+
+    @tf.function
+    def function(each: Any) -> Any:
+        return hvd.allreduce(each, compression=None) if each.shape.rank else each
+
+    with pytest.raises(rr.ConfigError, match=r"hvd\.Compression"):
+        function(tf.ones(3))
+
+
+def test_what_xla_is_to_compile_is_refused() -> None:
+    """Also where the function that reduces is called by another."""
+    inner = tf.function(hvd.allreduce)
+    variable = tf.Variable([1.0])
+
+    def step(each: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * each)
+        return hvd.DistributedGradientTape(tape).gradient(loss, variable)
+
+    for function in (hvd.allreduce, lambda each: inner(each) + 1.0, step):
+        with pytest.raises(rr.ConfigError, match="XLA cannot compile") as caught:
+            tf.function(function, jit_compile=True)(tf.ones(1))
+        assert isinstance(caught.value, tf.errors.InvalidArgumentError)
+    double = tf.function(lambda each: 2.0 * each, jit_compile=True)
+    np.testing.assert_array_equal(tf.function(lambda each: hvd.allreduce(double(each)))(tf.ones(2)), [2.0, 2.0])
 
 
 # ---- variables and objects ----
@@ -646,6 +676,47 @@ def test_states_keep_variables() -> None:
         state = hvd.elastic.TensorFlowState(session=session, batch=1)
         state.sync()
         np.testing.assert_array_equal(session.run(kept), np.zeros(2))
+
+
+def test_states_keep_models_and_optimizers() -> None:
+    """A sync takes those of rank 0, and a restore those of the last commit."""
+    keras = tf.keras
+    model, optimizer = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), keras.optimizers.Adam(0.5)
+    for each in model.weights:
+        each.assign(tf.fill(each.shape, float(RANK)))
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=RANK)
+    state.sync()
+    kept = [each.numpy() for each in [*model.weights, *optimizer.variables]]
+    assert (state.batch, kept[0].item()) == (0, 0.0)
+    optimizer.apply([tf.ones(each.shape) for each in model.weights], model.trainable_weights)
+    assert model.weights[0].numpy().item() == pytest.approx(-0.5, rel=1e-4)
+    state.restore()
+    for variable, array in zip([*model.weights, *optimizer.variables], kept, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), array)
+    with pytest.raises(rr.ConfigError, match="no optimizer"):
+        hvd.elastic.TensorFlowKerasState(model)
+
+
+def test_states_begin_with_what_is_on_disk(tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(str(tmp_path))
+
+    def state_of() -> tuple[Any, Any]:
+        variable = tf.Variable([float(RANK)])
+        return variable, hvd.elastic.TensorFlowState([variable], step=0)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        variable.assign([5.0])
+        state.step = 3
+        state.commit()
+
+    variable, state = state_of()
+    assert state.keep_on_disk(folder) is None
+    train(state)
+    hvd.barrier()
+    variable, state = state_of()
+    assert state.keep_on_disk(folder) == 1
+    assert (state.step, variable.numpy().tolist()) == (3, [5.0])
 
 
 def test_the_last_rank_to_join_is_known() -> None:

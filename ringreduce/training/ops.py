@@ -1,0 +1,8 @@
+"""The ops that bindings offer, by Horovod's names, and the exact sum."""
+
+from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
+from ringreduce.training.options import Adasum, ReproducibleSum
+
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReproducibleSum", "Sum"]
+
+Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
