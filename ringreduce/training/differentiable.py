@@ -65,7 +65,8 @@ class Differentiable:
             _require_linear(op, "allreduce")
             return back.allreduce(grads, op, prescale, postscale, wire)
 
-        return self._flow("allreduce", prepared, adjoint, values)
+        how = {"op": op, "prescale": prescale, "postscale": postscale, "wire": wire}
+        return self._flow("allreduce", prepared, adjoint, values, **how)
 
     def allgather(self, values: _Values) -> _Values:
         """Concatenate arrays along their first dimension."""
@@ -121,7 +122,7 @@ class Differentiable:
             wholes = back.allgather(grads)
             return wholes if factor == 1.0 else [whole * factor for whole in wholes]
 
-        return self._flow("reducescatter", prepared, adjoint, values)
+        return self._flow("reducescatter", prepared, adjoint, values, op=op, prescale=prescale, postscale=postscale)
 
     def _flow(
         self,
@@ -129,8 +130,17 @@ class Differentiable:
         prepared: Callable[[RequestBuilder, _Values], Request],
         adjoint: Callable[[Differentiable, _Values], _Values],
         values: _Values,
+        **how: Any,
     ) -> _Values:
-        """Carry out a request for arrays, so that gradients flow through it by its adjoint."""
+        """Carry out a request for arrays, so that gradients flow through it by its adjoint.
+
+        Args:
+            kind: of collective.
+            prepared: returns the request.
+            adjoint: takes the collectives of the backward pass and the gradients of results; returns those of arrays.
+            values: the arrays.
+            **how: the other arguments of the collective, for frameworks whose programs hold them.
+        """
 
         def run(sources: _Values) -> _Values:
             with RequestBuilder(kind, self._name, self._process_set, self._arrays) as prepare:
