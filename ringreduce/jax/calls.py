@@ -29,6 +29,9 @@ Shape = tuple[int, ...]
 #: So many requests of compiled programs are kept, of arrays up to this size.
 _KEPT, _LARGEST_REPEATED_NBYTES = 128, 64 << 10
 
+#: Compiled programs reduce so many buckets of the settings at a time: what an operation takes besides moving bytes.
+_BUCKETS_AT_ONCE = 4
+
 #: The process sets that calls have named, by their ranks.
 _sets: dict[tuple[int, ...] | None, ProcessSet] = {None: global_process_set}
 
@@ -88,7 +91,7 @@ def request_of(call: Call, sources: Sequence[Host], targets: Sequence[Host] | No
         if call.kind == "reducescatter":
             store = partial(_store, targets)
             return prepare.reducescatter(sources, ReduceOp(call.op), call.prescale, call.postscale, store)
-        text = call.function or in_words(*sources, any_rows=call.kind == "allgather" and targets is None)
+        text = call.function or in_words(*(targets or sources), any_rows=call.kind == "allgather" and targets is None)
         run = partial(_run, call, sources, targets or [None] * len(sources))
         return prepare.call(f"{call.kind}({call.op}, root {call.root}, {text})", run, sources, targets or ())
 
@@ -155,13 +158,13 @@ def run_compiled(
     return run(*leaves)  # type: ignore[no-any-return]
 
 
-def _at_once(call: Call, shapes: Sequence[Shape], *leaves: Any, after: Sequence[Any] = ()) -> Sequence[Any]:
+def _at_once(call: Call, shapes: Sequence[Shape], *leaves: Any) -> Sequence[Any]:
     batched = "broadcast_all" if call.kind in ALIKE else "sequential"
-    return ffi.call(json.dumps(call), leaves, shapes, batched=batched, after=after)
+    return ffi.call(json.dumps(call), leaves, shapes, batched=batched)
 
 
 def _in_buckets(call: Call, shapes: Sequence[Shape], *leaves: Any) -> Sequence[Any]:
-    """Call for one bucket of arrays after the other, the last arrays first: in the order of most backward passes.
+    """Reduce one bucket of arrays after the other, the last arrays first: in the order of most backward passes.
 
     XLA then has memory for few gradients at a time, which it uses again and again, and not for all of them, which it
     would get anew from the system in every step. All ranks have the buckets in the same order, as a bucket waits for a
@@ -169,14 +172,14 @@ def _in_buckets(call: Call, shapes: Sequence[Shape], *leaves: Any) -> Sequence[A
     """
     numbers = list(reversed(range(len(leaves))))
     items = [(None, leaves[number].size * leaves[number].dtype.itemsize) for number in numbers]
-    buckets = fuse(items, _sets[call.ranks].communicator.config.bucket_nbytes)
-    made, after = list(leaves), []
+    buckets = fuse(items, _BUCKETS_AT_ONCE * _sets[call.ranks].communicator.config.bucket_nbytes)
+    made, after = list(leaves), list[Any]()
     for count, bucket in enumerate(buckets):
         members = [numbers[index] for index in bucket]
         name = call.name if count == 0 else f"{call.name}, bucket {count}"  # the first compares how many there are
         part = call._replace(name=name, part=f", bucket {count} of {len(buckets)}" if len(buckets) > 1 else "")
-        own_shapes, own_leaves = [shapes[each] for each in members], [leaves[each] for each in members]
-        results = _at_once(part, own_shapes, *own_leaves, after=after)
+        given, own = [leaves[each] for each in members], [shapes[each] for each in members]
+        results = ffi.call(json.dumps(part), given, own, batched="broadcast_all", in_place=True, after=after)
         for number, each in zip(members, results, strict=True):
             made[number] = each
         after = [min(results, key=lambda each: each.size)]
@@ -211,7 +214,8 @@ def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory) -> None:
     raise_unseen()
     call = _read(text)
     if max(arguments.nbytes, results.nbytes) > _LARGEST_REPEATED_NBYTES:
-        request_of(call, arguments.views(), results.views()).carry_out()
+        targets = results.views()
+        request_of(call, targets if arguments == results else arguments.views(), targets).carry_out()
         return
     process_set = _sets[call.ranks]
     key = text, arguments.layout, results.layout, ref(process_set.engine) if process_set.connected else None

@@ -147,6 +147,7 @@ def call(
     shapes: Sequence[tuple[int, ...]],
     *,
     batched: str,
+    in_place: bool = False,
     after: Sequence[Any] = (),
 ) -> list[Any]:
     """Return arrays of these shapes and the dtypes of the arguments, which the handler fills.
@@ -159,7 +160,10 @@ def call(
         arguments: arrays.
         shapes: of as many results.
         batched: as `jax.ffi.ffi_call` has ``vmap_method``.
+        in_place: whether results are in the memory of the arguments, which JAX copies if they are needed afterwards.
         after: arrays that are there when the handler is called.
     """
     results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]
-    return list(jax.ffi.ffi_call(_TARGET, results, vmap_method=batched)(*arguments, *after, text=text))
+    aliases = {number: number for number in range(len(results))} if in_place else None
+    made = jax.ffi.ffi_call(_TARGET, results, vmap_method=batched, input_output_aliases=aliases)
+    return list(made(*arguments, *after, text=text))

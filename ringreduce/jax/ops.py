@@ -73,8 +73,12 @@ class _Collectives(Differentiable):
 
     def reduce(self, values: Sequence[Any], root: int) -> Sequence[Any]:
         """Return what becomes of the gradients of broadcast arrays: their total on the root, zeros on the others."""
-        how = {"op": self._conventions.gradient_op, "root": root}
-        return self._flow("reduce", None, lambda back, grads: back.broadcast(grads, root), values, **how)
+        op = self._conventions.gradient_op
+        return self._flow("reduce", None, lambda back, grads: back.broadcast(grads, root), values, op=op, root=root)
+
+    def _joined(self, parts: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
+        op = self._conventions.gradient_op
+        return self._flow("allgather", None, lambda back, grads: back.reducescatter(grads, op, 1.0, 1.0), parts, shapes)
 
     def _first_rows(self, rows: Sequence[int]) -> list[int]:
         return [self._process_set.rank() * each for each in rows]
@@ -85,27 +89,31 @@ class _Collectives(Differentiable):
         prepared: object,
         adjoint: Callable[[Any, Sequence[Any]], Sequence[Any]],
         values: Sequence[Any],
-        *,
-        op: Op = SUM,
-        root: int | None = None,
-        wire: str | None = None,
-        **scales: Any,
+        shapes: Sequence[Shape] | None = None,
+        **how: Any,
     ) -> Sequence[Any]:
         with RequestBuilder(kind, self._name, self._process_set):
-            chosen = ReduceOp.parse(op) if kind == "reducescatter" else chosen_op(op, None)
-            call = Call(
-                kind,
-                self._name,
-                ranks_of(self._process_set),
-                chosen.value if isinstance(chosen, ReduceOp) else chosen,
-                wire=wire,
-                root=-1 if root is None else self._process_set.rank_of(root),
-                **{each: real_number(f"{each}_factor", factor) for each, factor in scales.items()},
-            )
-            shapes = [_result_shape(kind, each.shape, self._process_set) for each in values]
+            call = self._call(kind, **how)
+            shapes = shapes or [_result_shape(kind, each.shape, self._process_set) for each in values]
         if _is_traced(values):
             return run_compiled(call, shapes, partial(adjoint, self._back()), values)
         return _run_at_once(call, values)
+
+    def _call(
+        self,
+        kind: str,
+        op: Op = SUM,
+        prescale: Any = 1.0,
+        postscale: Any = 1.0,
+        wire: str | None = None,
+        root: int | None = None,
+    ) -> Call:
+        """Return a collective whose arguments are checked."""
+        chosen = ReduceOp.parse(op) if kind == "reducescatter" else chosen_op(op, None)
+        word = chosen.value if isinstance(chosen, ReduceOp) else chosen
+        scales = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
+        sender = -1 if root is None else self._process_set.rank_of(root)
+        return Call(kind, self._name, ranks_of(self._process_set), word, *scales, wire, sender)
 
 
 def _run_at_once(call: Call, leaves: Sequence[Any]) -> Sequence[Any]:

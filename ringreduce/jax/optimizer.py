@@ -90,9 +90,12 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
         wanted = None if compression is None else _checked(compression)
         if wanted is not None and kind not in (AVERAGE, SUM):
             raise ConfigError(f"compressed gradients are averaged or summed (op Average or Sum), got {op}")
-    scales = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
-    reduce = partial(allreduce, op=kind, name=name, process_set=process_set, **scales)
     inner = optax.with_extra_args_support(tx)
+
+    def reduce(updates: Any) -> Any:
+        scales: dict[str, Any] = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
+        return allreduce(updates, kind, name=name, process_set=process_set, **scales)
+
     if wanted is not None:
         assert isinstance(kind, ReduceOp)
         compressing = _Compressing(inner, reduce, wanted, kind, name, process_set)

@@ -110,6 +110,7 @@ class Differentiable:
 
     def reducescatter(self, values: _Values, op: Op, prescale: float, postscale: float) -> _Values:
         """Reduce arrays into this rank's parts."""
+        shapes = [each.shape for each in values]
 
         def prepared(prepare: RequestBuilder, sources: _Values) -> Request:
             return prepare.reducescatter(sources, op, prescale, postscale, list)
@@ -119,7 +120,7 @@ class Differentiable:
             size = self._process_set.size()
             factor = real_number("prescale_factor", prescale) * real_number("postscale_factor", postscale)
             factor *= self._conventions.scattered_gradient_factor(size) / (size if ReduceOp.parse(op) is AVERAGE else 1)
-            wholes = back.allgather(grads)
+            wholes = back._joined(grads, shapes)
             return wholes if factor == 1.0 else [whole * factor for whole in wholes]
 
         return self._flow("reducescatter", prepared, adjoint, values, op=op, prescale=prescale, postscale=postscale)
@@ -159,6 +160,10 @@ class Differentiable:
         else:
             name = f"gradient {next(_numbers.setdefault(self._process_set.engine, itertools.count(1)))}"
         return type(self)(self._arrays, name, self._process_set, backwards=True)
+
+    def _joined(self, parts: _Values, shapes: Sequence[Any]) -> _Values:
+        """Return arrays of these shapes of which each rank has a part, as of `reducescatter`."""
+        return self.allgather(parts)
 
     def _first_rows(self, rows: Sequence[int]) -> list[int]:
         """Return where the rows that this rank has contributed to each array begin. Collective."""
