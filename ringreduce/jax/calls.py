@@ -145,12 +145,13 @@ def run_compiled(
         wrap: changes how the function that calls is transformed.
     """
     run = jax.custom_vjp(wrap(partial(_in_buckets if call.kind == "allreduce" else _at_once, call, shapes)))
+    dtypes = [each.dtype for each in leaves]
 
     def backward(_: None, cotangents: Sequence[Any]) -> Sequence[Any]:
         # Integers have no gradients (float0); what becomes of the zeros in their place, JAX ignores.
         given = [
-            jnp.zeros(shape, leaf.dtype) if each.dtype == jax.dtypes.float0 else each
-            for shape, leaf, each in zip(shapes, leaves, cotangents, strict=True)
+            jnp.zeros(shape, dtype) if each.dtype == jax.dtypes.float0 else each
+            for shape, dtype, each in zip(shapes, dtypes, cotangents, strict=True)
         ]
         return tuple(adjoint(given))
 
@@ -182,7 +183,7 @@ def _in_buckets(call: Call, shapes: Sequence[Shape], *leaves: Any) -> Sequence[A
         results = ffi.call(json.dumps(part), given, own, batched="broadcast_all", in_place=True, after=after)
         for number, each in zip(members, results, strict=True):
             made[number] = each
-        after = [min(results, key=lambda each: each.size)]
+        after = sorted(results, key=lambda each: (each.size == 0, each.size))[:1]
     return made
 
 

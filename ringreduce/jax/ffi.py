@@ -122,6 +122,7 @@ def register(handler: Handler) -> None:
         try:
             _, _, _, _, arguments, _, _, results_count, _, results, *_, attributes = spans
             text = ctypes.string_at(*_read(_TEXT, *_read(_ADDRESS, attributes)))
+            # Any other arguments, of which a call says `after`, had to be there first, and no more.
             handler(text, Memory.of(results_count, arguments), Memory.of(results_count, results))
         except BaseException as error:
             awaited = sys._getframe().f_back is not None  # else this is a thread of XLA

@@ -129,8 +129,7 @@ _together = jax.jit(lambda arrays: arrays)
 
 def _beside(like: Any, array: Any) -> Any:
     """Return an array on the devices of another one."""
-    away = any(device.platform != "cpu" for device in like.devices()) or len(like.devices()) > 1
-    return jax.device_put(array, like.sharding) if away else array
+    return array if array.devices() == like.devices() else jax.device_put(array, like.sharding)
 
 
 def _result_shape(kind: str, shape: Shape, process_set: ProcessSet) -> Shape:

@@ -148,6 +148,24 @@ def test_a_forked_child_cannot_reduce_and_its_rank_goes_on() -> None:
     assert (done.returncode, done.stdout) == (0, "7 2.0\n" * 2), done.stderr
 
 
+DEVICES = """
+first, second = jax.devices()
+spread = jax.sharding.NamedSharding(jax.make_mesh((2,), ("devices",)), jax.sharding.PartitionSpec("devices"))
+for place in (first, second, spread):
+    array = jax.device_put(jnp.arange(4.0), place)
+    made = rj.allreduce(array, rj.Sum)
+    print(made.sharding == array.sharding, made.tolist())
+compiled = jax.jit(lambda each: rj.allreduce(each, rj.Sum))(jax.device_put(jnp.arange(4.0), second))
+print(compiled.devices() == {second}, compiled.tolist())
+"""
+
+
+def test_results_are_on_the_devices_of_the_arrays() -> None:
+    """Outside of a compiled program also of arrays that are spread over several."""
+    done = run(DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert done.stdout.splitlines() == ["True [0.0, 2.0, 4.0, 6.0]"] * 8, done.stderr
+
+
 def test_a_version_that_is_too_old_is_named() -> None:
     """With the one that is needed."""
     program = "import jax; jax.__version__, jax.__version_info__ = '0.4.38', (0, 4, 38); import ringreduce.jax"

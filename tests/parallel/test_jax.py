@@ -170,6 +170,9 @@ def test_large_trees_are_reduced_in_buckets(small_buckets: None) -> None:
     assert program.as_text().count(" custom-call(") == 4
     for number, each in enumerate(program(weights)[0]):
         np.testing.assert_allclose(each, np.full(BUCKETS[number], number + RANK - (number + TRIANGLE / SIZE) / 2))
+    empty, full, _ = jax.jit(rj.allreduce)([jnp.ones(0), jnp.ones(BUCKETS[0]), jnp.ones(0)])
+    assert empty.shape == (0,)
+    np.testing.assert_array_equal(full, np.ones(BUCKETS[0]))
 
 
 def test_memory_is_for_a_few_gradients_of_a_large_model() -> None:
@@ -315,6 +318,16 @@ def test_ranks_that_disagree_hear_the_same_error_and_go_on(called: Any) -> None:
     assert isinstance(found, rr.MismatchError)
     assert sorted(found.values) == list(range(SIZE))
     np.testing.assert_array_equal(reduce(jnp.ones(3)), np.full(3, float(SIZE)))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_rows_of_different_number_are_refused_in_a_program() -> None:
+    """Which is made before they are known."""
+    gather = jax.jit(rj.allgather)
+    with pytest.raises((rr.MismatchError, RuntimeError, ValueError)) as caught:
+        gather(jnp.ones((RANK, 2)))
+    assert isinstance(rj.error_of(caught.value), rr.MismatchError)
+    np.testing.assert_array_equal(gather(jnp.ones(3)), np.ones(3 * SIZE))
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank tells nobody")
