@@ -82,23 +82,21 @@ ALIKE = ("allreduce", "broadcast", "compressed allreduce", "reduce")
 def request_of(call: Call, sources: Sequence[Host], targets: Sequence[Host] | None = None) -> Request:
     """Return a collective of arrays of the host, whose results are new arrays, or ``targets``."""
     with RequestBuilder(call.kind, call.name, _sets[call.ranks]) as prepare:
-        if targets is None and call.kind in ALIKE:
-            targets = prepare.new_like(sources)
+        outs = targets or (prepare.new_like(sources) if call.kind in ALIKE else [None] * len(sources))
+        scales = call.prescale, call.postscale
         if call.kind == "allreduce":
-            assert targets is not None
-            scales = call.prescale, call.postscale
-            return prepare.allreduce(sources, targets, call.op, *scales, wire=call.wire, part=call.part)
+            return prepare.allreduce(sources, outs, call.op, *scales, wire=call.wire, part=call.part)
         if call.kind == "reducescatter":
-            store = partial(_store, targets)
-            return prepare.reducescatter(sources, ReduceOp(call.op), call.prescale, call.postscale, store)
+            return prepare.reducescatter(sources, ReduceOp(call.op), *scales, partial(_stored, outs))
         text = call.function or in_words(*(targets or sources), any_rows=call.kind == "allgather" and targets is None)
-        run = partial(_run, call, sources, targets or [None] * len(sources))
+        run = partial(_run, call, sources, outs)
         return prepare.call(f"{call.kind}({call.op}, root {call.root}, {text})", run, sources, targets or ())
 
 
-def _store(targets: Sequence[Host] | None, made: Sequence[Host]) -> Sequence[Host]:
-    for target, each in zip(targets or (), made, strict=targets is not None):
-        np.copyto(target, each)
+def _stored(outs: Sequence[Host | None], made: Sequence[Host]) -> Sequence[Host]:
+    for out, each in zip(outs, made, strict=True):
+        if out is not None:
+            np.copyto(out, each)
     return made
 
 

@@ -94,8 +94,9 @@ class _Collectives(Differentiable):
     ) -> Sequence[Any]:
         with RequestBuilder(kind, self._name, self._process_set):
             call = self._call(kind, **how)
-            shapes = shapes or [_result_shape(kind, each.shape, self._process_set) for each in values]
-        if _is_traced(values):
+            traced = _is_traced(values)
+            shapes = shapes or [_result_shape(kind, each.shape, self._process_set, traced) for each in values]
+        if traced:
             return run_compiled(call, shapes, partial(adjoint, self._back()), values)
         return _run_at_once(call, values)
 
@@ -132,7 +133,7 @@ def _beside(like: Any, array: Any) -> Any:
     return array if array.devices() == like.devices() else jax.device_put(array, like.sharding)
 
 
-def _result_shape(kind: str, shape: Shape, process_set: ProcessSet) -> Shape:
+def _result_shape(kind: str, shape: Shape, process_set: ProcessSet, traced: bool) -> Shape:
     """Return the shape of a result, where ranks have equal shapes."""
     if kind in ALIKE:
         return shape
@@ -142,6 +143,8 @@ def _result_shape(kind: str, shape: Shape, process_set: ProcessSet) -> Shape:
     if kind == "allgather":
         rows *= size
     elif kind == "reducescatter":
+        if traced and 0 < rows < size:  # XLA leaves out what makes nothing, which would be on some ranks alone
+            raise ConfigError(f"in jit, reducescatter needs a row for each of the {size} ranks, got {rows}")
         rows = rows // size + (process_set.rank() < rows % size)
     elif rows % size:
         raise ConfigError(f"alltoall sends equal parts, but {rows} rows go to {size} ranks")

@@ -62,6 +62,14 @@ def test_rows_are_gathered_scattered_and_exchanged(called: Any) -> None:
     np.testing.assert_array_equal(called(lambda each: rj.broadcast(each, root))(mine), np.full((2, 3), float(root)))
 
 
+@pytest.mark.skipif(SIZE == 1, reason="each rank has a row")
+def test_ranks_without_a_row_are_for_outside_of_jit() -> None:
+    """XLA would leave out the call on these ranks, which make nothing of it, and the others would wait."""
+    np.testing.assert_array_equal(rj.reducescatter(jnp.ones(1), rj.Sum), np.full(1 - min(RANK, 1), float(SIZE)))
+    with pytest.raises(rr.ConfigError, match="needs a row for each"):
+        jax.jit(rj.reducescatter)(jnp.ones(1))
+
+
 def test_ragged_rows_are_gathered_outside_of_jit() -> None:
     made = rj.allgather(jnp.full((RANK, 2), float(RANK)))
     np.testing.assert_array_equal(made[:, 0], np.repeat(np.arange(SIZE), np.arange(SIZE)))
@@ -325,7 +333,7 @@ def test_rows_of_different_number_are_refused_in_a_program() -> None:
     """Which is made before they are known."""
     gather = jax.jit(rj.allgather)
     with pytest.raises((rr.MismatchError, RuntimeError, ValueError)) as caught:
-        gather(jnp.ones((RANK, 2)))
+        gather(jnp.ones((RANK + 1, 2)))
     assert isinstance(rj.error_of(caught.value), rr.MismatchError)
     np.testing.assert_array_equal(gather(jnp.ones(3)), np.ones(3 * SIZE))
 
