@@ -1,10 +1,11 @@
-"""Collectives on pytrees of JAX arrays, inside and outside of `jax.jit`. The arrays of a tree are one operation.
+"""Collectives on pytrees of JAX arrays, inside and outside of `jax.jit`.
 
 Inside of `jit` a collective is a call of the compiled program; `grad`, `vmap`, `remat`, `scan` and `cond` take it as
-any other. Outside it runs at once. Operations have names, as in `ringreduce.torch.ops`. Without one, an operation of a
-compiled program is named by its line in the source and its number in the program, so that operations match in
-whatever order the ranks run them. JAX leaves out computations whose results nobody uses, and collectives, too: use a
-result on all ranks or on none.
+any other. Outside it runs at once. The arrays of a tree are one operation; in a compiled program, an allreduce of a
+large tree is several, last arrays first. Operations have names, as in `ringreduce.torch.ops`. Without one, an
+operation of a compiled program is named by its line in the source and its number in the program, so that operations
+match in whatever order the ranks run them. JAX leaves out computations whose results nobody uses, and collectives, too:
+use a result on all ranks or on none.
 
 Gradients are those of the sum of all ranks' losses, as the chain rule gives them; see `ringreduce.common.conventions`.
 
@@ -185,13 +186,20 @@ def _is_traced(leaves: Sequence[Any]) -> bool:
 
 
 def _on_leaves(
-    collective: Callable[[_Collectives, Sequence[Any]], Sequence[Any]],
+    collective: Callable[..., Sequence[Any]],
     kind: str,
     tree: Any,
     name: str | None,
     process_set: ProcessSet,
+    *given: Any,
 ) -> Any:
-    """Carry out a collective on all arrays of a tree, now or in the program that is being traced."""
+    """Carry out a collective on all arrays of a tree, now or in the program that is being traced.
+
+    Args:
+        collective: of `_Collectives`.
+        kind, tree, name, process_set: as usual.
+        *given: the other arguments of the collective.
+    """
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
@@ -199,7 +207,7 @@ def _on_leaves(
     name = name or name_here(kind, leaves)
     with RequestBuilder(kind, name, process_set):
         leaves = list(map(_usable, leaves))
-    return jax.tree.unflatten(structure, collective(_Collectives(HOST, name, process_set), leaves))
+    return jax.tree.unflatten(structure, collective(_Collectives(HOST, name, process_set), leaves, *given))
 
 
 def _usable(leaf: Any) -> Any:
@@ -240,11 +248,8 @@ def allreduce(
         postscale_factor: multiplies the result; must agree.
         process_set: the ranks that take part.
     """
-
-    def carry_out(collectives: _Collectives, leaves: Sequence[Any]) -> Sequence[Any]:
-        return collectives.allreduce(leaves, op, prescale_factor, postscale_factor, compression)
-
-    return _on_leaves(carry_out, "allreduce", tree, name, process_set)
+    how = op, prescale_factor, postscale_factor, compression
+    return _on_leaves(_Collectives.allreduce, "allreduce", tree, name, process_set, *how)
 
 
 def reducescatter(
@@ -260,15 +265,12 @@ def reducescatter(
 
     Args:
         tree: arrays of at least one dimension, as a pytree, cut along the first as `numpy.array_split` does; shapes and
-            dtypes must agree.
+            dtypes must agree. Inside of `jit` there must be a row for each rank.
         op: as for `allreduce`, but not `Adasum` and `ReproducibleSum`.
         name, prescale_factor, postscale_factor, process_set: as for `allreduce`.
     """
-
-    def carry_out(collectives: _Collectives, leaves: Sequence[Any]) -> Sequence[Any]:
-        return collectives.reducescatter(leaves, op, prescale_factor, postscale_factor)
-
-    return _on_leaves(carry_out, "reducescatter", tree, name, process_set)
+    how = op, prescale_factor, postscale_factor
+    return _on_leaves(_Collectives.reducescatter, "reducescatter", tree, name, process_set, *how)
 
 
 def allgather(tree: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -303,4 +305,4 @@ def broadcast(
         root_rank: the sender, as a rank of the world; must agree.
         name, process_set: as for `allreduce`.
     """
-    return _on_leaves(lambda given, leaves: given.broadcast(leaves, root_rank), "broadcast", tree, name, process_set)
+    return _on_leaves(_Collectives.broadcast, "broadcast", tree, name, process_set, root_rank)
