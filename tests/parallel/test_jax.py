@@ -96,22 +96,22 @@ def test_gradients_are_those_of_the_sum_of_all_losses(called: Any) -> None:
 
 
 def test_second_gradients_flow() -> None:
-    """Those of the sum of all ranks' losses, the ranks' sums of y ** 3, where y is made of x by each collective."""
-    x, ours, total = RANK + 1.0, 2 * SIZE, TRIANGLE + SIZE
+    """Of all ranks' sums of y ** 3, where y is made of x by each collective; the first count rank + 1 times."""
+    x, weight, length, total = RANK + 1.0, RANK + 1.0, 2 * SIZE, TRIANGLE + SIZE
     root = SIZE - 1
 
-    def second(function: Callable[[Any], Any], length: int = ours) -> Any:
+    def second(function: Callable[[Any], Any], length: int = length) -> Any:
         first = jax.grad(lambda each: (function(each) ** 3).sum())
-        return np.asarray(jax.jit(jax.grad(lambda each: first(each).sum()))(jnp.full(length, x)))
+        found = jax.jit(jax.grad(lambda each: weight * first(each).sum()))(jnp.full(length, x))
+        return np.unique(np.asarray(found))
 
-    np.testing.assert_allclose(second(lambda each: rj.allreduce(each, rj.Sum)), np.full(ours, 6 * SIZE**2 * total))
-    np.testing.assert_allclose(second(rj.allgather), np.full(ours, 6 * SIZE * x))
-    np.testing.assert_allclose(second(rj.alltoall), np.full(ours, 6 * x))
-    for length in (ours, ours + 1):
-        found = second(lambda each: rj.reducescatter(each, rj.Sum), length)
-        np.testing.assert_allclose(found, np.full(length, 6 * SIZE * total))
-    expected = np.full(ours, 6 * SIZE * x if root == RANK else 0.0)
-    np.testing.assert_allclose(second(lambda each: rj.broadcast(each, root)), expected)
+    np.testing.assert_allclose(second(lambda each: rj.allreduce(each, rj.Sum)), [6 * SIZE * total * total])
+    np.testing.assert_allclose(second(rj.allgather), [6 * SIZE * weight * x])
+    np.testing.assert_allclose(second(rj.alltoall), [6 * weight * x])
+    np.testing.assert_allclose(second(lambda each: rj.reducescatter(each, rj.Sum)), [6 * total * total])
+    np.testing.assert_allclose(second(lambda each: rj.reducescatter(each, rj.Sum), length + 1), [6 * total * total])
+    expected = 6 * SIZE * weight * x if root == RANK else 0.0
+    np.testing.assert_allclose(second(lambda each: rj.broadcast(each, root)), [expected])
 
 
 def test_integers_beside_floats_have_no_gradients(called: Any) -> None:
