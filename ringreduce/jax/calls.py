@@ -82,7 +82,9 @@ ALIKE = ("allreduce", "broadcast", "compressed allreduce", "reduce")
 def request_of(call: Call, sources: Sequence[Host], targets: Sequence[Host] | None = None) -> Request:
     """Return a collective of arrays of the host, whose results are new arrays, or ``targets``."""
     with RequestBuilder(call.kind, call.name, _sets[call.ranks]) as prepare:
-        outs = targets or (prepare.new_like(sources) if call.kind in ALIKE else [None] * len(sources))
+        outs: Sequence[Any] = targets or []
+        if targets is None:
+            outs = prepare.new_like(sources) if call.kind in ALIKE else [None] * len(sources)
         scales = call.prescale, call.postscale
         if call.kind == "allreduce":
             return prepare.allreduce(sources, outs, call.op, *scales, wire=call.wire, part=call.part)
