@@ -24,6 +24,7 @@ from ringreduce.common.errors import (
 )
 from ringreduce.common.launch import launch, notify_launcher
 from ringreduce.elastic.commits import DiskCommits
+from ringreduce.training.failures import error_of
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]
 
@@ -302,11 +303,14 @@ def _repeated(
                 _part()
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
-            except Exception as error:
-                failure = error if isinstance(error, CollectiveError) else _behind(error)
+            except Exception as raised:
+                error = error_of(raised)
+                failure = error if isinstance(error, CollectiveError) else _behind(raised)
                 restarts = restarts + 1 if state._commits == commits else 1
                 if failure is None or not _is_a_change_of_ranks(failure) or restarts > _VAIN_RESTARTS:
-                    raise
+                    if error is raised:
+                        raise
+                    raise error from raised
                 state.restore()
                 skip_sync = False
             else:
@@ -396,8 +400,7 @@ def _require_limits(failure: CollectiveError) -> None:
 def _behind(error: Exception) -> CollectiveError | None:
     """Return the failure from which a framework has made this error: passing it through C++ has changed its type."""
     failure = runtime.failure()
-    # A ValueError is JAX's, of a compiled program that has run before.
-    passed_on = isinstance(error, (RuntimeError, ValueError)) and not isinstance(error, RingReduceError)
+    passed_on = isinstance(error, RuntimeError) and not isinstance(error, RingReduceError)
     return failure if passed_on and isinstance(failure, CollectiveError) else None
 
 

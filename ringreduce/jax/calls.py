@@ -1,29 +1,46 @@
-"""Calls: collectives on lists of arrays, as values that compiled programs hold, carried out on the host's memory.
-
-With lossy compression of gradients, what is lost is the program's, as arrays that go in and come out.
-"""
+"""Calls: collectives on lists of arrays, as values that compiled programs hold, carried out on the host's memory."""
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import accumulate, pairwise
-from math import prod
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
+from weakref import ref
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.engine.coordinator import fuse
+from ringreduce.jax import ffi
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.compression import BucketCompression, State, WireFormat, WireState, has_reducers, signature_of
+from ringreduce.training.failures import raise_unseen
 from ringreduce.training.requests import Request, RequestBuilder, in_words
 
 Host = npt.NDArray[Any]
+Shape = tuple[int, ...]
+
+#: So many requests of compiled programs are kept, of arrays up to this size.
+_KEPT, _LARGEST_REPEATED_NBYTES = 128, 64 << 10
+
+#: Compiled programs reduce so many buckets of the settings at a time: what an operation takes besides moving bytes.
+_BUCKETS_AT_ONCE = 4
+
+#: The process sets that calls have named, by their ranks.
+_sets: dict[tuple[int, ...] | None, ProcessSet] = {None: global_process_set}
+
+
+def ranks_of(process_set: ProcessSet) -> tuple[int, ...] | None:
+    """Return how a `Call` names a process set."""
+    ranks = None if process_set is global_process_set else tuple(process_set.ranks or ())
+    _sets[ranks] = process_set
+    return ranks
 
 
 class Call(NamedTuple):
@@ -36,9 +53,10 @@ class Call(NamedTuple):
         op: how to reduce.
         prescale: multiplies what goes in.
         postscale: multiplies what comes out.
-        root: the rank of the set that sends; -1: none does.
         wire: the format in which floats travel between nodes.
-        compression: the key of a `Compressed`, which reduces the arrays.
+        root: the rank of the set that sends or receives; -1: there is none.
+        function: the key of one of `FUNCTIONS`, which is called for the collective.
+        part: of a collective on more arrays, in words.
     """
 
     kind: str
@@ -47,152 +65,177 @@ class Call(NamedTuple):
     op: str = SUM.value
     prescale: float = 1.0
     postscale: float = 1.0
-    root: int = -1
     wire: str | None = None
-    compression: str | None = None
+    root: int = -1
+    function: str | None = None
+    part: str = ""
 
 
-#: The process sets that calls have named, by their ranks.
-SETS: dict[tuple[int, ...] | None, ProcessSet] = {None: global_process_set}
+#: Functions of programs that were traced in this process, by text that is the same in all processes. They take arrays,
+#: those for the results, whether sums are divided by the number of ranks, and the ranks; and return the results.
+FUNCTIONS: dict[str, Callable[[Sequence[Host], Sequence[Host], bool, Communicator], Sequence[Host]]] = {}
 
-
-def ranks_of(process_set: ProcessSet) -> tuple[int, ...] | None:
-    """Return how a `Call` names a process set."""
-    ranks = None if process_set is global_process_set else tuple(process_set.ranks or ())
-    SETS[ranks] = process_set
-    return ranks
+#: Kinds whose results have the shapes of what goes in.
+ALIKE = ("allreduce", "broadcast", "compressed allreduce", "reduce")
 
 
 def request_of(call: Call, sources: Sequence[Host], targets: Sequence[Host] | None = None) -> Request:
     """Return a collective of arrays of the host, whose results are new arrays, or ``targets``."""
-    with RequestBuilder(call.kind, call.name, SETS[call.ranks]) as prepare:
-        if targets is None and call.kind in ALIKE:
-            targets = prepare.new_like(sources)
+    with RequestBuilder(call.kind, call.name, _sets[call.ranks]) as prepare:
+        outs: Sequence[Any] = targets or []
+        if targets is None:
+            outs = prepare.new_like(sources) if call.kind in ALIKE else [None] * len(sources)
+        scales = call.prescale, call.postscale
         if call.kind == "allreduce":
-            assert targets is not None
-            return prepare.allreduce(sources, targets, call.op, call.prescale, call.postscale, wire=call.wire)
+            return prepare.allreduce(sources, outs, call.op, *scales, wire=call.wire, part=call.part)
         if call.kind == "reducescatter":
-            store = partial(_store, targets)
-            return prepare.reducescatter(sources, ReduceOp(call.op), call.prescale, call.postscale, store)
-        outs: Sequence[Any] = [None] * len(sources) if targets is None else targets
-        run: Callable[[Communicator], Any]
-        if call.compression is not None:
-            text, average = call.compression, call.op == AVERAGE.value
-            run = partial(_known[text].reduce, sources, outs, average)
-        else:
-            text = in_words(*(targets or sources), any_rows=call.kind == "allgather" and targets is None)
-            run = partial(_one_by_one, _BLOCKING[call.kind], call, sources, outs)
+            return prepare.reducescatter(sources, ReduceOp(call.op), *scales, partial(_stored, outs))
+        text = call.function or in_words(*(targets or sources), any_rows=call.kind == "allgather" and targets is None)
+        run = partial(_run, call, sources, outs)
         return prepare.call(f"{call.kind}({call.op}, root {call.root}, {text})", run, sources, targets or ())
 
 
-def _one_by_one(
-    run: _Blocking, call: Call, sources: Sequence[Host], outs: Sequence[Host | None], ranks: Communicator
-) -> list[Host]:
+def _stored(outs: Sequence[Host | None], made: Sequence[Host]) -> Sequence[Host]:
+    for out, each in zip(outs, made, strict=True):
+        if out is not None:
+            np.copyto(out, each)
+    return made
+
+
+def _run(call: Call, sources: Sequence[Host], outs: Sequence[Any], ranks: Communicator) -> Sequence[Host]:
+    """Carry out a call that is no request of ready make; ``outs`` are for the results, None: these are new arrays."""
+    if call.function is not None:
+        return FUNCTIONS[call.function](sources, outs, call.op == AVERAGE.value, ranks)
+    run = _BLOCKING[call.kind]
     return [run(ranks, call, source, out) for source, out in zip(sources, outs, strict=True)]
 
 
-def _reduce_to_root(ranks: Communicator, call: Call, source: Host, out: Host | None) -> Host:
-    total: Host = ranks.allreduce(source, call.op, out=out)
-    if ranks.rank != call.root:
-        total.fill(0)
-    return total
+def _reduce(ranks: Communicator, call: Call, source: Host, out: Any) -> Host:
+    if ranks.reduce(source, call.root, call.op, out=out) is None:
+        out.fill(0)
+    return out  # type: ignore[no-any-return]
 
 
-def _store(targets: Sequence[Host] | None, made: Sequence[Host]) -> Sequence[Host]:
-    for target, each in zip(targets or (), made, strict=targets is not None):
-        np.copyto(target, each)
-    return made
-
-
-_Blocking = Callable[[Communicator, Call, Host, "Host | None"], Host]
-
-#: How collectives that are no reductions are made of one array, by kind.
-_BLOCKING: dict[str, _Blocking] = {
+#: How collectives that are no reductions to all ranks are made of one array, by kind.
+_BLOCKING: dict[str, Callable[[Communicator, Call, Host, Any], Host]] = {
     "allgather": lambda ranks, call, source, out: ranks.allgather(source, out=out),
     "alltoall": lambda ranks, call, source, out: ranks.alltoall(source, out=out),
     "broadcast": lambda ranks, call, source, out: ranks.broadcast(source, call.root, out=out),
-    "gradient of broadcast": _reduce_to_root,
+    "reduce": _reduce,
 }
 
-#: Kinds whose results have the shapes of what goes in, for any number of dimensions.
-ALIKE = ("allreduce", "broadcast", "compressed allreduce", "gradient of broadcast")
+
+# ---- in compiled programs ----
 
 
-def checked_compression(compression: Any) -> BucketCompression:
-    """Return a compression as a user gives it: an object, a class, or the name of a wire format."""
-    if isinstance(compression, str):
-        if compression not in CODECS:
-            raise ConfigError(f"unknown wire format {compression!r}; choose one of {', '.join(CODECS)}")
-        compression = type(compression, (WireFormat,), {"wire": compression})
-    if not has_reducers(compression):
-        raise ConfigError(
-            f"compression is one of {', '.join(CODECS)}, or a compression of buckets as PowerSGD; got {compression!r}"
-        )
-    made: BucketCompression = compression() if isinstance(compression, type) else compression
+def run_compiled(
+    call: Call,
+    shapes: Sequence[Shape],
+    adjoint: Callable[[Sequence[Any]], Sequence[Any]],
+    leaves: Sequence[Any],
+    wrap: Callable[[Any], Any] = lambda function: function,
+) -> Sequence[Any]:
+    """Return what a call of the compiled program makes of arrays.
+
+    Args:
+        call: what to do.
+        shapes: of the results, whose dtypes are those of the arrays.
+        adjoint: takes the gradients of the results, and returns those of the arrays.
+        leaves: the arrays.
+        wrap: changes how the function that calls is transformed.
+    """
+    run = jax.custom_vjp(wrap(partial(_in_buckets if call.kind == "allreduce" else _at_once, call, shapes)))
+    dtypes = [each.dtype for each in leaves]
+
+    def backward(_: None, cotangents: Sequence[Any]) -> Sequence[Any]:
+        # Integers have no gradients (float0); what becomes of the zeros in their place, JAX ignores.
+        given = [
+            jnp.zeros(shape, dtype) if each.dtype == jax.dtypes.float0 else each
+            for shape, dtype, each in zip(shapes, dtypes, cotangents, strict=True)
+        ]
+        return tuple(adjoint(given))
+
+    run.defvjp(lambda *given: (run(*given), None), backward)
+    return run(*leaves)  # type: ignore[no-any-return]
+
+
+def _at_once(call: Call, shapes: Sequence[Shape], *leaves: Any) -> Sequence[Any]:
+    batched = "broadcast_all" if call.kind in ALIKE else "sequential"
+    return ffi.call(json.dumps(call), leaves, shapes, batched=batched)
+
+
+def _in_buckets(call: Call, shapes: Sequence[Shape], *leaves: Any) -> Sequence[Any]:
+    """Reduce one bucket of arrays after the other, the last arrays first: in the order of most backward passes.
+
+    XLA then has memory for few gradients at a time, which it uses again and again, and not for all of them, which it
+    would get anew from the system in every step. All ranks have the buckets in the same order, as a bucket waits for a
+    result of the one before.
+    """
+    numbers = list(reversed(range(len(leaves))))
+    items = [(None, leaves[number].size * leaves[number].dtype.itemsize) for number in numbers]
+    buckets = fuse(items, _BUCKETS_AT_ONCE * _sets[call.ranks].communicator.config.bucket_nbytes)
+    made, after = list(leaves), list[Any]()
+    for count, bucket in enumerate(buckets):
+        members = [numbers[index] for index in bucket]
+        name = call.name if count == 0 else f"{call.name}, bucket {count}"  # the first compares how many there are
+        part = call._replace(name=name, part=f", bucket {count} of {len(buckets)}" if len(buckets) > 1 else "")
+        given, own = [leaves[each] for each in members], [shapes[each] for each in members]
+        results = ffi.call(json.dumps(part), given, own, batched="broadcast_all", in_place=True, after=after)
+        for number, each in zip(members, results, strict=True):
+            made[number] = each
+        after = sorted(results, key=lambda each: (each.size == 0, each.size))[:1]
     return made
 
 
-class Compressed:
-    """Reduces lists of float32 arrays by a compression, as one bucket.
-
-    Args:
-        compression: of buckets.
-        shapes: of the arrays; the same on all ranks.
-        names: of what was lost.
+class _Repeated(NamedTuple):
+    """A small request of a compiled program, on memory of its own: looking at other memory takes longer than a copy.
 
     Attributes:
-        key: of it in a `Call`: text that is the same on all ranks, and in all processes.
-        count: the number of arrays; what was lost comes behind these.
+        request: it can be carried out again and again.
+        sources, targets: its arrays.
     """
 
-    def __init__(
-        self, compression: BucketCompression, shapes: Sequence[tuple[int, ...]], names: Sequence[str] = ()
-    ) -> None:
-        self.count, self._names = len(shapes), names
-        words = [*("x".join(map(str, shape)) or "scalar" for shape in shapes), *names]
-        self.key = f"{signature_of(compression)} of {', '.join(words)}"
-        bounds = list(accumulate(map(prod, shapes), initial=0))
-        self._count, self._places = bounds[-1], [slice(*each) for each in pairwise(bounds)]
-        self._reducer = compression.reducer(list(shapes), self._places)
-        _known.setdefault(self.key, self)
+    request: Request
+    sources: ffi.Memory
+    targets: ffi.Memory
 
-    def begin(self, communicator: Communicator) -> State:
-        """Return what is lost before the first call, by name: on each rank its own. Collective."""
-        if isinstance(self._reducer, WireState):  # what a rank loses depends on how arrays travel between nodes
-            self._reduce(communicator, communicator.empty(self._count), average=False)
-        return self._reducer.state_dict()
-
-    def reduce(
-        self, sources: Sequence[Host], targets: Sequence[Host], average: bool, communicator: Communicator
-    ) -> Sequence[Host]:
-        """Return ``targets``: reduced arrays, and what is lost now. Collective.
-
-        Args:
-            sources: the arrays, and what was lost before, in the order of its names.
-            targets: of the same shapes.
-            average: whether sums are divided by the number of ranks.
-            communicator: of the ranks.
-        """
-        flat = communicator.empty(self._count)
-        for place, source in zip(self._places, sources, strict=False):
-            flat[place] = source.ravel()
-        self._reducer.load_state_dict(dict(zip(self._names, sources[self.count :], strict=True)))
-        self._reduce(communicator, flat, average)
-        for place, target in zip(self._places, targets, strict=False):
-            target[...] = flat[place].reshape(target.shape)
-        kept = self._reducer.state_dict()
-        for name, target in zip(self._names, targets[self.count :], strict=True):
-            # After a change of ranks it may have another length: then nothing is kept.
-            target[...] = kept[name] if kept[name].shape == target.shape else 0
-        return targets
-
-    def _reduce(self, communicator: Communicator, flat: Host, average: bool) -> None:
-        if isinstance(self._reducer, WireState):
-            op, wire, feedback = AVERAGE if average else SUM, self._reducer.wire, self._reducer.feedback
-            communicator.allreduce(flat, op, out=flat, compression=wire, feedback=feedback)
-        else:
-            self._reducer.reduce(communicator, flat, average)
+    @classmethod
+    def of(cls, call: Call, arguments: ffi.Memory, results: ffi.Memory) -> _Repeated:
+        into, targets = results.beside()
+        given, sources = (into, targets) if call.kind == "allreduce" else arguments.beside()
+        return cls(request_of(call, sources, targets), given, into)
 
 
-#: Those of programs that were traced in this process, by key.
-_known: dict[str, Compressed] = {}
+#: Those that are not under way; the last used is the last.
+_repeated: OrderedDict[tuple[Any, ...], _Repeated] = OrderedDict()
+
+
+def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory) -> None:
+    """Carry out a call of a compiled program."""
+    raise_unseen()
+    call = _read(text)
+    if max(arguments.nbytes, results.nbytes) > _LARGEST_REPEATED_NBYTES:
+        targets = results.views()
+        request_of(call, targets if arguments == results else arguments.views(), targets).carry_out()
+        return
+    process_set = _sets[call.ranks]
+    key = text, arguments.layout, results.layout, ref(process_set.engine) if process_set.connected else None
+    repeated = _repeated.pop(key, None) or _Repeated.of(call, arguments, results)  # other threads come here, too
+    arguments.copy_to(repeated.sources)
+    repeated.request.carry_out()
+    repeated.targets.copy_to(results)
+    _repeated[key] = repeated
+    if len(_repeated) > _KEPT:
+        _repeated.popitem(last=False)
+
+
+@lru_cache(4096)
+def _read(text: bytes) -> Call:
+    kind, name, ranks, *rest = json.loads(text)
+    return Call(kind, name, None if ranks is None else tuple(ranks), *rest)
+
+
+ffi.register(_handle)
+# Else a compiled program returns before it has run, and JAX raises its failure only where a result is read. JAX looks
+# at this when it makes its first array; if there is one already, the next collective raises it (`raise_unseen`).
+jax.config.update("jax_cpu_enable_async_dispatch", False)

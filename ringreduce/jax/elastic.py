@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import jax
 
-from ringreduce import elastic
-from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State
-from ringreduce.jax.ffi import error_of
+from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.runtime import rank
 from ringreduce.training.objects import broadcast_object
 
 __all__ = ["HostsUpdatedInterrupt", "JaxState", "ObjectState", "State", "run", "run_fn"]
-
-
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Do what `ringreduce.elastic.run` does, also for errors that JAX has raised in place of ours."""
-    return elastic.run(_raising_ours(func))
-
-
-def run_fn(func: Callable[..., Any], reset: Callable[[], object]) -> Callable[..., Any]:
-    """Do what `ringreduce.elastic.run_fn` does, likewise."""
-    return elastic.run_fn(_raising_ours(func), reset)
-
-
-def _raising_ours(func: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(func)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except Exception as error:
-            original = error_of(error)
-            if original is error:
-                raise
-            raise original from error
-
-    return called
 
 
 class JaxState(ObjectState):
@@ -55,9 +27,10 @@ class JaxState(ObjectState):
         super().__init__(broadcast_object, rank, **kwargs)
 
     def _sync_values(self) -> None:
-        trees = {name: getattr(self, name) for name in self._names if _is_tree_of_arrays(getattr(self, name))}
-        others = {name: getattr(self, name) for name in (*self._names, "_commits") if name not in trees}
-        for name, value in {**broadcast_object(others), **broadcast_parameters(trees)}.items():
+        values = {name: getattr(self, name) for name in (*self._names, "_commits")}
+        trees = {name: value for name, value in values.items() if _is_tree_of_arrays(value)}
+        others = broadcast_object({name: value for name, value in values.items() if name not in trees})
+        for name, value in {**others, **broadcast_parameters(trees)}.items():
             setattr(self, name, value)
 
 

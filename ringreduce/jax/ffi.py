@@ -2,19 +2,16 @@
 
 XLA calls a C function with one frame: arguments, results, attributes. `ctypes` makes such a function of a Python one:
 nothing is compiled and nothing is copied. The structures are those of ``xla/ffi/api/c_api.h`` in jaxlib, which are
-stable within a major version of that API; a target states the version when JAX asks for it.
+stable within a major version of that API.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 from struct import Struct, unpack
 from typing import Any, NamedTuple
 
@@ -22,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+
+from ringreduce.training.failures import described
 
 _TARGET = "ringreduce"
 _API_VERSION = 1  # of the interface to JAX, not of XLA's
@@ -38,9 +37,9 @@ _EXTENSION = Struct("@NiPP")  # of type `_METADATA`: type, the next one, the str
 _ERROR = Struct("@NP Pi")  # message, code
 _TEXT = Struct("@PN")  # address, length
 _ADDRESS = Struct("@P")
-_VERSION = Struct("@ii")  # major, minor
-#: Where in their structures the version is that a target was made for, and the API's function that makes errors.
-_VERSION_OFFSET, _CREATE_ERROR_OFFSET = 24, 48
+#: Where in that structure the version is that a target was made for; where the API has its own, and what makes errors.
+_MADE_FOR_OFFSET, _VERSION_OFFSET, _CREATE_ERROR_OFFSET = 24, 32, 48
+_VERSION_NBYTES = 8  # major and minor, whole numbers of 32 bits
 
 #: XLA's numbers of the dtypes that collectives take.
 _DTYPES: dict[int, npt.DTypeLike] = {
@@ -51,7 +50,7 @@ _DTYPES: dict[int, npt.DTypeLike] = {
 
 
 class Memory(NamedTuple):
-    """Memory of a compiled program, which is there as long as it waits for a call.
+    """Arrays by their addresses; those of a compiled program are there as long as it waits for a call.
 
     Attributes:
         layout: of each array XLA's number of the dtype, and the shape as 64-bit numbers.
@@ -84,9 +83,15 @@ class Memory(NamedTuple):
             for (shape, dtype, memory), address in zip(described, self.addresses, strict=True)
         ]
 
-    def empty_like(self) -> list[npt.NDArray[Any]]:
-        """Return arrays of the same shapes and dtypes in memory of their own."""
-        return [np.empty(*_described(*each)[:2]) for each in self.layout]
+    def copy_to(self, other: Memory) -> None:
+        """Overwrite arrays of the same shapes and dtypes."""
+        for each, source, target in zip(self.layout, self.addresses, other.addresses, strict=True):
+            ctypes.memmove(target, source, ctypes.sizeof(_described(*each)[2]))
+
+    def beside(self) -> tuple[Memory, list[npt.NDArray[Any]]]:
+        """Return new arrays of the same shapes and dtypes; their memory is there as long as they are."""
+        arrays = [np.empty(*_described(*each)[:2]) for each in self.layout]
+        return Memory(self.layout, [each.ctypes.data for each in arrays]), arrays
 
 
 @lru_cache(4096)
@@ -99,39 +104,6 @@ def _read(structure: Struct, address: int) -> tuple[Any, ...]:
     return structure.unpack(ctypes.string_at(address, structure.size))
 
 
-_pending: deque[BaseException] = deque(maxlen=1)
-_failures: deque[tuple[int, BaseException]] = deque(maxlen=16)
-_MARK = re.compile(r"\[ringreduce error ([0-9]+)\]")
-
-
-def _describe(error: BaseException) -> str:
-    """Return a text by which `error_of` finds the error again."""
-    number = _failures[-1][0] + 1 if _failures else 1
-    _failures.append((number, error))
-    return f"{type(error).__name__}: {error} [ringreduce error {number}]"
-
-
-def error_of(error: BaseException) -> BaseException:
-    """Return the error of ringreduce that made a compiled program fail; ``error`` itself, if it was another one.
-
-    Args:
-        error: that JAX raised, whose text has ours in it.
-    """
-    found = _MARK.search(str(error))
-    original = dict(_failures).get(int(found[1])) if found is not None else None
-    if original is None:
-        return error
-    if original in _pending:
-        _pending.clear()
-    return original
-
-
-def raise_pending() -> None:
-    """Raise the failure of a compiled program that JAX did not wait for, if nobody has seen it yet."""
-    if _pending:
-        raise _pending.popleft()
-
-
 def register(handler: Handler) -> None:
     """Let compiled programs call a function, on the CPU; once in a process.
 
@@ -139,24 +111,22 @@ def register(handler: Handler) -> None:
         handler: what they call. XLA calls it on the thread of the program, which waits then, or on one of its own. JAX
             raises an error of its own with the text of the handler's.
     """
-    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
-    version = [int(each) for each in re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)]
 
     def target(frame: int) -> int | None:
         _, extension, api, _, _, *spans = _read(_FRAME, frame)
         if extension:
             _, kind, _, metadata = _read(_EXTENSION, extension)
             if kind == _METADATA:
-                ctypes.memmove(metadata + _VERSION_OFFSET, _VERSION.pack(*version), _VERSION.size)
+                ctypes.memmove(metadata + _MADE_FOR_OFFSET, api + _VERSION_OFFSET, _VERSION_NBYTES)
                 return None
         try:
-            _, _, count, _, arguments, _, _, results_count, _, results, *_, attributes = spans
+            _, _, _, _, arguments, _, _, results_count, _, results, *_, attributes = spans
             text = ctypes.string_at(*_read(_TEXT, *_read(_ADDRESS, attributes)))
-            handler(text, Memory.of(count, arguments), Memory.of(results_count, results))
+            # Any other arguments, of which a call says `after`, had to be there first, and no more.
+            handler(text, Memory.of(results_count, arguments), Memory.of(results_count, results))
         except BaseException as error:
-            if sys._getframe().f_back is None and error not in _pending:  # a thread of XLA: the program does not wait
-                _pending.append(error)
-            message = ctypes.create_string_buffer(_describe(error).encode(errors="replace"))
+            awaited = sys._getframe().f_back is not None  # else this is a thread of XLA
+            message = ctypes.create_string_buffer(described(error, awaited=awaited).encode(errors="replace"))
             said = _ERROR.pack(_ERROR.size, 0, ctypes.addressof(message), _INTERNAL)
             create: Any = _create_error(*_read(_ADDRESS, api + _CREATE_ERROR_OFFSET))
             return create(said)  # type: ignore[no-any-return]
@@ -172,7 +142,15 @@ _create_error = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
 _kept: list[Any] = []  # C does not know that it holds a function of Python
 
 
-def call(text: str, arguments: Sequence[Any], shapes: Sequence[tuple[int, ...]], *, batched: str) -> list[Any]:
+def call(
+    text: str,
+    arguments: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    batched: str,
+    in_place: bool = False,
+    after: Sequence[Any] = (),
+) -> list[Any]:
     """Return arrays of these shapes and the dtypes of the arguments, which the handler fills.
 
     JAX may leave out a call whose results nobody uses, make one of two equal ones, and make it again in a backward
@@ -183,6 +161,10 @@ def call(text: str, arguments: Sequence[Any], shapes: Sequence[tuple[int, ...]],
         arguments: arrays.
         shapes: of as many results.
         batched: as `jax.ffi.ffi_call` has ``vmap_method``.
+        in_place: whether results are in the memory of the arguments, which JAX copies if they are needed afterwards.
+        after: arrays that are there when the handler is called.
     """
     results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]
-    return list(jax.ffi.ffi_call(_TARGET, results, vmap_method=batched)(*arguments, text=text))
+    aliases = {number: number for number in range(len(results))} if in_place else None
+    made = jax.ffi.ffi_call(_TARGET, results, vmap_method=batched, input_output_aliases=aliases)
+    return list(made(*arguments, *after, text=text))

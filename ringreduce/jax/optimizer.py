@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.custom_batching import custom_vmap
 
-from ringreduce.common.arguments import real_number
+from ringreduce.buffers.codecs import CODECS
+from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.jax.calls import Call, Compressed, checked_compression, ranks_of
-from ringreduce.jax.ops import allreduce, name_here, run_compiled
+from ringreduce.jax.calls import FUNCTIONS, Call, ranks_of, run_compiled
+from ringreduce.jax.ops import allreduce, name_here
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.compression import BucketCompression
-from ringreduce.training.requests import Op, RequestBuilder, chosen_op
+from ringreduce.training.compression import (
+    BucketCompression,
+    State,
+    WireState,
+    has_reducers,
+    signature_of,
+    wire_format,
+)
+from ringreduce.training.options import averaging
+from ringreduce.training.requests import Op, RequestBuilder
 
 __all__ = ["DistributedGradientTransformation", "DistributedState", "RankState"]
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=[])
+@dataclass
 class RankState:
     """Arrays that each rank has of its own, by name; `broadcast_parameters` leaves them as they are."""
 
-    def __init__(self, arrays: dict[str, Any]) -> None:
-        self.arrays = arrays
-
-    def tree_flatten_with_keys(self) -> tuple[Sequence[tuple[Any, Any]], Sequence[str]]:
-        names = sorted(self.arrays)
-        return [(jax.tree_util.DictKey(name), self.arrays[name]) for name in names], tuple(names)
-
-    @classmethod
-    def tree_unflatten(cls, names: Sequence[str], arrays: Sequence[Any]) -> RankState:
-        return cls(dict(zip(names, arrays, strict=True)))
+    arrays: dict[str, Any]
 
 
 class DistributedState(NamedTuple):
@@ -79,71 +86,152 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
         ConfigError: an argument is wrong.
     """
     with RequestBuilder("DistributedGradientTransformation", name, process_set):
-        kind, factor = chosen_op(op, None), real_number("gradient_predivide_factor", gradient_predivide_factor)
-        if factor != 1.0 and kind is not AVERAGE:
-            raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
-        wanted = None if compression is None else checked_compression(compression)
+        kind, factor = averaging(op, gradient_predivide_factor)
+        wanted = None if compression is None else _checked(compression)
         if wanted is not None and kind not in (AVERAGE, SUM):
             raise ConfigError(f"compressed gradients are averaged or summed (op Average or Sum), got {op}")
-    made = _Distributed(optax.with_extra_args_support(tx), kind, wanted, process_set, factor, name)
-    return optax.GradientTransformationExtraArgs(made.init, made.update)
+    inner = optax.with_extra_args_support(tx)
+
+    def reduce(updates: Any) -> Any:
+        scales: dict[str, Any] = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
+        return allreduce(updates, kind, name=name, process_set=process_set, **scales)
+
+    if wanted is not None:
+        assert isinstance(kind, ReduceOp)
+        compressing = _Compressing(inner, reduce, wanted, kind, name, process_set)
+        return optax.GradientTransformationExtraArgs(compressing.init, compressing.update)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return inner.update(reduce(updates), state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-class _Distributed(NamedTuple):
-    """A transformation whose gradients are averaged over the ranks; see `DistributedGradientTransformation`."""
+class _Compressing(NamedTuple):
+    """A transformation whose gradients are compressed; see `DistributedGradientTransformation`.
+
+    Attributes:
+        inner: what the reduced gradients go to.
+        reduce: reduces those that are not float32, as they are.
+        compression, op, name, process_set: as given.
+    """
 
     inner: Any
-    op: Op
-    compression: BucketCompression | None
-    process_set: ProcessSet
-    factor: float
+    reduce: Callable[[Any], Any]
+    compression: BucketCompression
+    op: ReduceOp
     name: str | None
+    process_set: ProcessSet
 
-    def init(self, params: Any) -> Any:
-        if self.compression is None:
-            return self.inner.init(params)
+    def init(self, params: Any) -> DistributedState:
         shapes = [each.shape for each in jax.tree.leaves(params) if _is_compressed(each)]
-        compressed = Compressed(self.compression, shapes)
+        compressed = _Compressed(self.compression, shapes)
         with RequestBuilder("DistributedGradientTransformation", self.name, self.process_set) as prepare:
             request = prepare.call(compressed.key, compressed.begin)
-        lost = {each: jnp.asarray(array) for each, array in request.carry_out().items()}
-        return DistributedState(self.inner.init(params), RankState(lost))
+        residual = {each: jnp.asarray(array) for each, array in request.carry_out().items()}
+        return DistributedState(self.inner.init(params), RankState(residual))
 
-    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        if self.compression is None:
-            return self.inner.update(self.reduce(updates), state, params, **extra)  # type: ignore[no-any-return]
-        updates, lost = self.compress(self.compression, updates, state.lost)
-        updates, changed = self.inner.update(updates, state.inner, params, **extra)
-        return updates, DistributedState(changed, lost)
-
-    def reduce(self, updates: Any) -> Any:
-        return allreduce(
-            updates,
-            self.op,
-            name=self.name,
-            prescale_factor=1.0 / self.factor,
-            postscale_factor=self.factor,
-            process_set=self.process_set,
-        )
-
-    def compress(self, compression: BucketCompression, updates: Any, lost: RankState) -> tuple[Any, RankState]:
-        """Return reduced gradients, and what compression loses now; gradients of other dtypes travel as they are."""
-        assert isinstance(self.op, ReduceOp)
+    def update(
+        self, updates: Any, state: DistributedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, DistributedState]:
         leaves, structure = jax.tree.flatten(updates)
-        chosen = [number for number, each in enumerate(leaves) if _is_compressed(each)]
-        names = sorted(lost.arrays)
-        arrays = [*(leaves[number] for number in chosen), *(lost.arrays[each] for each in names)]
-        compressed = Compressed(compression, [leaves[number].shape for number in chosen], names)
-        kind, ranks = "compressed allreduce", ranks_of(self.process_set)
-        name = self.name or name_here(kind, arrays)
-        call = Call(kind, name, ranks, self.op.value, compression=compressed.key)
-        shapes = tuple(each.shape for each in arrays)
-        made = run_compiled(call, shapes, arrays)
-        rest = self.reduce([None if number in chosen else each for number, each in enumerate(leaves)])
-        for number, each in zip(chosen, made, strict=False):
-            rest[number] = each
-        return jax.tree.unflatten(structure, rest), RankState(dict(zip(names, made[len(chosen) :], strict=True)))
+        chosen = [each for each in leaves if _is_compressed(each)]
+        made, residual = self._compress(chosen, state.lost.arrays)
+        compressed = iter(made)
+        others = iter(self.reduce([each for each in leaves if not _is_compressed(each)]))
+        reduced = [next(compressed if _is_compressed(each) else others) for each in leaves]
+        updates, inner = self.inner.update(jax.tree.unflatten(structure, reduced), state.inner, params, **extra)
+        return updates, DistributedState(inner, RankState(residual))
+
+    def _compress(self, leaves: Sequence[Any], residual: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return reduced gradients, and what compression leaves of them."""
+        names = sorted(residual)
+        arrays = [*leaves, *(residual[each] for each in names)]
+        compressed, kind = _Compressed(self.compression, [each.shape for each in leaves], names), "compressed allreduce"
+        name = name_here(kind, arrays) if self.name is None else f"{self.name}, compressed"
+        call = Call(kind, name, ranks_of(self.process_set), self.op.value, function=compressed.key)
+        made = run_compiled(call, [each.shape for each in arrays], _refuse_gradients, arrays, _unmapped)
+        return made[: len(leaves)], dict(zip(names, made[len(leaves) :], strict=True))
+
+
+def _unmapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    made = custom_vmap(function)
+    made.def_vmap(_refuse_batch)
+    return made  # type: ignore[no-any-return]
+
+
+def _refuse_gradients(_: object) -> NoReturn:
+    raise ConfigError("no gradient flows through compressed gradients: use no compression here")
+
+
+def _refuse_batch(*_: object) -> NoReturn:
+    raise ConfigError("compressed gradients cannot be mapped by vmap: map what computes them, not the transformation")
 
 
 def _is_compressed(leaf: Any) -> bool:
     return bool(leaf.dtype == jnp.float32)
+
+
+# ---- lossy compression, whose residual is the program's: arrays that go in and come out ----
+
+
+def _checked(compression: Any) -> BucketCompression:
+    """Return a compression as a user gives it: an object, a class, or the name of a wire format."""
+    given = wire_format(compression) if isinstance(compression, str) else compression
+    if not has_reducers(given):
+        raise ConfigError(f"compression is one of {', '.join(CODECS)}, or one of buckets as PowerSGD; got {given!r}")
+    return given() if isinstance(given, type) else given
+
+
+class _Compressed:
+    """Reduces lists of float32 arrays by a compression, as one bucket.
+
+    Args:
+        compression: of buckets.
+        shapes: of the arrays; the same on all ranks.
+        names: of the parts of the residual.
+
+    Attributes:
+        key: of it in a `Call`: text that is the same on all ranks, and in all processes.
+    """
+
+    def __init__(
+        self, compression: BucketCompression, shapes: Sequence[tuple[int, ...]], names: Sequence[str] = ()
+    ) -> None:
+        self._names = names
+        words = [*("x".join(map(str, shape)) or "scalar" for shape in shapes), *names]
+        self.key = f"{signature_of(compression)} of {', '.join(words)}"
+        self._bounds = list(accumulate(map(prod, shapes), initial=0))
+        self._reducer = compression.reducer(list(shapes), [slice(*each) for each in pairwise(self._bounds)])
+        FUNCTIONS.setdefault(self.key, self.reduce)
+
+    def begin(self, ranks: Communicator) -> State:
+        """Return the residual before the first call, by name: on each rank its own. Collective."""
+        if isinstance(self._reducer, WireState):  # its parts depend on how arrays travel between nodes
+            self._reducer.reduce(ranks, np.zeros(self._bounds[-1], np.float32), average=False)
+        return self._reducer.state_dict()
+
+    def reduce(
+        self, sources: Sequence[Any], targets: Sequence[Any], average: bool, ranks: Communicator
+    ) -> Sequence[Any]:
+        """Return ``targets``: reduced arrays, and the residual. Collective.
+
+        Args:
+            sources: the arrays, and the residual so far, in the order of its names.
+            targets: of the same shapes.
+            average: whether sums are divided by the number of ranks.
+            ranks: that reduce.
+        """
+        count, flat = len(self._bounds) - 1, ranks.empty(self._bounds[-1])
+        pieces = np.split(flat, self._bounds[1:-1])
+        for piece, source in zip(pieces, sources, strict=False):
+            piece[:] = source.ravel()
+        self._reducer.load_state_dict(dict(zip(self._names, sources[count:], strict=True)))
+        self._reducer.reduce(ranks, flat, average)
+        for piece, target in zip(pieces, targets, strict=False):
+            target[...] = piece.reshape(target.shape)
+        residual = self._reducer.state_dict()
+        for name, target in zip(self._names, targets[count:], strict=True):
+            # After a change of ranks it may have another length: then nothing is kept.
+            target[...] = residual[name] if residual[name].shape == target.shape else 0
+        return targets

@@ -121,6 +121,7 @@ class _Collectives(Differentiable):
         adjoint: Callable[[Differentiable, _Tensors], _Tensors],
         values: _Tensors,
         specs: Sequence[Spec] | None = None,
+        **how: Any,
     ) -> _Tensors:
         if self._name is None:
             self._name = traced_name(kind)

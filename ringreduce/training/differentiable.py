@@ -65,7 +65,8 @@ class Differentiable:
             _require_linear(op, "allreduce")
             return back.allreduce(grads, op, prescale, postscale, wire)
 
-        return self._flow("allreduce", prepared, adjoint, values)
+        how = {"op": op, "prescale": prescale, "postscale": postscale, "wire": wire}
+        return self._flow("allreduce", prepared, adjoint, values, **how)
 
     def allgather(self, values: _Values) -> _Values:
         """Concatenate arrays along their first dimension."""
@@ -109,6 +110,7 @@ class Differentiable:
 
     def reducescatter(self, values: _Values, op: Op, prescale: float, postscale: float) -> _Values:
         """Reduce arrays into this rank's parts."""
+        shapes = [each.shape for each in values]
 
         def prepared(prepare: RequestBuilder, sources: _Values) -> Request:
             return prepare.reducescatter(sources, op, prescale, postscale, list)
@@ -118,10 +120,10 @@ class Differentiable:
             size = self._process_set.size()
             factor = real_number("prescale_factor", prescale) * real_number("postscale_factor", postscale)
             factor *= self._conventions.scattered_gradient_factor(size) / (size if ReduceOp.parse(op) is AVERAGE else 1)
-            wholes = back.allgather(grads)
+            wholes = back._joined(grads, shapes)
             return wholes if factor == 1.0 else [whole * factor for whole in wholes]
 
-        return self._flow("reducescatter", prepared, adjoint, values)
+        return self._flow("reducescatter", prepared, adjoint, values, op=op, prescale=prescale, postscale=postscale)
 
     def _flow(
         self,
@@ -129,8 +131,17 @@ class Differentiable:
         prepared: Callable[[RequestBuilder, _Values], Request],
         adjoint: Callable[[Differentiable, _Values], _Values],
         values: _Values,
+        **how: Any,
     ) -> _Values:
-        """Carry out a request for arrays, so that gradients flow through it by its adjoint."""
+        """Carry out a request for arrays, so that gradients flow through it by its adjoint.
+
+        Args:
+            kind: of collective.
+            prepared: returns the request.
+            adjoint: takes the collectives of the backward pass and the gradients of results; returns those of arrays.
+            values: the arrays.
+            **how: the other arguments of the collective, for frameworks whose programs hold them.
+        """
 
         def run(sources: _Values) -> _Values:
             with RequestBuilder(kind, self._name, self._process_set, self._arrays) as prepare:
@@ -149,6 +160,10 @@ class Differentiable:
         else:
             name = f"gradient {next(_numbers.setdefault(self._process_set.engine, itertools.count(1)))}"
         return type(self)(self._arrays, name, self._process_set, backwards=True)
+
+    def _joined(self, parts: _Values, shapes: Sequence[Any]) -> _Values:
+        """Return arrays of these shapes of which each rank has a part, as of `reducescatter`."""
+        return self.allgather(parts)
 
     def _first_rows(self, rows: Sequence[int]) -> list[int]:
         """Return where the rows that this rank has contributed to each array begin. Collective."""

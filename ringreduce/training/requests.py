@@ -168,6 +168,7 @@ class RequestBuilder(CheckingArguments):
         postscale: float,
         result: Callable[[], Any] | None = None,
         wire: str | None = None,
+        part: str = "",
     ) -> Request:
         """Return a request to reduce one array, or several as one operation.
 
@@ -179,13 +180,14 @@ class RequestBuilder(CheckingArguments):
             postscale: multiplies what comes out.
             result: makes the operation's result when it is done; None: that is ``targets``.
             wire: the format in which floating point numbers travel; None: as they are.
+            part: which part of a larger collective this is, in words; must agree.
         """
         _require_some(sources)
         arrays = self._arrays
         if type(prescale) is not float or type(postscale) is not float:
             prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
         shapes = tuple([(each.shape, each.dtype) for each in sources])
-        text = _allreduce_in_words(op, prescale, postscale, shapes, wire)
+        text = _allreduce_in_words(op, prescale, postscale, shapes, wire) + part
         on_host = arrays.device_of(sources) is None and (targets is sources or arrays.device_of(targets) is None)
         if not on_host:
             text = f"{text} on {', '.join(map(arrays.place, sources))}"

@@ -13,7 +13,7 @@ pytest.importorskip("jax")
 pytest.importorskip("optax")
 
 HEAD = """
-import os, signal, sys, threading
+import contextlib, os, signal, sys, threading
 import jax, jax.numpy as jnp, numpy as np, optax
 import ringreduce as rr, ringreduce.jax as rj
 
@@ -90,18 +90,21 @@ jnp.ones(1).block_until_ready()  # JAX decides here whether programs run on whil
     + HEAD
     + """
 product = jax.jit(lambda each: rj.allreduce((each @ each)[: 3 + me], rj.Sum))  # more than JAX computes while it waits
-product(jnp.ones((500, 500)))
+with contextlib.suppress(Exception):
+    jax.block_until_ready(product(jnp.ones((500, 500))))
 try:
-    while True:
-        rj.allreduce(jnp.ones(5))
+    rj.allreduce(jnp.ones(5))
 except rr.MismatchError as error:
     print(sorted(error.values))
 """
 )
 
 
-def test_a_failure_that_nobody_reads_is_raised_by_a_later_call() -> None:
-    """Where JAX does not wait for compiled programs, as its first array is older than the binding."""
+def test_a_failure_that_nobody_reads_is_raised_by_the_next_call() -> None:
+    """Where JAX does not wait for compiled programs, as its first array is older than the binding.
+
+    Here the program waits, so that both ranks have failed before their next call, and drops what JAX raises.
+    """
     done = launching.run_job(2, "-c", UNREAD)
     assert done.stdout.splitlines() == ["[0, 1]"] * 2, done.stderr
 
@@ -146,6 +149,24 @@ def test_a_forked_child_cannot_reduce_and_its_rank_goes_on() -> None:
     """With the usual error, in the child alone."""
     done = run(FORKED)
     assert (done.returncode, done.stdout) == (0, "7 2.0\n" * 2), done.stderr
+
+
+DEVICES = """
+first, second = jax.devices()
+spread = jax.sharding.NamedSharding(jax.make_mesh((2,), ("devices",)), jax.sharding.PartitionSpec("devices"))
+for place in (first, second, spread):
+    array = jax.device_put(jnp.arange(4.0), place)
+    made = rj.allreduce(array, rj.Sum)
+    print(made.sharding == array.sharding, made.tolist())
+compiled = jax.jit(lambda each: rj.allreduce(each, rj.Sum))(jax.device_put(jnp.arange(4.0), second))
+print(compiled.devices() == {second}, compiled.tolist())
+"""
+
+
+def test_results_are_on_the_devices_of_the_arrays() -> None:
+    """Outside of a compiled program also of arrays that are spread over several."""
+    done = run(DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert done.stdout.splitlines() == ["True [0.0, 2.0, 4.0, 6.0]"] * 8, done.stderr
 
 
 def test_a_version_that_is_too_old_is_named() -> None:

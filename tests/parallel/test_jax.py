@@ -62,6 +62,14 @@ def test_rows_are_gathered_scattered_and_exchanged(called: Any) -> None:
     np.testing.assert_array_equal(called(lambda each: rj.broadcast(each, root))(mine), np.full((2, 3), float(root)))
 
 
+@pytest.mark.skipif(SIZE == 1, reason="each rank has a row")
+def test_ranks_without_a_row_are_for_outside_of_jit() -> None:
+    """XLA would leave out the call on these ranks, which make nothing of it, and the others would wait."""
+    np.testing.assert_array_equal(rj.reducescatter(jnp.ones(1), rj.Sum), np.full(1 - min(RANK, 1), float(SIZE)))
+    with pytest.raises(rr.ConfigError, match="needs a row for each"):
+        jax.jit(rj.reducescatter)(jnp.ones(1))
+
+
 def test_ragged_rows_are_gathered_outside_of_jit() -> None:
     made = rj.allgather(jnp.full((RANK, 2), float(RANK)))
     np.testing.assert_array_equal(made[:, 0], np.repeat(np.arange(SIZE), np.arange(SIZE)))
@@ -88,12 +96,30 @@ def test_gradients_are_those_of_the_sum_of_all_losses(called: Any) -> None:
 
 
 def test_second_gradients_flow() -> None:
-    def cubed(each: Any) -> Any:
-        return (rj.allreduce(each, rj.Sum) ** 3).sum()
+    """Of all ranks' sums of y ** 3, where y is made of x by each collective; the first count rank + 1 times."""
+    x, weight, length, total = RANK + 1.0, RANK + 1.0, 2 * SIZE, TRIANGLE + SIZE
+    root = SIZE - 1
 
-    found = jax.jit(jax.grad(lambda each: jax.grad(cubed)(each).sum()))(jnp.array([1.0]))
-    # With S = P x, the first is 3 P S^2 on each rank; those of all ranks together are 3 P^2 S^2.
-    np.testing.assert_allclose(found, [6.0 * SIZE**3])
+    def second(function: Callable[[Any], Any], length: int = length) -> Any:
+        first = jax.grad(lambda each: (function(each) ** 3).sum())
+        found = jax.jit(jax.grad(lambda each: weight * first(each).sum()))(jnp.full(length, x))
+        return np.unique(np.asarray(found))
+
+    np.testing.assert_allclose(second(lambda each: rj.allreduce(each, rj.Sum)), [6 * SIZE * total * total])
+    np.testing.assert_allclose(second(rj.allgather), [6 * SIZE * weight * x])
+    np.testing.assert_allclose(second(rj.alltoall), [6 * weight * x])
+    np.testing.assert_allclose(second(lambda each: rj.reducescatter(each, rj.Sum)), [6 * total * total])
+    np.testing.assert_allclose(second(lambda each: rj.reducescatter(each, rj.Sum), length + 1), [6 * total * total])
+    expected = 6 * SIZE * weight * x if root == RANK else 0.0
+    np.testing.assert_allclose(second(lambda each: rj.broadcast(each, root)), [expected])
+
+
+def test_integers_beside_floats_have_no_gradients(called: Any) -> None:
+    def loss(weights: Any) -> Any:
+        made = rj.allreduce({"floats": weights, "integers": jnp.arange(3)}, rj.Sum)
+        return (made["floats"] * made["integers"]).sum()
+
+    np.testing.assert_allclose(called(jax.grad(loss))(jnp.ones(3)), SIZE**2 * np.arange(3.0))
 
 
 @pytest.mark.smoke
@@ -102,14 +128,87 @@ def test_control_flow_batches_and_recomputation() -> None:
         return jax.lax.scan(lambda each, _: (rj.allreduce(each) * 2, None), start, None, length=3)[0]
 
     np.testing.assert_allclose(jax.jit(scanned)(jnp.full(3, float(RANK))), np.full(3, 8 * TRIANGLE / SIZE))
-    batched = jax.jit(jax.vmap(rj.allgather))(jnp.full((2, 3), float(RANK)))
-    np.testing.assert_array_equal(batched, np.tile(np.repeat(np.arange(float(SIZE)), 3), (2, 1)))
+    through = jax.jit(jax.grad(lambda each: scanned(each).sum()))(jnp.ones(3))
+    np.testing.assert_allclose(through, np.full(3, 8.0))
     chosen = jax.jit(lambda flag, each: jax.lax.cond(flag, rj.allreduce, lambda other: other, each))
     np.testing.assert_allclose(chosen(True, jnp.full(3, float(RANK))), np.full(3, TRIANGLE / SIZE))
     again = jax.checkpoint(lambda each: jnp.sin(rj.allreduce(each, rj.Sum)).sum())
     np.testing.assert_allclose(jax.jit(jax.grad(again))(jnp.ones(3)), np.full(3, SIZE * np.cos(SIZE)), rtol=1e-5)
     donated = jax.jit(lambda each: rj.allreduce(each, rj.Sum), donate_argnums=0)
     np.testing.assert_allclose(donated(jnp.ones(1000)), np.full(1000, SIZE))
+
+
+def test_batches_are_mapped() -> None:
+    """Over the second dimension; each collective sees the first alone."""
+    batch = jnp.outer(jnp.arange(2.0 * SIZE), jnp.array([1.0, 10.0])) + RANK
+    single = np.arange(2.0 * SIZE)[:, None] * [1.0, 10.0]
+
+    def mapped(function: Callable[[Any], Any]) -> Any:
+        return np.asarray(jax.jit(jax.vmap(function, in_axes=1, out_axes=1))(batch))
+
+    np.testing.assert_allclose(mapped(lambda each: rj.allreduce(each, rj.Sum)), single * SIZE + TRIANGLE)
+    np.testing.assert_allclose(mapped(lambda each: rj.broadcast(each, SIZE - 1)), single + SIZE - 1)
+    np.testing.assert_allclose(mapped(rj.allgather), np.concatenate([single + rank for rank in range(SIZE)]))
+    mine = slice(2 * RANK, 2 * RANK + 2)
+    np.testing.assert_allclose(mapped(rj.reducescatter), single[mine] + TRIANGLE / SIZE)
+    np.testing.assert_allclose(mapped(rj.alltoall), np.concatenate([single[mine] + rank for rank in range(SIZE)]))
+
+
+#: Lengths of arrays that take four operations of 256 KiB and more; the last arrays come first.
+BUCKETS = [68_751, 5, 125_001, 1, 43_750, 43_750, 68_750, 3]
+
+
+@pytest.fixture
+def small_buckets(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world in which a compiled program reduces 256 KiB at a time."""
+    monkeypatch.setenv("RINGREDUCE_BUCKET", "64K")
+    rr.init()
+
+
+def test_large_trees_are_reduced_in_buckets(small_buckets: None) -> None:
+    """So that not all gradients of a step need memory at the same time; in the same order on unlike ranks."""
+
+    def step(weights: Any) -> Any:
+        gradients = jax.grad(lambda given: sum((each * each).sum() for each in given))(weights)
+        made = [weight - 0.25 * each for weight, each in zip(weights, rj.allreduce(gradients), strict=True)]
+        return made, [each.sum() for each in gradients] if RANK == 0 else None  # which changes the program of this rank
+
+    weights = [jnp.full(length, float(number + RANK)) for number, length in enumerate(BUCKETS)]
+    program = jax.jit(step).lower(weights).compile()
+    assert program.as_text().count(" custom-call(") == 4
+    for number, each in enumerate(program(weights)[0]):
+        np.testing.assert_allclose(each, np.full(BUCKETS[number], number + RANK - (number + TRIANGLE / SIZE) / 2))
+    empty, full, _ = jax.jit(rj.allreduce)([jnp.ones(0), jnp.ones(BUCKETS[0]), jnp.ones(0)])
+    assert empty.shape == (0,)
+    np.testing.assert_array_equal(full, np.ones(BUCKETS[0]))
+
+
+def test_memory_is_for_a_few_gradients_of_a_large_model() -> None:
+    def loss(layers: Any) -> Any:
+        made = jnp.ones((4, 1024))
+        for each in layers:
+            made = jnp.tanh(made @ each)
+        return made.sum()
+
+    layers = [jnp.ones((1024, 1024))] * 24
+    tx = rj.DistributedGradientTransformation(optax.sgd(1.0))
+    step = jax.jit(lambda given: optax.apply_updates(given, tx.update(jax.grad(loss)(given), tx.init(given))[0]))
+    used = step.lower(layers).compile().memory_analysis().temp_size_in_bytes
+    assert used < 8 * layers[0].nbytes
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.parametrize("number", [0, 2, 7, None], ids=["last bucket", "third", "first", "one bucket more"])
+def test_ranks_that_disagree_on_one_of_many_buckets_hear_it(small_buckets: None, number: int | None) -> None:
+    lengths = list(BUCKETS)
+    if RANK == 0:
+        lengths[0:0] = [1] if number is None else []
+        lengths[number or 0] += number is not None
+    reduce = jax.jit(lambda tree: rj.allreduce(tree, rj.Sum))
+    with pytest.raises((rr.MismatchError, RuntimeError, ValueError)) as caught:
+        reduce([jnp.ones(length) for length in lengths])
+    assert isinstance(rj.error_of(caught.value), rr.MismatchError)
+    np.testing.assert_array_equal(reduce([jnp.ones(3)])[0], np.full(3, float(SIZE)))
 
 
 def test_results_stay_as_they_are() -> None:
@@ -147,17 +246,22 @@ def test_a_set_of_several_ranks_reduces_and_gathers_in_a_program() -> None:
         rj.remove_process_set(process_set)
 
 
-def test_two_programs_compile_and_run_on_threads_that_start_in_any_order() -> None:
+def test_programs_and_calls_outside_of_them_run_on_threads_that_start_in_any_order() -> None:
+    """Two programs that compile, and a call that is not compiled, whose names say which is which."""
+
     def first(each: Any) -> Any:
         return rj.allreduce(each, rj.Sum)
 
     def second(each: Any) -> Any:
         return rj.allreduce(each * 2, rj.Sum)
 
-    programs = [jax.jit(first), jax.jit(second)]
-    with ThreadPoolExecutor(2) as pool:
-        order = [RANK % 2, 1 - RANK % 2]
-        results = {number: pool.submit(programs[number], jnp.ones(5)) for number in order}
+    def third(each: Any) -> Any:
+        return rj.allreduce(each * 3, rj.Sum)
+
+    calls = [jax.jit(first), jax.jit(second), third]
+    with ThreadPoolExecutor(3) as pool:
+        order = [(RANK + number) % 3 for number in range(3)]
+        results = {number: pool.submit(calls[number], jnp.ones(5)) for number in order}
         for number, each in results.items():
             np.testing.assert_array_equal(each.result(), np.full(5, SIZE * (number + 1.0)))
 
@@ -170,6 +274,36 @@ def test_compressed_gradients_are_not_mapped() -> None:
         jax.jit(jax.vmap(tx.update, in_axes=(0, None)))(jnp.ones((2, 4)), state)
     with pytest.raises(rr.ConfigError, match="no gradient flows"):
         jax.grad(lambda each: tx.update(each, state)[0].sum())(jnp.ones(4))
+
+
+def test_what_compression_has_not_sent_is_a_part_of_the_state() -> None:
+    """Each rank's own, as leaves: what was sent in all steps and what is left are the gradients, none twice."""
+    tx = rj.DistributedGradientTransformation(optax.sgd(1.0), op=rj.Sum, compression=rj.TopK(fraction=0.1))
+    gradients = {"w": jnp.arange(1.0, 31.0) * (RANK + 1), "steps": jnp.arange(3)}
+    state = tx.init(gradients)
+    update, sent = jax.jit(tx.update), np.zeros(30)
+    for _ in range(3):
+        updates, state = update(gradients, state)
+        sent -= np.asarray(updates["w"])
+        np.testing.assert_array_equal(updates["steps"], -SIZE * np.arange(3))
+    (residual,) = jax.tree.leaves(state.lost)
+    assert np.abs(residual).max() > 0
+    left = rr.allreduce(np.asarray(residual))
+    np.testing.assert_allclose(sent + left, 3 * (TRIANGLE + SIZE) * np.arange(1.0, 31.0), rtol=1e-5)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_nothing_is_left_to_send_before_the_first_step(nodes_of_one: None) -> None:
+    """Whatever the memory has held that is used to find out how long the residual is."""
+    used = [rr.empty(1000) for _ in range(4)]
+    for each in used:
+        each[:] = 0.3
+    del used, each
+    state = rj.DistributedGradientTransformation(optax.sgd(1.0), compression="int8").init(jnp.zeros(1000))
+    leaves = jax.tree.leaves(state.lost)
+    assert sum(each.size for each in leaves) > 0
+    for each in leaves:
+        np.testing.assert_array_equal(each, np.zeros(each.size))
 
 
 def test_small_results_of_many_calls_are_all_right(called: Any) -> None:
@@ -192,6 +326,16 @@ def test_ranks_that_disagree_hear_the_same_error_and_go_on(called: Any) -> None:
     assert isinstance(found, rr.MismatchError)
     assert sorted(found.values) == list(range(SIZE))
     np.testing.assert_array_equal(reduce(jnp.ones(3)), np.full(3, float(SIZE)))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_rows_of_different_number_are_refused_in_a_program() -> None:
+    """Which is made before they are known."""
+    gather = jax.jit(rj.allgather)
+    with pytest.raises((rr.MismatchError, RuntimeError, ValueError)) as caught:
+        gather(jnp.ones((RANK + 1, 2)))
+    assert isinstance(rj.error_of(caught.value), rr.MismatchError)
+    np.testing.assert_array_equal(gather(jnp.ones(3)), np.ones(3 * SIZE))
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank tells nobody")
@@ -282,3 +426,13 @@ def test_a_state_goes_back_to_its_commit_and_takes_the_values_of_rank_0() -> Non
     state.restore()
     np.testing.assert_array_equal(state.params["w"], np.zeros(3))
     assert state.epoch == 0
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_the_elastic_loop_raises_the_error_that_has_failed_a_program() -> None:
+    @rj.elastic.run
+    def train(state: Any) -> None:
+        jax.jit(lambda each: rj.allreduce(each, rj.Sum))(jnp.ones(3 + (RANK == 0)))
+
+    with pytest.raises(rr.MismatchError):
+        train(rj.elastic.JaxState(step=0))
