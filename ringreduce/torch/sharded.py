@@ -219,7 +219,7 @@ class ShardedStep:
                 continue
             mine = self.copy.state[piece.value]
             for name, value in state.items():
-                whole = _is_whole(parameter, name, value)
+                whole = is_whole(parameter, name, value)
                 mine[name] = _flat(value, parameter)[piece.elements].clone() if whole else value
                 views = self._blocks.get((piece.shard, name)) if whole else None
                 if views is not None:
@@ -335,7 +335,7 @@ def _flat(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def _is_whole(parameter: torch.Tensor, name: str, value: object) -> bool:
+def is_whole(parameter: torch.Tensor, name: str, value: object) -> bool:
     """Return whether state of a parameter has a value for each element."""
     is_number = parameter.dim() == 0 and name in _NUMBERS
     return torch.is_tensor(value) and value.shape == parameter.shape and not is_number

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ringreduce.torch.optimizer import DistributedOptimizer
-from ringreduce.torch.wrapping import watch_steps
+from ringreduce.torch.wrapping import Wrapper, watch_steps
 
 __all__ = [
     "ModelStateHandler",
@@ -129,7 +128,7 @@ class OptimizerStateHandler(_TensorsHandler):
         super().__init__(value)
         self._steps = self._noted_steps = 0
         # Fused steps change weights behind the back of torch's count.
-        stepping = value.wrapped if isinstance(value, DistributedOptimizer) else value
+        stepping = value.wrapped if isinstance(value, Wrapper) else value
         self.notes_steps = hasattr(stepping, "register_step_pre_hook")
         watch_steps(stepping, self._count, all_steps=True)
 
@@ -151,7 +150,7 @@ class OptimizerStateHandler(_TensorsHandler):
         broadcast_optimizer_state(self.value, root_rank=0)
 
     def reset(self) -> None:
-        if isinstance(self.value, DistributedOptimizer):
+        if isinstance(self.value, Wrapper):
             self.value.rejoin()
 
     def _tensors(self) -> list[torch.Tensor]:

@@ -1,0 +1,435 @@
+"""Local SGD and DiLoCo: replicas step by themselves, and once per period average what they have learnt.
+
+A replica is one rank, or several that reduce their gradients in every step. Every ``period`` steps all ranks average
+their weights, or make an outer step with the average of ``agreed - local``: the weights that all had after the last
+exchange, minus those that this rank has now. ``agreed`` has the same bits on all ranks. With outer learning rate ``nu``
+and outer momentum ``mu`` (Nesterov's):
+
+    delta = mean(agreed - local)
+    momentum = mu * momentum + delta
+    agreed = agreed - nu * (delta + mu * momentum)
+
+With nu = 1 and mu = 0 this is the average of the weights. With a delay, training goes on while the differences travel,
+and what a rank has learnt meanwhile is kept: local = agreed + (now - then).
+
+Sources:
+    S. U. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767.
+    T. Lin, S. U. Stich, K. K. Patel, M. Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020,
+        arXiv 1808.07217: synchronous steps first (post-local SGD), and replicas of several ranks (hierarchical SGD).
+    J. Wang, V. Tantia, N. Ballas, M. Rabbat, "SlowMo", ICLR 2020, arXiv 1910.00643: momentum of the outer steps.
+    A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105.
+    A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512: fragments, and the delay.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import ConfigError, RingReduceError
+from ringreduce.common.reduce_ops import AVERAGE
+from ringreduce.engine import CollectiveOp, Engine, InPlaceAllreduce
+from ringreduce.runtime import global_process_set
+from ringreduce.training.compression import State, WireState
+from ringreduce.training.local_options import LocalOptions
+
+Flat = npt.NDArray[Any]
+
+#: What a fragment saves that is as long as it is.
+_WHOLE = ("agreed", "momentum", "then")
+
+
+class Leaves(Protocol):
+    """Some arrays of a framework, as one flat array in host memory."""
+
+    def find(self) -> tuple[int, str]:
+        """Find the arrays that there are now, which `read` and `write` are about from then on.
+
+        Returns:
+            How many elements they have, and the dtype of the flat array: ``float64`` if some have it, else ``float32``.
+            Equal on all ranks.
+        """
+
+    def read(self, flat: Flat) -> None:
+        """Copy their values to an array of this length and dtype."""
+
+    def write(self, flat: Flat) -> None:
+        """Overwrite their values."""
+
+
+class Average:
+    """Arrays of which the ranks take the average, while each may go on to change its own.
+
+    Args:
+        leaves: the arrays.
+        what: what errors call them; equal on all ranks, and different for each average of an optimizer.
+
+    Attributes:
+        leaves: the argument.
+        then: this rank's values in the exchange that is under way, if the rank goes on meanwhile; else None.
+    """
+
+    def __init__(self, leaves: Leaves, what: str) -> None:
+        self.leaves, self._what = leaves, what
+        self.then: Flat | None = None
+        self._compares = True  # whether the next exchange compares what the ranks go on from
+        self._flat: Flat | None = None
+        self._operation: InPlaceAllreduce | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an exchange has begun and not ended."""
+        return self._operation is not None
+
+    def connect(self, engine: Engine, owner: str) -> None:
+        """Go on with these ranks, and forget what was under way among others.
+
+        Args:
+            engine: of all ranks.
+            owner: the name of the optimizer; equal on all ranks.
+        """
+        self.drop()
+        self._engine, self._name, self._flat, self._compares = engine, f"{owner}, {self._what}", None, True
+
+    def begin(self, step: int, *, moving: bool) -> None:
+        """Submit this rank's values.
+
+        Args:
+            step: in which; equal on all ranks.
+            moving: whether this rank changes the values before the end.
+        """
+        flat = self._memory()
+        if len(flat):
+            self.leaves.read(flat)
+            self.then = flat.copy() if moving else None
+            self._submit(flat, step)
+
+    def resume(self, step: int) -> None:
+        """Submit an exchange again that was under way when the state was saved."""
+        if self.then is not None and self._operation is None:
+            flat = self._memory()
+            np.copyto(flat, self.then)
+            self._submit(flat, step)
+
+    def end(self) -> None:
+        """Wait for the exchange, and take over its result, with what this rank has changed since it began."""
+        operation, then = self._operation, self.then
+        assert operation is not None and self._flat is not None
+        self._operation = self.then = None
+        self._finish(operation)
+        agreed = self._concluded(self._flat)
+        if then is None:
+            self.leaves.write(agreed)
+        else:
+            now = np.empty_like(agreed)
+            self.leaves.read(now)
+            now -= then
+            now += agreed
+            self.leaves.write(now)
+
+    def average(self) -> None:
+        """Make the values of all ranks their average."""
+        flat = self._memory()
+        if len(flat):
+            self.leaves.read(flat)
+            operation = self._reduction(flat, "average", "")
+            self._engine.submit(operation)
+            self._finish(operation)
+            self.leaves.write(flat)
+
+    def drop(self) -> None:
+        """Forget an exchange that is under way. The values stay, so that the next one has what this one would have."""
+        if self._operation is not None:
+            with suppress(RingReduceError):
+                self._engine.wait(self._operation)
+        self._operation = self.then = None
+
+    def checksum(self) -> int:
+        """Return a checksum of the values."""
+        flat = self._memory()
+        self.leaves.read(flat)
+        return zlib.crc32(flat.data)
+
+    def state_dict(self) -> State:
+        """Return copies of what is needed to go on."""
+        return {} if self.then is None else {"then": self.then.copy()}
+
+    def load_state_dict(self, state: Mapping[str, Flat], own: bool) -> None:
+        """Go on from what `state_dict` returned, which is copied; ``own``: on this rank, among as many."""
+        self.drop()
+        self.then, self._compares = _copied(state, "then"), True
+
+    def _memory(self) -> Flat:
+        """Return communication memory for the values."""
+        count, dtype = self.leaves.find()
+        if self._flat is None or len(self._flat) != count or self._flat.dtype.name != dtype:
+            self._flat = self._engine.communicator.empty(count, dtype)
+        return self._flat
+
+    def _submit(self, flat: Flat, step: int) -> None:
+        note = f", in step {step} from the checksum {self._agreed_checksum():08x}" if self._compares else ""
+        self._operation, self._compares = self._exchange(flat, note), False
+        self._engine.submit(self._operation)
+
+    def _agreed_checksum(self) -> int:
+        """Return a checksum of what all ranks have agreed on."""
+        return 0
+
+    def _exchange(self, flat: Flat, note: str) -> InPlaceAllreduce:
+        """Return the operation of an exchange, given this rank's values, in whose place it may put others."""
+        return self._reduction(flat, "exchange", note)
+
+    def _reduction(self, flat: Flat, kind: str, note: str, **wire: Any) -> InPlaceAllreduce:
+        text = f"{kind} of {self._name}"
+        operation = InPlaceAllreduce(f"{self._name}, {kind}", text + note, AVERAGE, [flat], **wire)
+        operation.title = f"the {text}"
+        return operation
+
+    def _finish(self, operation: InPlaceAllreduce) -> None:
+        self._engine.wait(operation)
+        if operation.active < self._engine.communicator.size:
+            raise ConfigError(
+                f"a rank has joined and takes no part in {operation.title}: replicas make equally many steps, so give "
+                "all ranks as many batches"
+            )
+
+    def _concluded(self, flat: Flat) -> Flat:
+        """Return the values that all ranks agree on, given the result of an exchange."""
+        return flat
+
+
+class Fragment(Average):
+    """Weights, and what all ranks have agreed on in their last outer step.
+
+    Args:
+        leaves, what: as for `Average`.
+        options: of the outer step.
+
+    Attributes:
+        agreed: the weights after the last exchange, the same bits on all ranks; None before the first step.
+        momentum: of the outer steps, the same bits on all ranks; None while it is zero.
+    """
+
+    def __init__(self, leaves: Leaves, what: str, options: LocalOptions) -> None:
+        super().__init__(leaves, what)
+        self._lr, self._momentum = options.outer_lr, options.outer_momentum
+        wire = options.compression
+        self._wire: WireState | None = None if wire is None else wire.reducer((), ())
+        self._unsent: State = {}  # what the wire format has kept, before the exchange that is under way
+        self.agreed: Flat | None = None
+        self.momentum: Flat | None = None
+
+    def start(self) -> None:
+        """Take this rank's values for what all agree on."""
+        self.agreed = np.empty(*self.leaves.find())
+        self.leaves.read(self.agreed)
+
+    def share_momentum(self, root: int) -> None:
+        """Take over the momentum of a rank. Collective."""
+        if self._momentum:
+            shared = self.momentum = self._moments()
+            text = f"{self._name}, momentum"
+            self._engine.run(CollectiveOp(text, text, lambda ranks: ranks.broadcast(shared, root, out=shared)))
+
+    def average(self) -> None:
+        super().average()
+        self.start()
+
+    def state_dict(self) -> State:
+        kept = super().state_dict()
+        for name, array in (("agreed", self.agreed), ("momentum", self.momentum)):
+            if array is not None:
+                kept[name] = array.copy()
+        if self._wire is not None:
+            kept |= self._wire.state_dict() if self.then is None else self._unsent
+        return kept
+
+    def load_state_dict(self, state: Mapping[str, Flat], own: bool) -> None:
+        super().load_state_dict(state, own)
+        self.agreed, self.momentum = _copied(state, "agreed"), _copied(state, "momentum")
+        if self._wire is not None:
+            self._wire.load_state_dict(dict(state) if own else {})
+
+    def _moments(self) -> Flat:
+        assert self.agreed is not None
+        return np.zeros_like(self.agreed) if self.momentum is None else self.momentum
+
+    def _agreed_checksum(self) -> int:
+        both = [each for each in (self.agreed, self.momentum) if each is not None]
+        return zlib.crc32(repr([zlib.crc32(each.data) for each in both]).encode())
+
+    def _exchange(self, flat: Flat, note: str) -> InPlaceAllreduce:
+        assert self.agreed is not None
+        np.subtract(self.agreed, flat, out=flat)
+        if self._wire is None:
+            return self._reduction(flat, "exchange", note)
+        self._unsent = {} if self.then is None else self._wire.state_dict()
+        return self._reduction(flat, "exchange", note, wire=self._wire.wire, feedbacks=[self._wire.feedback])
+
+    def _concluded(self, flat: Flat) -> Flat:
+        """Make the outer step; uses up the average of the differences."""
+        agreed, delta = self.agreed, flat
+        assert agreed is not None
+        if self._momentum:
+            moments = self.momentum = self._moments()
+            moments *= self._momentum
+            moments += delta
+        delta *= self._lr
+        agreed -= delta
+        if self._momentum:
+            np.multiply(moments, self._lr * self._momentum, out=delta)
+            agreed -= delta
+        return agreed
+
+
+def _copied(state: Mapping[str, Flat], name: str) -> Flat | None:
+    return state[name].copy() if name in state else None
+
+
+class LocalTraining:
+    """What an optimizer of local steps does with the other ranks of the world, and when.
+
+    Args:
+        described: the optimizer; equal on all ranks.
+        options: checked; equal on all ranks.
+        parameters: those of each fragment.
+        others: what else is averaged, by name; equal names on all ranks.
+
+    Attributes:
+        steps: so many the optimizer has made; equal on all ranks.
+    """
+
+    def __init__(
+        self, described: str, options: LocalOptions, parameters: Sequence[Leaves], others: Mapping[str, Leaves]
+    ) -> None:
+        self._described, self._options = described, options
+        names = [f"fragment {number}" for number in range(len(parameters))]
+        self._fragments = [self._made(*each) for each in zip(parameters, names, strict=True)]
+        self._averages = [*self._fragments, *(Average(leaves, name) for name, leaves in others.items())]
+        #: At which step of a period each of them is exchanged.
+        starts = [number * options.period // options.fragments for number in range(len(parameters))]
+        self._starts = starts + [0] * len(others)
+        self.steps = 0
+        self._connect()
+
+    def _made(self, leaves: Leaves, name: str) -> Average:
+        plain = self._options.averages_weights
+        return Average(leaves, name) if plain else Fragment(leaves, name, self._options)
+
+    @property
+    def warming(self) -> bool:
+        """Whether the next step is one of the first, which are synchronous."""
+        return bool(self.steps < self._options.warmup_steps)
+
+    def before_step(self) -> None:
+        """To be called before each step; compares the weights before the first local one. Collective then."""
+        if self.steps == self._options.warmup_steps:
+            for each in self._fragments:
+                if isinstance(each, Fragment):
+                    each.start()
+            weights = zlib.crc32(repr([each.checksum() for each in self._fragments]).encode())
+            text = f"weights with the checksum {weights:08x}; call broadcast_parameters before the first step"
+            self._run("start", text, lambda ranks: ranks.barrier())
+        for each in self._averages:
+            each.resume(self.steps)
+
+    def after_step(self) -> None:
+        """To be called after each step: begin the exchanges that are due, and end those that are. Collective."""
+        self.steps += 1
+        if self.steps <= self._options.warmup_steps:
+            return
+        for each in self._due(0):
+            each.begin(self.steps, moving=self._options.delay > 0)
+        for each in self._due(self._options.delay):
+            if each.under_way:
+                each.end()
+
+    def _due(self, late: int) -> list[Average]:
+        """Return what has begun so many steps ago, or would have."""
+        step = self.steps - self._options.warmup_steps - late
+        averages = zip(self._averages, self._starts, strict=True)
+        return [each for each, start in averages if (step - start) % self._options.period == 0]
+
+    def synchronize(self) -> None:
+        """End what is under way, and make all values the averages. Collective."""
+        for each in self._averages:
+            each.resume(self.steps)
+        for each in self._averages:
+            if each.under_way:
+                each.end()
+        for each in self._averages:
+            each.average()
+
+    def rejoin(self) -> bool:
+        """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
+
+        The ranks average what each has learnt. Steps and momentum are those of the rank with the most steps.
+
+        Returns:
+            Whether they came.
+        """
+        if global_process_set.engine is self._engine:
+            return False
+        self._connect()
+        mine = np.array([self.steps])
+        counts = self._run("steps", "steps", lambda ranks: ranks.allgather(mine))
+        self.steps = int(counts.max())
+        if self.steps:
+            for each in self._averages:
+                each.average()
+                if isinstance(each, Fragment):
+                    each.share_momentum(int(counts.argmax()))
+        return True
+
+    def _connect(self) -> None:
+        self._engine = global_process_set.engine
+        self._name = self._engine.new_name(f"{self._described},")
+        for each in self._averages:
+            each.connect(self._engine, self._name)
+
+    def _run(self, what: str, text: str, run: Callable[[Communicator], Any]) -> Any:
+        operation = CollectiveOp(f"{self._name}, {what}", text, run)
+        operation.title = f"the {what} of {self._name}"
+        return self._engine.run(operation)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what is needed to go on in the middle of a period. Local.
+
+        Returns:
+            ``steps``; ``rank`` and ``size``, as what was not sent yet is this rank's own; and ``averages``, arrays by
+            number and name.
+        """
+        ranks = self._engine.communicator
+        averages = {number: each.state_dict() for number, each in enumerate(self._averages)}
+        return {"steps": self.steps, "rank": ranks.rank, "size": ranks.size, "averages": averages}
+
+    def require_fit(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` unless `load_state_dict` can take this."""
+        averages = state["averages"]
+        if len(averages) != len(self._averages):
+            raise ConfigError(f"the state has {len(averages)} averages, this optimizer {len(self._averages)}")
+        for number, each in enumerate(self._fragments):
+            needed = {"agreed"} if isinstance(each, Fragment) and state["steps"] > self._options.warmup_steps else set()
+            lengths = {name: averages[number][name].size for name in _WHOLE if name in averages[number]}
+            count, _ = each.leaves.find()
+            if not needed <= set(lengths) or set(lengths.values()) - {count}:
+                raise ConfigError(
+                    f"the state of fragment {number} has {lengths}; this optimizer needs arrays of {count} elements, "
+                    "as saved with the same options"
+                )
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what `state_dict` returned, on all ranks; None: begin anew. Local."""
+        if state is None:
+            state = {"steps": 0, "rank": 0, "size": 0, "averages": {n: {} for n in range(len(self._averages))}}
+        ranks = self._engine.communicator
+        own = (state["rank"], state["size"]) == (ranks.rank, ranks.size)
+        self.steps = state["steps"]
+        for number, each in enumerate(self._averages):
+            each.load_state_dict(state["averages"][number], own)
