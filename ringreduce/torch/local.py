@@ -26,6 +26,8 @@ from ringreduce.training.local_options import LocalOptions, cut
 from ringreduce.training.options import checked_names
 from ringreduce.training.parameters import require_same_arrays
 
+_Named = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module
+
 _LOCAL = "local"  # a key of state dicts
 
 
@@ -113,10 +115,7 @@ class DiLoCo(wrapping.Wrapper):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]]
-        | Mapping[str, torch.Tensor]
-        | torch.nn.Module
-        | None = None,
+        named_parameters: _Named | None = None,
         *,
         period: int = 100,
         outer_lr: float = 0.7,
@@ -136,16 +135,9 @@ class DiLoCo(wrapping.Wrapper):
                 raise ConfigError("DiLoCo wraps the optimizer itself, which a DistributedOptimizer has as `wrapped`")
             wrapping.require_optimizer(optimizer, "DiLoCo")
             parameters = wrapping.parameters_of(optimizer)
+            wire = None if compression is Compression.none else compression
             options = LocalOptions(
-                period=period,
-                outer_lr=outer_lr,
-                outer_momentum=outer_momentum,
-                warmup_steps=warmup_steps,
-                fragments=fragments,
-                delay=delay,
-                compression=None if compression is Compression.none else compression,
-                replica=replica,
-                average=average,
+                period, outer_lr, outer_momentum, warmup_steps, fragments, delay, wire, replica, average
             ).checked(len(parameters), ranks.size)
             model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
             pairs = named_parameters if model is None else model.named_parameters()
@@ -282,24 +274,17 @@ class DiLoCo(wrapping.Wrapper):
             )
 
 
-def LocalSGD(  # noqa: N802  # it is called as a class is
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module | None = None,
-    *,
-    outer_lr: float = 1.0,
-    outer_momentum: float = 0.0,
-    **options: Any,
-) -> DiLoCo:
+def LocalSGD(optimizer: torch.optim.Optimizer, named_parameters: _Named | None = None, **options: Any) -> DiLoCo:  # noqa: N802
     """Return a `DiLoCo` with other defaults: replicas average their weights once per period. Collective.
 
     Args:
-        optimizer, named_parameters, outer_lr, outer_momentum: as for `DiLoCo`.
-        options: the others of `DiLoCo`, with the same defaults as there.
+        optimizer, named_parameters: as for `DiLoCo`.
+        options: the others of `DiLoCo`; ``outer_lr`` is 1 and ``outer_momentum`` 0 unless they are given.
 
     Raises:
         as `DiLoCo`.
     """
-    return DiLoCo(optimizer, named_parameters, outer_lr=outer_lr, outer_momentum=outer_momentum, **options)
+    return DiLoCo(optimizer, named_parameters, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

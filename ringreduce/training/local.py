@@ -26,6 +26,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,9 +41,6 @@ from ringreduce.training.compression import State, WireState
 from ringreduce.training.local_options import LocalOptions
 
 Flat = npt.NDArray[Any]
-
-#: What a fragment saves that is as long as it is.
-_WHOLE = ("agreed", "momentum", "then")
 
 
 class Leaves(Protocol):
@@ -72,11 +70,13 @@ class Average:
 
     Attributes:
         leaves: the argument.
+        kept: the names of its attributes that are saved, as long as all values; the first only while it is there.
         then: this rank's values in the exchange that is under way, if the rank goes on meanwhile; else None.
     """
 
     def __init__(self, leaves: Leaves, what: str) -> None:
         self.leaves, self._what = leaves, what
+        self.kept: tuple[str, ...] = ("then",)
         self.then: Flat | None = None
         self._compares = True  # whether the next exchange compares what the ranks go on from
         self._flat: Flat | None = None
@@ -84,7 +84,7 @@ class Average:
 
     @property
     def under_way(self) -> bool:
-        """Whether an exchange has begun and not ended."""
+        """Whether an exchange was submitted and has not ended."""
         return self._operation is not None
 
     def connect(self, engine: Engine, owner: str) -> None:
@@ -97,25 +97,30 @@ class Average:
         self.drop()
         self._engine, self._name, self._flat, self._compares = engine, f"{owner}, {self._what}", None, True
 
+    def start(self) -> int:
+        """Prepare for the first exchange; return a checksum of the values."""
+        flat = self._memory()
+        self.leaves.read(flat)
+        return zlib.crc32(flat.data)
+
     def begin(self, step: int, *, moving: bool) -> None:
-        """Submit this rank's values.
+        """Submit this rank's values; of an exchange that was under way when the state was saved, those of then.
 
         Args:
             step: in which; equal on all ranks.
             moving: whether this rank changes the values before the end.
         """
         flat = self._memory()
-        if len(flat):
+        if not len(flat):
+            return
+        if self.then is None:
             self.leaves.read(flat)
             self.then = flat.copy() if moving else None
-            self._submit(flat, step)
-
-    def resume(self, step: int) -> None:
-        """Submit an exchange again that was under way when the state was saved."""
-        if self.then is not None and self._operation is None:
-            flat = self._memory()
+        else:
             np.copyto(flat, self.then)
-            self._submit(flat, step)
+        note = f", in step {step} from the checksum {self._checksum():08x}" if self._compares else ""
+        self._operation, self._compares = self._exchange(flat, note), False
+        self._engine.submit(self._operation)
 
     def end(self) -> None:
         """Wait for the exchange, and take over its result, with what this rank has changed since it began."""
@@ -150,20 +155,16 @@ class Average:
                 self._engine.wait(self._operation)
         self._operation = self.then = None
 
-    def checksum(self) -> int:
-        """Return a checksum of the values."""
-        flat = self._memory()
-        self.leaves.read(flat)
-        return zlib.crc32(flat.data)
-
     def state_dict(self) -> State:
         """Return copies of what is needed to go on."""
-        return {} if self.then is None else {"then": self.then.copy()}
+        return {name: each.copy() for name in self.kept if (each := getattr(self, name)) is not None}
 
     def load_state_dict(self, state: Mapping[str, Flat], own: bool) -> None:
         """Go on from what `state_dict` returned, which is copied; ``own``: on this rank, among as many."""
         self.drop()
-        self.then, self._compares = _copied(state, "then"), True
+        self._compares = True
+        for name in self.kept:
+            setattr(self, name, state[name].copy() if name in state else None)
 
     def _memory(self) -> Flat:
         """Return communication memory for the values."""
@@ -172,13 +173,8 @@ class Average:
             self._flat = self._engine.communicator.empty(count, dtype)
         return self._flat
 
-    def _submit(self, flat: Flat, step: int) -> None:
-        note = f", in step {step} from the checksum {self._agreed_checksum():08x}" if self._compares else ""
-        self._operation, self._compares = self._exchange(flat, note), False
-        self._engine.submit(self._operation)
-
-    def _agreed_checksum(self) -> int:
-        """Return a checksum of what all ranks have agreed on."""
+    def _checksum(self) -> int:
+        """Return a checksum of what all ranks have agreed on and go on from."""
         return 0
 
     def _exchange(self, flat: Flat, note: str) -> InPlaceAllreduce:
@@ -213,29 +209,25 @@ class Fragment(Average):
 
     Attributes:
         agreed: the weights after the last exchange, the same bits on all ranks; None before the first step.
-        momentum: of the outer steps, the same bits on all ranks; None while it is zero.
+        momentum: of the outer steps, the same bits on all ranks; None before the first step, and if there is none.
     """
 
     def __init__(self, leaves: Leaves, what: str, options: LocalOptions) -> None:
         super().__init__(leaves, what)
-        self._lr, self._momentum = options.outer_lr, options.outer_momentum
+        self._lr, self._mu = options.outer_lr, options.outer_momentum
         wire = options.compression
         self._wire: WireState | None = None if wire is None else wire.reducer((), ())
+        self.kept += ("agreed", "momentum") if self._mu else ("agreed",)
         self._unsent: State = {}  # what the wire format has kept, before the exchange that is under way
         self.agreed: Flat | None = None
         self.momentum: Flat | None = None
 
-    def start(self) -> None:
-        """Take this rank's values for what all agree on."""
+    def start(self) -> int:
         self.agreed = np.empty(*self.leaves.find())
         self.leaves.read(self.agreed)
-
-    def share_momentum(self, root: int) -> None:
-        """Take over the momentum of a rank. Collective."""
-        if self._momentum:
-            shared = self.momentum = self._moments()
-            text = f"{self._name}, momentum"
-            self._engine.run(CollectiveOp(text, text, lambda ranks: ranks.broadcast(shared, root, out=shared)))
+        if self._mu and self.momentum is None:
+            self.momentum = np.zeros_like(self.agreed)
+        return zlib.crc32(self.agreed.data)
 
     def average(self) -> None:
         super().average()
@@ -243,26 +235,18 @@ class Fragment(Average):
 
     def state_dict(self) -> State:
         kept = super().state_dict()
-        for name, array in (("agreed", self.agreed), ("momentum", self.momentum)):
-            if array is not None:
-                kept[name] = array.copy()
         if self._wire is not None:
-            kept |= self._wire.state_dict() if self.then is None else self._unsent
+            kept |= self._unsent if self.under_way else self._wire.state_dict()
         return kept
 
     def load_state_dict(self, state: Mapping[str, Flat], own: bool) -> None:
         super().load_state_dict(state, own)
-        self.agreed, self.momentum = _copied(state, "agreed"), _copied(state, "momentum")
         if self._wire is not None:
             self._wire.load_state_dict(dict(state) if own else {})
 
-    def _moments(self) -> Flat:
+    def _checksum(self) -> int:
         assert self.agreed is not None
-        return np.zeros_like(self.agreed) if self.momentum is None else self.momentum
-
-    def _agreed_checksum(self) -> int:
-        both = [each for each in (self.agreed, self.momentum) if each is not None]
-        return zlib.crc32(repr([zlib.crc32(each.data) for each in both]).encode())
+        return zlib.crc32(b"" if self.momentum is None else self.momentum.data, zlib.crc32(self.agreed.data))
 
     def _exchange(self, flat: Flat, note: str) -> InPlaceAllreduce:
         assert self.agreed is not None
@@ -274,22 +258,17 @@ class Fragment(Average):
 
     def _concluded(self, flat: Flat) -> Flat:
         """Make the outer step; uses up the average of the differences."""
-        agreed, delta = self.agreed, flat
+        agreed, delta, momentum = self.agreed, flat, self.momentum
         assert agreed is not None
-        if self._momentum:
-            moments = self.momentum = self._moments()
-            moments *= self._momentum
-            moments += delta
+        if momentum is not None:
+            momentum *= self._mu
+            momentum += delta
         delta *= self._lr
         agreed -= delta
-        if self._momentum:
-            np.multiply(moments, self._lr * self._momentum, out=delta)
+        if momentum is not None:
+            np.multiply(momentum, self._lr * self._mu, out=delta)
             agreed -= delta
         return agreed
-
-
-def _copied(state: Mapping[str, Flat], name: str) -> Flat | None:
-    return state[name].copy() if name in state else None
 
 
 class LocalTraining:
@@ -309,18 +288,14 @@ class LocalTraining:
         self, described: str, options: LocalOptions, parameters: Sequence[Leaves], others: Mapping[str, Leaves]
     ) -> None:
         self._described, self._options = described, options
-        names = [f"fragment {number}" for number in range(len(parameters))]
-        self._fragments = [self._made(*each) for each in zip(parameters, names, strict=True)]
+        make = Average if options.averages_weights else partial(Fragment, options=options)
+        self._fragments = [make(leaves, f"fragment {number}") for number, leaves in enumerate(parameters)]
         self._averages = [*self._fragments, *(Average(leaves, name) for name, leaves in others.items())]
         #: At which step of a period each of them is exchanged.
-        starts = [number * options.period // options.fragments for number in range(len(parameters))]
-        self._starts = starts + [0] * len(others)
+        self._starts = [number * options.period // options.fragments for number in range(len(parameters))]
+        self._starts += [0] * len(others)
         self.steps = 0
         self._connect()
-
-    def _made(self, leaves: Leaves, name: str) -> Average:
-        plain = self._options.averages_weights
-        return Average(leaves, name) if plain else Fragment(leaves, name, self._options)
 
     @property
     def warming(self) -> bool:
@@ -330,14 +305,16 @@ class LocalTraining:
     def before_step(self) -> None:
         """To be called before each step; compares the weights before the first local one. Collective then."""
         if self.steps == self._options.warmup_steps:
-            for each in self._fragments:
-                if isinstance(each, Fragment):
-                    each.start()
-            weights = zlib.crc32(repr([each.checksum() for each in self._fragments]).encode())
-            text = f"weights with the checksum {weights:08x}; call broadcast_parameters before the first step"
+            weights = ", ".join(f"{each.start():08x}" for each in self._fragments)
+            text = f"weights with the checksums {weights}; call broadcast_parameters before the first step"
             self._run("start", text, lambda ranks: ranks.barrier())
+        self._resume()
+
+    def _resume(self) -> None:
+        """Begin exchanges again that were under way when the state was saved."""
         for each in self._averages:
-            each.resume(self.steps)
+            if each.then is not None and not each.under_way:
+                each.begin(self.steps, moving=True)
 
     def after_step(self) -> None:
         """To be called after each step: begin the exchanges that are due, and end those that are. Collective."""
@@ -358,8 +335,7 @@ class LocalTraining:
 
     def synchronize(self) -> None:
         """End what is under way, and make all values the averages. Collective."""
-        for each in self._averages:
-            each.resume(self.steps)
+        self._resume()
         for each in self._averages:
             if each.under_way:
                 each.end()
@@ -379,12 +355,11 @@ class LocalTraining:
         self._connect()
         mine = np.array([self.steps])
         counts = self._run("steps", "steps", lambda ranks: ranks.allgather(mine))
-        self.steps = int(counts.max())
-        if self.steps:
-            for each in self._averages:
-                each.average()
-                if isinstance(each, Fragment):
-                    each.share_momentum(int(counts.argmax()))
+        self.steps, root = int(counts.max()), int(counts.argmax())
+        for each in self._averages if self.steps else ():
+            each.average()
+            if isinstance(each, Fragment) and each.momentum is not None:
+                self._run("momentum", "momentum", partial(_broadcast, each.momentum, root))
         return True
 
     def _connect(self) -> None:
@@ -414,14 +389,14 @@ class LocalTraining:
         averages = state["averages"]
         if len(averages) != len(self._averages):
             raise ConfigError(f"the state has {len(averages)} averages, this optimizer {len(self._averages)}")
+        begun = state["steps"] > self._options.warmup_steps
         for number, each in enumerate(self._fragments):
-            needed = {"agreed"} if isinstance(each, Fragment) and state["steps"] > self._options.warmup_steps else set()
-            lengths = {name: averages[number][name].size for name in _WHOLE if name in averages[number]}
+            lengths = {name: averages[number][name].size for name in each.kept if name in averages[number]}
             count, _ = each.leaves.find()
-            if not needed <= set(lengths) or set(lengths.values()) - {count}:
+            if (begun and not {*each.kept[1:]} <= lengths.keys()) or {*lengths.values()} - {count}:
                 raise ConfigError(
-                    f"the state of fragment {number} has {lengths}; this optimizer needs arrays of {count} elements, "
-                    "as saved with the same options"
+                    f"the state of fragment {number} has {lengths}, this optimizer {count} elements of each of "
+                    f"{each.kept[1:]}: it has other parameters or options"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -433,3 +408,7 @@ class LocalTraining:
         self.steps = state["steps"]
         for number, each in enumerate(self._averages):
             each.load_state_dict(state["averages"][number], own)
+
+
+def _broadcast(array: Flat, root: int, ranks: Communicator) -> None:
+    ranks.broadcast(array, root, out=array)

@@ -12,13 +12,13 @@ import numpy as np
 from ringreduce.common.arguments import real_number, shown, whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.compression import WireFormat, has_reducers, signature_of
+from ringreduce.training.compression import WireFormat, has_reducers
 
 #: What can be averaged.
 _AVERAGED = ("parameters", "buffers", "state")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LocalOptions:
     """How replicas train, as a user says it; `checked` returns what is meant. All must agree on all ranks.
 
@@ -49,28 +49,27 @@ class LocalOptions:
         Raises:
             ConfigError: one is wrong, or two do not go together.
         """
-        period = whole_number("period", self.period, 1)
-        fragments = whole_number("fragments", self.fragments, 1)
-        if fragments > min(period, max(parameters, 1)):
-            raise ConfigError(
-                f"fragments must be at most the period ({period}) and the number of parameters ({parameters}), "
-                f"got {fragments}"
-            )
-        delay = whole_number("delay", self.delay, 0)
-        if delay >= period:
-            raise ConfigError(f"delay must be less than the period of {period} steps, got {delay}")
         made = replace(
             self,
-            period=period,
-            outer_lr=_number("outer_lr", self.outer_lr, math.inf, positive=True),
-            outer_momentum=_number("outer_momentum", self.outer_momentum, 1.0),
+            period=whole_number("period", self.period, 1),
+            outer_lr=real_number("outer_lr", self.outer_lr),
+            outer_momentum=real_number("outer_momentum", self.outer_momentum),
             warmup_steps=whole_number("warmup_steps", self.warmup_steps, 0),
-            fragments=fragments,
-            delay=delay,
+            fragments=whole_number("fragments", self.fragments, 1),
+            delay=whole_number("delay", self.delay, 0),
             compression=_checked_compression(self.compression),
             average=_checked_average(self.average),
         )
         made.replicas([[rank] for rank in range(ranks)])
+        _require(0.0 < made.outer_lr < math.inf, f"outer_lr must be a positive number, got {made.outer_lr}")
+        _require(0.0 <= made.outer_momentum < 1.0, f"outer_momentum must be from 0 to 1, got {made.outer_momentum}")
+        _require(made.delay < made.period, f"delay must be less than the period, {made.period}; got {made.delay}")
+        most = min(made.period, max(parameters, 1))
+        _require(
+            made.fragments <= most,
+            f"fragments must be at most {most}, as there are {parameters} parameters and {made.period} steps in a "
+            f"period; got {made.fragments}",
+        )
         return made
 
     def replicas(self, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -85,11 +84,15 @@ class LocalOptions:
         if self.replica == "rank":
             return [[rank] for rank in everyone]
         given = list(self.replica) if isinstance(self.replica, Iterable) else [self.replica]
-        if not all(isinstance(each, ProcessSet) for each in given):
-            raise ConfigError(f'replica is "node", "rank" or a list of process sets, got {shown(self.replica)}')
+        _require(
+            all(isinstance(each, ProcessSet) for each in given),
+            f'replica is "node", "rank" or a list of process sets, got {shown(self.replica)}',
+        )
         sets = [each.ranks or everyone for each in given]
-        if sorted(rank for each in sets for rank in each) != everyone:
-            raise ConfigError(f"the process sets of replica must have each of {len(everyone)} ranks once, got {sets}")
+        _require(
+            sorted(rank for each in sets for rank in each) == everyone,
+            f"the process sets of replica must have each of {len(everyone)} ranks once, got {sets}",
+        )
         return sets
 
     @property
@@ -99,18 +102,13 @@ class LocalOptions:
 
     def in_words(self) -> dict[str, object]:
         """Return the options by the names that users know; ranks compare them as text."""
-        said = {name: getattr(self, name) for name in self.__slots__}
-        said["compression"] = "none" if self.compression is None else signature_of(self.compression)
-        if not isinstance(self.replica, str):
-            said["replica"] = [each.ranks for each in self.replica]
-        return said
+        replica = self.replica if isinstance(self.replica, str) else [each.ranks for each in self.replica]
+        return {**{name: getattr(self, name) for name in self.__slots__}, "replica": replica}
 
 
-def _number(name: str, value: Any, limit: float, *, positive: bool = False) -> float:
-    number = real_number(name, value)
-    if not (number > 0.0 if positive else number >= 0.0) or not number < limit:
-        raise ConfigError(f"{name} must be {'more than' if positive else 'at least'} 0 and less than {limit}: {number}")
-    return number
+def _require(right: bool, otherwise: str) -> None:
+    if not right:
+        raise ConfigError(otherwise)
 
 
 def _checked_compression(compression: Any) -> type[WireFormat] | None:
