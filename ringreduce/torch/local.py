@@ -136,15 +136,13 @@ class DiLoCo(wrapping.Wrapper):
             wrapping.require_optimizer(optimizer, "DiLoCo")
             parameters = wrapping.parameters_of(optimizer)
             wire = None if compression is Compression.none else compression
-            options = LocalOptions(
-                period, outer_lr, outer_momentum, warmup_steps, fragments, delay, wire, replica, average
-            ).checked(len(parameters), ranks.size)
+            course = period, outer_lr, outer_momentum, warmup_steps, fragments, delay
+            options = LocalOptions(*course, wire, replica, average, len(parameters), ranks.size)
             model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
             pairs = named_parameters if model is None else model.named_parameters()
             self._named = partial(wrapping.named_parameters, optimizer, checked_names(parameters, pairs))
-        named = self._named()
+        self._options, named = options, self._named()
         require_same_arrays(TENSORS, ranks, "DiLoCo", named, devices=True, options=options.in_words())
-        self._options = options
         places = cut([each.numel() for each in parameters], options.fragments)
         leaves = [TensorLeaves(partial(list, parameters[place])) for place in places]
         over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"

@@ -71,6 +71,7 @@ class Average:
     Attributes:
         leaves: the argument.
         kept: the names of its attributes that are saved, as long as all values; the first only while it is there.
+        operation: an exchange that was submitted and has not ended; None: there is none.
         then: this rank's values in the exchange that is under way, if the rank goes on meanwhile; else None.
     """
 
@@ -80,12 +81,7 @@ class Average:
         self.then: Flat | None = None
         self._compares = True  # whether the next exchange compares what the ranks go on from
         self._flat: Flat | None = None
-        self._operation: InPlaceAllreduce | None = None
-
-    @property
-    def under_way(self) -> bool:
-        """Whether an exchange was submitted and has not ended."""
-        return self._operation is not None
+        self.operation: InPlaceAllreduce | None = None
 
     def connect(self, engine: Engine, owner: str) -> None:
         """Go on with these ranks, and forget what was under way among others.
@@ -119,14 +115,13 @@ class Average:
         else:
             np.copyto(flat, self.then)
         note = f", in step {step} from the checksum {self._checksum():08x}" if self._compares else ""
-        self._operation, self._compares = self._exchange(flat, note), False
-        self._engine.submit(self._operation)
+        self.operation, self._compares = self._exchange(flat, note), False
 
     def end(self) -> None:
         """Wait for the exchange, and take over its result, with what this rank has changed since it began."""
-        operation, then = self._operation, self.then
+        operation, then = self.operation, self.then
         assert operation is not None and self._flat is not None
-        self._operation = self.then = None
+        self.operation = self.then = None
         self._finish(operation)
         agreed = self._concluded(self._flat)
         if then is None:
@@ -143,17 +138,15 @@ class Average:
         flat = self._memory()
         if len(flat):
             self.leaves.read(flat)
-            operation = self._reduction(flat, "average", "")
-            self._engine.submit(operation)
-            self._finish(operation)
+            self._finish(self._submitted(flat, "average"))
             self.leaves.write(flat)
 
     def drop(self) -> None:
         """Forget an exchange that is under way. The values stay, so that the next one has what this one would have."""
-        if self._operation is not None:
+        if self.operation is not None:
             with suppress(RingReduceError):
-                self._engine.wait(self._operation)
-        self._operation = self.then = None
+                self._engine.wait(self.operation)
+        self.operation = self.then = None
 
     def state_dict(self) -> State:
         """Return copies of what is needed to go on."""
@@ -178,13 +171,14 @@ class Average:
         return 0
 
     def _exchange(self, flat: Flat, note: str) -> InPlaceAllreduce:
-        """Return the operation of an exchange, given this rank's values, in whose place it may put others."""
-        return self._reduction(flat, "exchange", note)
+        """Submit an exchange, given this rank's values, in whose place it may put others."""
+        return self._submitted(flat, "exchange", note)
 
-    def _reduction(self, flat: Flat, kind: str, note: str, **wire: Any) -> InPlaceAllreduce:
+    def _submitted(self, flat: Flat, kind: str, note: str = "", **wire: Any) -> InPlaceAllreduce:
         text = f"{kind} of {self._name}"
         operation = InPlaceAllreduce(f"{self._name}, {kind}", text + note, AVERAGE, [flat], **wire)
         operation.title = f"the {text}"
+        self._engine.submit(operation)
         return operation
 
     def _finish(self, operation: InPlaceAllreduce) -> None:
@@ -236,7 +230,7 @@ class Fragment(Average):
     def state_dict(self) -> State:
         kept = super().state_dict()
         if self._wire is not None:
-            kept |= self._unsent if self.under_way else self._wire.state_dict()
+            kept |= self._unsent if self.operation is not None else self._wire.state_dict()
         return kept
 
     def load_state_dict(self, state: Mapping[str, Flat], own: bool) -> None:
@@ -252,9 +246,9 @@ class Fragment(Average):
         assert self.agreed is not None
         np.subtract(self.agreed, flat, out=flat)
         if self._wire is None:
-            return self._reduction(flat, "exchange", note)
+            return self._submitted(flat, "exchange", note)
         self._unsent = {} if self.then is None else self._wire.state_dict()
-        return self._reduction(flat, "exchange", note, wire=self._wire.wire, feedbacks=[self._wire.feedback])
+        return self._submitted(flat, "exchange", note, wire=self._wire.wire, feedbacks=[self._wire.feedback])
 
     def _concluded(self, flat: Flat) -> Flat:
         """Make the outer step; uses up the average of the differences."""
@@ -313,7 +307,7 @@ class LocalTraining:
     def _resume(self) -> None:
         """Begin exchanges again that were under way when the state was saved."""
         for each in self._averages:
-            if each.then is not None and not each.under_way:
+            if each.then is not None and each.operation is None:
                 each.begin(self.steps, moving=True)
 
     def after_step(self) -> None:
@@ -324,7 +318,7 @@ class LocalTraining:
         for each in self._due(0):
             each.begin(self.steps, moving=self._options.delay > 0)
         for each in self._due(self._options.delay):
-            if each.under_way:
+            if each.operation is not None:
                 each.end()
 
     def _due(self, late: int) -> list[Average]:
@@ -337,7 +331,7 @@ class LocalTraining:
         """End what is under way, and make all values the averages. Collective."""
         self._resume()
         for each in self._averages:
-            if each.under_way:
+            if each.operation is not None:
                 each.end()
         for each in self._averages:
             each.average()

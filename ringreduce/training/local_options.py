@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from ringreduce.training.compression import WireFormat, has_reducers
 _AVERAGED = ("parameters", "buffers", "state")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalOptions:
-    """How replicas train, as a user says it; `checked` returns what is meant. All must agree on all ranks.
+    """How replicas train, as a user says it; checked when it is made. All must agree on all ranks.
 
     Attributes:
         period: so many steps of a replica come between two exchanges.
@@ -31,6 +31,10 @@ class LocalOptions:
         compression: a `WireFormat` for the differences; None: they travel as they are.
         replica: ``"node"``, ``"rank"`` or process sets that have each rank of the world once.
         average: what is averaged: ``"parameters"``, and ``"buffers"`` and ``"state"`` if they are there.
+        parameters, ranks: how many there are; not kept.
+
+    Raises:
+        ConfigError: one is wrong, or two do not go together.
     """
 
     period: Any
@@ -42,35 +46,35 @@ class LocalOptions:
     compression: Any
     replica: Any
     average: Any
+    parameters: InitVar[int]
+    ranks: InitVar[int]
 
-    def checked(self, parameters: int, ranks: int) -> LocalOptions:
-        """Return the options, checked, given the number of parameters and that of ranks.
-
-        Raises:
-            ConfigError: one is wrong, or two do not go together.
-        """
-        made = replace(
-            self,
-            period=whole_number("period", self.period, 1),
-            outer_lr=real_number("outer_lr", self.outer_lr),
-            outer_momentum=real_number("outer_momentum", self.outer_momentum),
-            warmup_steps=whole_number("warmup_steps", self.warmup_steps, 0),
-            fragments=whole_number("fragments", self.fragments, 1),
-            delay=whole_number("delay", self.delay, 0),
-            compression=_checked_compression(self.compression),
-            average=_checked_average(self.average),
-        )
-        made.replicas([[rank] for rank in range(ranks)])
-        _require(0.0 < made.outer_lr < math.inf, f"outer_lr must be a positive number, got {made.outer_lr}")
-        _require(0.0 <= made.outer_momentum < 1.0, f"outer_momentum must be from 0 to 1, got {made.outer_momentum}")
-        _require(made.delay < made.period, f"delay must be less than the period, {made.period}; got {made.delay}")
-        most = min(made.period, max(parameters, 1))
+    def __post_init__(self, parameters: int, ranks: int) -> None:
+        for name, least in (("period", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
+            setattr(self, name, whole_number(name, getattr(self, name), least))
+        self.outer_lr = real_number("outer_lr", self.outer_lr)
+        self.outer_momentum = real_number("outer_momentum", self.outer_momentum)
+        self.average = self.average if isinstance(self.average, (list, tuple, set)) else [self.average]
+        most = min(self.period, max(parameters, 1))
+        _require(0.0 < self.outer_lr < inf, "outer_lr must be a positive number", self.outer_lr)
+        _require(0.0 <= self.outer_momentum < 1.0, "outer_momentum must be from 0 to below 1", self.outer_momentum)
+        _require(self.delay < self.period, f"delay must be less than the period, {self.period}", self.delay)
         _require(
-            made.fragments <= most,
-            f"fragments must be at most {most}, as there are {parameters} parameters and {made.period} steps in a "
-            f"period; got {made.fragments}",
+            self.fragments <= most,
+            f"fragments must be at most {most}, as there are {parameters} parameters and {self.period} steps",
+            self.fragments,
         )
-        return made
+        _require(
+            "parameters" in self.average and all(each in _AVERAGED for each in self.average),
+            "average must have 'parameters', and may have 'buffers' and 'state'",
+            self.average,
+        )
+        _require(
+            self.compression is None or _is_wire_format(self.compression),
+            "compression is none, fp16, bf16, fp8, int8 or int4 of hvd.Compression",
+            self.compression,
+        )
+        self.replicas([[rank] for rank in range(ranks)])
 
     def replicas(self, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the ranks of each replica, given those of each node.
@@ -84,15 +88,11 @@ class LocalOptions:
         if self.replica == "rank":
             return [[rank] for rank in everyone]
         given = list(self.replica) if isinstance(self.replica, Iterable) else [self.replica]
-        _require(
-            all(isinstance(each, ProcessSet) for each in given),
-            f'replica is "node", "rank" or a list of process sets, got {shown(self.replica)}',
-        )
+        right = all(isinstance(each, ProcessSet) for each in given)
+        _require(right, 'replica is "node", "rank" or a list of process sets', self.replica)
         sets = [each.ranks or everyone for each in given]
-        _require(
-            sorted(rank for each in sets for rank in each) == everyone,
-            f"the process sets of replica must have each of {len(everyone)} ranks once, got {sets}",
-        )
+        right = sorted(rank for each in sets for rank in each) == everyone
+        _require(right, f"the process sets of replica must have each of {len(everyone)} ranks once", sets)
         return sets
 
     @property
@@ -106,24 +106,13 @@ class LocalOptions:
         return {**{name: getattr(self, name) for name in self.__slots__}, "replica": replica}
 
 
-def _require(right: bool, otherwise: str) -> None:
+def _require(right: bool, rule: str, given: object) -> None:
     if not right:
-        raise ConfigError(otherwise)
+        raise ConfigError(f"{rule}; got {shown(given)}")
 
 
-def _checked_compression(compression: Any) -> type[WireFormat] | None:
-    if compression is None:
-        return None
-    if has_reducers(compression) and isinstance(compression, type) and issubclass(compression, WireFormat):
-        return compression
-    raise ConfigError(f"compression is none, fp16, bf16, fp8, int8 or int4 of hvd.Compression; got {compression!r}")
-
-
-def _checked_average(average: Any) -> tuple[str, ...]:
-    given = tuple(average) if isinstance(average, Iterable) and not isinstance(average, str) else (average,)
-    if "parameters" not in given or any(each not in _AVERAGED for each in given):
-        raise ConfigError(f"average must have 'parameters', and may have 'buffers' and 'state'; got {shown(average)}")
-    return given
+def _is_wire_format(compression: object) -> bool:
+    return has_reducers(compression) and isinstance(compression, type) and issubclass(compression, WireFormat)
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[slice]:

@@ -254,3 +254,64 @@ def test_ddp_goes_on_without_ranks() -> None:
         "all is well on 0 of 2",
         "all is well on 1 of 2",
     ]
+
+
+REPLICAS = """
+import os, signal
+import numpy as np
+import torch
+import ringreduce.torch as hvd
+
+hvd.init()
+me = hvd.rank()
+weights = torch.nn.Parameter(torch.tensor([3.0, -2.0], dtype=torch.float64))
+optimizer = hvd.DiLoCo(torch.optim.SGD([weights], lr=0.1), period=4, delay=2, replica="rank")
+state = hvd.elastic.TorchState(optimizer=optimizer, weights=torch.nn.ParameterList([weights]), step=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 16:
+        if (me, state.step) == (1, DEATH):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        ((1 + me) / 2 * (weights - me).square()).sum().backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+
+train(state)
+optimizer.synchronize()
+agreed, momentum, local, sent = np.array([3.0, -2.0]), np.zeros(2), {rank: np.array([3.0, -2.0]) for rank in range(3)}, {}
+for step in range(16):
+    if step == DEATH:
+        del local[1]
+        agreed = sum(local.values()) / 2  # what each has learnt; what was under way is in it
+        local, sent = dict.fromkeys(local, agreed), {}
+    local = {rank: x - 0.1 * (1 + rank) * (x - rank) for rank, x in local.items()}
+    if step % 4 == 3:
+        sent = local
+    if step % 4 == 1 and sent:
+        delta = sum(agreed - x for x in sent.values()) / len(sent)
+        momentum = 0.9 * momentum + delta
+        agreed = agreed - 0.7 * (delta + 0.9 * momentum)
+        local, sent = {rank: agreed + x - sent[rank] for rank, x in local.items()}, {}
+if sent:
+    delta = sum(agreed - x for x in sent.values()) / len(sent)
+    momentum = 0.9 * momentum + delta
+    agreed = agreed - 0.7 * (delta + 0.9 * momentum)
+    local = {rank: agreed + x - sent[rank] for rank, x in local.items()}
+np.testing.assert_allclose(weights.detach().numpy(), sum(local.values()) / 2, rtol=1e-12)
+print("all is well on", hvd.rank(), "of", hvd.size(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("death", [6, 9], ids=["between exchanges", "during an exchange"])
+def test_what_the_other_replicas_have_learnt_stays(death: int) -> None:
+    """A rank dies in the midst of a period: the others go on from the average of what each has learnt in it."""
+    pytest.importorskip("torch")
+    done = run("--elastic", "-np", 3, sys.executable, "-c", REPLICAS.replace("DEATH", str(death)))
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall("all is well on . of .", done.stdout)) == [
+        "all is well on 0 of 2",
+        "all is well on 1 of 2",
+    ]
