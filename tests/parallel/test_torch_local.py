@@ -198,6 +198,21 @@ def test_one_process_trains_all_replicas(world: rr.Communicator, options: dict[s
     require_close(model, alone([[rank] for rank in range(world.size)], 17, cuts=cuts, **options)[world.rank])
 
 
+@pytest.mark.parametrize("options", [{}, {"outer_lr": 1.0, "outer_momentum": 0.0}])
+def test_a_delay_in_which_nothing_is_learnt_changes_no_bit(world: rr.Communicator, options: dict[str, Any]):
+    runs = []
+    for delay in (0, 2):
+        model = mlp(torch.float32)
+        optimizer = hvd.DiLoCo(
+            torch.optim.SGD(model.parameters(), lr=ETA), model, period=3, delay=delay, replica="rank", **options
+        )
+        for step in range(11):
+            optimizer.param_groups[0]["lr"] = 0.0 if step % 3 < 2 and step >= 3 else ETA
+            train(model, optimizer, range(step, step + 1))
+        runs.append(bits(model.parameters()))
+    assert runs[0] == runs[1]
+
+
 @pytest.fixture
 def nodes_of_two(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of two ranks; of three ranks the last is a node of its own."""
