@@ -216,6 +216,11 @@ class Fragment(Average):
         self.agreed: Flat | None = None
         self.momentum: Flat | None = None
 
+    def connect(self, engine: Engine, owner: str) -> None:
+        super().connect(engine, owner)
+        if self._wire is not None:
+            self._wire.load_state_dict({})  # it was of another exchange, and perhaps of other ranks
+
     def start(self) -> int:
         self.agreed = np.empty(*self.leaves.find())
         self.leaves.read(self.agreed)
@@ -316,6 +321,8 @@ class LocalTraining:
         if self.steps <= self._options.warmup_steps:
             return
         for each in self._due(0):
+            if each.operation is not None:  # begun with another delay, and loaded
+                each.end()
             each.begin(self.steps, moving=self._options.delay > 0)
         for each in self._due(self._options.delay):
             if each.operation is not None:

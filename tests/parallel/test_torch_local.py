@@ -430,6 +430,23 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(nodes_of_one: None, st
     assert bits(model.parameters()) == bits(expected.parameters())
 
 
+@pytest.mark.parametrize("delay", [0, 1, 6])
+def test_a_run_goes_on_with_another_delay(world: rr.Communicator, delay: int):
+    """The exchange that was under way ends before the next one of its parameters begins."""
+    model = mlp()
+    options = {"period": 7, "replica": "rank", "outer_momentum": 0.0}
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, delay=3, **options)
+    train(model, optimizer, range(9))
+    state = optimizer.state_dict()
+    assert "then" in state["local"]["averages"][0]
+    other = hvd.DiLoCo(momentum_sgd(model.parameters()), model, delay=delay, **options)
+    other.load_state_dict(state)
+    train(model, other, range(9, 24))
+    assert same_on_all_ranks(agreed_bits(other))
+    other.synchronize()
+    assert same_on_all_ranks(bits(model.parameters()))
+
+
 def test_ranks_go_on_from_the_state_of_one(world: rr.Communicator):
     """Who has only one rank's checkpoint broadcasts it, also in the middle of a period, with an exchange under way."""
     model = mlp()
