@@ -32,6 +32,8 @@ import ringreduce.torch as hvd
 from ringreduce.bench.measure import Contender, time_in_turn
 
 BATCH, TEST_COUNT = 16, 1000
+#: The methods whose accuracy is measured.
+COMPARED = "synchronous", "LocalSGD", "DiLoCo", "DiLoCo int8"
 #: Quantiles of Student's t for 95 %, by the number of pairs.
 STUDENT = {2: 12.71, 3: 4.303, 5: 2.776, 10: 2.262, 20: 2.093}
 
@@ -44,7 +46,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def methods(period: int) -> dict[str, Callable[[Any, nn.Module], Any]]:
+def methods(period: int, delay: int) -> dict[str, Callable[[Any, nn.Module], Any]]:
     """Return what wraps an optimizer, by name."""
     local = partial(hvd.LocalSGD, period=period, replica="rank")
     diloco = partial(hvd.DiLoCo, period=period, replica="rank")
@@ -56,7 +58,8 @@ def methods(period: int) -> dict[str, Callable[[Any, nn.Module], Any]]:
         "LocalSGD int8": partial(local, compression=int8),
         "DiLoCo": diloco,
         "DiLoCo int8": partial(diloco, compression=int8),
-        "DiLoCo int8, delay 5": partial(diloco, compression=int8, delay=5),
+        f"DiLoCo, delay {delay}": partial(diloco, delay=delay),
+        f"DiLoCo int8, delay {delay}": partial(diloco, compression=int8, delay=delay),
         "DiLoCo int8, 2 fragments": partial(diloco, compression=int8, fragments=2),
     }
 
@@ -77,7 +80,7 @@ def trainer(wrap: Callable[[Any, nn.Module], Any] | None, seed: int = 0) -> tupl
     return model, optimizer, step
 
 
-def measure_times(period: int, turns: int) -> None:
+def measure_times(period: int, delay: int, turns: int) -> None:
     """Print the times of steps."""
     generator = torch.Generator().manual_seed(rr.rank())
     images, labels = torch.randn(BATCH, 784, generator=generator), torch.arange(BATCH) % 10
@@ -92,7 +95,7 @@ def measure_times(period: int, turns: int) -> None:
     calls: dict[str, Callable[[], object]] = {"compute": partial(several, trainer(None)[2])}
     calls["C"] = partial(rr.allreduce, buffer, out=buffer)
     calls["C int8"] = partial(rr.allreduce, buffer, out=buffer, wire="int8")
-    calls |= {name: partial(several, trainer(wrap)[2]) for name, wrap in methods(period).items()}
+    calls |= {name: partial(several, trainer(wrap)[2]) for name, wrap in methods(period, delay).items()}
     contenders = [Contender("", buffer, call) for call in calls.values()]
     medians = np.median(time_in_turn(rr.world(), contenders, turns, 1), axis=1) * 1e3
     times = dict(zip(calls, medians.tolist(), strict=True))
@@ -138,7 +141,7 @@ def accuracy(wrap: Callable[[Any, nn.Module], Any], seed: int, epochs: int) -> f
 
 def measure_accuracy(period: int, seeds: int, epochs: int) -> None:
     """Print accuracies, and the interval of their differences to synchronous training."""
-    chosen = {name: wrap for name, wrap in methods(period).items() if "fragments" not in name}
+    chosen = {name: methods(period, 0)[name] for name in COMPARED}
     found = {name: np.array([accuracy(wrap, seed, epochs) for seed in range(seeds)]) for name, wrap in chosen.items()}
     if rr.rank():
         return
@@ -154,6 +157,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--period", type=int, default=20, help="steps between two exchanges (20)")
+    parser.add_argument(
+        "--delay", type=int, default=5, help="steps during an exchange, of contenders that have some (5)"
+    )
     parser.add_argument("-n", "--turns", type=int, default=5, help="timed turns of each contender (5)")
     parser.add_argument("--seeds", type=int, choices=STUDENT, help="measure accuracy with so many seeds")
     parser.add_argument("--epochs", type=int, default=8, help="of a training (8)")
@@ -163,7 +169,7 @@ def main() -> None:
     if arguments.seeds:
         measure_accuracy(arguments.period, arguments.seeds, arguments.epochs)
     else:
-        measure_times(arguments.period, arguments.turns)
+        measure_times(arguments.period, arguments.delay, arguments.turns)
 
 
 if __name__ == "__main__":
