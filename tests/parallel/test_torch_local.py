@@ -286,6 +286,18 @@ def test_agreed_bits_are_equal_in_every_format(nodes_of_one: None, wire: str, dt
     assert same_on_all_ranks(bits(list(model.parameters())[:1]))  # the other fragment has moved since
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_agreed_bits_are_equal_where_ranks_share_nodes(nodes_of_two: None, wire: str):
+    """Each rank of a node carries a part of the differences; after an exchange all ranks have the same weights."""
+    model = mlp(torch.float32)
+    options = {"compression": getattr(hvd.Compression, wire), "warmup_steps": 1}
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=3, **options)
+    for step in range(10):
+        train(model, optimizer, range(step, step + 1))
+        assert not step or same_on_all_ranks(agreed_bits(optimizer))
+        assert step % 3 or same_on_all_ranks(bits(model.parameters()))
+
+
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("wire", ["int4", "int8", "fp8"])
 def test_rounding_errors_are_sent_in_the_next_exchange(nodes_of_one: None, wire: str):
