@@ -166,10 +166,11 @@ class Wrapper(torch.optim.Optimizer):
         return found
 
     def __reduce__(self) -> NoReturn:
+        kind = next(each.__name__ for each in type(self).__mro__ if each.__base__ is Wrapper)
         raise TypeError(
-            "a DistributedOptimizer belongs to the running job and cannot be pickled; save its state_dict(), or the "
-            "optimizer that it wraps, which is its attribute `wrapped`. An object that holds one can be pickled while "
-            "`wrapped` is in its place, or if its __getstate__ leaves it out. copy.deepcopy copies it within the job"
+            f"a {kind} belongs to the running job and cannot be pickled; save its state_dict(), or the optimizer that "
+            "it wraps, which is its attribute `wrapped`. An object that holds one can be pickled while `wrapped` is in "
+            "its place, or if its __getstate__ leaves it out. copy.deepcopy copies a DistributedOptimizer within the job"
         )
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:

@@ -611,6 +611,8 @@ def test_what_cannot_be_wrapped(world: rr.Communicator):
         hvd.DiLoCo(inner, [("one", model[0].weight)])
     with pytest.raises(rr.ConfigError, match="made with"):
         hvd.DiLoCo(inner, model).add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(TypeError, match="a DiLoCo belongs"):
+        copy.deepcopy(hvd.DiLoCo(inner, model))
 
 
 @pytest.mark.sizes(2, 3, 4)
