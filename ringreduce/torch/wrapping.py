@@ -170,7 +170,7 @@ class Wrapper(torch.optim.Optimizer):
         raise TypeError(
             f"a {kind} belongs to the running job and cannot be pickled; save its state_dict(), or the optimizer that "
             "it wraps, which is its attribute `wrapped`. An object that holds one can be pickled while `wrapped` is in "
-            "its place, or if its __getstate__ leaves it out. copy.deepcopy copies a DistributedOptimizer within the job"
+            "its place, or if its __getstate__ leaves it out. A DistributedOptimizer can be copied by copy.deepcopy"
         )
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:
