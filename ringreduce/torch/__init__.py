@@ -45,6 +45,7 @@ from ringreduce.torch import (
 from ringreduce.torch.checkpoint import load_checkpoint, save_checkpoint
 from ringreduce.torch.data import DistributedSampler, Shard
 from ringreduce.torch.functions import *  # noqa: F403  # what these export is written down there, and not once more
+from ringreduce.torch.local import DiLoCo, LocalSGD
 from ringreduce.torch.mpi_ops import *  # noqa: F403
 from ringreduce.torch.ops import *  # noqa: F403
 from ringreduce.torch.optimizer import DistributedOptimizer
@@ -57,8 +58,10 @@ from ringreduce.training.built import *  # noqa: F403
 from ringreduce.training.ops import *  # noqa: F403
 
 __all__ = [
+    "DiLoCo",
     "DistributedOptimizer",
     "DistributedSampler",
+    "LocalSGD",
     "Shard",
     "SyncBatchNorm",
     "checkpoint",
@@ -85,7 +88,7 @@ for _name, _module in list(sys.modules.items()):
     if _name.startswith(("ringreduce.training", "ringreduce.torch.")) and _module is not phases:
         leave_uncompiled(_module)
 # What the wrapped optimizer and closures do can be compiled.
-_around = [getattr(DistributedOptimizer, name) for name in ("step", "_evaluate")]
+_around = [DistributedOptimizer.step, DistributedOptimizer._evaluate, DiLoCo.step]
 leave_uncompiled(*_around, Stepper.step, ShardedStep.step, ShardedStep._evaluated, callees=False)
 for _place in (runtime, Communicator):
     leave_uncompiled(_place.barrier, *(getattr(_place, each.value) for each in Collective))

