@@ -166,12 +166,8 @@ class Communicator(Messaging, Choices):
         Args:
             array: at least one dimension, along the first of which it is cut; shape and dtype must agree.
             op, algorithm: as for `allreduce`.
-            splits: rows for rank 0, 1, ...; must agree. None: parts as of `numpy.array_split`: the first ranks get one
-                row more where it does not divide.
+            splits: rows for rank 0, 1, ..., of all rows; must agree. None: as of `numpy.array_split`.
             out: where this rank's part goes; None: a new array.
-
-        Raises:
-            ConfigError: the splits do not add up to the rows.
         """
         if splits is None:
             return self._runner.make("reduce_scatter", array, out, op, algorithm)  # type: ignore[no-any-return]
@@ -315,12 +311,7 @@ class Communicator(Messaging, Choices):
         self._state.call(text.partition("(")[0], self._rendezvous, Signature.of(text, waits=False))
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Enter a call in place of `rendezvous`, with the reason why this rank cannot make it.
-
-        Args:
-            name: of the call.
-            error: why.
-        """
+        """Enter the call of this name in place of `rendezvous`, with the reason why this rank cannot make it."""
         self._state.refuse(name, error)
 
     def _rendezvous(self, signature: Signature) -> None:
@@ -426,11 +417,7 @@ class Communicator(Messaging, Choices):
     # ---- the end ----
 
     def abort(self, error: BaseException) -> None:
-        """Refuse all further calls: which calls belong together is no longer known. Local.
-
-        Args:
-            error: why; the errors of those calls say so.
-        """
+        """Refuse all further calls, with this reason: which calls belong together is no longer known. Local."""
         self._state.abort(error)
         if self.point_to_point is not None:
             self.point_to_point.fail(error)

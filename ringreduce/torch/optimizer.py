@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -51,22 +51,19 @@ class DistributedOptimizer(wrapping.Wrapper):
     are right when they are reduced again; with `Sum` they must be zeroed after every reduction.
 
     With ``reduce_in="backward"`` the gradients are averages when ``backward()`` returns, as with torch's DDP, so that a
-    program may clip them, scale them or look at them before it steps; `step` does not reduce them again. All ranks then
-    make the same backward passes, and a rank that does not is an error on the others within the time limit. Gradients
-    that no rank has stay None. Passes but the last of a step are made within `no_sync`, or declared.
+    program may change them or look at them before it steps; `step` does not reduce them again. All ranks then make the
+    same backward passes. Gradients that no rank has stay None. Passes but the last of a step are made within `no_sync`,
+    or declared.
 
     Between nodes, complete buckets are reduced while the backward pass goes on, where that makes steps quicker
-    (``overlap``): where the network is slow, or ranks have cores to spare. It begins after two steps with the declared
-    number of passes in which nobody changed gradients between the last pass and the step. A program that changes them
-    gets a warning and no overlap; if it begins to do so later, when gradients of other ranks no longer exist, `step`
-    raises a `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not count, show only in
-    the comparison of weights. A program that looks at gradients before the step calls `synchronize` first, as some may
-    be averages already. Where a whole model is made of reentrant checkpoints, passes cannot be counted: use `no_sync`
-    then, and not ``backward_passes_per_step``.
+    (``overlap``). It begins after two steps with the declared number of passes in which nobody changed gradients before
+    the step. A program that changes them gets a warning and no overlap; if it begins to do so later, `step` raises a
+    `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not count, show only in the
+    comparison of weights. A program that looks at gradients before the step calls `synchronize` first. Where a whole
+    model is made of reentrant checkpoints, passes cannot be counted: use `no_sync`.
 
     A reduction writes into ``p.grad``, and so into all references to it. After ``zero_grad()`` a gradient that the
-    program still holds, or a view of it, keeps its values, as in torch; steps are a little slower meanwhile. Memory
-    that is held as a bare ``p.grad.data_ptr()`` or ``untyped_storage()`` does not keep them.
+    program still holds, or a view of it, keeps its values, as in torch; bare ``p.grad.data_ptr()`` does not.
 
     Construction, `add_param_group`, `step` and `synchronize` are collective: all ranks call them, each optimizer's in
     the same order. A rank that has no more data calls `join`; `ringreduce.common.conventions` says over how many ranks
@@ -74,8 +71,7 @@ class DistributedOptimizer(wrapping.Wrapper):
     it reads them, so that all ranks see the same overflows. So can its subclasses, unless they look for overflows
     outside of ``_unscale_grads_``; then call `synchronize` first.
 
-    With op `Adasum` every rank steps with its own gradients; then the ranks combine the changes of each parameter (see
-    `ringreduce.collectives.adasum`).
+    With op `Adasum` every rank steps with its own gradients; then the ranks combine the changes of each parameter.
 
     Parameters may be on this rank's GPU, on all ranks alike. What `step` does comes after what its caller has enqueued
     on the current stream. Formats of 16 bits and less change nothing within a node; between nodes they go through the
@@ -178,7 +174,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         self._reset_step_state(options)
 
     def _reset_step_state(self, options: Options) -> None:
-        self._op, self._adasum = options.op, options.adasum
+        self._op, self._adasum, self.is_sharded = options.op, options.adasum, options.shard is not None
         self._reduced = Reduced()
         self._skipping = False
         self._stepper = Stepper(self._optimizer, self._training)
@@ -262,8 +258,8 @@ class DistributedOptimizer(wrapping.Wrapper):
     ) -> torch.Tensor:
         """Reduce the gradients, then scale them so that their norm is at most ``max_norm``. Collective.
 
-        The next `step` uses them as they are then. With a GradScaler, call ``scaler.unscale_(optimizer)`` before. With
-        ``shard`` each rank reduces and scales its part alone.
+        The next `step` uses them as they are then, and with ``shard`` each rank has its part alone. With a GradScaler,
+        call ``scaler.unscale_(optimizer)`` before.
 
         Args:
             max_norm, norm_type, error_if_nonfinite, foreach: as for ``torch.nn.utils.clip_grad_norm_``; the same on all
@@ -279,8 +275,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         if self._adasum:
             raise ConfigError("with Adasum gradients are not reduced, so that every rank would clip them differently")
         if not (self._skipping or self._reduced.is_final(id(self))):
-            parts = self._training.reducer.own_parts if self._stepper.clips_parts(norm_type) else nullcontext
-            with parts():
+            with self._stepper.parts_to_clip(norm_type):
                 self.synchronize()
         norm = self._stepper.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
         self._reduced.clipped(self._parameters())
@@ -337,19 +332,13 @@ class DistributedOptimizer(wrapping.Wrapper):
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
-        `step` and `synchronize` do so by themselves. Call it where a rank may `join` before it steps again.
-        Drops what compression has kept: it was of other buckets, and perhaps of other ranks. Does nothing while the
-        process set is not registered.
+        `step` and `synchronize` do so by themselves. Call it where a rank may `join` before it steps again. Drops what
+        compression has kept. Does nothing while the process set is not registered.
 
         Raises:
             MismatchError: the ranks have different parameters.
         """
         self._training.rejoin()
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a node has the parameters once."""
-        return self._training.options.shard is not None
 
     @property
     def overlaps(self) -> bool:
@@ -392,8 +381,7 @@ class DistributedOptimizer(wrapping.Wrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
 
-        The latter, under ``"compression"``, is this rank's own: to lose nothing of it, save it on every rank. With
-        ``shard="all"`` and several nodes this call is collective.
+        The latter, under ``"compression"``, is this rank's own: save it on every rank. Collective with ``shard="all"``.
         """
         with self._stepper.whole_state():
             state: dict[str, Any] = self._optimizer.state_dict()

@@ -83,14 +83,17 @@ class Stepper:
             STEPPING.discard(number)
             self._training.gradients.stepped()
 
-    def clips_parts(self, norm_type: float) -> bool:
-        """Return whether `clip` needs only this rank's parts of the gradients."""
+    def parts_to_clip(self, norm_type: float) -> AbstractContextManager[None]:
+        """Return a context in which gradients are reduced that `clip` needs."""
+        return self._training.reducer.own_parts() if self._clips_parts(norm_type) else nullcontext()
+
+    def _clips_parts(self, norm_type: float) -> bool:
         sharding = self._training.reducer.sharding
         return sharding is not None and sharding.is_disjoint and norm_type > 0
 
     def clip(self, max_norm: float, norm_type: float, **options: Any) -> torch.Tensor:
         """Clip the reduced gradients by the norm of all; arguments as for torch. Collective with ``shard``."""
-        if self.clips_parts(norm_type) and (sharded := self._begun()) is not None:
+        if self._clips_parts(norm_type) and (sharded := self._begun()) is not None:
             return sharded.clip(max_norm, norm_type, **options)
         return torch.nn.utils.clip_grad_norm_(parameters_of(self._optimizer), max_norm, norm_type, **options)
 
