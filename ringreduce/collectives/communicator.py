@@ -166,7 +166,8 @@ class Communicator(Messaging, Choices):
         Args:
             array: at least one dimension, along the first of which it is cut; shape and dtype must agree.
             op, algorithm: as for `allreduce`.
-            splits: rows for rank 0, 1, ..., of all rows; must agree. None: as of `numpy.array_split`.
+            splits: rows for rank 0, 1, ..., which add up to all, else it raises a `ConfigError`; must agree. None: as
+                of `numpy.array_split`: the first ranks get one row more where they do not divide.
             out: where this rank's part goes; None: a new array.
         """
         if splits is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.extend import core
 
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine.coordinator import fuse
 from ringreduce.jax import ffi
@@ -126,6 +128,34 @@ _BLOCKING: dict[str, Callable[[Communicator, Call, Host, Any], Host]] = {
 
 
 # ---- in compiled programs ----
+
+#: Where it is depends on the version of JAX.
+_trace_state = getattr(core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
+
+#: The traces that are under way, each with its number of collectives, which numbers those of one line.
+_traces: deque[tuple[Any, list[int]]] = deque(maxlen=16)
+
+
+def name_here(kind: str, leaves: Sequence[Any]) -> str | None:
+    """Return the name of a collective that the program gave none: None, unless the arrays are those of a trace.
+
+    Then it is the line of the program, and the collective's number in the trace.
+    """
+    if not is_traced(leaves):
+        return None
+    trace = _trace_state(convention="ringreduce")
+    count = next((count for other, count in _traces if other == trace), None)
+    if count is None:
+        count = [0]
+        _traces.append((trace, count))
+    count[0] += 1
+    place = place_of(program_stack(1)).rpartition("/")[2]
+    return f"{kind} {count[0]} compiled at {place}"
+
+
+def is_traced(leaves: Sequence[Any]) -> bool:
+    """Return whether some arrays are those of a trace."""
+    return any(isinstance(each, jax.core.Tracer) for each in leaves)
 
 
 def run_compiled(

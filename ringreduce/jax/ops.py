@@ -16,7 +16,6 @@ program JAX raises an error of its own, a RuntimeError or a ValueError; `error_o
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,20 +23,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from ringreduce.buffers import DType
 from ringreduce.common.arguments import real_number
-from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
-from ringreduce.jax.calls import ALIKE, Call, Shape, ranks_of, request_of, run_compiled
+from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.jax.calls import ALIKE, Call, Shape, is_traced, name_here, ranks_of, request_of, run_compiled
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.failures import error_of, raise_unseen
 from ringreduce.training.host import HOST
-from ringreduce.training.requests import Adasum, Op, ReproducibleSum, RequestBuilder, chosen_op
+from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.requests import Op, RequestBuilder, chosen_op
 
 __all__ = [
     "Adasum",
@@ -54,8 +52,6 @@ __all__ = [
     "error_of",
     "reducescatter",
 ]
-
-Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 
 #: Smaller results become arrays of JAX all together, by a program that returns its arguments: quicker than one by one.
 _LEAST_PUT_NBYTES = 1 << 20
@@ -95,7 +91,7 @@ class _Collectives(Differentiable):
     ) -> Sequence[Any]:
         with RequestBuilder(kind, self._name, self._process_set):
             call = self._call(kind, **how)
-            traced = _is_traced(values)
+            traced = is_traced(values)
             shapes = shapes or [_result_shape(kind, each.shape, self._process_set, traced) for each in values]
         if traced:
             return run_compiled(call, shapes, partial(adjoint, self._back()), values)
@@ -150,36 +146,6 @@ def _result_shape(kind: str, shape: Shape, process_set: ProcessSet, traced: bool
     elif rows % size:
         raise ConfigError(f"alltoall sends equal parts, but {rows} rows go to {size} ranks")
     return (rows, *shape[1:])
-
-
-# ---- names in compiled programs ----
-
-#: Where it is depends on the version of JAX.
-_trace_state = getattr(core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
-
-#: The traces that are under way, each with its number of collectives, which numbers those of one line.
-_traces: deque[tuple[Any, list[int]]] = deque(maxlen=16)
-
-
-def name_here(kind: str, leaves: Sequence[Any]) -> str | None:
-    """Return the name of a collective that the program gave none: None, unless the arrays are those of a trace.
-
-    Then it is the line of the program, and the collective's number in the trace.
-    """
-    if not _is_traced(leaves):
-        return None
-    trace = _trace_state(convention="ringreduce")
-    count = next((count for other, count in _traces if other == trace), None)
-    if count is None:
-        count = [0]
-        _traces.append((trace, count))
-    count[0] += 1
-    place = place_of(program_stack(1)).rpartition("/")[2]
-    return f"{kind} {count[0]} compiled at {place}"
-
-
-def _is_traced(leaves: Sequence[Any]) -> bool:
-    return any(isinstance(each, jax.core.Tracer) for each in leaves)
 
 
 # ---- what programs call ----

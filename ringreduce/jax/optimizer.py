@@ -19,8 +19,8 @@ from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.jax.calls import FUNCTIONS, Call, ranks_of, run_compiled
-from ringreduce.jax.ops import allreduce, name_here
+from ringreduce.jax.calls import FUNCTIONS, Call, name_here, ranks_of, run_compiled
+from ringreduce.jax.ops import allreduce
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import (

@@ -84,9 +84,8 @@ class Slot:
 class TorchPlaces(InPlace):
     """Torch's parameters, which can be put into memory of the node."""
 
-    def view(self, parameter: torch.Tensor, memory: Any, like: torch.Tensor | None = None) -> torch.Tensor:
-        dtype = (parameter if like is None else like).dtype
-        return tensor_like(parameter, memory[: parameter.numel() * dtype.itemsize], dtype)
+    def view(self, parameter: torch.Tensor, memory: Any) -> torch.Tensor:
+        return tensor_like(parameter, memory[: parameter.nbytes], parameter.dtype)
 
     def move(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         for parameter, view in zip(parameters, views, strict=True):

@@ -56,6 +56,10 @@ class Piece(NamedTuple):
         """Return whether whole state of the parameter is a tensor of which this rank has a part."""
         return torch.is_tensor(value) if self.elements is None else is_whole(self.parameter, name, value)
 
+    def is_part(self, value: object) -> bool:
+        """Return whether state of this piece has a value for each of its elements."""
+        return torch.is_tensor(value) and value.shape == self.gradient.shape
+
 
 def pieces_of(shard: Shard, *, elementwise: bool) -> Iterator[Piece]:
     """Return this rank's pieces of the parameters of a bucket."""
@@ -128,6 +132,7 @@ class NodeState:
         self._optimizer, self._sharding = optimizer, sharding
         self._parameters: Sequence[torch.Tensor] = ()
         self._pieces: Mapping[torch.Tensor, Piece] = {}
+        self._private: list[torch.Tensor] = []  # parameters that each rank has
         self._places: dict[tuple[torch.Tensor, str], _Place] = {}
         self._kept: dict[tuple[torch.Tensor, str], Any] = {}  # what the copy of the optimizer had after the last step
 
@@ -141,6 +146,7 @@ class NodeState:
         """
         whole = self._optimizer.state
         self._parameters, self._pieces = parameters, pieces
+        self._private = [each for each in parameters if each not in pieces]
         self._kept.clear()
         state.clear()
         self._places = {key: place for key, place in self._places.items() if key[1] in whole.get(key[0], ())}
@@ -176,6 +182,7 @@ class NodeState:
         Args:
             state: that of the copy of the optimizer.
         """
+        self._give_private(state)
         missing: dict[tuple[int, str], tuple[Piece, Any]] = {}
         for number, piece, made in self._of_pieces(state):
             for name, value in made.items():
@@ -189,24 +196,24 @@ class NodeState:
                 self._store(piece, name, value, state[piece.value])
             self._sharding.meet("kept")
 
-    def _of_pieces(self, state: State) -> Iterator[tuple[int, Piece, dict[str, Any]]]:
-        """Return this rank's pieces, with the numbers of their parameters and their state.
+    def _give_private(self, state: State) -> None:
+        """Let the optimizer have the state of parameters that each rank has."""
+        for parameter in self._private:
+            if parameter in state:
+                self._optimizer.state[parameter] = state[parameter]
 
-        The optimizer gets the state of parameters that each rank has.
-        """
+    def _of_pieces(self, state: State) -> Iterator[tuple[int, Piece, dict[str, Any]]]:
+        """Return this rank's pieces, with the numbers of their parameters and their state."""
         for number, parameter in enumerate(self._parameters):
             piece = self._pieces.get(parameter)
-            if piece is None:
-                if parameter in state:
-                    self._optimizer.state[parameter] = state[parameter]
-            elif piece.value is not None and piece.value in state:
+            if piece is not None and piece.value is not None and piece.value in state:
                 yield number, piece, state[piece.value]
 
     def _store(self, piece: Piece, name: str, value: Any, made: dict[str, Any]) -> bool:
         """Store state of a piece where all ranks see it; return False if there is no place for it yet."""
         key = piece.parameter, name
         place = self._places.get(key)
-        if piece.elements is not None and not (torch.is_tensor(value) and value.shape == piece.gradient.shape):
+        if piece.elements is not None and not piece.is_part(value):
             self._optimizer.state[piece.parameter][name] = value  # every rank has it
         elif place is not None:
             if not place.take(value, place.mine):
@@ -264,8 +271,7 @@ class DividedState(NodeState):
 
     def keep(self, state: State) -> None:
         """Wait for the other ranks. Collective."""
-        for _ in self._of_pieces(state):
-            pass
+        self._give_private(state)
         self._sharding.share()
 
     def complete(self) -> None:
@@ -293,10 +299,10 @@ class DividedState(NodeState):
 
 def _described(piece: Piece, value: Any) -> tuple[int, _Description]:
     """Return how many bytes state needs, and its description."""
+    if piece.is_part(value):
+        return piece.parameter.numel() * value.element_size(), _Description(value.dtype, None)
     if torch.is_tensor(value):
-        if value.shape == piece.gradient.shape:
-            return piece.parameter.numel() * value.element_size(), _Description(value.dtype, None)
-        return value.numel() * value.element_size(), _Description(value.dtype, value.shape)
+        return value.nbytes, _Description(value.dtype, value.shape)
     dtype = _NUMBER_DTYPES.get(type(value))
     return (0 if dtype is None else dtype.itemsize), _Description(dtype, value=value)
 

@@ -63,7 +63,7 @@ class Bucket:
 
     def __init__(self, memory: Memory, parameters: Sequence[Any], communicator: Communicator) -> None:
         self._memory, self._communicator = memory, communicator
-        starts = list(accumulate((_padded(memory.kind(each)[1]) for each in parameters), initial=0))
+        starts = list(accumulate((padded(memory.kind(each)[1]) for each in parameters), initial=0))
         self.flat, self.slots = memory.lay_out(communicator, parameters, starts)
         self.itemsize = itemsize = starts[-1] // max(len(self.flat), 1) or 1
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
@@ -310,7 +310,7 @@ class Buckets:
         for parameter in unique:
             kind, nbytes = self.memory.kind(parameter)
             group = self.options.groups.get(id(parameter))
-            items.append(((kind, group), _padded(nbytes) if group is None else 0))  # a group's bucket is never full
+            items.append(((kind, group), padded(nbytes) if group is None else 0))  # a group's bucket is never full
         made = []
         for members in fuse(items, self.options.bucket_nbytes):
             bucket = Bucket(self.memory, [unique[index] for index in members], self.ranks.engine.communicator)
@@ -433,6 +433,6 @@ class Buckets:
         return self.ranks.engine.communicator.config.conventions.averaged_over(active, self.ranks.size)
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
     """Return how many bytes of a bucket a gradient of so many bytes takes."""
     return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES

@@ -356,13 +356,12 @@ class Sparse(Protocol):
 class InPlace(Protocol):
     """Parameters that are written in place, and can be put where all ranks of a node have them."""
 
-    def view(self, parameter: Any, memory: Any, like: Any = None) -> Any:
+    def view(self, parameter: Any, memory: Any) -> Any:
         """Return an array in some memory, of the parameter's shape and strides.
 
         Args:
             parameter: what it is like.
             memory: bytes, for it alone; it may be longer.
-            like: an array that has the dtype; None: the parameter has.
         """
 
     def move(self, parameters: Sequence[Any], views: Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from itertools import accumulate, pairwise
 from typing import Any
@@ -35,7 +35,7 @@ from ringreduce.common.reduce_ops import MAX, SUM, ReduceOp
 from ringreduce.engine import CollectiveOp, Operation, Refusal
 from ringreduce.runtime import group
 from ringreduce.training.agreement import Ranks
-from ringreduce.training.buckets import ALIGNMENT_NBYTES, Bucket, Buckets
+from ringreduce.training.buckets import ALIGNMENT_NBYTES, Bucket, Buckets, padded
 from ringreduce.training.framework import InPlace, Memory
 from ringreduce.training.options import Options
 from ringreduce.training.requests import dtype_name
@@ -167,9 +167,8 @@ class Sharding:
 
     def node_memory(self, nbytes: int) -> _Bytes:
         """Return memory that the ranks of the node have in common. Collective."""
-        text = f"{nbytes} bytes of each node for {self._ranks.name}"
-        run = CollectiveOp(f"{self._ranks.name}, memory", text, lambda ranks: ranks.node_memory(nbytes))
-        return self._ranks.run(run)  # type: ignore[no-any-return]
+        text = f"{nbytes} bytes of each node"
+        return self._run("memory", lambda ranks: ranks.node_memory(nbytes), text)  # type: ignore[no-any-return]
 
     def watch(self) -> None:
         """Remember a checksum of a piece of this rank's parts, another piece each time. Local.
@@ -210,7 +209,7 @@ class Sharding:
         everyone, wanted = BytesIO(self._ranks.allgather(mine.reshape(-1, 1))), dict[_Key, tuple[int, Any]]()
         for _ in range(self._ranks.size):
             wanted |= pickle.load(everyone)
-        lengths = [-(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for nbytes, _ in wanted.values()]
+        lengths = [padded(nbytes) for nbytes, _ in wanted.values()]
         memory = self.node_memory(sum(lengths)) if any(lengths) else np.empty(0, np.uint8)
         places = Partition.of_sizes(lengths).segment
         return {
@@ -220,13 +219,10 @@ class Sharding:
 
     def norm(self, local: float, order: float) -> float:
         """Return the norm of vectors of which each rank has a part, given that of this part. Collective."""
-        total, text = np.array([local]), f"{self._ranks.name}, norm"
-        op = MAX if order == np.inf else SUM
+        total, op = np.array([local]), MAX if order == np.inf else SUM
         if op is SUM:
             total **= order
-        self._ranks.run(
-            CollectiveOp(text, f"{text} of order {order}", lambda ranks: ranks.allreduce(total, op, out=total))
-        )
+        self._run("norm", lambda ranks: ranks.allreduce(total, op, out=total), f"of order {order}")
         return float(total[0] if op is MAX else total[0] ** (1 / order))
 
     def share(self, *, needs: bool = False) -> bool:
@@ -238,7 +234,7 @@ class Sharding:
         Returns:
             Whether any rank does.
         """
-        flag, text = self._flag, f"{self._ranks.name}, updated"
+        flag = self._flag
         flag[0] = needs
 
         def run(ranks: Communicator) -> None:
@@ -247,7 +243,7 @@ class Sharding:
                     self._fetch(self._lane, shard)
             ranks.allreduce(flag, MAX, out=flag)
 
-        self._ranks.run(CollectiveOp(text, text, run))
+        self._run("updated", run)
         return bool(flag[0])
 
     def _fetch(self, lane: Communicator, shard: Shard) -> None:
@@ -268,12 +264,11 @@ class Sharding:
         assert lane is not None
         headers = pickle.dumps([(key, start, part.nbytes) for key, (start, part) in mine.items()])
         data = np.concatenate([np.empty(0, np.uint8), *(part for _, part in mine.values())])
-        text = f"{self._ranks.name}, exchanged"
 
         def run(_: Communicator) -> tuple[_Bytes, _Bytes]:
             return lane.allgather(np.frombuffer(headers, np.uint8)), lane.allgather(data)
 
-        everyone, received = self._ranks.run(CollectiveOp(text, text, run))
+        everyone, received = self._run("exchanged", run)
         file, result, at = BytesIO(everyone), list[tuple[_Key, int, _Bytes]](), 0
         for _ in self._peers:
             for key, start, nbytes in pickle.load(file):
@@ -297,8 +292,12 @@ class Sharding:
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here. Collective."""
-        text = f"{self._ranks.name}, {what}"
-        self._ranks.run(CollectiveOp(text, text, lambda ranks: ranks.barrier()))
+        self._run(what, lambda ranks: ranks.barrier())
+
+    def _run(self, what: str, run: Callable[[Communicator], Any], argument: str = "") -> Any:
+        """Make calls of all ranks, in the order of the program; ``argument`` must agree. Collective."""
+        name = f"{self._ranks.name}, {what}"
+        return self._ranks.run(CollectiveOp(name, f"{name} {argument}".rstrip(), run))
 
     def operation(
         self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]
