@@ -41,7 +41,9 @@ class TraceFile:
         self._path = os.path.abspath(path)
         self._head = _OPENING + json.dumps(name).encode() + b"}}"
         job, _, number = name.rpartition(" ")
-        self._folder = _folder_of(self._path, f"{job[:8]}-{number}")
+        trace = f"{job[:8]}-{number}"
+        self._folder = _folder_of(self._path, trace)
+        self._removed = _folder_of(self._path, f"{trace}-{rank}")  # where this rank moves the folder to remove it
         self._part = os.path.join(self._folder, str(rank))
         self._finished = False
 
@@ -99,7 +101,9 @@ class TraceFile:
             if (over or at_once) and not (self._finished and not os.path.lexists(self._path)):  # moved since
                 self.merge()
             if over and len(parts) >= ranks:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                # Moved first, so that the merge of another rank fails, which would see some of the parts only.
+                os.rename(self._folder, self._removed)
+                shutil.rmtree(self._removed, ignore_errors=True)
         self._finished = True
 
     def merge(self) -> None:

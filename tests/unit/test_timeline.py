@@ -315,6 +315,28 @@ def test_ranks_that_write_and_stop_at_once_lose_nothing(path: Path, begin: Calla
         assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_rank_that_merges_while_another_removes_the_parts_loses_nothing(
+    path: Path, begin: Callable[..., Timeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks that stop at the same moment both merge the parts; the first to finish removes them."""
+    timelines = [begin(rank) for rank in range(3)]
+    for timeline in timelines:
+        timeline.add("i", "last", 0.0)
+    for timeline in timelines[:2]:
+        timeline.stop(3)
+
+    def remove(folder: str, **more: Any) -> None:
+        os.unlink(os.path.join(folder, "0"))
+        timelines[1].stop(3)
+        remove_folder(folder, **more)
+
+    remove_folder = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    timelines[2].stop(3)
+    assert [event["pid"] for event in events_of(path, "i")] == [0, 1, 2]
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_trace_that_has_given_way_is_not_written(
     path: Path, begin: Callable[..., Timeline], caplog: pytest.LogCaptureFixture
 ) -> None:
