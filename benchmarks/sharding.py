@@ -4,8 +4,10 @@
     mpirun -np 4 python benchmarks/sharding.py --layers 12
     mpirun -np 2 python benchmarks/sharding.py --peers        # and DDP, ZeroRedundancyOptimizer, FSDP2 over Gloo
     mpirun -np 2 python benchmarks/sharding.py --only memory  # or time
+    RINGREDUCE_NODE_SIZE=2 mpirun -np 4 python benchmarks/sharding.py --only memory
 
-Contenders are those of `torch_training.py` of the same names, with fused AdamW; turns, heaps and batches, too. "after"
+Contenders are those of `torch_training.py` of the same names, with fused AdamW; turns, heaps and batches, too;
+shard-all on several nodes alone. "after"
 is the time from the end of the last rank's backward pass to the end of the step. DDP and FSDP2 communicate before, so
 that it compares ringreduce with shard alone. The ranks' weights must be bitwise equal, and those of shard and
 ringreduce; else the exit status is 1.
@@ -99,9 +101,10 @@ def measure_memory(arguments: argparse.Namespace, names: list[str]) -> dict[str,
     """Return bytes per parameter and node of each contender, and of ringreduce's with commits."""
     small = argparse.Namespace(width=64, layers=2)
     for name in names:  # what a process keeps from a first use is nobody's
-        memory_of(name, small, commits=name in OURS)
+        memory_of(name, small, commits=name not in PEERS)
     found = {name: memory_of(name, arguments) for name in names}
-    return found | {f"{name}, commits": memory_of(name, arguments, commits=True) for name in OURS}
+    ours = [name for name in names if name not in PEERS]
+    return found | {f"{name}, commits": memory_of(name, arguments, commits=True) for name in ours}
 
 
 # ---- time ----
@@ -127,7 +130,7 @@ def measure_time(arguments: argparse.Namespace, names: list[str]) -> dict[str, A
 
 
 def same_bits(contenders: list[training.Contender]) -> bool:
-    """Return whether ranks have the same weights, and so do ringreduce with shard and without. Collective."""
+    """Return whether ranks have the same weights, and so do ringreduce with shard="node" and without. Collective."""
     plain, *others = [list(each.model.parameters()) for each in contenders if each.name in OURS]
     alike = all(torch.equal(a, b) for other in others for a, b in zip(plain, other, strict=True))
     return all(training.weights_agree([each]) for each in contenders) and alike
@@ -147,6 +150,7 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
             "steps": arguments.steps,
             "ranks": ringreduce.size(),
             "rank": ringreduce.rank(),
+            "nodes": len(ringreduce.world().topology.nodes),
             "placement": ringreduce.world().topology.describe(),
             "cores": os.cpu_count(),
             "torch": torch.__version__,
@@ -196,8 +200,8 @@ def main() -> int:
     parser.add_argument("--only", choices=["memory", "time"], help="leave the other out")
     parser.add_argument("-J", "--output_file", type=Path, help="write the JSON report there")
     arguments = parser.parse_args()
-    names = OURS + PEERS * arguments.peers
     found: dict[str, Any] = {"config": described(arguments)}
+    names = OURS + ["shard-all"] * (found["config"].pop("nodes") > 1) + PEERS * arguments.peers
     if arguments.only != "time":
         found["memory"] = measure_memory(arguments, names)
     if arguments.only != "memory":

@@ -15,6 +15,7 @@ Contenders, each with a copy of the same model on the same data:
     no-overlap  the same with overlap=False
     backward    the same with reduce_in="backward"
     shard       the same with shard="node"; benchmarks/sharding.py measures more of it
+    shard-all   the same with shard="all"
     mpi         by hand: flatten the gradients, one MPI_Allreduce, copy them back
     ddp         torch's DistributedDataParallel on ringreduce as a backend of torch.distributed
     gloo        the same over Gloo
@@ -267,6 +268,7 @@ CONTENDERS: dict[str, Callable[[nn.Module, Make], Contender]] = {
     "no-overlap": partial(distributed_optimizer, "no-overlap", overlap=False),
     "backward": partial(distributed_optimizer, "backward", reduce_in="backward"),
     "shard": partial(distributed_optimizer, "shard", shard="node"),
+    "shard-all": partial(distributed_optimizer, "shard-all", shard="all"),
     "mpi": flat_mpi,
     "ddp": partial(ddp, "ddp", "ringreduce"),
     "gloo": partial(ddp, "gloo", "gloo"),

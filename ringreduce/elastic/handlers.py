@@ -63,9 +63,19 @@ class StateHandler:
         """Give the object a state."""
         self.value.load_state_dict(state)
 
+    def prepare_save(self) -> None:
+        """Do what ranks do together before any object of a state is copied. Collective."""
+
     def save(self) -> None:
         """Take a copy."""
         self._saved = self._copied(self._read())
+
+    def finish_save(self) -> None:
+        """Do what ranks do together once every object of a state was copied. Collective."""
+
+    def for_disk(self) -> Any:
+        """Return the last copy, or one of it that no later `save` changes."""
+        return self._saved
 
     def restore(self) -> None:
         """Load the last copy."""
@@ -143,6 +153,7 @@ class HandlingState(ObjectState):
         self._handlers: dict[str, StateHandler] = {}
         self._whole_every = 1
         self._whole = 0  # the commit that was copied whole last
+        self._next: int | None = None  # the commit that is being copied
         self._whole_is_due = False
         self._small: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last, if it was not: handlers, values
         self._own: dict[int, dict[str, Any]] = {}  # what is this rank's own, by the commits that others may go on from
@@ -260,9 +271,15 @@ class HandlingState(ObjectState):
 
     def save(self) -> None:
         for handler in self._handlers.values():
+            handler.prepare_save()
+        for handler in self._handlers.values():
             handler.save()
         super().save()
+        # A rank that fails from here on goes on from this commit.
+        self._commits, self._next = self._commits if self._next is None else self._next, None
         self._whole, self._whole_is_due, self._small, self._own = self._commits, False, None, {}
+        for handler in self._handlers.values():
+            handler.finish_save()
 
     def restore(self) -> None:
         if not self._own:
@@ -308,18 +325,21 @@ class HandlingState(ObjectState):
         if disk is not None and not (to_disk or disk.is_due(number)):
             disk = None
         if number % self._whole_every == 0 or self._whole_is_due or disk is not None:
-            self.save()
-            self._whole = number
+            self._next = number
+            try:
+                self.save()
+            finally:
+                self._next = None
         else:
             self._small = None  # invalid once the first handler has noted something new
             handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
             self._small, self._own = (handlers, self._copied_values()), {}
-        self._commits = number
+            self._commits = number
         if audited() and self._small is None:
             _audit(self._commits, self._handlers)
         if disk is not None:
             objects = {name: each for name, each in self._handlers.items() if each._saved is not None}
-            common = {name: each._saved for name, each in objects.items() if not each.own}
+            common = {name: each.for_disk() for name, each in objects.items() if not each.own} if rank() == 0 else {}
             own = {name: each._saved for name, each in objects.items() if each.own}
             disk.put_all(number, common, own, self._saved)
 

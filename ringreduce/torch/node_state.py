@@ -96,11 +96,13 @@ class _Place(NamedTuple):
     """Memory of the node for state of a parameter.
 
     Attributes:
+        memory: of the node, where others have their places, too.
         whole: all of it.
         mine: this rank's part, which the copy of the optimizer has.
         is_number: whether the optimizer has a Python number there.
     """
 
+    memory: Any
     whole: torch.Tensor
     mine: torch.Tensor
     is_number: bool
@@ -227,8 +229,8 @@ class NodeState:
 
     def _make_places(self, needed: Mapping[tuple[int, str], tuple[int, _Description]]) -> None:
         """Make memory of the node for state that some rank has made. Collective."""
-        for key, (memory, description) in self._sharding.allocate(needed).items():
-            number, name = key
+        common, parts = self._sharding.allocate(needed)
+        for (number, name), (memory, description) in parts.items():
             parameter = self._parameters[number]
             if description.dtype is None:
                 self._places.pop((parameter, name), None)
@@ -241,8 +243,13 @@ class NodeState:
                 whole = torch.from_numpy(memory).view(description.dtype).view(description.shape)
             piece = self._pieces[parameter]
             mine = piece.of(whole) if piece.has_part(name, whole) else whole
-            self._places[parameter, name] = _Place(whole, mine, is_number)
+            self._places[parameter, name] = _Place(common, whole, mine, is_number)
             self._optimizer.state[parameter][name] = description.value if is_number else whole
+
+    @property
+    def memory(self) -> list[Any]:
+        """Memory of the node with the state of these parameters; alike on all ranks."""
+        return list({id(place.memory): place.memory for place in self._places.values()}.values())
 
     def complete(self) -> None:
         """Let the optimizer have numbers of other ranks as the last step has made them. Local."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +17,7 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.node_state import DividedState, NodeState, Piece, pieces_of
 from ringreduce.torch.wrapping import STEPPING, parameters_of
+from ringreduce.training.node_commit import NodeCommit
 from ringreduce.training.optimizer import Training
 from ringreduce.training.reducer import GradientReducer
 
@@ -32,6 +35,12 @@ _ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
+
+
+#: All that make steps on parameters that a node has once.
+STEPS: weakref.WeakSet[ShardedStep] = weakref.WeakSet()
+
+_numbers = itertools.count()
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -141,20 +150,27 @@ class ShardedStep:
 
     Attributes:
         reducer: the same.
+        number: greater than those that were made earlier.
+        commit: of what the ranks of the node have in common.
         copy: the optimizer of this rank's pieces.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
         assert reducer.sharding is not None
+        self.number = next(_numbers)
         self._optimizer, self.reducer, self._sharding = optimizer, reducer, reducer.sharding
         self._changes, self._parameters = -1, list[torch.Tensor]()
         self._pieces: dict[torch.Tensor, Piece] = {}
         self._versions: list[int] = []
         self._state = (NodeState if self._sharding.has_all_state else DividedState)(optimizer, self._sharding)
+        self.commit = NodeCommit(self._sharding)
+        self._writing = self._detached = False
         self.copy = _copy_of(optimizer)
+        STEPS.add(self)
 
     def step(self, *closure: Callable[[], Any]) -> Any:
         """Make a step with the reduced gradients, and meet the other ranks. Collective."""
+        self.commit.unchanging = ()
         evaluated = [self._evaluated(each) for each in closure]
         self._refresh()
         copy, groups = self.copy, list(zip(self.copy.param_groups, self._optimizer.param_groups, strict=True))
@@ -197,7 +213,7 @@ class ShardedStep:
         pieces = self._pieces.values()
         if self._sharding.overwritten or self._versions != [each.parameter._version for each in pieces]:
             problem = "the program has written to parameters between two steps"
-        elif any(each.parameter.data_ptr() != each.address for each in pieces):
+        elif self._detached or any(each.parameter.data_ptr() != each.address for each in pieces):
             problem = "the program has moved parameters to other memory (.to(), .double(), p.data = ...)"
         else:
             return
@@ -216,9 +232,11 @@ class ShardedStep:
         self._sharding.meet("about to be written")
         for piece in pieces:
             piece.parameter.data = piece.parameter.detach().clone()
+        self._writing = True
         try:
             yield
         finally:
+            self._writing = False
             for piece in pieces:
                 piece.parameter.data = piece.view
             self._sharding.meet("written")
@@ -231,7 +249,8 @@ class ShardedStep:
 
     def load_state(self) -> None:
         """Take over the whole state that the optimizer has now. Local."""
-        self._state.load(self._parameters, self._pieces, self.copy.state)
+        if not self._detached:
+            self._state.load(self._parameters, self._pieces, self.copy.state)
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
@@ -239,10 +258,35 @@ class ShardedStep:
         if not self._sharding.has_all_state:
             self._sharding.begin("state_dict()")
         self._state.complete()
+        if not self._sharding.has_all_state:
+            self.commit.unchanging = self._state.memory
         try:
             yield
         finally:
             self._state.release()
+
+    # ---- commits ----
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks still make steps on what they have in common."""
+        return not self._detached and self.reducer.ranks.engine.communicator.lifetime.open
+
+    def has_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether some of these are parameters that the ranks have in common."""
+        return any(each in self._pieces for each in tensors)
+
+    def prepare_commit(self) -> None:
+        """Make room for a copy of parameters and state. Collective."""
+        self.commit.prepare([*(shard.memory for shard in self._sharding.shards), *self._state.memory])
+
+    def detach(self) -> None:
+        """Let parameters be this rank's own, for a restored state, unless they are by `writing`; no step follows."""
+        if self._writing or self._detached:
+            return
+        self._detached = True
+        for piece in self._pieces.values():
+            piece.parameter.data = piece.parameter.detach().clone()
 
     # ---- gradients ----
 

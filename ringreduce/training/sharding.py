@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from itertools import accumulate, pairwise
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.partition import Partition
 from ringreduce.common.reduce_ops import MAX, SUM, ReduceOp
-from ringreduce.engine import CollectiveOp, Operation, Refusal
+from ringreduce.engine import CollectiveOp, InPlaceAllreduce, Operation, Refusal
 from ringreduce.runtime import group
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.buckets import ALIGNMENT_NBYTES, Bucket, Buckets, padded
@@ -45,6 +46,9 @@ _Key = tuple[int, str]
 
 #: Of the pieces of parameters whose checksums are compared.
 _LEAST_NBYTES, _MOST_NBYTES = 4 << 10, 64 << 10
+
+#: For how long a rank waits for others that may not come, and how long between two looks.
+_PATIENCE_S, _NAP_S = 5.0, 1e-4
 
 
 class Shard:
@@ -84,6 +88,7 @@ class Sharding:
         is_disjoint: whether all ranks have different parts; if not, those of different nodes have the same.
         has_all_state: whether a node has all state.
         is_first: whether this rank is the first of its node.
+        node_index, node_size: this rank among those of its node, and how many they are.
         shards: of the buckets that there are.
         changes: how often these have changed.
         parts_only: whether the next reduction is for this rank's part alone, and leaves the rest as it comes.
@@ -100,7 +105,8 @@ class Sharding:
         self.is_disjoint = options.shard == "all" or topology.single_node
         owners = range(ranks.size) if self.is_disjoint else members
         self._index, self._loads = owners.index(ranks.rank), [0] * len(owners)
-        self._node_index, self._nodes = members.index(ranks.rank), topology.nodes
+        self.node_index, self.node_size = members.index(ranks.rank), len(members)
+        self._nodes = topology.nodes
         self._lane: Communicator | None = None
         self._peers: list[int] = []  # the ranks of the lane: one of each node
         self._fetched: _Bytes | None = None
@@ -108,7 +114,7 @@ class Sharding:
         self._rows: dict[int, tuple[Any, Any, Any, list[int] | None]] = {}
         self._watched: tuple[_Bytes, int] | None = None  # a piece of the parameters, and its checksum
         self._at = 0  # where it was, in bytes of this rank's parts
-        self.is_first = self._node_index == 0
+        self.is_first = self.node_index == 0
         self.shards: list[Shard] = []
         self.changes = 0
         self.parts_only = False
@@ -120,7 +126,7 @@ class Sharding:
             ranks: of the world, in the order of their numbers here.
         """
         if not self.has_all_state:
-            self._peers = [node[self._node_index] for node in self._nodes]
+            self._peers = [node[self.node_index] for node in self._nodes]
             self._lane = group([ranks[peer] for peer in self._peers]).communicator
 
     def update(self) -> None:
@@ -196,14 +202,14 @@ class Sharding:
         """Let the step fail on the other ranks, with this error as the reason."""
         self._ranks.engine.refuse(Refusal(f"{self._ranks.name}, step", "step", error))
 
-    def allocate(self, needed: Mapping[_Key, tuple[int, Any]]) -> dict[_Key, tuple[_Bytes, Any]]:
+    def allocate(self, needed: Mapping[_Key, tuple[int, Any]]) -> tuple[_Bytes, dict[_Key, tuple[_Bytes, Any]]]:
         """Return memory of the node for state that some rank has made. Collective.
 
         Args:
             needed: bytes and a description of what this rank has made, by the number of the parameter and a name.
 
         Returns:
-            Memory and descriptions of what any rank has made.
+            Memory for all that any rank has made; and for each its part of that, with the description.
         """
         mine = np.frombuffer(pickle.dumps(needed), np.uint8)
         everyone, wanted = BytesIO(self._ranks.allgather(mine.reshape(-1, 1))), dict[_Key, tuple[int, Any]]()
@@ -212,7 +218,7 @@ class Sharding:
         lengths = [padded(nbytes) for nbytes, _ in wanted.values()]
         memory = self.node_memory(sum(lengths)) if any(lengths) else np.empty(0, np.uint8)
         places = Partition.of_sizes(lengths).segment
-        return {
+        return memory, {
             key: (memory[place][:nbytes], description)
             for place, (key, (nbytes, description)) in zip(places, wanted.items(), strict=True)
         }
@@ -265,30 +271,38 @@ class Sharding:
         headers = pickle.dumps([(key, start, part.nbytes) for key, (start, part) in mine.items()])
         data = np.concatenate([np.empty(0, np.uint8), *(part for _, part in mine.values())])
 
-        def run(_: Communicator) -> tuple[_Bytes, _Bytes]:
-            return lane.allgather(np.frombuffer(headers, np.uint8)), lane.allgather(data)
+        def run(_: Communicator) -> tuple[list[tuple[_Key, int, int]], _Bytes]:
+            everyone: Any = lane.allgather(np.frombuffer(headers, np.uint8))
+            file = BytesIO(everyone)
+            parts = [part for _ in self._peers for part in pickle.load(file)]
+            # Not communication memory, which stays for the next results of this size.
+            received = np.empty(sum(nbytes for *_, nbytes in parts), np.uint8)
+            return parts, lane.allgather(data, out=received)
 
-        everyone, received = self._run("exchanged", run)
-        file, result, at = BytesIO(everyone), list[tuple[_Key, int, _Bytes]](), 0
-        for _ in self._peers:
-            for key, start, nbytes in pickle.load(file):
-                result.append((key, start, received[at : at + nbytes]))
-                at += nbytes
-        return result
+        parts, received = self._run("exchanged", run)
+        places = Partition.of_sizes([nbytes for *_, nbytes in parts]).segment
+        return [(key, start, received[place]) for (key, start, _), place in zip(parts, places, strict=True)]
 
     def begin(self, call: str) -> None:
         """Begin a call that all ranks make between two steps. Collective.
 
         Raises:
-            ConfigError: other ranks make a step; these get a `MismatchError`.
+            ConfigError: other ranks do not make it within 5 s, or make a step; these get a `MismatchError`.
         """
-        text = f"{call} of {self._ranks.name}"
+        engine, name, until_s = self._ranks.engine, f"{self._ranks.name}, step", perf_counter() + _PATIENCE_S
+        operation = InPlaceAllreduce(name, f"{call} of {self._ranks.name}", MAX, [self._flag], speculative=True)
+        engine.submit(operation)
+        while not engine.poll(operation) and perf_counter() < until_s:
+            sleep(_NAP_S)
+        refused = f'with shard="all" {call} is to be called on all ranks, and others'
+        if not engine.settle(operation):
+            raise ConfigError(f"{refused} have not called it within {_PATIENCE_S:.0f} s")
         try:
-            self._ranks.run(CollectiveOp(f"{self._ranks.name}, step", text, lambda ranks: ranks.barrier()))
+            engine.wait(operation)
         except MismatchError as error:
-            refused = ConfigError(f'with shard="all" {call} is to be called on all ranks, and others make a step')
-            self.refuse(refused)
-            raise refused from error
+            made_a_step = ConfigError(f"{refused} make a step")
+            self.refuse(made_a_step)
+            raise made_a_step from error
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -230,7 +231,7 @@ def train(state):
 train(state)
 reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
 for step in range(20):
-    batches = [batch(rank, step) for rank in range(4 - (step >= 7) - (step >= 14))]
+    batches = [batch(rank, step) for rank in range(4 - (step >= first) - (step >= second))]
     descend(alone, reference, *(torch.cat(each).double() for each in zip(*batches)))
 weights, expected = (torch.cat([each.detach().reshape(-1) for each in of.parameters()]) for of in (net, alone))
 torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-5)
@@ -261,8 +262,9 @@ import copy, os, signal, sys
 import torch
 from torch import nn
 import ringreduce.torch as hvd
+from ringreduce.training.sharding import Sharding
 
-shard, make = sys.argv[1], getattr(torch.optim, sys.argv[2])
+shard, make, moment = sys.argv[1], getattr(torch.optim, sys.argv[2]), sys.argv[3]
 hvd.init()
 me = hvd.rank()
 torch.manual_seed(0)
@@ -281,10 +283,21 @@ def descend(model, optimizer, rows, wanted):
     optimizer.step()
 
 def die(*_):
-    if (me, state.step) in ((0, 7), (2, 14)):
+    if (me, state.step) in ((0, first), (2, second)):
         os.kill(os.getpid(), signal.SIGKILL)
 
-(wrapped.register_step_pre_hook if me == 0 else wrapped.register_step_post_hook)(die)
+def die_if(function):
+    def call(sharding, what):
+        if what == moment:
+            die()
+        function(sharding, what)
+    return call
+
+first, second = (7, 14) if moment == "update" else (8, 15)  # a commit comes after the step
+if moment == "update":
+    (wrapped.register_step_pre_hook if me == 0 else wrapped.register_step_post_hook)(die)
+else:
+    Sharding.meet = die_if(Sharding.meet)
 
 @hvd.elastic.run
 def train(state):
@@ -296,7 +309,7 @@ def train(state):
 train(state)
 reference = make(alone.parameters(), lr=0.01)
 for step in range(20):
-    batches = [batch(rank, step) for rank in range(4 - (step >= 7) - (step >= 14))]
+    batches = [batch(rank, step) for rank in range(4 - (step >= first) - (step >= second))]
     descend(alone, reference, *(torch.cat(each).double() for each in zip(*batches)))
 weights, expected = (torch.cat([each.detach().reshape(-1) for each in of.parameters()]) for of in (net, alone))
 torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-4)
@@ -305,15 +318,23 @@ print("all is well on", hvd.rank(), "of", hvd.size(), flush=True)
 """
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "Adafactor"])
-@pytest.mark.parametrize("shard", ["node", "all"])
-def test_ranks_that_have_parameters_in_common_go_on_without_some(shard: str, optimizer: str) -> None:
-    """Ranks die when some have updated their parts and others have not: one has made the memory.
+@pytest.mark.parametrize(
+    ("shard", "optimizer", "moment"),
+    [
+        *itertools.product(["node", "all"], ["Adam", "Adafactor"], ["update"]),
+        ("node", "Adam", "about to commit"),
+        ("all", "Adafactor", "about to commit"),
+        ("node", "Adafactor", "committed"),
+        ("all", "Adam", "committed"),
+    ],
+)
+def test_ranks_that_have_parameters_in_common_go_on_without_some(shard: str, optimizer: str, moment: str) -> None:
+    """Ranks die when some have updated, or copied, their parts and others have not: one has made the memory.
 
     The others end as one process does with what they have seen.
     """
     pytest.importorskip("torch")
-    done = run("--elastic", "-np", 4, sys.executable, "-c", SHARDED, shard, optimizer)
+    done = run("--elastic", "-np", 4, sys.executable, "-c", SHARDED, shard, optimizer, moment)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall("all is well on . of .", done.stdout)) == [
         "all is well on 0 of 2",

@@ -7,14 +7,18 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 import ringreduce as rr
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
+
+PRIVATE = MPI.COMM_WORLD.Dup()
 
 Model = Any
 Optimizer = Any
@@ -574,6 +578,53 @@ def test_bits_between_nodes(nodes: None, name: str):
     require_same(run)
 
 
+def commit_and_restore(shard: str | None) -> tuple[Model, Optimizer]:
+    """Make steps from a commit twice, after some steps that change memory of the node, and from another one."""
+    model = mlp()
+    optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), shard, bucket_nbytes=1000)
+    state = hvd.elastic.TorchState(model, optimizer)
+    for step in range(6):
+        thaw(model, optimizer, step)
+        if step in (1, 4):
+            state.commit()
+    for _ in range(2):
+        with optimizer.writing():
+            state.restore()
+        train(optimizer, model, range(6, 8))
+    state.commit()
+    train(optimizer, model, range(8, 9))
+    with optimizer.writing():
+        state.restore()
+    return model, optimizer
+
+
+def test_commits_stay_as_they_are():
+    require_same(commit_and_restore)
+
+
+def test_commits_between_nodes(nodes: None):
+    require_same(commit_and_restore)
+
+
+def test_commits_on_disk(tmp_path: Path):
+    """A later commit, made while this one waits to be written, changes nothing in it."""
+    folder = Path(rr.broadcast_object(str(tmp_path)))
+    model, again = mlp(), mlp()
+    optimizer, other = (wrap(each, torch.optim.Adam(each.parameters(), lr=0.01), "node") for each in (model, again))
+    train(optimizer, model, range(2))
+    state = hvd.elastic.TorchState(model, optimizer)
+    state.keep_on_disk(folder, every=2)
+    for step in range(2, 5):
+        train(optimizer, model, range(step, step + 1))
+        state.commit()
+    state._disk.settle()
+    rr.barrier()
+    assert hvd.elastic.TorchState(again, other).keep_on_disk(folder) == 2
+    train(other, again, range(4, 5))
+    for one, two in zip(tensors_of(model, optimizer), tensors_of(again, other), strict=True):
+        assert torch.equal(one, two)
+
+
 def test_clipping_between_nodes(nodes: None):
     models = mlp(torch.float64), mlp(torch.float64)
     shards = None, "all" if len(set(map(len, rr.world().topology.nodes))) == 1 else "node"
@@ -607,6 +658,11 @@ def test_what_one_rank_saves_of_all_nodes(nodes: None):
         with pytest.raises(rr.MismatchError, match="on all ranks"):
             optimizer.step()
     train(optimizer, model, range(5, 7))
+    if rr.rank() == 0:
+        with pytest.raises(rr.ConfigError, match="have not called it within 5 s"):
+            optimizer.state_dict()
+    PRIVATE.Barrier()
+    train(optimizer, model, range(7, 8))
     assert_equal_state(optimizer.state_dict()["state"])
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
+from ringreduce.torch.commits import committed, copied, own, sharded_steps
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.wrapping import Wrapper, watch_steps
@@ -77,9 +78,36 @@ class TorchState(HandlingState):
 
 
 class _TensorsHandler(StateHandler):
-    """Keeps what has tensors, and notices by torch's counts of changes in place whether they are what they were."""
+    """Keeps what has tensors, and notices by torch's counts of changes in place whether they are what they were.
 
+    Of tensors that the ranks of a node have in common, they make one copy together.
+    """
+
+    _prepared: Any = None
     _noted: Sequence[tuple[torch.Tensor, torch.Tensor, int]] = ()  # the second keeps the memory of the first
+
+    def prepare_save(self) -> None:
+        for step in sharded_steps(self._tensors()):
+            step.prepare_commit()
+        self._prepared = self._read()
+
+    def save(self) -> None:
+        state, self._prepared = self._prepared or self._read(), None
+        self._saved = copied(state, sharded_steps(self._tensors()))
+
+    def finish_save(self) -> None:
+        for step in sharded_steps(self._tensors()):
+            step.commit.take()
+
+    def for_disk(self) -> Any:
+        return own(self._saved, sharded_steps(self._tensors()))
+
+    def restore(self) -> None:
+        steps = sharded_steps(self._tensors(), open_only=False)
+        for step in steps:
+            step.detach()
+        self._saved, self._prepared = committed(self._saved, steps), None
+        super().restore()
 
     def copy_small(self) -> Any:
         self._noted = [(each, each.detach(), each._version) for each in self._tensors()]
@@ -104,8 +132,8 @@ class _TensorsHandler(StateHandler):
 class ModelStateHandler(_TensorsHandler):
     """Keeps a model. Its buffers are small; its parameters change in steps, or in place, which torch counts."""
 
-    def restore(self) -> None:
-        self.value.load_state_dict(self._saved)  # which copies
+    def _copied(self, state: Any) -> Any:
+        return state  # for `_load`, which copies
 
     def restore_small(self, copied: Any) -> None:
         self.value.load_state_dict(copied, strict=False)

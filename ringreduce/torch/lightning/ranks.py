@@ -89,7 +89,7 @@ class RanksStrategy:
     optimizers: list[Any]
     _parallel_devices: list[torch.device] | None
 
-    def __init__(self, shard: Literal["node"] | None = None, **options: Any) -> None:
+    def __init__(self, shard: Literal["node", "all"] | None = None, **options: Any) -> None:
         self._shard = shard
         environment = self.environment()
         super().__init__(cluster_environment=environment, process_group_backend=BACKEND, **options)  # type: ignore[call-arg]
