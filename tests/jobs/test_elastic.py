@@ -187,21 +187,16 @@ def test_a_rank_that_ends_well_before_init_ends_the_job(end: str, options: tuple
     assert "of 3 ends: rank 1 ended before init()\n" in done.stderr
 
 
-DDP = """
+#: A model, and a copy that one process trains with what the ranks have seen, of which two die.
+PROBLEM = """
 import copy, os, signal, sys
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 import ringreduce.torch as hvd
-from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook
 
-dist.init_process_group("ringreduce")
-me = dist.get_rank()
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(9, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
 alone = copy.deepcopy(net).double()
-state = hvd.elastic.TorchState(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), step=0)
 
 def batch(rank, step):
     rows = torch.randn(6, 9, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -212,8 +207,29 @@ def descend(model, optimizer, rows, wanted):
     nn.functional.mse_loss(model(rows), wanted).backward()
     optimizer.step()
 
-def die(gradient):
+def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
+
+def compare(optimizer, deaths, tolerance):
+    for step in range(20):
+        batches = [batch(rank, step) for rank in range(4 - sum(step >= death for death in deaths))]
+        descend(alone, optimizer, *(torch.cat(each).double() for each in zip(*batches)))
+    weights, expected = (torch.cat([each.detach().reshape(-1) for each in of.parameters()]) for of in (net, alone))
+    torch.testing.assert_close(weights.double(), expected, rtol=0, atol=tolerance)
+    assert all(torch.equal(each, weights) for each in hvd.allgather_object(weights))
+    print("all is well on", hvd.rank(), "of", hvd.size(), flush=True)
+"""
+
+DDP = (
+    PROBLEM
+    + """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook
+
+dist.init_process_group("ringreduce")
+me = dist.get_rank()
+state = hvd.elastic.TorchState(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), step=0)
 
 @hvd.elastic.run
 def train(state):
@@ -229,18 +245,10 @@ def train(state):
         state.commit()
 
 train(state)
-reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-for step in range(20):
-    batches = [batch(rank, step) for rank in range(4 - (step >= first) - (step >= second))]
-    descend(alone, reference, *(torch.cat(each).double() for each in zip(*batches)))
-weights, expected = (torch.cat([each.detach().reshape(-1) for each in of.parameters()]) for of in (net, alone))
-torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-5)
-everyone = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-dist.all_gather(everyone, weights)
-assert all(torch.equal(each, weights) for each in everyone)
-print("all is well on", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+compare(torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), (7, 14), 1e-5)
 dist.destroy_process_group()
 """
+)
 
 
 def test_ddp_goes_on_without_ranks() -> None:
@@ -257,47 +265,30 @@ def test_ddp_goes_on_without_ranks() -> None:
     ]
 
 
-SHARDED = """
-import copy, os, signal, sys
-import torch
-from torch import nn
-import ringreduce.torch as hvd
+SHARDED = (
+    PROBLEM
+    + """
 from ringreduce.training.sharding import Sharding
 
 shard, make, moment = sys.argv[1], getattr(torch.optim, sys.argv[2]), sys.argv[3]
 hvd.init()
 me = hvd.rank()
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(9, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
-alone = copy.deepcopy(net).double()
 wrapped = make(net.parameters(), lr=0.01)
 state = hvd.elastic.TorchState(net, hvd.DistributedOptimizer(wrapped, shard=shard), step=0)
+deaths = (7, 14) if moment == "update" else (8, 15)  # a commit comes after the step
 
-def batch(rank, step):
-    rows = torch.randn(6, 9, generator=torch.Generator().manual_seed(100 * step + rank))
-    return rows, rows.sum(1, keepdim=True).sin()
+def die_when_due(*_):
+    if (me, state.step) in ((0, deaths[0]), (2, deaths[1])):
+        die()
 
-def descend(model, optimizer, rows, wanted):
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(rows), wanted).backward()
-    optimizer.step()
+def meet(sharding, what):
+    if what == moment:
+        die_when_due()
+    meet_others(sharding, what)
 
-def die(*_):
-    if (me, state.step) in ((0, first), (2, second)):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def die_if(function):
-    def call(sharding, what):
-        if what == moment:
-            die()
-        function(sharding, what)
-    return call
-
-first, second = (7, 14) if moment == "update" else (8, 15)  # a commit comes after the step
 if moment == "update":
-    (wrapped.register_step_pre_hook if me == 0 else wrapped.register_step_post_hook)(die)
-else:
-    Sharding.meet = die_if(Sharding.meet)
+    (wrapped.register_step_pre_hook if me == 0 else wrapped.register_step_post_hook)(die_when_due)
+meet_others, Sharding.meet = Sharding.meet, meet
 
 @hvd.elastic.run
 def train(state):
@@ -307,15 +298,9 @@ def train(state):
         state.commit()
 
 train(state)
-reference = make(alone.parameters(), lr=0.01)
-for step in range(20):
-    batches = [batch(rank, step) for rank in range(4 - (step >= first) - (step >= second))]
-    descend(alone, reference, *(torch.cat(each).double() for each in zip(*batches)))
-weights, expected = (torch.cat([each.detach().reshape(-1) for each in of.parameters()]) for of in (net, alone))
-torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-4)
-assert all(torch.equal(each, weights) for each in hvd.allgather_object(weights))
-print("all is well on", hvd.rank(), "of", hvd.size(), flush=True)
+compare(make(alone.parameters(), lr=0.01), deaths, 1e-4)
 """
+)
 
 
 @pytest.mark.parametrize(
