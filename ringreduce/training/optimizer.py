@@ -33,6 +33,7 @@ from ringreduce.training.parameters import require_same_arrays
 from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.requests import set_to_notify
 from ringreduce.training.stages import GradientState
+from ringreduce.training.staleness import Averages, LateAverages
 from ringreduce.transport.memory import MemoryWorld
 
 _numbers = itertools.count()
@@ -224,6 +225,8 @@ class Training:
         reducer = GradientReducer(memory, self._engine, named, optimizer, over, settled, settings)
         if reducer.sharding is not None and not self._alone:
             reducer.sharding.connect(self._process_set.ranks or ())
+        if reducer.late is not None and self.late is not None:
+            reducer.late.load(self.late.loaded())  # what was under way is lost with its ranks
         self._gradients = Gradients(memory, reducer) if isinstance(memory, Hooks) else None
         self._reducer = reducer
 
@@ -253,6 +256,26 @@ class Training:
             _ = self.reducer
             assert self._gradients is not None, "its framework has Hooks"
         return self._gradients
+
+    @property
+    def late(self) -> LateAverages | None:
+        """The averages that later steps apply; None: each step applies its own, or nothing has begun yet."""
+        return None if self._reducer is None else self._reducer.late
+
+    def require_late(self, averages: Averages) -> None:
+        """Raise a `ConfigError` for more averages than there can be, which were saved with another staleness."""
+        if len(averages) > self.options.staleness:
+            raise ConfigError(
+                f"{len(averages)} averages that were saved are still to be applied, and with staleness="
+                f"{self.options.staleness} there is no place for them; call synchronize() before you save"
+            )
+
+    def load_late(self, averages: Averages) -> None:
+        """Go on from averages that `LateAverages.state` has returned. Local."""
+        if self.options.staleness and (averages or self.late is not None):
+            late = self.reducer.late
+            assert late is not None
+            late.load(averages)
 
     def require_agreement(self) -> str:
         """Check that all ranks have the same parameters and options; return what errors call them. Collective.

@@ -15,7 +15,18 @@ from ringreduce.common.arguments import real_number, shown, whole_number
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.training.compression import has_reducers, signature_of
+from ringreduce.training.combinations import (
+    ADASUM,
+    BACKWARD,
+    COMPRESSION,
+    OVERLAP,
+    PREDIVISION,
+    SHARD,
+    STALENESS,
+    refusal,
+    require_together,
+)
+from ringreduce.training.compression import has_reducers, is_wire_format, signature_of
 
 #: Adaptive summation, see `ringreduce.collectives.adasum`.
 Adasum = "adasum"
@@ -51,6 +62,7 @@ class Options:
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
         shard: ``"node"``: a node has parameters and state once; ``"all"``: it has the parameters once, and all ranks
             have state once; None: each rank has both.
+        staleness: how many steps late averages are applied.
         elementwise: whether the optimizer treats each element by itself, so that shards may end inside of parameters.
     """
 
@@ -65,6 +77,7 @@ class Options:
     overlap: bool | None = None
     reduce_in: Any = "step"
     shard: Any = None
+    staleness: Any = 0
     elementwise: bool = False
 
     def checked(self, settings: Config, parameters: Sequence[Any]) -> Options:
@@ -79,8 +92,17 @@ class Options:
             raise ConfigError(f'reduce_in is "step" or "backward", got {shown(self.reduce_in)}')
         if self.shard not in (None, "node", "all"):
             raise ConfigError(f'shard is "node", "all" or None, got {shown(self.shard)}')
-        if self.shard is not None and adasum:
-            raise ConfigError("with Adasum each rank steps by itself, so that nodes cannot share parameters (shard)")
+        compression, late = _checked_compression(self.compression), whole_number("staleness", self.staleness, 0)
+        used = {
+            ADASUM: adasum,
+            BACKWARD: self.in_backward,
+            COMPRESSION: compression is not None and not is_wire_format(self.compression),
+            OVERLAP: self.overlap is True,
+            PREDIVISION: factor != 1.0,
+            SHARD: self.shard is not None,
+            STALENESS: late > 0,
+        }
+        require_together([name for name, is_used in used.items() if is_used])
         nbytes = self.bucket_nbytes
         if nbytes is None and self.shard is None:
             nbytes = settings.bucket_nbytes
@@ -89,7 +111,9 @@ class Options:
             op=op,
             adasum=adasum,
             passes=whole_number("backward_passes_per_step", self.passes, 1),
-            compression=_checked_compression(self.compression),
+            compression=compression,
+            overlap=False if late else self.overlap,
+            staleness=late,
             predivide_factor=factor,
             groups=_checked_groups(parameters, self.groups),
             bucket_nbytes=None if nbytes is None else whole_number("bucket_nbytes", nbytes, 1),
@@ -112,6 +136,11 @@ class Options:
         settled = replace(self, skip_unused=unused, overlap=overlap, bucket_nbytes=nbytes)
         return replace(settled, overlap=False, reduce_in="step") if self.adasum else settled
 
+    def require_on_time(self, use: str) -> None:
+        """Raise the `ConfigError` of a use that does not go together with staleness, if there is some."""
+        if self.staleness:
+            raise refusal(use, STALENESS)
+
     @property
     def in_backward(self) -> bool:
         """Whether gradients are reduced at the end of the backward pass."""
@@ -133,6 +162,7 @@ class Options:
             "groups": [self.groups.get(id(each)) for each in parameters] if self.groups else None,
             "overlap": self.overlap,
             "reduce_in": self.reduce_in,
+            "staleness": self.staleness,
             "shard": self.shard and f"{self.shard}, {'elements' if self.elementwise else 'whole parameters'}",
         }
 

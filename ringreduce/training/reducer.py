@@ -26,6 +26,7 @@ from ringreduce.training.framework import Found, Look, Memory, Named, Slot
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
 from ringreduce.training.sharding import Sharding
+from ringreduce.training.staleness import LateAverages
 
 
 class _Repeat(NamedTuple):
@@ -69,6 +70,7 @@ class GradientReducer:
         buckets: its buckets.
         early: what reduces buckets before the step; None: nothing.
         sharding: what has the parameters in memory of the node; None: each rank has its own.
+        late: the averages that later steps apply; None: each step applies its own.
         stepped: so many steps the optimizer has made; counted from 0 again when all ranks have joined.
     """
 
@@ -92,6 +94,9 @@ class GradientReducer:
         if options.shard is not None:
             self.sharding = Sharding(memory, self.ranks, self.buckets, options)
             self.buckets.parts = self.sharding.operation
+        self.late: LateAverages | None = None
+        if options.staleness:
+            self.late = LateAverages(options.staleness, memory, self.ranks, self.buckets)
         self.stepped = 0
         self._settings = settings
         self._steps = 0  # calls of `reduce` on this rank, from 0 again when all ranks have joined
@@ -106,7 +111,7 @@ class GradientReducer:
     def reduce(self, gradients: Sequence[Any], fresh: Sequence[bool] | None = None) -> list[Any]:
         """Return the gradients' averages or sums over the ranks. Collective.
 
-        Gradients that some ranks lack count as zeros there.
+        Gradients that some ranks lack count as zeros there. With staleness, those of an earlier step are returned.
 
         Args:
             gradients: of all parameters, in registration order; None where there is none.
@@ -118,6 +123,8 @@ class GradientReducer:
         """
         reduced = list(gradients)
         found = self.memory.found(reduced)
+        if self.late is not None:
+            return self._reduce_late(self.late, reduced, found)
         if self.ranks.size == 1:
             return reduced
         if self._joins != self.ranks.engine.joins:
@@ -138,6 +145,13 @@ class GradientReducer:
             raise
         self._steps += 1
         return reduced
+
+    def _reduce_late(self, late: LateAverages, gradients: list[Any], found: bytes) -> list[Any]:
+        parameters = [parameter for _, parameter in self.named()]
+        if self._steps == 0:  # the only step in which a rank waits for all others
+            self._agree(parameters, found)
+        self._steps += 1
+        return late.reduce(parameters, gradients, found)
 
     @contextmanager
     def own_parts(self) -> Iterator[None]:

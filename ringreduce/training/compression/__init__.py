@@ -99,6 +99,11 @@ class WireFormat:
         return WireState(cls.wire, cls.error_feedback)
 
 
+def is_wire_format(compression: object) -> bool:
+    """Return whether a compression is a `WireFormat`, and no user's own in its place."""
+    return has_reducers(compression) and isinstance(compression, type) and issubclass(compression, WireFormat)
+
+
 def wire_format(name: str) -> type[WireFormat]:
     """Return the compression with a format of `ringreduce.buffers.codecs.CODECS`; raise `ConfigError` for any other."""
     if name not in CODECS:

@@ -1,0 +1,57 @@
+"""Which options of optimizers, and which uses of them, do not go together: one table, and the error that it gives.
+
+`REFUSED` has each pair that is refused; all other pairs work. docs/recipes/combinations.md prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import combinations
+
+from ringreduce.common.errors import ConfigError
+
+ADASUM = "Adasum"
+BACKWARD = 'reduce_in="backward"'
+CLOSURE = "step(closure)"
+COMPRESSION = "compression but wire formats"
+JOIN = "join"
+LOCAL = "DiLoCo or LocalSGD"
+OVERLAP = "overlap=True"
+PREDIVISION = "gradient_predivide_factor"
+SCALER = "a GradScaler"
+SHARD = "shard"
+SPARSE = "sparse gradients"
+STALENESS = "staleness"
+
+#: Why two do not go together, by their names in alphabetical order.
+REFUSED: dict[tuple[str, str], str] = {
+    (ADASUM, SHARD): "each rank steps by itself, so that nodes cannot share parameters",
+    (ADASUM, STALENESS): "it combines what steps change, and not gradients",
+    (LOCAL, SCALER): "each replica would leave out other steps, and replicas make equally many; train in bfloat16",
+    (LOCAL, SHARD): "the wrapped optimizer reduces by itself",
+    (LOCAL, STALENESS): "a period with a delay does the same between replicas",
+    (COMPRESSION, STALENESS): "it reduces a bucket in several collectives, which wait for all ranks",
+    (JOIN, LOCAL): "replicas make equally many steps",
+    (JOIN, SHARD): "all ranks of a node update the parameters that they share",
+    (JOIN, STALENESS): "a rank that joins would lack the last averages",
+    (OVERLAP, STALENESS): "averages travel during the whole next step anyway",
+    (PREDIVISION, STALENESS): "the buckets are scaled before and after a reduction that is waited for",
+    (BACKWARD, STALENESS): "a gradient is replaced by an older average, to which the next pass must not add",
+    (SCALER, STALENESS): "the scale would be that of another step",
+    (SHARD, STALENESS): "each rank reduces its part where the other ranks have written their gradients, which waits",
+    (SPARSE, STALENESS): "rows are gathered by all ranks together; use sparse_as_dense=True",
+    (STALENESS, CLOSURE): "a closure is called again for gradients of the same step",
+}
+
+
+def refusal(one: str, other: str) -> ConfigError:
+    """Return the error for two names that do not go together."""
+    reason = REFUSED.get((one, other)) or REFUSED[other, one]
+    return ConfigError(f"{one} and {other} do not go together: {reason}")
+
+
+def require_together(used: Collection[str]) -> None:
+    """Raise the `ConfigError` of two names, if there are two that do not go together."""
+    for one, other in combinations(used, 2):
+        if (one, other) in REFUSED or (other, one) in REFUSED:
+            raise refusal(one, other)

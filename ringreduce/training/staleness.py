@@ -1,0 +1,158 @@
+"""Averages that steps apply late: step t applies that of step t - s, and waits for no younger one.
+
+While s averages travel, the program computes the next gradients. Ranks are at most s steps apart: the bound of a
+parameter server, without a server. All ranks apply the same averages in the same order, so that weights have the same
+bits everywhere and do not depend on timing: a run that is made again is the same. Each of s + 1 sets of buckets is used
+again once its average was applied.
+
+What a step applies was computed with weights that are s steps older, which costs accuracy, and stability: with plain
+gradient descent on a quadratic of curvature a, the learning rate must be below (2 / a) sin(pi / (2 (2 s + 1))).
+
+Sources:
+    J. Langford, A. J. Smola, M. Zinkevich, "Slow Learners are Fast", NIPS 2009, arXiv 0911.0491: delayed gradients.
+    Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013: the
+        bound.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.engine import InPlaceAllreduce, Refusal
+from ringreduce.training.agreement import Ranks
+from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.framework import Found, Look, Memory
+
+#: Averages of gradients, oldest first: each by the number of the parameter.
+Averages = Sequence[Mapping[int, Any]]
+
+
+class _Exchange(NamedTuple):
+    """Gradients of one step, on their way or averaged.
+
+    Attributes:
+        gradients: by the number of the parameter.
+        operations: which reduce them; none if they were loaded.
+    """
+
+    gradients: Mapping[int, Any]
+    operations: Sequence[InPlaceAllreduce]
+
+
+class LateAverages:
+    """The gradients of the last steps, of which averages are still to be applied.
+
+    Args:
+        staleness: how many steps late they are.
+        memory: the gradients'.
+        ranks: carry operations out.
+        buckets: of the gradients.
+    """
+
+    def __init__(self, staleness: int, memory: Memory, ranks: Ranks, buckets: Buckets) -> None:
+        self._staleness, self._memory, self._ranks, self._buckets = staleness, memory, ranks, buckets
+        self._rings: dict[int, deque[Bucket]] = {}  # by the id of a bucket: it and others in turn, the next one first
+        self._pending: deque[_Exchange] = deque()
+        self._steps = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether averages are still to be applied."""
+        return bool(self._pending)
+
+    def reduce(self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes) -> list[Any]:
+        """Submit gradients, and return the averages to apply in this step: None in the first steps. Collective.
+
+        Args:
+            parameters: all, in registration order.
+            gradients: theirs; trainable parameters without one count as zeros.
+            found: as of `Memory.found`.
+
+        Raises:
+            ConfigError: some rank has a sparse gradient, or has joined.
+        """
+        self._pending.append(self._submitted(parameters, gradients, found))
+        if len(self._pending) <= self._staleness:
+            return [None] * len(parameters)
+        return self.next(len(parameters))
+
+    def next(self, count: int) -> list[Any]:
+        """Return the oldest averages that are to be applied, for so many parameters; waits for them."""
+        exchange = self._pending.popleft()
+        self._wait(exchange)
+        return [exchange.gradients.get(number) for number in range(count)]
+
+    def state(self) -> list[dict[int, Any]]:
+        """Return copies of all averages that are to be applied; waits for them. Changes nothing."""
+        for exchange in self._pending:
+            self._wait(exchange)
+        clone = self._memory.clone
+        return [{number: clone(each) for number, each in exchange.gradients.items()} for exchange in self._pending]
+
+    def load(self, averages: Averages) -> None:
+        """Go on from averages, which nobody else changes, in place of those that there are. Local."""
+        self._pending = deque(_Exchange(each, ()) for each in averages)
+
+    def loaded(self) -> Averages:
+        """Return the averages that were loaded and not applied yet."""
+        return [exchange.gradients for exchange in self._pending if not exchange.operations]
+
+    def _submitted(self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes) -> _Exchange:
+        trainable = self._memory.is_trainable
+        wanted = bytes(
+            max(each, Found.DENSE) if each or trainable(parameter) else each
+            for each, parameter in zip(found, parameters, strict=True)
+        )
+        name = f"{self._ranks.name}, late {self._steps % (self._staleness + 1)}"
+        self._steps += 1
+        if max(wanted, default=0) > Found.DENSE:
+            error = ConfigError("staleness is for dense gradients, and some rank has another; use sparse_as_dense=True")
+            self._ranks.engine.refuse(Refusal(f"{name}, 0", "late step", error))
+            raise error
+        self._buckets.number(parameters)
+        if self._buckets.update(parameters, wanted):
+            there = {id(bucket) for bucket in self._buckets}
+            self._rings = {number: ring for number, ring in self._rings.items() if number in there}
+        filled, placed = [], dict[int, Any]()
+        for bucket in self._buckets:
+            target, mine = self._free(bucket, gradients), list(gradients)
+            target.fill(mine, wanted)
+            placed |= {number: mine[number] for number in target.numbers}
+            filled.append(target)
+        return _Exchange(placed, self._operations(name, filled))
+
+    def _free(self, bucket: Bucket, gradients: Sequence[Any]) -> Bucket:
+        """Return the bucket, or one of its kind, that no average travels in and of which the program holds nothing."""
+        ring = self._rings.get(id(bucket))
+        if ring is None:
+            ring = self._rings[id(bucket)] = deque([bucket, *(bucket.apart() for _ in range(self._staleness))])
+        target = ring[0]
+        target.numbers = bucket.numbers
+        if Look.ALIASED in target.look(gradients):
+            target = ring[0] = bucket.apart()
+        ring.rotate(-1)
+        return target
+
+    def _operations(self, name: str, filled: Sequence[Bucket]) -> list[InPlaceAllreduce]:
+        """Submit the reduction of buckets: together, but those of another format or place by themselves."""
+        operations = []
+        for number, kind in enumerate(dict.fromkeys(bucket.travels for bucket in filled)):
+            these = [bucket for bucket in filled if bucket.travels == kind]
+            text = f"{len(these)} buckets of {self._ranks.name}, {self._buckets.layout:08x}"
+            made = self._buckets.operation(f"{name}, {number}", text, these, [bucket.flat for bucket in these])
+            made.title = f"late gradients of {self._ranks.described}"
+            self._ranks.engine.submit(made)
+            operations.append(made)
+        return operations
+
+    def _wait(self, exchange: _Exchange) -> None:
+        for operation in exchange.operations:
+            self._ranks.engine.wait(operation)
+            if operation.active < self._ranks.size:
+                raise ConfigError(
+                    "with staleness no rank may join while others go on, as its last averages would be missing; give "
+                    "all ranks as many batches"
+                )
