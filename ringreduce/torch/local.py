@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 import torch
 
-from ringreduce.common.arguments import CheckingArguments
+from ringreduce.common.arguments import CheckingArguments, shown
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set, init
 from ringreduce.runtime.process_sets import ProcessSet
@@ -21,6 +21,7 @@ from ringreduce.torch.compression import Compression, Compressor, each_array
 from ringreduce.torch.node_state import is_whole
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.reduced import scaler_of
+from ringreduce.training.combinations import LOCAL, SCALER, refusal
 from ringreduce.training.local import LocalTraining
 from ringreduce.training.local_options import LocalOptions, cut
 from ringreduce.training.options import checked_names
@@ -103,6 +104,8 @@ class DiLoCo(wrapping.Wrapper):
         average: what ranks have in common after an exchange: ``"parameters"``; ``"buffers"``, those of floating point
             if ``named_parameters`` is the model; on request ``"state"``, the optimizer's state of each element. The
             last two are averaged as they are.
+        shard: ``"node"``: a node has parameters and state once, as for `DistributedOptimizer`; with ``replica="node"``,
+            no warm-up steps, and no state among the averages.
 
     All arguments but the first two must be equal on all ranks.
 
@@ -126,6 +129,7 @@ class DiLoCo(wrapping.Wrapper):
         compression: type[Compressor] = Compression.none,
         replica: Literal["node", "rank"] | Sequence[ProcessSet] = "node",
         average: Sequence[Literal["parameters", "buffers", "state"]] = ("parameters", "buffers"),
+        shard: Literal["node"] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called, as in DistributedOptimizer.
         self._optimizer = self._stepping = optimizer
@@ -136,12 +140,17 @@ class DiLoCo(wrapping.Wrapper):
             wrapping.require_optimizer(optimizer, "DiLoCo")
             parameters = wrapping.parameters_of(optimizer)
             wire = None if compression is Compression.none else compression
+            if shard not in (None, "node") or (shard and (replica != "node" or warmup_steps or "state" in average)):
+                raise ConfigError(
+                    'shard is "node" or None; with "node", replicas of DiLoCo are nodes, make no warm-up steps and do '
+                    f"not average state; got {shown(shard)}"
+                )
             course = period, outer_lr, outer_momentum, warmup_steps, fragments, delay
             options = LocalOptions(*course, wire, replica, average, len(parameters), ranks.size)
             model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
             pairs = named_parameters if model is None else model.named_parameters()
             self._named = partial(wrapping.named_parameters, optimizer, checked_names(parameters, pairs))
-        self._options, named = options, self._named()
+        self._options, self._shard, named = options, shard, self._named()
         require_same_arrays(TENSORS, ranks, "DiLoCo", named, devices=True, options=options.in_words())
         places = cut([each.numel() for each in parameters], options.fragments)
         leaves = [TensorLeaves(partial(list, parameters[place])) for place in places]
@@ -173,7 +182,8 @@ class DiLoCo(wrapping.Wrapper):
             self._stepping._training.gradients.retire()
         self._stepping = self._optimizer
         if mine is not None:
-            self._stepping = DistributedOptimizer(self._optimizer, self._named(), process_set=mine)
+            self._stepping = DistributedOptimizer(self._optimizer, self._named(), process_set=mine, shard=self._shard)
+            self._local.writing = self._stepping.writing
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and begin or end the exchanges that are due. Collective, see the class.
@@ -212,6 +222,10 @@ class DiLoCo(wrapping.Wrapper):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only add up gradients; see `DistributedOptimizer.no_sync`."""
         return self._stepping.no_sync() if isinstance(self._stepping, DistributedOptimizer) else nullcontext()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Return a context in which the program may write to parameters; see `DistributedOptimizer.writing`."""
+        return self._stepping.writing() if isinstance(self._stepping, DistributedOptimizer) else nullcontext()
 
     def synchronize(self) -> None:
         """Make the weights of all ranks their average, and so with all else that is averaged. Collective.
@@ -265,11 +279,8 @@ class DiLoCo(wrapping.Wrapper):
         return f"DiLoCo(every {self._options.period} steps, {len(self._replicas)} replicas of {self._optimizer!r})"
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:
-        if scaler_of(caller) is not None and global_process_set.size() > 1:
-            raise ConfigError(
-                "with a GradScaler each replica of DiLoCo would leave out other steps, and replicas make equally many; "
-                "train in bfloat16, which needs none"
-            )
+        if scaler_of(caller) is not None:
+            raise refusal(LOCAL, SCALER)
 
 
 def LocalSGD(optimizer: torch.optim.Optimizer, named_parameters: _Named | None = None, **options: Any) -> DiLoCo:  # noqa: N802

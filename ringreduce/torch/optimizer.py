@@ -253,9 +253,10 @@ class DistributedOptimizer(wrapping.Wrapper):
         With ``staleness`` it makes the steps instead whose averages are still to be applied.
         """
         self.rejoin()
-        if self._training.late is None:
-            return self._reduce()
-        wrapping.apply_late(self._parameters(), self._training.late, self._stepper.step)
+        if (late := self._training.late) is None:
+            self._reduce()
+        else:
+            wrapping.apply_late(self._parameters(), late, self._stepper.step)
 
     def _reduce(self) -> None:
         self.rejoin()
@@ -272,8 +273,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         call ``scaler.unscale_(optimizer)`` before.
 
         Args:
-            max_norm, norm_type, error_if_nonfinite, foreach: as for ``torch.nn.utils.clip_grad_norm_``; the same on all
-                ranks.
+            max_norm, norm_type, error_if_nonfinite, foreach: as for ``torch.nn.utils.clip_grad_norm_``; equal on ranks.
 
         Returns:
             The norm that the reduced gradients had, all of them as one vector; the same on all ranks.

@@ -112,8 +112,8 @@ def warn_of_second_reduction(*, adds_up: bool) -> None:
 def warn_of_own_step(described: str) -> None:
     """Warn that an optimizer that is wrapped has made a step by itself."""
     warnings.warn(
-        f"step() of {described} was called, and not step() of the DistributedOptimizer that wraps it: its gradients are "
-        "this rank's own, so that the ranks' weights drift apart; call step() of the DistributedOptimizer (or, if this "
-        "is meant, within its skip_synchronize())",
+        f"step() of {described} was called, and not step() of the DistributedOptimizer that wraps it: its gradients "
+        "are this rank's own, so that the ranks' weights drift apart; call step() of the DistributedOptimizer (or, if "
+        "this is meant, within its skip_synchronize())",
         stacklevel=5,
     )

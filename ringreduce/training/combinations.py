@@ -13,7 +13,9 @@ from ringreduce.common.errors import ConfigError
 ADASUM = "Adasum"
 BACKWARD = 'reduce_in="backward"'
 CLOSURE = "step(closure)"
-COMPRESSION = "compression but wire formats"
+COMPILED = "a compiled model"
+COMPRESSION = "compression of another kind"
+ELASTIC = "elastic training"
 JOIN = "join"
 LOCAL = "DiLoCo or LocalSGD"
 OVERLAP = "overlap=True"
@@ -22,13 +24,38 @@ SCALER = "a GradScaler"
 SHARD = "shard"
 SPARSE = "sparse gradients"
 STALENESS = "staleness"
+WIRE_FORMATS = "a wire format"
+
+#: All of these, of which some pairs are refused.
+FEATURES = (
+    ADASUM,
+    BACKWARD,
+    CLOSURE,
+    COMPILED,
+    COMPRESSION,
+    ELASTIC,
+    JOIN,
+    LOCAL,
+    OVERLAP,
+    PREDIVISION,
+    SCALER,
+    SHARD,
+    SPARSE,
+    STALENESS,
+    WIRE_FORMATS,
+)
 
 #: Why two do not go together, by their names in alphabetical order.
 REFUSED: dict[tuple[str, str], str] = {
+    (ADASUM, LOCAL): "exchanges between replicas are averages",
+    (ADASUM, PREDIVISION): "it is a part of averaging",
     (ADASUM, SHARD): "each rank steps by itself, so that nodes cannot share parameters",
     (ADASUM, STALENESS): "it combines what steps change, and not gradients",
     (LOCAL, SCALER): "each replica would leave out other steps, and replicas make equally many; train in bfloat16",
-    (LOCAL, SHARD): "the wrapped optimizer reduces by itself",
+    (BACKWARD, LOCAL): "a replica reduces its gradients before its step",
+    (COMPRESSION, LOCAL): "the differences between replicas travel in wire formats",
+    (LOCAL, OVERLAP): "a replica finds out by itself whether it overlaps",
+    (LOCAL, PREDIVISION): "the differences between replicas are averaged as they are",
     (LOCAL, STALENESS): "a period with a delay does the same between replicas",
     (COMPRESSION, STALENESS): "it reduces a bucket in several collectives, which wait for all ranks",
     (JOIN, LOCAL): "replicas make equally many steps",
@@ -37,6 +64,7 @@ REFUSED: dict[tuple[str, str], str] = {
     (OVERLAP, STALENESS): "averages travel during the whole next step anyway",
     (PREDIVISION, STALENESS): "the buckets are scaled before and after a reduction that is waited for",
     (BACKWARD, STALENESS): "a gradient is replaced by an older average, to which the next pass must not add",
+    (CLOSURE, SCALER): "torch's GradScaler takes none",
     (SCALER, STALENESS): "the scale would be that of another step",
     (SHARD, STALENESS): "each rank reduces its part where the other ranks have written their gradients, which waits",
     (SPARSE, STALENESS): "rows are gathered by all ranks together; use sparse_as_dense=True",

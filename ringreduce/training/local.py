@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -124,6 +124,7 @@ class Average:
         self.operation = self.then = None
         self._finish(operation)
         agreed = self._concluded(self._flat)
+        self.leaves.find()  # they may be elsewhere than when it began, as in `LocalTraining.writing`
         if then is None:
             self.leaves.write(agreed)
         else:
@@ -281,6 +282,7 @@ class LocalTraining:
 
     Attributes:
         steps: so many the optimizer has made; equal on all ranks.
+        writing: returns a context in which this rank may write to the parameters. Collective.
     """
 
     def __init__(
@@ -294,6 +296,7 @@ class LocalTraining:
         self._starts = [number * options.period // options.fragments for number in range(len(parameters))]
         self._starts += [0] * len(others)
         self.steps = 0
+        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._connect()
 
     @property
@@ -320,12 +323,16 @@ class LocalTraining:
         self.steps += 1
         if self.steps <= self._options.warmup_steps:
             return
+        self._end(self._due(0))  # begun with another delay, and loaded
         for each in self._due(0):
-            if each.operation is not None:  # begun with another delay, and loaded
-                each.end()
             each.begin(self.steps, moving=self._options.delay > 0)
-        for each in self._due(self._options.delay):
-            if each.operation is not None:
+        self._end(self._due(self._options.delay))
+
+    def _end(self, averages: Sequence[Average]) -> None:
+        """End the exchanges of some averages that are under way."""
+        ending = [each for each in averages if each.operation is not None]
+        with self.writing() if ending else nullcontext():
+            for each in ending:
                 each.end()
 
     def _due(self, late: int) -> list[Average]:
@@ -337,11 +344,10 @@ class LocalTraining:
     def synchronize(self) -> None:
         """End what is under way, and make all values the averages. Collective."""
         self._resume()
-        for each in self._averages:
-            if each.operation is not None:
-                each.end()
-        for each in self._averages:
-            each.average()
+        self._end(self._averages)
+        with self.writing():
+            for each in self._averages:
+                each.average()
 
     def rejoin(self) -> bool:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.

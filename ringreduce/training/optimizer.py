@@ -271,7 +271,7 @@ class Training:
             )
 
     def load_late(self, averages: Averages) -> None:
-        """Go on from averages that `LateAverages.state` has returned. Local."""
+        """Go on from averages that `LateAverages.state` has returned."""
         if self.options.staleness and (averages or self.late is not None):
             late = self.reducer.late
             assert late is not None

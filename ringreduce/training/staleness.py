@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, RingReduceError
 from ringreduce.engine import InPlaceAllreduce, Refusal
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.buckets import Bucket, Buckets
@@ -93,7 +94,11 @@ class LateAverages:
         return [{number: clone(each) for number, each in exchange.gradients.items()} for exchange in self._pending]
 
     def load(self, averages: Averages) -> None:
-        """Go on from averages, which nobody else changes, in place of those that there are. Local."""
+        """Go on from averages, which nobody else changes, in place of those that there are; waits for these."""
+        for exchange in self._pending:
+            for operation in exchange.operations:
+                with suppress(RingReduceError):
+                    self._ranks.engine.wait(operation)
         self._pending = deque(_Exchange(each, ()) for each in averages)
 
     def loaded(self) -> Averages:

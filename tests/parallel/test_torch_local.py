@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -233,6 +234,24 @@ def test_replicas_of_nodes(nodes_of_two: None, options: dict[str, Any]):
         for replica in replicas:
             assert all(everyone[each] == everyone[replica[0]] for each in replica)
     require_close(model, alone(replicas, 11, **options)[rank])
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 2}, {"fragments": 2}, {"outer_lr": 1.0, "outer_momentum": 0.0}])
+def test_replicas_that_have_their_parameters_once(nodes_of_two: None, options: dict[str, Any]):
+    """Bits as if each rank had its own; also when a run goes on from what it has saved."""
+    models = mlp(), mlp()
+    for model, shard in zip(models, (None, "node"), strict=True):
+        make = partial(hvd.DiLoCo, period=3, shard=shard, **options)
+        optimizer = make(momentum_sgd(model.parameters()), model)
+        train(model, optimizer, range(8))
+        state = copy.deepcopy(optimizer.state_dict())
+        with optimizer.writing():
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+        optimizer.load_state_dict(state)
+        train(model, optimizer, range(8, 11))
+        optimizer.synchronize()
+        train(model, optimizer, range(11, 13))
+    assert all(map(torch.equal, *(each.parameters() for each in models)))
 
 
 @pytest.mark.sizes(3, 4)

@@ -1,0 +1,128 @@
+"""Options and uses of optimizers, each with each other: the pair trains as one of them does, or is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+from ringreduce.training import combinations as table
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+
+#: What ends in the weights of a run without it, to rounding.
+NEUTRAL = {
+    table.BACKWARD,
+    table.CLOSURE,
+    table.COMPILED,
+    table.ELASTIC,
+    table.JOIN,
+    table.OVERLAP,
+    table.PREDIVISION,
+    table.SCALER,
+    table.SHARD,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    table.ADASUM: {"op": hvd.Adasum},
+    table.BACKWARD: {"reduce_in": "backward"},
+    table.COMPRESSION: {"compression": hvd.Compression.topk(0.5)},
+    table.LOCAL: {"period": 2},
+    table.OVERLAP: {"overlap": True},
+    table.PREDIVISION: {"gradient_predivide_factor": 2.0},
+    table.SHARD: {"shard": "node"},
+    table.STALENESS: {"staleness": 1},
+    table.WIRE_FORMATS: {"compression": hvd.Compression.bf16},
+}
+
+
+class Net(torch.nn.Module):
+    """Looks rows up, with sparse gradients or dense ones."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = torch.nn.Embedding(11, 5, sparse=sparse)
+        self.layer = torch.nn.Linear(5, 3)
+
+    def forward(self, indices: Any) -> Any:
+        return self.layer(self.rows(indices).mean(1))
+
+
+def run(*used: str) -> list[Any]:
+    """Train with some of the features, and return the weights, which are equal on all ranks."""
+    model = Net(sparse=table.SPARSE in used)
+    options = {name: value for each in used for name, value in OPTIONS.get(each, {}).items()}
+    wrap = hvd.LocalSGD if table.LOCAL in used else hvd.DistributedOptimizer
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model, **options)
+    state = hvd.elastic.TorchState(model, optimizer) if table.ELASTIC in used else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0) if table.SCALER in used else None
+    if table.COMPILED in used:
+        model.compile(backend="aot_eager")
+
+    def loss_of(step: int) -> Any:
+        torch.manual_seed(100 * step + rr.rank())
+        loss = model(torch.randint(11, (4, 3))).square().mean()
+        return loss if scaler is None else scaler.scale(loss)
+
+    def evaluate(step: int) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(step)
+        loss.backward()
+        return loss
+
+    for step in range(4):
+        make_step: Callable[..., Any] = optimizer.step if scaler is None else partial(scaler.step, optimizer)
+        if table.CLOSURE in used:
+            make_step(partial(evaluate, step))
+        else:
+            evaluate(step)
+            make_step()
+        if scaler is not None:
+            scaler.update()
+        if state is not None:
+            state.commit()
+    if {table.LOCAL, table.STALENESS} & set(used):
+        optimizer.synchronize()
+    if table.JOIN in used:
+        hvd.join()
+    weights = [each.detach().clone() for each in model.parameters()]
+    assert all(all(map(torch.equal, each, weights)) for each in hvd.allgather_object(weights))
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:torch.jit", "ignore:.*overlap")
+@pytest.mark.parametrize(("one", "other"), [*combinations(table.FEATURES, 2)])
+def test_pairs(one: str, other: str) -> None:
+    if (one, other) in table.REFUSED or (other, one) in table.REFUSED:
+        if table.JOIN in (one, other):
+            pytest.skip("the ranks that do not join raise, which other tests prove")
+        refused = pytest.raises((rr.RingReduceError, TypeError, RuntimeError, AssertionError))
+        with refused:  # DiLoCo lacks the argument, and a GradScaler that for a closure
+            run(one, other)
+        return
+    weights = run(one, other)
+    expected = run(*({one, other} - NEUTRAL)) if {one, other} & NEUTRAL else weights
+    for each, wanted in zip(weights, expected, strict=True):
+        assert torch.isfinite(each).all()
+        torch.testing.assert_close(each, wanted)
+    assert not torch.equal(weights[1], list(Net(sparse=False).parameters())[1])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        each
+        for each in table.REFUSED
+        if set(each) <= OPTIONS.keys() - {table.LOCAL} and each != (table.ADASUM, table.PREDIVISION)
+    ],
+)
+def test_pairs_of_options_are_refused_when_the_optimizer_is_made(one: str, other: str) -> None:
+    model = Net(sparse=False)
+    with pytest.raises(rr.ConfigError, match=re.escape(f"{one} and {other} do not go together")):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **OPTIONS[one], **OPTIONS[other])
