@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,6 +56,7 @@ class CommitStore:
         self._keep, self._write, self._read = keep, write, read
         self._waiting: dict[str, tuple[int, Any]] = {}  # by part, what is to be written
         self._writer = ThreadPoolExecutor(1, "ringreduce writes commits")
+        self._last: Future[None] | None = None
 
     def put(self, number: int, content: Any, part: str = "") -> None:
         """Have a commit written; returns at once.
@@ -66,13 +67,15 @@ class CommitStore:
             part: ``".rank-3"``; empty: what is common to the ranks.
         """
         self._waiting[part] = number, content
-        self._writer.submit(self._write_waiting, part)
+        self._last = self._writer.submit(self._write_waiting, part)
 
     def settle(self) -> None:
         """Return when everything is written."""
-        self._writer.submit(int).result()  # one thread does one thing after the other
-        if self._waiting:
-            self.settle()
+        settled: Future[None] | None = None
+        while settled is not self._last:  # what is written may have more written
+            settled = self._last
+            if settled is not None:
+                settled.result()  # one thread does one thing after the other
 
     def prepare(self) -> None:
         """Make the folder, and remove the partial commits of writers that have died.

@@ -167,8 +167,7 @@ class DistributedOptimizer(wrapping.Wrapper):
             if isinstance(named_parameters, torch.nn.Module):
                 named_parameters = named_parameters.named_parameters()
             names = checked_names(self._parameters(), named_parameters)
-            if shard is not None:
-                require_shardable(optimizer, shard, process_set)
+            require_shardable(optimizer, shard, process_set)
             # Neither of these refers to the wrapper, so that hooks end with it.
             self._named = partial(wrapping.named_parameters, optimizer, names)
             TorchStreams(training.communicator).require_usable(self._parameters())

@@ -10,6 +10,7 @@ import torch
 
 from ringreduce.torch.compression import each_array
 from ringreduce.training.optimizer import Training
+from ringreduce.training.staleness import require_room
 
 #: Keys of state dicts.
 _COMPRESSION, _LATE = "compression", "late"
@@ -30,7 +31,7 @@ def take_training(state: dict[str, Any], training: Training) -> Callable[[], Non
         ConfigError: it has more averages than the staleness allows.
     """
     kept, late = state.pop(_COMPRESSION, None), copy.deepcopy(state.pop(_LATE, []))
-    training.require_late(late)
+    require_room(late, training.options.staleness)
 
     def load() -> None:
         training.load_late(late)

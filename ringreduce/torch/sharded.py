@@ -48,8 +48,10 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def require_shardable(optimizer: torch.optim.Optimizer, shard: str, process_set: ProcessSet) -> None:
-    """Raise `ConfigError` for an optimizer or ranks that cannot share parameters."""
+def require_shardable(optimizer: torch.optim.Optimizer, shard: str | None, process_set: ProcessSet) -> None:
+    """Raise `ConfigError` for an optimizer or ranks that cannot share parameters, if they are to."""
+    if shard is None:
+        return
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("shard gives each rank some of the parameters, and LBFGS needs all of them at once")
     if isinstance(optimizer, torch.optim.SparseAdam):

@@ -1,6 +1,6 @@
-"""Which options of optimizers, and which uses of them, do not go together: one table, and the error that it gives.
+"""Which options of optimizers, and which uses of them, go together: one table, which docs/recipes/methods.md prints.
 
-`REFUSED` has each pair that is refused; all other pairs work. docs/recipes/combinations.md prints it.
+`REFUSED` has each pair that is refused, and why. All other pairs work: tests/parallel/test_combinations.py proves each.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FEATURES = (
     WIRE_FORMATS,
 )
 
-#: Why two do not go together, by their names in alphabetical order.
+#: Why two do not go together.
 REFUSED: dict[tuple[str, str], str] = {
     (ADASUM, LOCAL): "exchanges between replicas are averages",
     (ADASUM, PREDIVISION): "it is a part of averaging",

@@ -262,14 +262,6 @@ class Training:
         """The averages that later steps apply; None: each step applies its own, or nothing has begun yet."""
         return None if self._reducer is None else self._reducer.late
 
-    def require_late(self, averages: Averages) -> None:
-        """Raise a `ConfigError` for more averages than there can be, which were saved with another staleness."""
-        if len(averages) > self.options.staleness:
-            raise ConfigError(
-                f"{len(averages)} averages that were saved are still to be applied, and with staleness="
-                f"{self.options.staleness} there is no place for them; call synchronize() before you save"
-            )
-
     def load_late(self, averages: Averages) -> None:
         """Go on from averages that `LateAverages.state` has returned."""
         if self.options.staleness and (averages or self.late is not None):

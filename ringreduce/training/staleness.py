@@ -31,6 +31,15 @@ from ringreduce.training.framework import Found, Look, Memory
 Averages = Sequence[Mapping[int, Any]]
 
 
+def require_room(averages: Averages, staleness: int) -> None:
+    """Raise a `ConfigError` for more averages than there can be, which were saved with another staleness."""
+    if len(averages) > staleness:
+        raise ConfigError(
+            f"{len(averages)} averages that were saved are still to be applied, and with staleness={staleness} there "
+            "is no place for them; call synchronize() before you save"
+        )
+
+
 class _Exchange(NamedTuple):
     """Gradients of one step, on their way or averaged.
 

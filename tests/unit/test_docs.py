@@ -22,6 +22,7 @@ from documents import BLOCK, EXAMPLES, PAGES, ROOT, blocks, name_of, run_example
 import ringreduce as rr
 from ringreduce.cli import main as command_line
 from ringreduce.common import errors
+from ringreduce.training.combinations import FEATURES, REFUSED
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -148,6 +149,14 @@ def test_the_settings_are_all_documented() -> None:
     for variable, text in documented.items():
         if read[variable].default is not None:
             assert read[variable].metadata["parse"](text) == read[variable].default, variable
+
+
+def test_what_goes_together_is_documented() -> None:
+    """docs/recipes/methods.md has the table of pairs that are refused, and all features."""
+    page = (ROOT / "docs" / "recipes" / "methods.md").read_text(encoding="utf-8").partition("## What goes together")[2]
+    rows = [row.replace("`", "").strip("| ").split(" | ") for row in page.splitlines() if row.startswith("| ")]
+    assert [tuple(row) for row in rows[1:]] == [(*pair, reason) for pair, reason in REFUSED.items()]
+    assert all(each in page.replace("`", "") for each in FEATURES)
 
 
 def test_the_index_of_algorithms_is_up_to_date() -> None:
