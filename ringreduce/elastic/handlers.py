@@ -153,7 +153,7 @@ class HandlingState(ObjectState):
         self._handlers: dict[str, StateHandler] = {}
         self._whole_every = 1
         self._whole = 0  # the commit that was copied whole last
-        self._next: int | None = None  # the commit that is being copied
+        self._number_being_saved: int | None = None  # the commit that is being copied
         self._whole_is_due = False
         self._small: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last, if it was not: handlers, values
         self._own: dict[int, dict[str, Any]] = {}  # what is this rank's own, by the commits that others may go on from
@@ -276,7 +276,8 @@ class HandlingState(ObjectState):
             handler.save()
         super().save()
         # A rank that fails from here on goes on from this commit.
-        self._commits, self._next = self._commits if self._next is None else self._next, None
+        if self._number_being_saved is not None:
+            self._commits, self._number_being_saved = self._number_being_saved, None
         self._whole, self._whole_is_due, self._small, self._own = self._commits, False, None, {}
         for handler in self._handlers.values():
             handler.finish_save()
@@ -325,11 +326,11 @@ class HandlingState(ObjectState):
         if disk is not None and not (to_disk or disk.is_due(number)):
             disk = None
         if number % self._whole_every == 0 or self._whole_is_due or disk is not None:
-            self._next = number
+            self._number_being_saved = number
             try:
                 self.save()
             finally:
-                self._next = None
+                self._number_being_saved = None
         else:
             self._small = None  # invalid once the first handler has noted something new
             handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}

@@ -34,7 +34,7 @@ def copied(state: Any, steps: Sequence[ShardedStep]) -> Any:
 
 
 def committed(saved: Any, steps: Sequence[ShardedStep]) -> Any:
-    """Return what `copied` has returned, or a copy if that does not hold the commit, as a rank has not copied yet."""
+    """Return the commit: what `copied` returned; or, if some rank had not copied its part, a copy of the memory."""
     torn = [step for step in steps if not step.commit.is_whole]
     if not _in_common(saved, torn):
         return saved

@@ -140,17 +140,18 @@ class DiLoCo(wrapping.Wrapper):
             wrapping.require_optimizer(optimizer, "DiLoCo")
             parameters = wrapping.parameters_of(optimizer)
             wire = None if compression is Compression.none else compression
-            if shard not in (None, "node") or (shard and (replica != "node" or warmup_steps or "state" in average)):
-                raise ConfigError(
-                    'shard is "node" or None; with "node", replicas of DiLoCo are nodes, make no warm-up steps and do '
-                    f"not average state; got {shown(shard)}"
-                )
+            if shard not in (None, "node"):
+                raise ConfigError(f'shard of DiLoCo is "node" or None, got {shown(shard)}')
+            if shard and (replica != "node" or warmup_steps or "state" in average):
+                given = f"replica={shown(replica)}, warmup_steps={shown(warmup_steps)}, average={shown(average)}"
+                raise ConfigError(f'shard needs replica="node", no warmup_steps and no "state" in average; got {given}')
             course = period, outer_lr, outer_momentum, warmup_steps, fragments, delay
             options = LocalOptions(*course, wire, replica, average, len(parameters), ranks.size)
             model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
             pairs = named_parameters if model is None else model.named_parameters()
             self._named = partial(wrapping.named_parameters, optimizer, checked_names(parameters, pairs))
         self._options, self._shard, named = options, shard, self._named()
+        self.needs_whole_commits = shard is not None
         require_same_arrays(TENSORS, ranks, "DiLoCo", named, devices=True, options=options.in_words())
         places = cut([each.numel() for each in parameters], options.fragments)
         leaves = [TensorLeaves(partial(list, parameters[place])) for place in places]
@@ -180,7 +181,7 @@ class DiLoCo(wrapping.Wrapper):
         if isinstance(self._stepping, DistributedOptimizer):  # its hooks would go on to reduce gradients
             self._stepping._unwatch()
             self._stepping._training.gradients.retire()
-        self._stepping = self._optimizer
+        self._stepping, self._local.writing = self._optimizer, nullcontext
         if mine is not None:
             self._stepping = DistributedOptimizer(self._optimizer, self._named(), process_set=mine, shard=self._shard)
             self._local.writing = self._stepping.writing
@@ -256,7 +257,7 @@ class DiLoCo(wrapping.Wrapper):
         """Return the wrapped optimizer's state, and under ``"local"`` what is needed to go on in mid-period. Local."""
         local = self._local.state_dict()
         averages = each_array(torch.from_numpy, local["averages"])
-        return {**self._optimizer.state_dict(), _LOCAL: {**local, "averages": averages}}
+        return {**self._stepping.state_dict(), _LOCAL: {**local, "averages": averages}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` has returned, on all ranks; what an optimizer like the wrapped one has begins anew.
@@ -272,7 +273,7 @@ class DiLoCo(wrapping.Wrapper):
             averages = each_array(lambda tensor: tensor.cpu().numpy(), local["averages"])
             local = {**local, "averages": averages}
             self._local.require_fit(local)
-        self._optimizer.load_state_dict(state)
+        self._stepping.load_state_dict(state)
         self._local.load_state_dict(local)
 
     def __repr__(self) -> str:

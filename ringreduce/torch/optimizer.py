@@ -24,7 +24,7 @@ from ringreduce.torch.reduced import Reduced, State, scaler_of, warn_of_own_step
 from ringreduce.torch.saved import add_training, take_training
 from ringreduce.torch.sharded import Stepper, is_elementwise, require_shardable
 from ringreduce.torch.streams import TorchStreams
-from ringreduce.training.combinations import CLOSURE, SCALER
+from ringreduce.training.combinations import CLOSURE, SCALER, SKIPPING
 from ringreduce.training.optimizer import Training
 from ringreduce.training.options import Options, checked_names
 from ringreduce.training.parameters import hyperparameters
@@ -175,7 +175,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         self._reset_step_state(options)
 
     def _reset_step_state(self, options: Options) -> None:
-        self._op, self._adasum, self.is_sharded = options.op, options.adasum, options.shard is not None
+        self._op, self._adasum, self.needs_whole_commits = options.op, options.adasum, options.needs_whole_commits
         self._reduced = Reduced()
         self._skipping = False
         self._stepper = Stepper(self._optimizer, self._training)
@@ -185,7 +185,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         """Return a wrapper of a copy of the wrapped optimizer, with the same options and process set.
 
         The copy joins the other ranks' copies when it first clears, reduces or steps; these are collective then. It
-        begins without what compression has kept.
+        begins without what compression has kept, and averages.
         """
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -253,9 +253,10 @@ class DistributedOptimizer(wrapping.Wrapper):
         """
         self.rejoin()
         if (late := self._training.late) is None:
-            self._reduce()
-        else:
-            wrapping.apply_late(self._parameters(), late, self._stepper.step)
+            return self._reduce()
+        if self._reduced.is_final(id(self)):
+            self.step()
+        return wrapping.apply_late(self._parameters(), late, self._stepper.step)
 
     def _reduce(self) -> None:
         self.rejoin()
@@ -299,6 +300,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         """
         if self._adasum:
             raise ConfigError("with Adasum there is no synchronize() to skip: the step itself is what is reduced")
+        self._training.options.require_on_time(SKIPPING)
         self._skipping = True
         try:
             yield
@@ -421,10 +423,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         return wrapping.reduced_loss(self._training, loss)
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:
-        """Let a GradScaler see the same overflows on all ranks, so that all make the step or none.
-
-        Nothing happens unless ``caller``, the frame that reads the parameter groups, is a method of a GradScaler.
-        """
+        """Let a GradScaler, if a method of one has this frame, see the same overflows on all ranks: all step or none."""
         scaler = None if self._skipping else scaler_of(caller)
         if scaler is None:
             return

@@ -89,7 +89,8 @@ class Stepper:
         number = id(getattr(stepping, "copy", stepping))
         STEPPING.add(number)
         try:
-            return stepping.step(*closure)
+            with self.reading:
+                return stepping.step(*closure)
         finally:
             STEPPING.discard(number)
             self._training.gradients.stepped()
@@ -279,7 +280,8 @@ class ShardedStep:
         return any(each in self._pieces for each in tensors)
 
     def prepare_commit(self) -> None:
-        """Make room for a copy of parameters and state. Collective."""
+        """Make room for a copy of parameters and state, once all ranks are here. Collective."""
+        self._sharding.meet("about to be saved")
         self.commit.prepare([*(shard.memory for shard in self._sharding.shards), *self._state.memory])
 
     def detach(self) -> None:

@@ -64,6 +64,14 @@ class Ranks:
         finally:
             self.seconds += perf_counter() - started
 
+    def wait(self, operation: Operation) -> Any:
+        """Return the result of an operation that was submitted, once it is done."""
+        started = perf_counter()
+        try:
+            return self.engine.wait(operation)
+        finally:
+            self.seconds += perf_counter() - started
+
 
 class Record:
     """What one rank says before a step; once it is reduced, the maximum over all ranks.

@@ -14,7 +14,7 @@ ADASUM = "Adasum"
 BACKWARD = 'reduce_in="backward"'
 CLOSURE = "step(closure)"
 COMPILED = "a compiled model"
-COMPRESSION = "compression of another kind"
+COMPRESSION = "powersgd, topk or a custom compressor"
 ELASTIC = "elastic training"
 JOIN = "join"
 LOCAL = "DiLoCo or LocalSGD"
@@ -22,6 +22,8 @@ OVERLAP = "overlap=True"
 PREDIVISION = "gradient_predivide_factor"
 SCALER = "a GradScaler"
 SHARD = "shard"
+SKIPPING = "skip_synchronize"
+SKIP_UNUSED = "skip_unused=True"
 SPARSE = "sparse gradients"
 STALENESS = "staleness"
 WIRE_FORMATS = "a wire format"
@@ -40,6 +42,8 @@ FEATURES = (
     PREDIVISION,
     SCALER,
     SHARD,
+    SKIPPING,
+    SKIP_UNUSED,
     SPARSE,
     STALENESS,
     WIRE_FORMATS,
@@ -47,6 +51,7 @@ FEATURES = (
 
 #: Why two do not go together.
 REFUSED: dict[tuple[str, str], str] = {
+    (ADASUM, JOIN): "changes are combined in pairs of ranks, none of which may be missing",
     (ADASUM, LOCAL): "exchanges between replicas are averages",
     (ADASUM, PREDIVISION): "it is a part of averaging",
     (ADASUM, SHARD): "each rank steps by itself, so that nodes cannot share parameters",
@@ -56,7 +61,7 @@ REFUSED: dict[tuple[str, str], str] = {
     (COMPRESSION, LOCAL): "the differences between replicas travel in wire formats",
     (LOCAL, OVERLAP): "a replica finds out by itself whether it overlaps",
     (LOCAL, PREDIVISION): "the differences between replicas are averaged as they are",
-    (LOCAL, STALENESS): "a period with a delay does the same between replicas",
+    (LOCAL, STALENESS): "`delay` already lets steps go on during an exchange",
     (COMPRESSION, STALENESS): "it reduces a bucket in several collectives, which wait for all ranks",
     (JOIN, LOCAL): "replicas make equally many steps",
     (JOIN, SHARD): "all ranks of a node update the parameters that they share",
@@ -66,7 +71,12 @@ REFUSED: dict[tuple[str, str], str] = {
     (BACKWARD, STALENESS): "a gradient is replaced by an older average, to which the next pass must not add",
     (CLOSURE, SCALER): "torch's GradScaler takes none",
     (SCALER, STALENESS): "the scale would be that of another step",
-    (SHARD, STALENESS): "each rank reduces its part where the other ranks have written their gradients, which waits",
+    (LOCAL, SKIPPING): "there is no synchronize() before a step to skip",
+    (LOCAL, SKIP_UNUSED): "it is an argument of DistributedOptimizer alone",
+    (ADASUM, SKIPPING): "the step itself is what is reduced",
+    (SHARD, STALENESS): "the ranks of a node read each other's buckets, so that each step waits for all of them",
+    (SKIPPING, STALENESS): "a step applies what another step has submitted",
+    (SKIP_UNUSED, STALENESS): "whether other ranks use a parameter is known too late",
     (SPARSE, STALENESS): "rows are gathered by all ranks together; use sparse_as_dense=True",
     (STALENESS, CLOSURE): "a closure is called again for gradients of the same step",
 }

@@ -20,7 +20,7 @@ class NodeCommit:
     """A copy of memory of the node that the ranks update together.
 
     Until all ranks have copied their parts, that memory is itself the commit, as no rank begins another update before.
-    Survivors of a death find the commit there then, and in the copy else.
+    After a death, a rank restores from that memory if not all ranks had copied, and from the copy otherwise.
 
     Args:
         sharding: of the memory.
@@ -55,7 +55,7 @@ class NodeCommit:
         self.is_whole, self.unchanging = True, ()
 
     def copy_of(self, address: int, nbytes: int) -> _Bytes | None:
-        """Return the copy of some bytes of memory; None: they are not in it, and whoever keeps them copies them."""
+        """Return the copy of some bytes of memory; None: they are not in it, and the caller copies them."""
         pairs = [*self._pairs, *((each, each) for each in self.unchanging)]
         return _counterpart(pairs, address, nbytes)
 

@@ -222,11 +222,13 @@ class Training:
         on_device = self._arrays.device_of([parameter for _, parameter in named()]) is not None
         communicator = self._engine.communicator
         settled, memory = options.settled(communicator, on_device=on_device), self._bind(communicator)
+        if self._alone:
+            settled = replace(settled, staleness=0)
         reducer = GradientReducer(memory, self._engine, named, optimizer, over, settled, settings)
         if reducer.sharding is not None and not self._alone:
             reducer.sharding.connect(self._process_set.ranks or ())
         if reducer.late is not None and self.late is not None:
-            reducer.late.load(self.late.loaded())  # what was under way is lost with its ranks
+            reducer.late.load(self.late.loaded())  # what was under way ended with its world
         self._gradients = Gradients(memory, reducer) if isinstance(memory, Hooks) else None
         self._reducer = reducer
 
@@ -264,9 +266,8 @@ class Training:
 
     def load_late(self, averages: Averages) -> None:
         """Go on from averages that `LateAverages.state` has returned."""
-        if self.options.staleness and (averages or self.late is not None):
-            late = self.reducer.late
-            assert late is not None
+        late = self.reducer.late if averages else self.late
+        if late is not None:
             late.load(averages)
 
     def require_agreement(self) -> str:
@@ -286,7 +287,8 @@ class Training:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
         Begins what was only prepared. Drops what compression has kept: it was of other buckets, and perhaps of other
-        ranks. Does nothing while the process set is not registered.
+        ranks. Keeps late averages that `LateAverages.state` has waited for, and drops others. Does nothing while the
+        process set is not registered.
 
         Returns:
             Whether they came, or it began.

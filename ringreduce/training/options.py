@@ -22,6 +22,7 @@ from ringreduce.training.combinations import (
     OVERLAP,
     PREDIVISION,
     SHARD,
+    SKIP_UNUSED,
     STALENESS,
     refusal,
     require_together,
@@ -100,6 +101,7 @@ class Options:
             OVERLAP: self.overlap is True,
             PREDIVISION: factor != 1.0,
             SHARD: self.shard is not None,
+            SKIP_UNUSED: self.skip_unused is True,
             STALENESS: late > 0,
         }
         require_together([name for name, is_used in used.items() if is_used])
@@ -135,6 +137,11 @@ class Options:
             nbytes = max(communicator.config.bucket_nbytes, _SHARDED_NBYTES if overlap is False else 0)
         settled = replace(self, skip_unused=unused, overlap=overlap, bucket_nbytes=nbytes)
         return replace(settled, overlap=False, reduce_in="step") if self.adasum else settled
+
+    @property
+    def needs_whole_commits(self) -> bool:
+        """Whether more than this rank's steps changes weights or what is to be applied to them."""
+        return self.shard is not None or self.staleness > 0
 
     def require_on_time(self, use: str) -> None:
         """Raise the `ConfigError` of a use that does not go together with staleness, if there is some."""

@@ -148,6 +148,8 @@ class GradientReducer:
 
     def _reduce_late(self, late: LateAverages, gradients: list[Any], found: bytes) -> list[Any]:
         parameters = [parameter for _, parameter in self.named()]
+        if not self.checks.idle:
+            self.checks.look(self._steps, gradients)
         if self._steps == 0:  # the only step in which a rank waits for all others
             self._agree(parameters, found)
         self._steps += 1

@@ -1,4 +1,4 @@
-"""Averages that steps apply late: step t applies that of step t - s, and waits for no younger one.
+"""Late averages: step t applies the average of the gradients of step t - s, and does not wait for later ones.
 
 While s averages travel, the program computes the next gradients. Ranks are at most s steps apart: the bound of a
 parameter server, without a server. All ranks apply the same averages in the same order, so that weights have the same
@@ -45,7 +45,7 @@ class _Exchange(NamedTuple):
 
     Attributes:
         gradients: by the number of the parameter.
-        operations: which reduce them; none if they were loaded.
+        operations: which reduce them; none if they are known to be averages on all ranks.
     """
 
     gradients: Mapping[int, Any]
@@ -96,9 +96,10 @@ class LateAverages:
         return [exchange.gradients.get(number) for number in range(count)]
 
     def state(self) -> list[dict[int, Any]]:
-        """Return copies of all averages that are to be applied; waits for them. Changes nothing."""
+        """Return copies of all averages that are to be applied; waits for them, and no new world ends them then."""
         for exchange in self._pending:
             self._wait(exchange)
+        self._pending = deque(exchange._replace(operations=()) for exchange in self._pending)
         clone = self._memory.clone
         return [{number: clone(each) for number, each in exchange.gradients.items()} for exchange in self._pending]
 
@@ -111,7 +112,7 @@ class LateAverages:
         self._pending = deque(_Exchange(each, ()) for each in averages)
 
     def loaded(self) -> Averages:
-        """Return the averages that were loaded and not applied yet."""
+        """Return the averages that `state` has waited for or `load` has got, and that are still to be applied."""
         return [exchange.gradients for exchange in self._pending if not exchange.operations]
 
     def _submitted(self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes) -> _Exchange:
@@ -139,12 +140,12 @@ class LateAverages:
         return _Exchange(placed, self._operations(name, filled))
 
     def _free(self, bucket: Bucket, gradients: Sequence[Any]) -> Bucket:
-        """Return the bucket, or one of its kind, that no average travels in and of which the program holds nothing."""
+        """Return the next bucket of the ring; a new one, if the program still holds a gradient in it."""
         ring = self._rings.get(id(bucket))
         if ring is None:
             ring = self._rings[id(bucket)] = deque([bucket, *(bucket.apart() for _ in range(self._staleness))])
         target = ring[0]
-        target.numbers = bucket.numbers
+        target.numbers, target.reducer = bucket.numbers, bucket.reducer
         if Look.ALIASED in target.look(gradients):
             target = ring[0] = bucket.apart()
         ring.rotate(-1)
@@ -164,7 +165,7 @@ class LateAverages:
 
     def _wait(self, exchange: _Exchange) -> None:
         for operation in exchange.operations:
-            self._ranks.engine.wait(operation)
+            self._ranks.wait(operation)
             if operation.active < self._ranks.size:
                 raise ConfigError(
                     "with staleness no rank may join while others go on, as its last averages would be missing; give "

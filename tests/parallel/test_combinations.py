@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -22,11 +23,12 @@ NEUTRAL = {
     table.CLOSURE,
     table.COMPILED,
     table.ELASTIC,
-    table.JOIN,
     table.OVERLAP,
     table.PREDIVISION,
     table.SCALER,
     table.SHARD,
+    table.SKIPPING,
+    table.SKIP_UNUSED,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     table.ADASUM: {"op": hvd.Adasum},
@@ -36,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     table.OVERLAP: {"overlap": True},
     table.PREDIVISION: {"gradient_predivide_factor": 2.0},
     table.SHARD: {"shard": "node"},
+    table.SKIP_UNUSED: {"skip_unused": True},
     table.STALENESS: {"staleness": 1},
     table.WIRE_FORMATS: {"compression": hvd.Compression.bf16},
 }
@@ -54,8 +57,15 @@ class Net(torch.nn.Module):
         return self.layer(self.rows(indices).mean(1))
 
 
+@pytest.fixture(autouse=True)
+def nodes_of_two(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world in which formats travel, replicas exchange weights, and ranks of a node share parameters."""
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "2")
+    rr.init()
+
+
 def run(*used: str) -> list[Any]:
-    """Train with some of the features, and return the weights, which are equal on all ranks."""
+    """Train with some of the features, and return the weights; with `JOIN`, the last rank makes fewer steps."""
     model = Net(sparse=table.SPARSE in used)
     options = {name: value for each in used for name, value in OPTIONS.get(each, {}).items()}
     wrap = hvd.LocalSGD if table.LOCAL in used else hvd.DistributedOptimizer
@@ -74,26 +84,30 @@ def run(*used: str) -> list[Any]:
         optimizer.zero_grad()
         loss = loss_of(step)
         loss.backward()
+        if table.SKIPPING in used:
+            optimizer.synchronize()
         return loss
 
     for step in range(4):
+        if table.JOIN in used and table.ELASTIC not in used and (step, rr.rank() + 1) == (3, rr.size()):
+            break
         make_step: Callable[..., Any] = optimizer.step if scaler is None else partial(scaler.step, optimizer)
-        if table.CLOSURE in used:
-            make_step(partial(evaluate, step))
-        else:
+        closure = [partial(evaluate, step)] if table.CLOSURE in used else []
+        if not closure:
             evaluate(step)
-            make_step()
+        with optimizer.skip_synchronize() if table.SKIPPING in used else nullcontext():
+            make_step(*closure)
         if scaler is not None:
             scaler.update()
         if state is not None:
             state.commit()
+            with optimizer.writing():
+                state.restore()
     if {table.LOCAL, table.STALENESS} & set(used):
         optimizer.synchronize()
     if table.JOIN in used:
         hvd.join()
-    weights = [each.detach().clone() for each in model.parameters()]
-    assert all(all(map(torch.equal, each, weights)) for each in hvd.allgather_object(weights))
-    return weights
+    return [each.detach().clone() for each in model.parameters()]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:torch.jit", "ignore:.*overlap")
@@ -101,12 +115,19 @@ def run(*used: str) -> list[Any]:
 def test_pairs(one: str, other: str) -> None:
     if (one, other) in table.REFUSED or (other, one) in table.REFUSED:
         if table.JOIN in (one, other):
-            pytest.skip("the ranks that do not join raise, which other tests prove")
-        refused = pytest.raises((rr.RingReduceError, TypeError, RuntimeError, AssertionError))
-        with refused:  # DiLoCo lacks the argument, and a GradScaler that for a closure
+            pytest.skip("ranks that do not join raise, which tests of each method prove")
+        # DiLoCo lacks arguments and methods, and torch's GradScaler refuses closures by itself.
+        others = (TypeError, AttributeError) if table.LOCAL in (one, other) else (AssertionError,)
+        kinds = (rr.ConfigError, rr.MismatchError, *(others if {table.LOCAL, table.CLOSURE} & {one, other} else ()))
+        with pytest.raises(kinds):
             run(one, other)
         return
     weights = run(one, other)
+    everyone = hvd.allgather_object(weights)
+    alike = everyone[:-1] if table.JOIN in (one, other) and rr.size() > 1 else everyone
+    assert all(all(map(torch.equal, each, alike[0])) for each in alike)
+    if table.JOIN in (one, other):
+        return
     expected = run(*({one, other} - NEUTRAL)) if {one, other} & NEUTRAL else weights
     for each, wanted in zip(weights, expected, strict=True):
         assert torch.isfinite(each).all()

@@ -243,14 +243,36 @@ def test_replicas_that_have_their_parameters_once(nodes_of_two: None, options: d
     for model, shard in zip(models, (None, "node"), strict=True):
         make = partial(hvd.DiLoCo, period=3, shard=shard, **options)
         optimizer = make(momentum_sgd(model.parameters()), model)
-        train(model, optimizer, range(8))
-        state = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, range(5))
+        weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, range(5, 8))
         with optimizer.writing():
-            model.load_state_dict(copy.deepcopy(model.state_dict()))
+            model.load_state_dict(weights)
         optimizer.load_state_dict(state)
-        train(model, optimizer, range(8, 11))
+        train(model, optimizer, range(5, 11))
         optimizer.synchronize()
         train(model, optimizer, range(11, 13))
+    assert all(map(torch.equal, *(each.parameters() for each in models)))
+
+
+@pytest.mark.sizes(2, 4)
+def test_replicas_in_a_world_of_other_nodes(nodes_of_two: None, monkeypatch: pytest.MonkeyPatch):
+    """Ranks that had parameters in common are nodes of their own then, each with what it has restored."""
+    models = mlp(), mlp()
+    for model, shard in zip(models, (None, "node"), strict=True):
+        monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "2")
+        hvd.shutdown()
+        hvd.init()
+        optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=2, shard=shard)
+        train(model, optimizer, range(5))
+        state = hvd.elastic.TorchState(model, optimizer)
+        state.commit()
+        state.restore()
+        monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
+        hvd.shutdown()
+        hvd.init()
+        train(model, optimizer, range(5, 9))
+        optimizer.synchronize()
     assert all(map(torch.equal, *(each.parameters() for each in models)))
 
 

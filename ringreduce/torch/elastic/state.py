@@ -157,9 +157,8 @@ class OptimizerStateHandler(_TensorsHandler):
         self._steps = self._noted_steps = 0
         # Fused steps change weights behind the back of torch's count.
         stepping = value.wrapped if isinstance(value, Wrapper) else value
-        # Other ranks may have updated their parts of parameters that a node has once.
-        shared = getattr(value, "is_sharded", False)
-        self.notes_steps = hasattr(stepping, "register_step_pre_hook") and not shared
+        whole = getattr(value, "needs_whole_commits", False)
+        self.notes_steps = hasattr(stepping, "register_step_pre_hook") and not whole
         watch_steps(stepping, self._count, all_steps=True)
 
     def _count(self) -> None:
