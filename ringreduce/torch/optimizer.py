@@ -423,7 +423,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         return wrapping.reduced_loss(self._training, loss)
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:
-        """Let a GradScaler, if a method of one has this frame, see the same overflows on all ranks: all step or none."""
+        """Let a GradScaler, if ``caller`` is its frame, see the same overflows on all ranks: all step, or none."""
         scaler = None if self._skipping else scaler_of(caller)
         if scaler is None:
             return
