@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -112,6 +112,46 @@ class Tally:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How one rank goes through training steps: what its own parts of them add up to.
+
+    A rank's own part of a step lasts from the end of one reduction of gradients to the beginning of the next, without
+    its waits for others.
+
+    Attributes:
+        steps: how many.
+        own_s: how long its own parts took (seconds).
+        last: in how many steps it came last, at least a millisecond after the others on average.
+        late_s: how long these others have waited for it then, on average (seconds).
+        sampled_s: how long those own parts took of which the following is known (seconds).
+        processor_s: of processors that the process used in these, all its threads together (seconds).
+        switches: how often the system took a core from it in these.
+        faults: page faults in these.
+        loading_s: how long the program has waited for data, as far as ``loading`` has seen it (seconds).
+        cores: on which the process may run, by number.
+    """
+
+    steps: int
+    own_s: float
+    last: int
+    late_s: float
+    sampled_s: float
+    processor_s: float
+    switches: int
+    faults: int
+    loading_s: float
+    cores: tuple[int, ...]
+
+    def __add__(self, more: Pace) -> Pace:
+        sums = (getattr(self, each.name) + getattr(more, each.name) for each in fields(self)[:-1])
+        return Pace(*sums, cores=more.cores)
+
+    def __sub__(self, before: Pace) -> Pace:
+        differences = (getattr(self, each.name) - getattr(before, each.name) for each in fields(self)[:-1])
+        return Pace(*differences, cores=self.cores)
+
+
 @dataclass(slots=True)
 class EngineTally:
     """What an engine has done.
@@ -123,6 +163,8 @@ class EngineTally:
         overlapped_s: how much of that passed while the program did something else.
         late: the rank that others last waited for: the clock when they noticed, the rank, and how long they waited
             (seconds); None: there was none.
+        paces: of each rank, in steps of all of which all ranks know; the same on all ranks that have ended the same
+            steps. Empty: there were not enough.
     """
 
     operations: int = 0
@@ -130,3 +172,4 @@ class EngineTally:
     seconds: float = 0.0
     overlapped_s: float = 0.0
     late: tuple[float, int, float] | None = None
+    paces: list[Pace] = field(default_factory=list)

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 
 from ringreduce.buffers import DType
 from ringreduce.engine.decisions import Kind, Named, Note, OperationSignature, Waiting
+from ringreduce.engine.pace import LATE_S, Paces
 
 __all__ = ["Coordinator", "StallWatch", "fuse"]
 
 _REMEMBERED = 4096  # names that came once
-_LATE_S = 1e-3  # less is no news: ranks are never in step to the microsecond
 _BREAKS = 8  # how often a plan for an operation may prove wrong before it travels alone for good
 
 
@@ -73,6 +73,7 @@ class Coordinator:
         self._breaks: Counter[int] = Counter()
         self._last_number = 0
         self._joined: list[int] = []
+        self._paces = Paces(size)
         self._last_note_s = 0.0  # when a rank last submitted something or joined
         self._over = False  # a rank takes part in nothing any more, or did not come: nothing can run then
 
@@ -101,6 +102,8 @@ class Coordinator:
             return self._plan(said)
         if kind == "apart":
             return self._ungroup(said[0])
+        if kind == "pace":
+            return self._paces.receive(rank, *said)
         if kind == "join":
             return self._join(rank)
         if kind == "withdraw":
@@ -159,7 +162,7 @@ class Coordinator:
                 return []
             self._forget_whole(number)
             seconds = now - min(ranks.values())
-            return [["late", rank, seconds], ["all", number]] if seconds > _LATE_S else [["all", number]]
+            return [["late", rank, seconds], ["all", number]] if seconds > LATE_S else [["all", number]]
         operations = self._operations(number)
         for name, signature in operations:
             self._claim(rank, name, _Claim(signature, number if number in self._groups else None, now))
@@ -218,7 +221,7 @@ class Coordinator:
             signatures = {rank: claim.signature for rank, claim in sorted(taken.items())}
             last = max(taken, key=lambda rank: taken[rank].since)
             seconds = taken[last].since - min(claim.since for claim in taken.values())
-            if seconds > _LATE_S:
+            if seconds > LATE_S:
                 notes.append(["late", last, seconds])
             first = next(iter(signatures.values()))
             refused = any(each.kind is Kind.REFUSAL for each in signatures.values())

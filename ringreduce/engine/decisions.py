@@ -18,6 +18,7 @@ __all__ = [
     "Named",
     "Note",
     "OperationSignature",
+    "Paced",
     "Refuse",
     "Run",
     "Stalled",
@@ -134,6 +135,12 @@ class Late(NamedTuple):
     seconds: float
 
 
+class Paced(NamedTuple):
+    """How the ranks have gone through some more steps: for each, the arguments of a `Pace`."""
+
+    paces: list[list[Any]]
+
+
 class Stalled(NamedTuple):
     """An operation, or a join, has waited for ``missing`` for ``seconds``; ``first`` is the lowest rank that waits."""
 
@@ -172,7 +179,7 @@ class Detached(NamedTuple):
     why: AbortReason
 
 
-Decision = Run | Refuse | Joined | Late | Stalled | Expired | Withdrawn | Detached
+Decision = Run | Refuse | Joined | Late | Paced | Stalled | Expired | Withdrawn | Detached
 
 
 class Waiting(NamedTuple):

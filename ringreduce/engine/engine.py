@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,6 +18,7 @@ from ringreduce.common.errors import CollectiveError, ConfigError, RingReduceErr
 from ringreduce.engine.driver import Driver
 from ringreduce.engine.exchange import Exchange
 from ringreduce.engine.operations import Operation, Refusal, Withdrawal, WithdrawnError
+from ringreduce.engine.pace import Pacemaker
 from ringreduce.engine.pending import PendingOperations
 from ringreduce.engine.progress import Progress
 from ringreduce.transport.control import ControlChannel
@@ -37,6 +40,7 @@ class Engine:
         communicator: the argument.
         tally: what the engine has done so far.
         threaded: whether operations go on while nobody waits for them.
+        pacemaker: measures the steps of training.
         repeats: by the names of operations, what a binding keeps to make them again.
     """
 
@@ -67,6 +71,9 @@ class Engine:
         communicator.wait_patiently(self._driver.is_patient)
         self._names: Counter[str] = Counter()  # by kind
         self.repeats: dict[str, Any] = {}
+        cores = sorted(os.sched_getaffinity(0))
+        waited_s = partial(getattr, self._driver, "waited_s")
+        self.pacemaker = Pacemaker(communicator.size, waited_s, self._pending.inbox.append, cores)
 
     @property
     def joins(self) -> int:

@@ -10,6 +10,7 @@ from time import perf_counter
 from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.instruments import EngineTally, Instruments
 from ringreduce.common.lifetime import Lifetime
+from ringreduce.engine.decisions import Note
 from ringreduce.engine.operations import Join, Operation, Refusal, Withdrawal
 
 __all__ = ["PendingOperations"]
@@ -24,7 +25,8 @@ class PendingOperations:
 
     Attributes:
         lifetime: the argument; closed, or failed, while the lock is held.
-        inbox: what the program did, in order, until the thread that drives reads it. None: it waited.
+        inbox: what the program did, in order, until the thread that drives reads it. None: it waited; a list: a note
+            for the coordinator.
         queues: the operations that were read, by name, in the order of submission; for the thread that drives.
         lock: guards what follows; held for moments.
         count: how many operations have not ended.
@@ -35,7 +37,7 @@ class PendingOperations:
 
     def __init__(self, instruments: Instruments, lifetime: Lifetime) -> None:
         self.lifetime = lifetime
-        self.inbox: deque[Operation | Withdrawal | None] = deque()
+        self.inbox: deque[Operation | Withdrawal | Note | None] = deque()
         self.queues: defaultdict[str, deque[Operation]] = defaultdict(deque)
         self.count = 0
         self.waiters = 0

@@ -29,6 +29,7 @@ from ringreduce.engine.decisions import (
     Joined,
     Late,
     Note,
+    Paced,
     Refuse,
     Run,
     Stalled,
@@ -46,6 +47,7 @@ from ringreduce.engine.operations import (
     contribute_neutral,
     is_unnamed,
 )
+from ringreduce.engine.pace import add
 from ringreduce.engine.pending import PendingOperations
 
 __all__ = ["Progress"]
@@ -97,6 +99,7 @@ class Progress:
             Joined: self._end_join,
             Withdrawn: self._end_withdrawn,
             Late: self._count_late,
+            Paced: self._add_paces,
             Detached: self._on_detached,
             Expired: self._expire,
             Stalled: self._warn,
@@ -144,9 +147,11 @@ class Progress:
             self._exchange.send(notes)
         return moved
 
-    def _read(self, did: Operation | Withdrawal) -> list[Note]:
+    def _read(self, did: Operation | Withdrawal | Note) -> list[Note]:
         """Take in what the program did; return what the coordinator has to know of it."""
         participant = self._exchange.participant
+        if isinstance(did, list):
+            return [did]
         if isinstance(did, Withdrawal):
             return [note for each in did.operations if not each.done for note in participant.withdraw(each.name)]
         if isinstance(did, Join):
@@ -232,6 +237,9 @@ class Progress:
         self._pending.tally.late = self._clock(), late.rank, late.seconds
         if self._instruments.observers:
             self._instruments.notify("rank_was_late", late.rank, late.seconds, self._pending.tally.batches)
+
+    def _add_paces(self, paced: Paced) -> None:
+        self._pending.tally.paces = add(self._pending.tally.paces, paced.paces)
 
     def _on_detached(self, detached: Detached) -> None:
         """End all operations: they need a rank that takes part in nothing any more."""

@@ -5,22 +5,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.instruments import EngineTally, Tally
+from ringreduce.common.instruments import EngineTally, Pace, Tally
+from ringreduce.observe.pace import Slow, find_slow
 
 __all__ = ["Metrics", "openmetrics"]
 
 #: Of OpenMetrics: a family's name, its type, what it means, and its values with their labels.
 Family = tuple[str, str, str, Iterable[tuple[Mapping[str, str], float]]]
 
+Nodes = Sequence[Sequence[int]]
+
 #: Families of OpenMetrics: name, meaning, and the attribute of `Tally`, or of `Metrics`.
 _TOTALS = (
     ("collective_calls", "Calls of a collective.", "calls"),
     ("collective_bytes", "Bytes of this rank's that these were over.", "nbytes"),
     ("collective_seconds", "How long they took, waiting for other ranks included.", "seconds"),
+)
+_NESTED = ("collectives", "paces", "slow")
+_PACE = [each.name for each in fields(Pace) if each.name != "cores"]
+_PACES = (
+    ("steps", "Steps that all ranks have reported.", "steps"),
+    ("own_seconds", "How long this rank's own parts of these took.", "own_s"),
+    ("steps_last", "In how many of these it came last.", "last"),
+    ("late_seconds", "How long the others have waited for it then.", "late_s"),
+    ("loading_seconds", "How long it has waited for data.", "loading_s"),
 )
 _SINGLES = (
     ("operations", "Asynchronous operations and optimizer steps that have come to an end.", "operations"),
@@ -56,6 +68,10 @@ class Metrics:
         late_rank: the rank of the world that others last had to wait for, for more than a millisecond, with an
             asynchronous operation or an optimizer step; None: there was none.
         late_s: how long (seconds).
+        paces: by rank of the world, how the ranks go through steps of training; the same on all ranks that have ended
+            the same steps.
+        slow: the rank for which the others wait most, and why; None: they hardly wait, or there were less than 64
+            steps.
     """
 
     collectives: dict[str, Tally]
@@ -66,15 +82,20 @@ class Metrics:
     waited_s: float
     late_rank: int | None
     late_s: float
+    paces: dict[int, Pace] = field(default_factory=dict)
+    slow: Slow | None = None
 
     def scalars(self) -> dict[str, float]:
         """Return all of it as numbers by name: ``allreduce/seconds``, ``operations``, ``overlap``, ...; NaN: none."""
         found = {
-            f"{name}/{field.name}": float(getattr(total, field.name))
+            f"{name}/{each.name}": float(getattr(total, each.name))
             for name, total in self.collectives.items()
-            for field in fields(Tally)
+            for each in fields(Tally)
         }
-        singles = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "collectives"}
+        found |= {
+            f"rank {rank}/{name}": float(getattr(pace, name)) for rank, pace in self.paces.items() for name in _PACE
+        }
+        singles = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NESTED}
         singles["overlap"] = self.overlap
         return found | {name: math.nan if value is None else float(value) for name, value in singles.items()}
 
@@ -100,11 +121,13 @@ class Metrics:
         """
         mine = {"rank": str(rank)}
         families: list[Family] = []
-        for name, meaning, field in _TOTALS:
-            samples = [({"collective": key, **mine}, getattr(each, field)) for key, each in self.collectives.items()]
+        for name, meaning, part in _TOTALS:
+            samples = [({"collective": key, **mine}, getattr(each, part)) for key, each in self.collectives.items()]
             families.append((name, "counter", meaning, samples))
-        for name, meaning, field in _SINGLES:
-            families.append((name, "counter", meaning, [(mine, getattr(self, field))]))
+        for name, meaning, part in _SINGLES:
+            families.append((name, "counter", meaning, [(mine, getattr(self, part))]))
+        if (pace := self.paces.get(rank)) is not None:
+            families += [(name, "counter", meaning, [(mine, getattr(pace, part))]) for name, meaning, part in _PACES]
         return openmetrics(families)
 
     @property
@@ -114,30 +137,35 @@ class Metrics:
 
     @classmethod
     def of(
-        cls, communicators: Iterable[Communicator], engines: Sequence[tuple[EngineTally, float, Sequence[int]]]
+        cls,
+        communicators: Iterable[Communicator],
+        engines: Sequence[tuple[EngineTally, float, Sequence[int], Nodes]],
     ) -> Metrics:
         """Add up the counters of this process.
 
         Args:
             communicators: those of blocking calls, and those of engines.
-            engines: of each, what it has done, how long the program has waited for it (seconds), and its ranks of the
-                world.
+            engines: of each, what it has done, how long the program has waited for it (seconds), its ranks of the
+                world, and the nodes of these. Paces are those of the one that has trained most.
         """
         counted = [{**each.tallies, **each.message_tallies} for each in communicators]
         totals = {
-            name: Tally(*(sum(getattr(each[name], field.name) for each in counted) for field in fields(Tally)))
+            name: Tally(*(sum(getattr(each[name], part.name) for each in counted) for part in fields(Tally)))
             for name in (counted[0] if counted else ())
         }
-        tallies = [tally for tally, _, _ in engines]
-        heard = [(tally.late, ranks) for tally, _, ranks in engines if tally.late is not None]
+        tallies = [tally for tally, *_ in engines]
+        heard = [(tally.late, ranks) for tally, _, ranks, _ in engines if tally.late is not None]
         late, ranks = max(heard, default=((0.0, 0, 0.0), ()))
+        trained = max((each for each in engines if each[0].paces), key=lambda each: each[0].paces[0].steps, default=None)
         return cls(
             collectives={name: total for name, total in totals.items() if total.calls},
             operations=sum(each.operations for each in tallies),
             batches=sum(each.batches for each in tallies),
             operations_s=sum(each.seconds for each in tallies),
             overlapped_s=sum(each.overlapped_s for each in tallies),
-            waited_s=sum(waited_s for _, waited_s, _ in engines),
+            waited_s=sum(waited_s for _, waited_s, *_ in engines),
             late_rank=ranks[late[1]] if heard else None,
             late_s=late[2],
+            paces={} if trained is None else dict(zip(trained[2], trained[0].paces, strict=True)),
+            slow=None if trained is None else find_slow(trained[0].paces, trained[3]),
         )

@@ -124,7 +124,10 @@ class World:
         communicators = [each.communicator for each in members]
         communicators += [each.communicator for each in self._groups if each.lifetime.open]
         communicators += [each.engine.communicator for each in members]
-        engines = [(each.engine.tally, each.engine.waited_s, each.ranks or []) for each in members]
+        engines = [
+            (each.engine.tally, each.engine.waited_s, each.ranks or [], each.engine.communicator.topology.nodes)
+            for each in members
+        ]
         return Metrics.of(communicators, engines)
 
     def _register(self, process_set: ProcessSet, ranks: list[int], parts: Parts | None) -> None:

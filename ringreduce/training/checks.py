@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
+from ringreduce.observe.pace import ENOUGH, find_slow
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.framework import Memory, Named
 
@@ -117,6 +118,23 @@ class Checks:
                 )
 
     # ---- what reducers find ----
+
+    def look_at_paces(self) -> None:
+        """Let rank 0 say, once, for whom the others wait; to be called after a step in which paces were reported."""
+        engine = self._ranks.engine
+        pacemaker, paces = engine.pacemaker, engine.tally.paces
+        pacemaker.reported = False
+        if self._ranks.rank or pacemaker.warned or not paces:
+            return
+        before = pacemaker.judged
+        recent = [new - old for new, old in zip(paces, before, strict=True)] if before else paces
+        if recent[0].steps < ENOUGH:
+            return
+        pacemaker.judged = paces
+        slow = find_slow(recent, engine.communicator.topology.nodes)
+        if slow is not None and slow.kind != "rarely":
+            pacemaker.warned = True
+            _log.warning("%s: %s", self._described, slow)
 
     def warn_of_changes(self, *, in_backward: bool) -> None:
         """Let rank 0 say that the program changes gradients before they are averaged."""

@@ -130,6 +130,8 @@ class GradientReducer:
         if self._joins != self.ranks.engine.joins:
             self._joins, self._steps, self.stepped = self.ranks.engine.joins, 1, 0  # ranks that had joined made fewer
             self.checks.after_join()
+        pacemaker = self.ranks.engine.pacemaker
+        pacemaker.arrive(self._joins)
         parameters = [parameter for _, parameter in self.named()]
         self._refused = False
         try:
@@ -144,6 +146,9 @@ class GradientReducer:
                 self.early.break_off()
             raise
         self._steps += 1
+        pacemaker.leave()
+        if pacemaker.reported:
+            self.checks.look_at_paces()
         return reduced
 
     def _reduce_late(self, late: LateAverages, gradients: list[Any], found: bytes) -> list[Any]:

@@ -1,0 +1,149 @@
+"""How long ranks take for their own part of a training step, and what they do meanwhile.
+
+Each rank measures its own time alone: from the end of one reduction of gradients to the beginning of the next, without
+waits in between. No clocks are compared. Every `Pacemaker.length` steps it sends what it has measured to the
+coordinator, beside the note of the step, and the coordinator tells all ranks who was last in how many of these steps.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.common.instruments import Pace
+from ringreduce.engine.decisions import Note
+
+__all__ = ["LATE_S", "Pacemaker", "Paces", "Usage"]
+
+#: A rank that comes this much after the others, on average, is last; less is no news.
+LATE_S = 1e-3
+
+_LENGTH = 16
+_SAMPLED_EVERY = 4  # steps: the system takes 0.6 us to say what the process has used
+_FEW_CORES = 8
+_KEPT = 2  # reports that some ranks have not sent yet
+
+
+class Usage(NamedTuple):
+    """What this process has used: seconds of processors, involuntary context switches, page faults."""
+
+    processor_s: float
+    switches: int
+    faults: int
+
+    @classmethod
+    def now(cls) -> Usage:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(used.ru_utime + used.ru_stime, used.ru_nivcsw, used.ru_minflt + used.ru_majflt)
+
+
+class Pacemaker:
+    """Measures the steps of this rank.
+
+    Args:
+        size: the number of ranks.
+        waited_s: returns how long this rank has waited for others (seconds).
+        send: takes a note for the coordinator.
+        cores: the cores that this process may use; of many, none are reported.
+        clock, usage: of this process.
+
+    Attributes:
+        length: so many steps are reported at once: more of many ranks, so that rank 0 sends no more per step.
+        loading_s: how long the program has waited for data; what loads it adds to this.
+        reported: whether a report was sent that nobody has looked at since.
+        judged, warned: what all ranks had done when the program was last to be warned of a slow one, and whether it was.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        waited_s: Callable[[], float],
+        send: Callable[[Note], object],
+        cores: Sequence[int] = (),
+        clock: Callable[[], float] = perf_counter,
+        usage: Callable[[], Usage] = Usage.now,
+    ) -> None:
+        self.length = max(_LENGTH, size)
+        self.loading_s = 0.0
+        self.reported = self.warned = False
+        self.judged: list[Pace] = []
+        self._waited_s, self._send, self._clock, self._usage = waited_s, send, clock, usage
+        self._cores = [*cores] if len(cores) <= _FEW_CORES else []
+        self._joins = self._number = 0
+        self._restart()
+
+    def arrive(self, joins: int) -> None:
+        """Take note that this rank has come to a reduction; ``joins``: how often all ranks have joined."""
+        if self._before is None or joins != self._joins:  # ranks that have joined made fewer steps: all count anew
+            self._joins, self._number = joins, 0
+            self._restart()
+            return
+        (then_s, waited_s, used), self._before = self._before, None
+        now_s, waits_s = self._clock() - then_s, self._waited_s() - waited_s
+        self._own.append(now_s - waits_s)
+        if used is not None and not waits_s:
+            self._sampled = [old + new for old, new in zip(self._sampled, (now_s, *self._used_since(used)), strict=True)]
+        if len(self._own) == self.length:
+            report = [self._joins, self._number, self._own, *self._sampled, self.loading_s - self._loaded_s, self._cores]
+            self._send(["pace", *report])
+            self._number, self.reported = self._number + 1, True
+            self._restart()
+
+    def leave(self) -> None:
+        """Take note that the reduction has ended."""
+        sampled = len(self._own) % _SAMPLED_EVERY == 0
+        self._before = self._clock(), self._waited_s(), self._usage() if sampled else None
+
+    def _used_since(self, before: Usage) -> list[float]:
+        return [new - old for new, old in zip(self._usage(), before, strict=True)]
+
+    def _restart(self) -> None:
+        self._before: tuple[float, float, Usage | None] | None = None
+        self._own: list[float] = []
+        self._sampled = [0.0, 0.0, 0.0, 0.0]  # seconds, and what of `Usage` in these
+        self._loaded_s = self.loading_s
+
+
+class Paces:
+    """Puts the reports of all ranks together; on the coordinator.
+
+    Args:
+        size: the number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._reports: dict[tuple[int, int], dict[int, list[Any]]] = {}
+
+    def receive(self, rank: int, joins: int, number: int, *report: Any) -> list[Note]:
+        """Take a report; return the note to all ranks once all have sent one of these steps."""
+        key = joins, number
+        reports = self._reports.setdefault(key, {})
+        reports[rank] = list(report)
+        if len(reports) < self._size:
+            if len(self._reports) > _KEPT:  # ranks have joined since, and sent none
+                del self._reports[min(self._reports)]
+            return []
+        self._reports = {each: said for each, said in self._reports.items() if each > key}
+        return [["paces", self._judge([reports[each] for each in range(self._size)])]]
+
+    def _judge(self, reports: list[list[Any]]) -> list[list[Any]]:
+        """Return the arguments of a `Pace` for each rank."""
+        own = np.array([each[0] for each in reports])
+        last = own.argmax(axis=0)
+        late = (own.max(axis=0) * self._size - own.sum(axis=0)) / (self._size - 1)  # after the average of the others
+        last[late < LATE_S] = -1
+        return [
+            [own.shape[1], float(own[rank].sum()), int((last == rank).sum()), float(late[last == rank].sum()), *more]
+            for rank, (_, *more) in enumerate(reports)
+        ]
+
+
+def add(paces: list[Pace], more: list[list[Any]]) -> list[Pace]:
+    """Return what the paces of all ranks add up to with those of some more steps."""
+    new = [Pace(*each[:-1], cores=tuple(each[-1])) for each in more]
+    return [old + each for old, each in zip(paces, new, strict=True)] if paces else new

@@ -1,0 +1,192 @@
+"""How long ranks take for their own part of steps: measured with a given clock, put together, and put in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.common.instruments import Pace
+from ringreduce.engine import Engine
+from ringreduce.engine.pace import Pacemaker, Paces, Usage, add
+from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.pace import find_slow
+from ringreduce.testing import run_engines
+from ringreduce.training.host import ArraySpec, HostMemory
+from ringreduce.training.options import Options
+from ringreduce.training.reducer import GradientReducer
+
+
+class Machine:
+    """A clock, waits and usage that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = self.waited_s = self.processor_s = 0.0
+        self.switches = self.faults = 0
+        self.sent: list[Any] = []
+        self.pacemaker = Pacemaker(
+            2, lambda: self.waited_s, self.sent.append, (4, 5), lambda: self.now_s, lambda: self.usage()
+        )
+
+    def usage(self) -> Usage:
+        return Usage(self.processor_s, self.switches, self.faults)
+
+    def step(self, own_s: float, waits_s: float = 0.0, joins: int = 0) -> None:
+        """Make a step: own work of which the process gets half a core, and waits; then a reduction of 1 s."""
+        self.now_s += own_s + waits_s
+        self.waited_s += waits_s
+        self.processor_s += own_s / 2
+        self.switches += 3
+        self.faults += 5
+        self.pacemaker.arrive(joins)
+        self.now_s += 1.0
+        self.waited_s += 1.0
+        self.processor_s += 9.0
+        self.pacemaker.leave()
+
+
+def test_a_report_holds_own_times_without_reductions_and_waits():
+    """The first step, which begins before anything is known, is left out; every fourth is sampled."""
+    machine = Machine()
+    own = [0.25 * (number % 3 + 1) for number in range(17)]
+    for each in own:
+        machine.step(each)
+    machine.pacemaker.loading_s += 0.5
+    sampled = own[1::4][:4]
+    ((kind, joins, number, times, *rest),) = machine.sent
+    assert (kind, joins, number, times) == ("pace", 0, 0, own[1:])
+    assert rest == [sum(sampled), sum(sampled) / 2, 12, 20, 0.0, [4, 5]]
+    for each in own[:16]:
+        machine.step(each, waits_s=3.0)
+    _, _, number, times, *rest = machine.sent[1]
+    assert (number, times) == (1, own[:16])
+    assert rest == [0.0, 0.0, 0.0, 0.0, 0.5, [4, 5]], "of steps with waits in between, what was used is not known"
+
+
+def test_steps_count_anew_after_a_join():
+    """As ranks that had joined have made fewer."""
+    machine = Machine()
+    for _ in range(20):
+        machine.step(1.0)
+    for _ in range(17):
+        machine.step(2.0, joins=1)
+    assert [said[1:4] for said in machine.sent] == [[0, 0, [1.0] * 16], [1, 0, [2.0] * 16]]
+
+
+def report(*own: float, joins: int = 0, number: int = 0) -> list[Any]:
+    return [joins, number, list(own), 1.0, 0.5, 2, 3, 0.25, [0]]
+
+
+def test_the_last_rank_of_each_step_is_counted():
+    """With how much later it came than the others on average; a millisecond is the least."""
+    paces = Paces(3)
+    assert paces.receive(2, *report(0.010, 0.030, 0.0109, 0.5)) == []
+    assert paces.receive(0, *report(0.020, 0.010, 0.0100, 0.1)) == []
+    ((kind, said),) = paces.receive(1, *report(0.012, 0.014, 0.0100, 0.3))
+    assert kind == "paces"
+    found = add([], said)
+    assert [each.last for each in found] == [1, 0, 2]
+    assert [each.late_s for each in found] == pytest.approx([0.009, 0.0, 0.018 + 0.3])
+    assert [each.own_s for each in found] == pytest.approx([0.14, 0.336, 0.5509])
+    twice = add(found, said)
+    assert twice[2].steps == 8
+    assert twice[2] - found[2] == found[2]
+
+
+def test_reports_that_some_ranks_do_not_send_are_forgotten():
+    """They had joined: no later report is held up, and memory does not grow."""
+    paces = Paces(2)
+    for number in range(50):
+        assert paces.receive(0, *report(1.0, number=number)) == []
+    assert len(paces._reports) <= 3
+    assert paces.receive(0, *report(1.0, joins=1)) == []
+    assert paces.receive(1, *report(2.0, joins=1))
+    assert paces._reports == {}
+
+
+def pace(last: int = 0, late_s: float = 0.0, **more: Any) -> Pace:
+    usual: dict[str, Any] = {
+        "steps": 100, "own_s": 10.0, "sampled_s": 2.5, "processor_s": 2.5, "switches": 0, "faults": 100,
+        "loading_s": 0.0, "cores": (),
+    }  # fmt: skip
+    return Pace(last=last, late_s=late_s, **(usual | more))
+
+
+SLOW = {"last": 85, "late_s": 3.4, "own_s": 13.4}
+
+
+@pytest.mark.parametrize(
+    ("slow", "reason"),
+    [
+        ({}, "it computes all the time, with 100% of a core: it has more work, or a slower core"),
+        ({"processor_s": 1.275, "switches": 300, "cores": (1,)}, "it had 51% of a core, as rank 2 has the same one"),
+        ({"processor_s": 1.275, "switches": 300}, "it had 51% of a core, as other processes, or its own threads"),
+        ({"processor_s": 0.5, "switches": 2}, "it used 20% of a core, the others up to 100%: it waits for a disk"),
+        ({"loading_s": 3.0}, "it waits 30 ms a step for data, the others 0 ms"),
+        ({"faults": 1_500_000}, "it has 80400 page faults a step, the others 4"),
+        ({"sampled_s": 0.0}, "why, was not measured"),
+    ],
+)
+def test_a_rank_that_is_always_slow_is_named_with_the_reason(slow: dict[str, Any], reason: str) -> None:
+    """And with what helps: fewer samples."""
+    paces = [pace(), pace(), pace(cores=slow.get("cores", (2,))), pace(**{**SLOW, **slow})]
+    found = find_slow(paces, [(0, 1), (2, 3)])
+    assert found is not None
+    assert (found.rank, found.kind) == (3, "always")
+    assert str(found).startswith(f"rank 3 is last in 85% of steps, by 40 ms: {reason}")
+    assert 'shares="speed"' in str(found)
+
+
+@pytest.mark.parametrize(
+    ("last", "kind"), [((0, 0, 80), "always"), ((20, 10, 45), "sometimes"), ((0, 0, 19), "rarely")]
+)
+def test_kinds(last: tuple[int, ...], kind: str) -> None:
+    """One rank in 80 % of steps; any in 20 %; fewer."""
+    found = find_slow([pace(each, each * 0.1) for each in last], [(0, 1, 2)])
+    assert found is not None
+    assert found.kind == kind
+
+
+@pytest.mark.parametrize(
+    "paces", [[], [pace(), pace(100, 0.9)], [pace(60, 3.0, steps=63), pace(steps=63)]], ids=["none", "little", "few"]
+)
+def test_nothing_is_said_of_little_waiting_or_few_steps(paces: list[Pace]) -> None:
+    """Less than a tenth of the time, or than 64 steps."""
+    assert find_slow(paces, [(0, 1)]) is None
+
+
+def test_metrics_hold_all_ranks_by_their_numbers_in_the_world():
+    """Those of the process set that has trained most."""
+    tally, idle = rr.common.instruments.EngineTally(), rr.common.instruments.EngineTally()
+    tally.paces = [pace(), pace(85, 3.4)]
+    found = Metrics.of([], [(idle, 0.0, [0], [(0,)]), (tally, 0.0, [5, 3], [(0, 1)])])
+    assert found.paces == {5: pace(), 3: pace(85, 3.4)}
+    assert found.scalars()["rank 3/last"] == 85.0
+    assert 'ringreduce_steps_last_total{rank="3"} 85' in found.to_openmetrics(3)
+    assert found.slow is not None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_training_reports_to_all_ranks_with_no_further_operation(size: int) -> None:
+    """After each 16 steps but the first, all ranks know the same of all."""
+
+    def train(engine: Engine) -> list[tuple[int, list[Pace]]]:
+        named = [("w", ArraySpec((3,), np.float32))]
+        options = Options().checked(engine.communicator.config, []).settled(engine.communicator, on_device=False)
+        reducer = GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", options)
+        found = []
+        for _ in range(1 + 3 * 16):
+            reducer.reduce([np.ones(3, np.float32)])
+            found.append((engine.tally.operations, engine.tally.paces))
+        return found
+
+    first, *others = run_engines(size, train)
+    known = [len(paces) and paces[0].steps for _, paces in first]
+    assert known == [0] * 16 + [16] * 16 + [32] * 16 + [48]
+    assert all([paces for _, paces in other] == [paces for _, paces in first] for other in others)
+    operations = [operations for operations, _ in first]
+    assert operations[48] - operations[33] == 15
+
+
