@@ -17,6 +17,7 @@ from ringreduce.buffers.dtypes import DTYPES, Array, Bytes, DType
 from ringreduce.buffers.kernels import (
     Call,
     Kernels,
+    WeightedKernels,
     divide,
     divide_toward_zero,
     kernels_for,
@@ -34,6 +35,7 @@ __all__ = [
     "DType",
     "Kernels",
     "Operand",
+    "WeightedKernels",
     "address_of",
     "as_given",
     "divide",

@@ -89,6 +89,10 @@ class _Scratch:
         return self._memory[: view.size].reshape(view.shape)
 
 
+#: Of a kernel: where sums grow, and where a term is made.
+Scratches = tuple[_Scratch, _Scratch]
+
+
 class UfuncKernels:
     """Every dtype that NumPy adds at memory speed."""
 
@@ -237,6 +241,38 @@ class TorchHalfKernels:
             choose = torch.minimum if self._op is ReduceOp.MIN else torch.maximum
             return lambda tensor: choose(scratch, tensor.float(), out=scratch)
         return scratch.add_
+
+
+class WeightedKernels:
+    """Weighted sums of floats and complex numbers, those of 16 bits in float32, piece by piece in the cache.
+
+    Args:
+        dtype: of the elements.
+        weights: what the terms of all ranks are multiplied by, in rank order; none of them may be a sum already.
+        scratch: shared by all of a dtype.
+    """
+
+    def __init__(self, dtype: DType, weights: Sequence[float], scratch: dict[str, Scratches]) -> None:
+        self._dtype, self._weights = dtype, weights
+        wide = wider(dtype).storage if dtype.half else dtype.storage
+        self._scratch = scratch.setdefault(dtype.name, (_Scratch(wide), _Scratch(wide)))
+
+    def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
+        assert complete and len(sources) == len(self._weights) > 1
+        total, term = (each.like(sources[0]) for each in self._scratch)
+        last = sources[-1]
+        (first, weight), *others = zip(sources, self._weights, strict=True)
+        dtype, half = self._dtype, self._dtype.half
+
+        def combine(target: Array) -> None:
+            np.multiply(widen(first, dtype, total) if half else first, weight, out=total)
+            for source, other in others:
+                np.multiply(widen(source, dtype, term) if half else source, other, out=term)
+                np.add(total, term, out=target if source is last and not half else total)
+            if half:
+                narrow(total, dtype, target)
+
+        return combine
 
 
 def _copy_into(source: Array, target: Array) -> None:

@@ -45,6 +45,7 @@ class Call(NamedTuple):
     deterministic: bool = False
     compression: str | None = None
     feedback: Any = None
+    weights: Any = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +233,7 @@ class Kind(NamedTuple):
         counts: of a reduce-scatter, the elements for each rank.
         row: elements in a row, where ranks exchange rows.
         codec: the name of the format in which floats travel between nodes; None: as they are.
+        weights: of an average that is weighted, in the order of ranks.
     """
 
     collective: Collective
@@ -245,6 +247,7 @@ class Kind(NamedTuple):
     counts: tuple[int, ...] = ()
     row: int = 1
     codec: str | None = None
+    weights: tuple[float, ...] = ()
 
 
 class Task(NamedTuple):

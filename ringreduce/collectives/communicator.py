@@ -116,6 +116,7 @@ class Communicator(Messaging, Choices):
         compression: str | None = None,
         feedback: Feedback | None = None,
         wire: str | None = None,
+        weights: Sequence[float] = (),
     ) -> A:
         """Reduce arrays over all ranks, element by element; every rank gets the result, with the same bits.
 
@@ -135,21 +136,24 @@ class Communicator(Messaging, Choices):
             feedback: keeps the rounding errors, and adds them the next time, for an array that is reduced again and
                 again; on all ranks or none.
             wire: the same as ``compression``.
+            weights: on one node, of an average of floats: the sum of all arrays, each times the number of its rank
+                here, in place of their average; must agree. Empty: the average.
 
         Returns:
             ``out``, or the new array.
 
         Raises:
             ConfigError: no such op, algorithm or format, or they do not go together or cannot run here.
-            UnsupportedBufferError: a format was asked for, and the array is not of floats.
+            UnsupportedBufferError: a format or weights were asked for, and the array is not of floats.
         """
         if compression is None:
             compression = wire
         if deterministic and algorithm is None and compression is None:
             algorithm, deterministic = DETERMINISTIC, False
-        if not (deterministic or compression):
+        if not (deterministic or compression or weights):
             return self._runner.make("allreduce", array, out, op, algorithm)  # type: ignore[no-any-return]
-        call = Call(Collective.ALLREDUCE, array, out, op, 0, None, algorithm, deterministic, compression, feedback)
+        how = algorithm, deterministic, compression, feedback, weights
+        call = Call(Collective.ALLREDUCE, array, out, op, 0, None, *how)
         return self._runner.run(call)  # type: ignore[no-any-return]
 
     def reduce_scatter(

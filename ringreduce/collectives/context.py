@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ringreduce.algorithms import Collective, Schedule, schedule_for
-from ringreduce.buffers import DTYPES, Array, Call, DType, Kernels, Operand, kernels_for, unowned
+from ringreduce.buffers import DTYPES, Array, Call, DType, Kernels, Operand, WeightedKernels, kernels_for, unowned
 from ringreduce.collectives.call import Problem, Task
 from ringreduce.collectives.execution import STREAMS, BoundSchedule, Coding, Elements, Link, Memory
 from ringreduce.collectives.plan import BoundCall, Plans
@@ -45,6 +45,7 @@ class _Scratch:
 
     def __init__(self) -> None:
         self.kernels: dict[tuple[str, ReduceOp], Kernels] = {}
+        self.weighted: dict[str, Any] = {}
         self._copies: dict[int, Array] = {}
         self._block = self._shared = np.empty(0, np.uint8)
 
@@ -140,8 +141,10 @@ class Context:
         """Return this rank's steps in a task."""
         return self.schedule(task.kind.collective, task.choice.algorithm, task.kind.root)
 
-    def kernels(self, dtype: DType, op: ReduceOp) -> Kernels:
-        """Return what reduces such elements of these ranks, with scratch of its own."""
+    def kernels(self, dtype: DType, op: ReduceOp, weights: Sequence[float] = ()) -> Kernels:
+        """Return what reduces such elements, with ``weights`` of the ranks if any, with scratch of its own."""
+        if weights:
+            return WeightedKernels(dtype, weights, self.scratch.weighted)
         key = dtype.name, op
         found = self.scratch.kernels.get(key)
         if found is None:
@@ -172,7 +175,9 @@ class Context:
         """Bind this rank's direct loads and stores; return the calls that carry them out."""
         schedule = self.schedule(task.kind.collective, algorithm, task.kind.root)
         link = Link(self.rank, self.waiter, task.signature.text)
-        return BoundSchedule(schedule, [segment], memory, self.kernels(task.dtype, task.op), link).calls
+        return BoundSchedule(
+            schedule, [segment], memory, self.kernels(task.dtype, task.op, task.kind.weights), link
+        ).calls
 
     def segment_limit(self, data: Elements, largest: int) -> int:
         """Return how many elements of a block travel at once: at most what the settings say, and at least half of it.

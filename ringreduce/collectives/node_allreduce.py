@@ -65,7 +65,7 @@ class OneShot(BoundCall):
         board = self._board = context.board
         self._instruments, self._entry = context.instruments, task.signature
         mailboxes = [board.mailboxes(parity, task.dtype.storage, (count,)) for parity in (0, 1)]
-        kernels = context.kernels(task.dtype, task.op)
+        kernels = context.kernels(task.dtype, task.op, task.kind.weights)
         self._mine = [each[board.index] for each in mailboxes]
         self._reduce = [kernels.combine(each) for each in mailboxes]
 
@@ -106,7 +106,7 @@ class StagedTwoShot(BoundCall):
     def __init__(self, context: Context, task: Task, count: int) -> None:
         board = self._board = context.board
         self._context, self._instruments, self._signature = context, context.instruments, task.signature
-        self._kernels = context.kernels(task.dtype, task.op)
+        self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
         self._where = -1, -1
         self._staged: _Staged | None = None
         self._pieces = []

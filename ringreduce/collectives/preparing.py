@@ -100,9 +100,32 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
             argument = f"{op.value} as {codec}{'' if call.feedback is None else ' with feedback'}"
         elif call.feedback is not None:
             call.feedback.begin(0, 0)
+    weights = tuple(call.weights)
+    if weights:
+        _require_weighable(ranks, call, source, op)
+        argument = f"{argument}, weights {weights}"
     result, nbytes = operands.result(call.array, source, source.shape, call.out), source.nbytes
-    kind = Kind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes, codec=codec)
+    kind = Kind(
+        *(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes),
+        codec=codec,
+        weights=weights,
+    )
     return Prepared(call, source, result, kind, nbytes)
+
+
+def _require_weighable(ranks: Context, call: Call, source: AnyOperand, op: ReduceOp) -> None:
+    """Check a call with weights.
+
+    Raises:
+        ConfigError: of other arguments, or the number of weights, or because the ranks are on several nodes.
+        UnsupportedBufferError: the array is in device memory, or its elements are no floats.
+    """
+    if not (ranks.single_node and op is ReduceOp.AVERAGE and call.algorithm is None and call.compression is None):
+        raise ConfigError("weights are for averages on one node, without a named algorithm or wire format")
+    if len(call.weights) != ranks.topology.size:
+        raise ConfigError(f"an average of {ranks.topology.size} ranks takes as many weights, got {len(call.weights)}")
+    if require_host(source, "a weighted allreduce").dtype.kind not in ("float", "complex"):
+        raise UnsupportedBufferError(f"weights are for floats, got {source.dtype.name}")
 
 
 def _require_codec(wire: Any, dtype: DType, op: ReduceOp, *, deterministic: bool) -> None:

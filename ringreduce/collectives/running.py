@@ -13,7 +13,7 @@ import numpy as np
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, Operand, as_given
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives.call import NCCL, Call, Choice, Kind, Path, Problem, Task
+from ringreduce.collectives.call import DETERMINISTIC, NCCL, Call, Choice, Kind, Path, Problem, Task
 from ringreduce.collectives.compressed import CODED, Feedback
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.loads import plan_loads
@@ -65,7 +65,7 @@ class Runner:
     def run(self, call: Call) -> Any:
         """Make a call that is a value."""
         collective = call.collective.value
-        if call.splits is None and not (call.deterministic or call.compression):
+        if call.splits is None and not (call.deterministic or call.compression or call.weights):
             return self.make(collective, call.array, call.out, call.op, call.algorithm, call.root)
         return self._state.call(collective, self._perform, call)
 
@@ -130,7 +130,7 @@ class Runner:
             if prepared.counts_result and result is not None:
                 assert result.operand is not None
                 timer.nbytes = result.operand.nbytes
-        repeatable = call.splits is None and call.compression is None
+        repeatable = call.splits is None and call.compression is None and not call.weights
         if again is not None and repeatable and self._context.lifetime.open:  # another thread may have given up
             self._keep(prepared, timer.nbytes, *again)
         if result is None:
@@ -223,7 +223,10 @@ class Runner:
         problem = context.problem(kind.collective, kind.nbytes, kind.dtype, kind.op)
         if context.counts_decide and kind.collective in _OF_ONE_SHAPE and shape is not None:
             shape = (prod(shape),)
-        choice = self._choose(problem, kind.algorithm if kind.codec is None else CODED)
+        asked = kind.algorithm if kind.codec is None else CODED
+        if kind.weights:
+            asked = DETERMINISTIC  # on one node one rank reduces all terms of an element at once then
+        choice = self._choose(problem, asked)
         assert isinstance(choice.path, Path)
         signature = _signature(kind, choice, shape)
         if kind.codec is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from operator import add, sub
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -144,12 +145,14 @@ class Pace:
     cores: tuple[int, ...]
 
     def __add__(self, more: Pace) -> Pace:
-        sums = (getattr(self, each.name) + getattr(more, each.name) for each in fields(self)[:-1])
-        return Pace(*sums, cores=more.cores)
+        return self._with(add, more, more.cores)
 
     def __sub__(self, before: Pace) -> Pace:
-        differences = (getattr(self, each.name) - getattr(before, each.name) for each in fields(self)[:-1])
-        return Pace(*differences, cores=self.cores)
+        return self._with(sub, before, self.cores)
+
+    def _with(self, combine: Callable[[Any, Any], Any], other: Pace, cores: tuple[int, ...]) -> Pace:
+        names = [each.name for each in fields(self)[:-1]]
+        return Pace(**{name: combine(getattr(self, name), getattr(other, name)) for name in names}, cores=cores)
 
 
 @dataclass(slots=True)

@@ -47,7 +47,13 @@ class Executor:
         self._buffers: OrderedDict[tuple[str, tuple[tuple[int, ...], ...]], _Buffer] = OrderedDict()
 
     def reduce_in_place(
-        self, op: ReduceOp, arrays: Sequence[Any], wire: str | None, feedbacks: Sequence[Feedback], active: int
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Any],
+        wire: str | None,
+        feedbacks: Sequence[Feedback],
+        active: int,
+        weights: Sequence[float] = (),
     ) -> None:
         """Reduce arrays one by one, each where it is; as many and of the same dtypes and lengths on all ranks.
 
@@ -57,12 +63,13 @@ class Executor:
             wire: the format in which they travel; None: as they are.
             feedbacks: one for each array, or none.
             active: over so many ranks are averages.
+            weights: as for `Communicator.allreduce`, where all ranks are active.
         """
         divisor = self._divisor(op, active)
         for index, array in enumerate(arrays):
             feedback = feedbacks[index] if feedbacks else None
             if not divisor:
-                self.communicator.allreduce(array, op, out=array, wire=wire, feedback=feedback)
+                self.communicator.allreduce(array, op, out=array, wire=wire, feedback=feedback, weights=weights)
                 continue
             operand = Operand.of(array)
             view = operand.flat()

@@ -95,6 +95,10 @@ class Operation:
         self.error: BaseException | None = None
         self.record = [0.0, 0.0, 0.0, name, signature.text, self.stack, None]
 
+    def require_everyone(self) -> None:
+        """Have it refused if a rank has joined; to be called before it is submitted."""
+        self.signature = self.signature._replace(kind=Kind.CALL)
+
     def renew(self) -> None:
         """Forget how it has ended, so that it can be submitted again."""
         self.done = self.refused = self.withdrawn = False
@@ -251,15 +255,21 @@ class CollectiveOp(Operation):
         name: as for `Operation`.
         text: all that must agree, in words.
         run: makes the calls on the engine's communicator and returns the result.
+
+    Attributes:
+        before: called just before; None: nothing is.
     """
 
-    __slots__ = ("run",)
+    __slots__ = ("before", "run")
 
     def __init__(self, name: str, text: str, run: Callable[[Communicator], Any]) -> None:
         super().__init__(name, OperationSignature(text))
         self.run = run
+        self.before: Callable[[], object] | None = None
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
+        if self.before is not None:
+            self.before()
         self.result = self.run(executor.communicator)
 
 
@@ -304,10 +314,12 @@ class InPlaceAllreduce(Operation):
         within: returns a context to carry it out in, on whichever thread; None: in none.
 
     Attributes:
+        weights: as for `Communicator.allreduce`, if no rank has joined.
+        before: called before the data is read, in that context; None: nothing is.
         active: how many ranks contributed, once it is done.
     """
 
-    __slots__ = ("active", "arrays", "feedbacks", "op", "within")
+    __slots__ = ("active", "arrays", "before", "feedbacks", "op", "weights", "within")
 
     def __init__(
         self,
@@ -327,11 +339,16 @@ class InPlaceAllreduce(Operation):
             OperationSignature(text, Kind.IN_PLACE, op.value, parts, wire or "", bool(feedbacks), speculative),
         )
         self.op, self.arrays, self.feedbacks, self.within = op, arrays, feedbacks, within
+        self.weights: Sequence[float] = ()
+        self.before: Callable[[], object] | None = None
         self.active = 0
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
         with nullcontext() if self.within is None else self.within():
-            executor.reduce_in_place(self.op, self.arrays, self.signature.wire or None, self.feedbacks, run.active)
+            if self.before is not None:
+                self.before()
+            wire = self.signature.wire or None
+            executor.reduce_in_place(self.op, self.arrays, wire, self.feedbacks, run.active, self.weights)
         self.active = run.active
 
 

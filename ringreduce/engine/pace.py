@@ -55,7 +55,8 @@ class Pacemaker:
         length: so many steps are reported at once: more of many ranks, so that rank 0 sends no more per step.
         loading_s: how long the program has waited for data; what loads it adds to this.
         reported: whether a report was sent that nobody has looked at since.
-        judged, warned: what all ranks had done when the program was last to be warned of a slow one, and whether it was.
+        shares: what is kept of samples by speed; None: nothing.
+        judged, warned: what all ranks had done when it was last asked whether one is slow, and whether one was.
     """
 
     def __init__(
@@ -71,9 +72,14 @@ class Pacemaker:
         self.loading_s = 0.0
         self.reported = self.warned = False
         self.judged: list[Pace] = []
+        self.shares: Any = None
         self._waited_s, self._send, self._clock, self._usage = waited_s, send, clock, usage
         self._cores = [*cores] if len(cores) <= _FEW_CORES else []
         self._joins = self._number = 0
+        self._before: tuple[float, float, Usage | None] | None = None
+        self._own: list[float] = []
+        self._sampled: list[float] = []  # seconds, and what of `Usage` in these
+        self._loaded_s = 0.0
         self._restart()
 
     def arrive(self, joins: int) -> None:
@@ -86,10 +92,11 @@ class Pacemaker:
         now_s, waits_s = self._clock() - then_s, self._waited_s() - waited_s
         self._own.append(now_s - waits_s)
         if used is not None and not waits_s:
-            self._sampled = [old + new for old, new in zip(self._sampled, (now_s, *self._used_since(used)), strict=True)]
+            more = now_s, *(new - old for new, old in zip(self._usage(), used, strict=True))
+            self._sampled = [each + new for each, new in zip(self._sampled, more, strict=True)]
         if len(self._own) == self.length:
-            report = [self._joins, self._number, self._own, *self._sampled, self.loading_s - self._loaded_s, self._cores]
-            self._send(["pace", *report])
+            measured = [*self._sampled, self.loading_s - self._loaded_s, self._cores]
+            self._send(["pace", self._joins, self._number, self._own, *measured])
             self._number, self.reported = self._number + 1, True
             self._restart()
 
@@ -98,14 +105,9 @@ class Pacemaker:
         sampled = len(self._own) % _SAMPLED_EVERY == 0
         self._before = self._clock(), self._waited_s(), self._usage() if sampled else None
 
-    def _used_since(self, before: Usage) -> list[float]:
-        return [new - old for new, old in zip(self._usage(), before, strict=True)]
-
     def _restart(self) -> None:
-        self._before: tuple[float, float, Usage | None] | None = None
-        self._own: list[float] = []
-        self._sampled = [0.0, 0.0, 0.0, 0.0]  # seconds, and what of `Usage` in these
-        self._loaded_s = self.loading_s
+        self._before = None
+        self._own, self._sampled, self._loaded_s = [], [0.0] * (1 + len(Usage._fields)), self.loading_s
 
 
 class Paces:
@@ -145,5 +147,5 @@ class Paces:
 
 def add(paces: list[Pace], more: list[list[Any]]) -> list[Pace]:
     """Return what the paces of all ranks add up to with those of some more steps."""
-    new = [Pace(*each[:-1], cores=tuple(each[-1])) for each in more]
+    new = [Pace(*sums, cores=tuple(cores)) for *sums, cores in more]
     return [old + each for old, each in zip(paces, new, strict=True)] if paces else new

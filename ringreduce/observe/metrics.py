@@ -156,7 +156,9 @@ class Metrics:
         tallies = [tally for tally, *_ in engines]
         heard = [(tally.late, ranks) for tally, _, ranks, _ in engines if tally.late is not None]
         late, ranks = max(heard, default=((0.0, 0, 0.0), ()))
-        trained = max((each for each in engines if each[0].paces), key=lambda each: each[0].paces[0].steps, default=None)
+        trained = max(
+            (each for each in engines if each[0].paces), key=lambda each: each[0].paces[0].steps, default=None
+        )
         return cls(
             collectives={name: total for name, total in totals.items() if total.calls},
             operations=sum(each.operations for each in tallies),

@@ -56,6 +56,7 @@ from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.training.averages import weighted_average
 from ringreduce.training.built import *  # noqa: F403
 from ringreduce.training.ops import *  # noqa: F403
+from ringreduce.training.shares import loading, share
 
 __all__ = [
     "DiLoCo",
@@ -70,10 +71,12 @@ __all__ = [
     "elastic",
     "functions",
     "load_checkpoint",
+    "loading",
     "mpi_ops",
     "optimizer",
     "save_checkpoint",
     "set_conventions",
+    "share",
     "sync_batch_norm",
     "weighted_average",
 ]

@@ -13,12 +13,10 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import count as count_progress
 from ringreduce.runtime import rank_and_size
-
-#: What becomes of samples that do not divide evenly among the ranks.
-Ends = Literal["repeat", "drop", "uneven"]
+from ringreduce.training.shares import Batches, Ends
 
 
-class DistributedSampler(Sampler[int]):
+class DistributedSampler(Sampler[Any]):
     """Divides a dataset among the ranks, differently in each epoch, for a ``DataLoader(dataset, sampler=...)``.
 
     As torch's sampler of this name, but that the ranks need not be given, and that ranks may have different numbers of
@@ -32,6 +30,11 @@ class DistributedSampler(Sampler[int]):
             first samples once more, so that all have equally many. ``"drop"``: they are skipped. ``"uneven"``: some
             ranks get one more, for programs that `join` at their ends, or that weight what they average
             (`weighted_average`).
+        shares: ``"even"``, or ``"speed"``: ranks get samples in proportion to their measured speed, divided anew by
+            `set_epoch`; see docs/recipes/speeds.md. Must agree.
+        batch_size: of a batch, on average over the ranks; then the sampler yields lists of samples, for
+            ``DataLoader(dataset, batch_sampler=...)``. All ranks together have ``batch_size`` times their number in
+            each step, whatever their shares, and ``ends`` is about the last step. Needed by ``"speed"``. Must agree.
 
     Raises:
         ConfigError: the dataset has no length, or an argument makes no sense.
@@ -40,7 +43,16 @@ class DistributedSampler(Sampler[int]):
         epoch: which one; see `set_epoch`.
     """
 
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, ends: Ends = "repeat") -> None:
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int = 0,
+        ends: Ends = "repeat",
+        *,
+        shares: Literal["even", "speed"] = "even",
+        batch_size: int | None = None,
+    ) -> None:
         if not hasattr(dataset, "__len__"):
             raise ConfigError(
                 f"a sampler divides what has a length, not a {type(dataset).__name__}; for what can only be iterated "
@@ -51,16 +63,40 @@ class DistributedSampler(Sampler[int]):
         self.seed = whole_number("seed", seed, 0)
         self.epoch = 0
         self._ends = _checked(ends)
+        if shares not in ("even", "speed"):
+            raise ConfigError(f'shares is "even" or "speed", got {shares!r}')
+        if shares == "speed" and batch_size is None:
+            raise ConfigError(
+                'shares="speed" makes batches of different sizes: say DistributedSampler(..., batch_size=...), and '
+                "give it to DataLoader(batch_sampler=...)"
+            )
+        self._batches: Batches | None = None
+        if batch_size is not None:
+            self._batches = Batches(whole_number("batch_size", batch_size, 1), ends, by_speed=shares == "speed")
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, so that it has another order; the same on all ranks."""
+        """Say which epoch begins, so that it has another order, and new shares; the same on all ranks."""
         self.epoch = whole_number("epoch", epoch, 0)
+        if self._batches is not None:
+            self._batches.renew()
 
-    def __iter__(self) -> Iterator[int]:
-        count, (me, ranks) = len(self.dataset), rank_and_size()
-        order = list(range(count))
-        if self.shuffle:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is None:
+            yield from self._samples()
+            return
+        for batch in self._batches.of(self._order()):
+            yield batch
+            count_progress(samples=len(batch))
+
+    def _order(self) -> list[int]:
+        """Return all samples in the order of this epoch, the same on all ranks."""
+        count = len(self.dataset)
+        if not self.shuffle:
+            return list(range(count))
+        return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+
+    def _samples(self) -> Iterator[int]:
+        count, order, (me, ranks) = len(self.dataset), self._order(), rank_and_size()
         if self._ends == "repeat":
             order += [order[place % count] for place in range(-count % ranks)]
         elif self._ends == "drop":
@@ -71,6 +107,8 @@ class DistributedSampler(Sampler[int]):
 
     def __len__(self) -> int:
         count, (me, ranks) = len(self.dataset), rank_and_size()
+        if self._batches is not None:
+            return self._batches.number(count)
         if self._ends == "uneven":
             return len(range(me, count, ranks))
         return -(-count // ranks) if self._ends == "repeat" else count // ranks

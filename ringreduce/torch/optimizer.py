@@ -202,18 +202,21 @@ class DistributedOptimizer(wrapping.Wrapper):
         copied._reset_step_state(options)
         return copied
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Reduce the gradients, then step. Collective.
 
         Args:
             closure: clears the gradients, computes loss and gradients, and returns the loss. The wrapped optimizer may
                 call it several times; the gradients are reduced after each, and the loss too, so that line searches
                 decide the same on all ranks. It must return a loss on all ranks or on none.
+            samples: over how many samples this rank's gradients are a mean; on all ranks or none. See `share`.
 
         Returns:
             What the wrapped optimizer returns: with a closure, the loss, reduced over the ranks like the gradients.
         """
         self.rejoin()
+        if samples is not None:
+            self._training.count(samples, reduced=self._skipping or self._reduced.is_final(id(self)))
         with self._stepper.reading:
             self._stepper.require_unchanged()
             if self._adasum and not self._training.alone:
@@ -344,10 +347,8 @@ class DistributedOptimizer(wrapping.Wrapper):
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
         `step` and `synchronize` do so by themselves. Call it where a rank may `join` before it steps again. Drops what
-        compression has kept. Does nothing while the process set is not registered.
-
-        Raises:
-            MismatchError: the ranks have different parameters.
+        compression has kept. Does nothing while the process set is not registered. A `MismatchError` is raised if the
+        ranks have different parameters.
         """
         self._training.rejoin()
 

@@ -20,6 +20,7 @@ ADDED, CHANGED, WAITS = 1, 2, 3
 _Bytes = npt.NDArray[np.uint8]
 
 _NUMBER_NBYTES = 4
+_COUNTS = "counted", "uncounted", "miscounted"
 
 
 class Ranks:
@@ -91,6 +92,8 @@ class Record:
         changed: likewise: whether the program has changed gradients by itself.
         again: likewise: whether a backward pass has added to sums over the ranks.
         slower: likewise: whether steps have taken longer with overlap.
+        counted, uncounted, miscounted: likewise: whether ranks say of how many samples their gradients are means,
+            whether ranks do not, and whether some rank says what is wrong.
     """
 
     def __init__(self, communicator: Communicator, count: int, overlaps: bool) -> None:
@@ -99,13 +102,14 @@ class Record:
         one, signed = ("u1", (1,)), ("u1", (2, _NUMBER_NBYTES))
         fields: list[Any] = [("found", "u1", (count,))]
         fields += [(name, "u1", (early,)) for name in ("status", "cleared", "kept")]
-        fields += [(name, *one) for name in ("unlike", "changed", "again", "slower")]
+        fields += [(name, *one) for name in ("unlike", "changed", "again", "slower", *_COUNTS)]
         fields += [(name, *signed) for name in ("weights", "settings", "layout", "stepped")]
         layout = np.dtype(fields)
         self.memory: _Bytes = communicator.empty(layout.itemsize, np.uint8)
         self._fields = self.memory.view(layout).reshape(())
         self.found, self.status, self.cleared, self.kept = (self._fields[name] for name, *_ in fields[:4])
         self.unlike, self.changed, self.again, self.slower = (self._fields[name] for name, *_ in fields[4:8])
+        self.counted, self.uncounted, self.miscounted = (self._fields[name] for name in _COUNTS)
 
     def begin(self, found: bytes) -> None:
         """Say what was found, and nothing else yet."""

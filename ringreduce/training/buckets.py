@@ -26,6 +26,7 @@ from ringreduce.training.agreement import Ranks
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
 from ringreduce.training.framework import Found, Hooks, Look, Memory, Named, Removable, Slot, Sparse
 from ringreduce.training.options import Options
+from ringreduce.training.weights import Weights
 
 #: Gradients of at least so many bytes are collected as soon as the backward pass has made them. From this size on,
 #: glibc's malloc hands freed memory back to the kernel, so that gradients which live until they are cleared cost a page
@@ -219,6 +220,7 @@ class Buckets:
         layout: a checksum of which parameter is where; equal on ranks whose buckets are.
         moved: as for `Bucket.collect_at_once`.
         parts: makes operations of which a rank needs only its part; returns None where it needs all.
+        weights: of averages; None: they are equal.
     """
 
     def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named], options: Options) -> None:
@@ -230,6 +232,7 @@ class Buckets:
         self.layout = 0
         self.moved: dict[int, tuple[int, int]] = {}
         self.parts: Callable[..., Operation | None] = lambda *reduction: None
+        self.weights: Weights | None = None
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
@@ -357,10 +360,11 @@ class Buckets:
         memory, name = self.memory, self.ranks.name
         if not isinstance(memory, Sparse):
             raise UnsupportedBufferError("sparse gradients are not supported on this rank")
-        rows = memory.rows(parameter, gradient, sparse_dims)
+        places, values = memory.rows(parameter, gradient, sparse_dims)
+        rows = places, values if self.weights is None else values * self.weights.factor
         gather = Gather(f"{name}, sparse", f"a sparse gradient of {name}", rows, memory.streams.around(rows))
         places, values = self.ranks.run(gather)
-        return memory.of_rows(parameter, places, values, self._divisor(active))
+        return memory.of_rows(parameter, places, values, self.divisor(active))
 
     def operation(
         self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], **early: Any
@@ -388,10 +392,12 @@ class Buckets:
 
     def reduction(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
         """Return the reduction of buckets before a step, or that of this rank's parts where it needs no more."""
-        operation = self.parts(name, text, self.options.op, buckets, sent)
-        if operation is None:
-            return self.operation(name, text, buckets, sent)
+        operation = self.parts(name, text, self.options.op, buckets, sent) or self.operation(name, text, buckets, sent)
         operation.parts = partial(self._names_in, buckets)
+        if self.weights is not None and self.options.compressor is None:
+            wire, on_host = buckets[0].travels
+            inside = wire is None and on_host and self.ranks.engine.communicator.topology.single_node
+            self.weights.apply(operation, inside=inside, scale=partial(self._scale, sent))
         return operation
 
     def _names_in(self, buckets: Sequence[Bucket]) -> list[str]:
@@ -402,7 +408,8 @@ class Buckets:
     def _together(self, buckets: Sequence[Bucket]) -> None:
         factor, compressor = self.options.predivide_factor, self.options.compressor
         flats = [bucket.flat for bucket in buckets]
-        self._scale(flats, 1.0 / factor)
+        weight = 1.0 if self.weights is None or compressor is None else self.weights.factor
+        self._scale(flats, weight / factor)
         compressed = [(flat, None) if compressor is None else compressor.compress(flat) for flat in flats]
         wire, name = buckets[0].wire, self.ranks.name
         sent = [each for each, _ in compressed]
@@ -414,9 +421,9 @@ class Buckets:
         self._scale(flats, factor)
 
     def _compress(self, reducer: Reducer, flat: Any, active: int) -> None:
-        factor, divisor = self.options.predivide_factor, self._divisor(active)
+        factor, divisor = self.options.predivide_factor, self.divisor(active)
         plain = factor == 1.0 and divisor == self.ranks.size  # then the reducer itself averages
-        self._scale([flat], 1.0 / factor)
+        self._scale([flat], (1.0 if self.weights is None else self.weights.factor) / factor)
         with self.memory.streams.on_host(flat) as values:
             reducer.reduce(self.ranks, values, average=plain)
         self._scale([flat], 1.0 if plain else factor / divisor)
@@ -426,7 +433,7 @@ class Buckets:
             for flat in flats:
                 self.memory.scale(flat, factor)
 
-    def _divisor(self, active: int) -> int:
+    def divisor(self, active: int) -> int:
         """Return by which number the sum over the active ranks is divided."""
         if self.options.op is not AVERAGE:
             return 1

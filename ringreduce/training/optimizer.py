@@ -95,6 +95,7 @@ class Gradients:
     def stepped(self) -> None:
         """To be called when the optimizer has made a step."""
         self.reducer.stepped += 1
+        self.reducer.samples = None
 
     @property
     def pending(self) -> bool:
@@ -315,6 +316,20 @@ class Training:
             replaced.retire()
         return True
 
+    def count(self, samples: object, *, reduced: bool) -> None:
+        """Weight the averages of a step by this rank's number of samples; on all ranks or none.
+
+        Raises:
+            ConfigError: the gradients were reduced before that.
+        """
+        if reduced or self.reducer.options.in_backward:
+            raise ConfigError(
+                "step(samples=...) comes too late, as the gradients were reduced before the step: by synchronize(), "
+                'clip_grad_norm_(), a GradScaler, or with reduce_in="backward". There, a DistributedSampler with '
+                'shares="speed" knows how many samples there are'
+            )
+        self.reducer.samples = samples
+
     def declare_passes(self, passes: int) -> None:
         """Change how many backward passes come before each step; the same on all ranks."""
         self.options = replace(self.options, passes=whole_number("backward_passes_per_step", passes, 1))
@@ -333,6 +348,8 @@ class Training:
 
     def reduce_loss(self, loss: npt.NDArray[np.float64]) -> None:
         """Reduce the loss of a closure like gradients, in place. Collective."""
+        if (weights := self.reducer.buckets.weights) is not None:
+            loss *= weights.factor
         mean = Reduction(f"loss of {self._kind}", "loss of a closure", self.options.op, [loss], [loss])
         self._run(mean, f"the loss of a closure of {self.described}")
 
@@ -407,12 +424,13 @@ class ListTraining:
             checked = Options(**options).checked(self.training.communicator.config, [each for _, each in named])
         self.training.begin(kind, partial(list, named), checked, settings)
 
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], samples: int | None = None) -> list[Any]:
         """Return the averages, or sums, of gradients over the ranks. Collective.
 
         Args:
             gradients: one array, or None, for each spec; they are only read. Gradients that a rank lacks count as
                 zeros there; what no rank has stays None.
+            samples: see `GradientReducer`.
 
         Returns:
             Arrays that keep their values while they are held, or views of them.
@@ -422,6 +440,7 @@ class ListTraining:
         """
         self.training.rejoin()
         reducer = self.training.reducer
+        reducer.samples = samples
         reduced = reducer.reduce(gradients)
         reducer.stepped += 1
         return reduced

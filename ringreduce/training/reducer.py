@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
-from ringreduce.common.reduce_ops import MAX, SUM
+from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM
 from ringreduce.engine import Engine, InPlaceAllreduce, Operation
 from ringreduce.training.agreement import Ranks, Record
 from ringreduce.training.buckets import Bucket, Buckets
@@ -26,7 +28,9 @@ from ringreduce.training.framework import Found, Look, Memory, Named, Slot
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
 from ringreduce.training.sharding import Sharding
+from ringreduce.training.shares import samples_of
 from ringreduce.training.staleness import LateAverages
+from ringreduce.training.weights import Weights
 
 
 class _Repeat(NamedTuple):
@@ -72,6 +76,8 @@ class GradientReducer:
         sharding: what has the parameters in memory of the node; None: each rank has its own.
         late: the averages that later steps apply; None: each step applies its own.
         stepped: so many steps the optimizer has made; counted from 0 again when all ranks have joined.
+        samples: over how many samples this rank's gradients are a mean; averages are weighted by these numbers. On all
+            ranks or none. None: as a sampler says that divides by speed; where none does, ranks count alike.
     """
 
     def __init__(
@@ -98,6 +104,9 @@ class GradientReducer:
         if options.staleness:
             self.late = LateAverages(options.staleness, memory, self.ranks, self.buckets)
         self.stepped = 0
+        self.samples: Any = None
+        self._told: int | None = None  # this rank's samples, and those of all, when they were last agreed on
+        self._counts: dict[int, int] = {}
         self._settings = settings
         self._steps = 0  # calls of `reduce` on this rank, from 0 again when all ranks have joined
         self._joins = engine.joins
@@ -119,7 +128,8 @@ class GradientReducer:
 
         Raises:
             UnsupportedBufferError: on all ranks, if some rank has a gradient that cannot be reduced.
-            ConfigError: on all ranks, if gradients reduced before the step were overwritten or cleared on some.
+            ConfigError: on all ranks, if gradients reduced before the step were overwritten or cleared on some, or
+                numbers of samples are wrong or missing on some.
         """
         reduced = list(gradients)
         found = self.memory.found(reduced)
@@ -138,8 +148,10 @@ class GradientReducer:
             if not self.checks.idle:
                 self.checks.look(self._steps, reduced)
             found = self._counted(found, parameters, fresh)
-            if self._last is None or not self._repeats(self._last, parameters, reduced, found):
-                self._agree_and_reduce(parameters, reduced, found)
+            samples = self._samples()
+            same = self._last is not None and samples == self._told
+            if not (same and self._repeats(parameters, reduced, found)):
+                self._agree_and_reduce(parameters, reduced, found, samples)
         except BaseException:
             self._last, self._alike = None, 0
             if self.early is not None:
@@ -207,8 +219,10 @@ class GradientReducer:
 
     # ---- a step like the last one ----
 
-    def _repeats(self, last: _Repeat, parameters: Sequence[Any], gradients: list[Any], found: bytes) -> bool:
+    def _repeats(self, parameters: Sequence[Any], gradients: list[Any], found: bytes) -> bool:
         """Reduce the buckets as in the last step; return False if a rank does something else, and nothing was done."""
+        last = self._last
+        assert last is not None
         if found != last.found or self._looks_closer or len(parameters) != len(last.parameters):
             return False
         if not all(map(is_, parameters, last.parameters)):
@@ -259,14 +273,18 @@ class GradientReducer:
             and max(found) == Found.DENSE
             and not any(bucket.is_compressed for bucket in buckets)
             and len({bucket.travels for bucket in buckets}) == 1
+            and (self.buckets.weights is None or self.buckets.weights.everyone)
         ):
-            text = f"a step of {self.ranks.name} like the last, {zlib.crc32(found, self.buckets.layout):08x}"
+            alike = zlib.crc32(found + repr(self._counts).encode(), self.buckets.layout)
+            text = f"a step of {self.ranks.name} like the last, {alike:08x}"
             self._last = _Repeat(found, parameters, buckets, [each.flat for each in buckets], slots, text)
 
     # ---- any other step ----
 
-    def _agree_and_reduce(self, parameters: Sequence[Any], gradients: list[Any], found: bytes) -> None:
-        record, active = self._agree(parameters, found)
+    def _agree_and_reduce(
+        self, parameters: Sequence[Any], gradients: list[Any], found: bytes, samples: int | ConfigError | None
+    ) -> None:
+        record, active = self._agree(parameters, found, samples)
         if self.options.in_backward and record.again.any():
             raise ConfigError(
                 f"a backward pass has added to sums over the ranks, of {self.ranks.described}: clear them first, make "
@@ -274,6 +292,7 @@ class GradientReducer:
             )
         self.buckets.number(parameters)
         reduced = [] if self.early is None else self.early.conclude(record, active)
+        self._weigh(samples, active, early=bool(reduced))
         everyone = record.found.tobytes()
         for bucket in reduced:
             bucket.adopt(gradients, everyone)
@@ -287,12 +306,40 @@ class GradientReducer:
                     parameters[number], gradients[number], state - Found.SPARSE, active
                 )
         if self.early is not None:
-            again = bool(moved) or record.is_again or self.checks.needs_own_gradients_in(self._steps + 1)
+            again = (
+                bool(moved or self._counts) or record.is_again or self.checks.needs_own_gradients_in(self._steps + 1)
+            )
             if self.early.next_step(record, again=again, everyone=active == self.ranks.size):
                 self.checks.warn_of_changes(in_backward=self.options.in_backward)
         self._remember(parameters, everyone)
 
-    def _agree(self, parameters: Sequence[Any], found: bytes) -> tuple[Record, int]:
+    def _samples(self) -> int | ConfigError | None:
+        """Return over how many samples this rank's gradients are a mean; None: nobody asks. An error is for all."""
+        try:
+            samples = samples_of(self.ranks.engine, self.samples)
+            if samples is not None and (self.options.op is not AVERAGE or self.options.adasum):
+                raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
+        except ConfigError as error:
+            return error
+        return samples
+
+    def _weigh(self, samples: int | ConfigError | None, active: int, *, early: bool) -> None:
+        """Weight averages by the samples of all ranks; on all ranks these are numbers, or on none."""
+        counts: dict[int, int] = {}
+        if isinstance(samples, int):
+            if early:
+                raise ConfigError(
+                    "buckets were averaged in the backward pass without weights; with samples, overlap=False"
+                )
+            rows = self.ranks.allgather(np.array([[self.ranks.rank, samples]], np.int64))
+            counts = dict(rows.tolist())
+        if self._refused and counts != self._counts:
+            self._patience = max(self._patience // 2, 1)  # steps were as alike as before
+        self._told, self._counts = samples if isinstance(samples, int) else None, counts
+        size, divisor = self.ranks.size, self.buckets.divisor(active)
+        self.buckets.weights = Weights.of(counts, self.ranks.rank, size, divisor)
+
+    def _agree(self, parameters: Sequence[Any], found: bytes, samples: int | ConfigError | None) -> tuple[Record, int]:
         """Exchange with the other ranks which gradients each has, and what it knows of them.
 
         Returns:
@@ -314,7 +361,11 @@ class GradientReducer:
         record.sign("layout", self.buckets.layout)
         if self.options.in_backward:
             record.sign("stepped", self.stepped)
+        record.counted[:], record.uncounted[:] = isinstance(samples, int), samples is None
+        record.miscounted[:] = isinstance(samples, ConfigError)
         active = self._exchange(record)
+        if isinstance(samples, ConfigError):
+            raise samples
         self._judge(record, settings)
         return record, active
 
@@ -332,6 +383,11 @@ class GradientReducer:
 
     def _judge(self, record: Record, settings: Mapping[str, str] | None) -> None:
         """Warn of what differs between the ranks, or raise."""
+        if record.miscounted.any() or (record.counted.any() and record.uncounted.any()):
+            raise ConfigError(
+                f"some rank says something wrong, or nothing, of the samples of a step of {self.ranks.described}: all "
+                "ranks say how many they have, or none"
+            )
         if record.differs("weights"):
             self._compares = False
             self.checks.warn_of_weights(self._steps)

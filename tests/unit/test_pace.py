@@ -188,5 +188,3 @@ def test_training_reports_to_all_ranks_with_no_further_operation(size: int) -> N
     assert all([paces for _, paces in other] == [paces for _, paces in first] for other in others)
     operations = [operations for operations, _ in first]
     assert operations[48] - operations[33] == 15
-
-

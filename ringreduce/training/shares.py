@@ -1,0 +1,225 @@
+"""Samples by speed: how many of each global batch every rank gets, from how long it took for those before.
+
+A rank that is always slow sets the pace of all, whatever they do while they wait for it. With fewer samples it does
+not. The mean over a global batch is then a weighted mean of the ranks' means; see `GradientReducer.samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from time import perf_counter
+from typing import Any, Literal, TypeVar
+from weakref import WeakSet
+
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.instruments import Pace
+from ringreduce.engine import Engine
+from ringreduce.runtime import global_process_set, is_initialized, rank_and_size
+
+T = TypeVar("T")
+
+#: What becomes of samples that do not divide evenly among the ranks.
+Ends = Literal["repeat", "drop", "uneven"]
+
+_AT_MOST = 0.25  # of its share, a rank gets more or less from one epoch to the next
+_AT_LEAST = 0.05  # to smaller changes measurements are not worth the trouble
+
+
+class Division:
+    """The shares of all ranks, equal at first, and renewed from epoch to epoch.
+
+    It depends on nothing but its arguments, which are the same on all ranks.
+
+    Attributes:
+        shares: the part of each rank in all samples; their sum is 1.
+    """
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self._speeds: list[float] = []
+        self._seen: Sequence[Pace] = ()
+
+    def renew(self, paces: Sequence[Pace], size: int) -> list[float]:
+        """Return the shares of the next epoch.
+
+        Speeds are averages of what was measured since the last time and of the speeds before. Shares move to those in
+        proportion to speeds, so far that none changes by more than a quarter; not at all for less than 5 %.
+
+        Args:
+            paces: of all ranks, up to now; empty: nothing was measured.
+            size: the number of ranks.
+        """
+        seen, self._seen = self._seen, list(paces)
+        if len(self.shares) != size or (seen and (not paces or paces[0].steps < seen[0].steps)):  # another world
+            self.shares, self._speeds, seen = [1.0 / size] * size, [], ()
+        new = [each - old for each, old in zip(paces, seen, strict=True)] if seen else paces
+        if not new or not all(each.steps and each.own_s > 0.0 for each in new):
+            return self.shares
+        speeds = _normalised([share * each.steps / each.own_s for share, each in zip(self.shares, new, strict=True)])
+        if self._speeds:
+            speeds = _normalised([(old + each) / 2 for old, each in zip(self._speeds, speeds, strict=True)])
+        self._speeds = speeds
+        largest = max(abs(speed / share - 1.0) for speed, share in zip(speeds, self.shares, strict=True))
+        if largest >= _AT_LEAST:
+            part = min(1.0, _AT_MOST / largest)
+            self.shares = [old + part * (new - old) for old, new in zip(self.shares, speeds, strict=True)]
+        return self.shares
+
+
+def _normalised(values: Sequence[float]) -> list[float]:
+    total = sum(values)
+    return [each / total for each in values]
+
+
+def divided(count: int, shares: Sequence[float]) -> list[int]:
+    """Divide a number of samples by shares: whole numbers, each at least 1 if there are so many."""
+    exact = [count * share for share in shares]
+    counts = [int(each) for each in exact]
+    by_rest = sorted(range(len(shares)), key=lambda rank: counts[rank] - exact[rank])
+    for rank in by_rest[: count - sum(counts)]:
+        counts[rank] += 1
+    while count >= len(shares) and 0 in counts:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(0)] += 1
+    return counts
+
+
+class Shares:
+    """What is kept of shares with an engine.
+
+    Attributes:
+        division: of the programs that ask for `share`.
+        batches: what gives out batches by speed.
+    """
+
+    def __init__(self) -> None:
+        self.division = Division()
+        self.batches: WeakSet[Batches] = WeakSet()
+
+    @classmethod
+    def of(cls, engine: Engine) -> Shares:
+        """Return what is kept with an engine, from now on."""
+        if engine.pacemaker.shares is None:
+            engine.pacemaker.shares = cls()
+        found: Shares = engine.pacemaker.shares
+        return found
+
+
+def samples_of(engine: Engine, given: Any) -> int | None:
+    """Return over how many samples this rank's gradients are a mean.
+
+    Args:
+        engine: of the ranks.
+        given: what the program says; None: nothing.
+
+    Returns:
+        None: it does not matter, as nobody divides by speed.
+
+    Raises:
+        ConfigError: that is no whole number, or nothing is said and no sampler knows it.
+    """
+    if given is not None:
+        return whole_number("samples", given, 0)
+    shares: Shares | None = engine.pacemaker.shares
+    begun = [] if shares is None else [each for each in shares.batches if each.counts]
+    if not begun:
+        return None
+    if len(begun) == 1 and begun[0].ends != "uneven":
+        return begun[0].counts[engine.communicator.rank]
+    raise ConfigError(
+        'with shares="speed" the ranks have different numbers of samples, and their averages need these numbers: say '
+        'step(samples=len(batch)); a sampler knows them by itself if it is the only one, and its ends are not "uneven"'
+    )
+
+
+class Batches:
+    """Divides each global batch among the ranks: evenly, or by speed.
+
+    Args:
+        size: of a batch, on average over the ranks. A global batch has so many samples for each rank.
+        by_speed: whether ranks get samples in proportion to their speeds.
+        ends: of the last global batch. ``"repeat"``: it is filled up with the first samples; ``"drop"``: it is skipped
+            unless it is whole; ``"uneven"``: it is smaller, and may have no sample for some ranks.
+
+    Attributes:
+        counts: how many samples of a whole global batch each rank has; empty: nothing was given out yet.
+        ends: the argument.
+    """
+
+    def __init__(self, size: int, ends: Ends, *, by_speed: bool) -> None:
+        self.counts: list[int] = []
+        self.ends = ends
+        self._size, self._by_speed, self._division = size, by_speed, Division()
+
+    def renew(self) -> None:
+        """Divide the next epoch anew; to be called on all ranks after the same steps."""
+        _, ranks = rank_and_size()
+        engine = global_process_set.engine if is_initialized() else None
+        if engine is not None and self._by_speed:
+            Shares.of(engine).batches.add(self)
+        self._division.renew(() if engine is None or not self._by_speed else engine.tally.paces, ranks)
+
+    def of(self, order: Sequence[int]) -> Iterator[list[int]]:
+        """Yield this rank's batches of samples in an order, which is the same on all ranks."""
+        me, ranks = rank_and_size()
+        if len(self._division.shares) != ranks:
+            self.renew()
+        whole = self._size * ranks
+        self.counts = divided(whole, self._division.shares)
+        for start in range(0, len(order), whole):
+            batch, counts = list(order[start : start + whole]), self.counts
+            if len(batch) < whole:
+                if self.ends == "drop":
+                    return
+                if self.ends == "repeat":
+                    batch += [order[place % len(order)] for place in range(whole - len(batch))]
+                counts = divided(len(batch), self._division.shares)
+            begin = sum(counts[:me])
+            if counts[me]:
+                yield batch[begin : begin + counts[me]]
+
+    def number(self, count: int) -> int:
+        """Return how many batches of so many samples this rank gets."""
+        me, ranks = rank_and_size()
+        rest, whole = count % (self._size * ranks), count // (self._size * ranks)
+        if self.ends == "uneven" and rest:
+            if len(self._division.shares) != ranks:
+                self.renew()
+            return whole + bool(divided(rest, self._division.shares)[me])
+        return whole + bool(rest and self.ends == "repeat")
+
+
+def share() -> float:
+    """Return which part of all samples this rank is to take in the epoch that begins now. Local.
+
+    For programs with loaders of their own: all ranks call it once before each epoch, and say ``samples`` in each step.
+    `DistributedSampler` does both by itself. Parts are equal at first, and 1 together; see `Division.renew`.
+
+    Returns:
+        1 / size if nothing was measured yet, or there is no world.
+    """
+    rank, size = rank_and_size()
+    if not is_initialized():
+        return 1.0
+    engine = global_process_set.engine
+    return Shares.of(engine).division.renew(engine.tally.paces, size)[rank]
+
+
+def loading(batches: Iterable[T]) -> Iterator[T]:
+    """Iterate over batches, and count how long the program waits for them: a reason why a rank is slow.
+
+    Args:
+        batches: a loader of any framework.
+    """
+    pacemaker = global_process_set.engine.pacemaker if is_initialized() else None
+    iterator = iter(batches)
+    while True:
+        began = perf_counter()
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        if pacemaker is not None:
+            pacemaker.loading_s += perf_counter() - began
+        yield batch
