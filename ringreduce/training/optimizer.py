@@ -320,8 +320,10 @@ class Training:
         """Weight the averages of a step by this rank's number of samples; on all ranks or none.
 
         Raises:
-            ConfigError: the gradients were reduced before that.
+            ConfigError: the gradients were reduced before that, or it is Adasum that combines steps.
         """
+        if self.options.adasum:
+            raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
         if reduced or self.reducer.options.in_backward:
             raise ConfigError(
                 "step(samples=...) comes too late, as the gradients were reduced before the step: by synchronize(), "

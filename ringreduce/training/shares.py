@@ -125,11 +125,13 @@ def samples_of(engine: Engine, given: Any) -> int | None:
     begun = [] if shares is None else [each for each in shares.batches if each.counts]
     if not begun:
         return None
-    if len(begun) == 1 and begun[0].ends != "uneven":
+    if len(begun) == 1 and begun[0].left and begun[0].ends != "uneven":
+        begun[0].left -= 1
         return begun[0].counts[engine.communicator.rank]
     raise ConfigError(
         'with shares="speed" the ranks have different numbers of samples, and their averages need these numbers: say '
-        'step(samples=len(batch)); a sampler knows them by itself if it is the only one, and its ends are not "uneven"'
+        "step(samples=len(batch)). A sampler knows them by itself as long as it is the only one of this kind, its ends "
+        'are not "uneven", and each of its batches is for one step; delete it if it is not used any more'
     )
 
 
@@ -144,11 +146,13 @@ class Batches:
 
     Attributes:
         counts: how many samples of a whole global batch each rank has; empty: nothing was given out yet.
+        left: for so many steps of the epoch there are batches yet.
         ends: the argument.
     """
 
     def __init__(self, size: int, ends: Ends, *, by_speed: bool) -> None:
         self.counts: list[int] = []
+        self.left = 0
         self.ends = ends
         self._size, self._by_speed, self._division = size, by_speed, Division()
 
@@ -166,7 +170,7 @@ class Batches:
         if len(self._division.shares) != ranks:
             self.renew()
         whole = self._size * ranks
-        self.counts = divided(whole, self._division.shares)
+        self.counts, self.left = divided(whole, self._division.shares), self.number(len(order))
         for start in range(0, len(order), whole):
             batch, counts = list(order[start : start + whole]), self.counts
             if len(batch) < whole:

@@ -113,7 +113,9 @@ def test_a_program_without_a_world_gets_all_batches(count: int, ends: Any) -> No
 def test_a_weighted_average_on_one_node(size: int, dtype: Any) -> None:
     """Is the weighted sum in float64, up to rounding, with equal bits on all ranks, in memory of any kind."""
     weights = [(rank + 1) / (size * (size + 1) / 2) for rank in range(size)]
-    values = [[np.random.default_rng((rank, n)).standard_normal(n).astype(dtype) for n in COUNTS] for rank in range(size)]
+    values = [
+        [np.random.default_rng((rank, n)).standard_normal(n).astype(dtype) for n in COUNTS] for rank in range(size)
+    ]
     digits = 2e-3 if dtype is np.float16 else 1e-6
 
     def program(communicator: rr.Communicator) -> list[bytes]:
@@ -124,7 +126,9 @@ def test_a_weighted_average_on_one_node(size: int, dtype: Any) -> None:
             place[:] = mine
             communicator.allreduce(place, rr.AVERAGE, out=place, weights=weights)
             private = communicator.allreduce(mine, rr.AVERAGE, weights=weights)
-            expected = sum(np.multiply(values[rank][number], weights[rank], dtype=np.complex128) for rank in range(size))
+            expected = sum(
+                np.multiply(values[rank][number], weights[rank], dtype=np.complex128) for rank in range(size)
+            )
             np.testing.assert_allclose(place, expected, atol=digits)
             np.testing.assert_array_equal(place, private)
             assert communicator.allreduce(np.ones(3), rr.AVERAGE).tolist() == [1.0] * 3
@@ -300,9 +304,7 @@ def test_a_sampler_that_does_not_know_the_numbers_is_an_error_without_them():
         with pytest.raises(rr.ConfigError, match="samples"):
             reducer.reduce([VALUES, np.float32(1.0).reshape(())])
         take_step(reducer, 0, [4, 2])
-        batches.ends = "repeat"
-        a, _ = reducer.reduce([VALUES * np.float32(engine.communicator.rank), np.float32(1.0).reshape(())])
-        reducer.samples = None
+        batches.ends, batches.left, reducer.samples = "repeat", 1, None
         a, _ = reducer.reduce([VALUES * np.float32(engine.communicator.rank), np.float32(1.0).reshape(())])
         np.testing.assert_allclose(a, VALUES / 3, rtol=1e-5)
 

@@ -1,0 +1,329 @@
+"""Ranks with different numbers of samples: training is that of one process with the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+hvd = pytest.importorskip("ringreduce.torch")
+
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+import ringreduce as rr  # noqa: E402
+from ringreduce.common.instruments import Pace  # noqa: E402
+
+FEATURES, HIDDEN = 13, 37
+STEPS = 9
+
+
+@pytest.fixture(params=[None, 1, 2], ids=["one node", "nodes of 1", "nodes of 2"])
+def nodes(request: pytest.FixtureRequest, no_world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world on one node, or on several."""
+    if request.param is not None:
+        monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(request.param))
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def make_model(dtype: Any = torch.float64) -> Any:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, 1))
+    return model.to(dtype)
+
+
+def samples_of(step: int) -> list[int]:
+    """Return how many samples each rank has: mostly the same, now and then others, and once equal ones."""
+    if step == 7:
+        return [4] * hvd.size()
+    return [1 + 2 * rank + (rank == 0) * (step % 4 == 3) for rank in range(hvd.size())]
+
+
+def batch_of(step: int, dtype: Any = torch.float64) -> tuple[Any, Any]:
+    """Return the whole batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(sum(samples_of(step)), FEATURES, generator=generator, dtype=torch.float64)
+    return x.to(dtype), x.sum(dim=1, keepdim=True).sin().to(dtype)
+
+
+def mine_of(step: int, dtype: Any = torch.float64) -> tuple[Any, Any]:
+    """Return this rank's part of it."""
+    counts, rank = samples_of(step), hvd.rank()
+    part = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    x, y = batch_of(step, dtype)
+    return x[part], y[part]
+
+
+def descend(model: Any, batch: tuple[Any, Any]) -> Any:
+    x, y = batch
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+
+
+def expected() -> list[Any]:
+    """Return the weights that one process has in the end, with whole batches."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        descend(model, batch_of(step))
+        optimizer.step()
+    return list(model.parameters())
+
+
+def require_equal_bits(model: Any) -> None:
+    mine = b"".join(each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in model.parameters())
+    assert len(set(hvd.allgather_object(mine))) == 1
+
+
+OPTIONS = [
+    {},
+    {"overlap": True},
+    {"bucket_nbytes": 64},
+    {"gradient_predivide_factor": 3.0},
+    {"shard": "node"},
+    {"shard": "all"},
+    {"groups": 2, "backward_passes_per_step": 2},
+]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_training_is_that_of_one_process(nodes: None, options: dict[str, Any], set_to_none: bool) -> None:
+    """With the mean over the whole batch, however it is divided; weights have equal bits on all ranks."""
+    if options.get("shard") == "all" and len(set(map(len, rr.world().topology.nodes))) > 1:
+        pytest.skip("it needs as many ranks on each node")
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), **options
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        x, y = mine_of(step)
+        passes = options.get("backward_passes_per_step", 1)
+        for _ in range(passes):
+            descend(model, (x, y))
+        if passes > 1:
+            for each in model.parameters():
+                each.grad /= passes
+        optimizer.step(samples=len(x))
+    require_equal_bits(model)
+    for mine, whole in zip(model.parameters(), expected(), strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_in_fewer_bits(nodes: None, dtype: Any) -> None:
+    """One step is right up to rounding."""
+    model, whole = make_model(dtype), make_model(dtype)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    for _ in range(3):
+        model.load_state_dict(whole.state_dict())
+        optimizer.zero_grad()
+        descend(model, mine_of(0, dtype))
+        optimizer.step(samples=samples_of(0)[hvd.rank()])
+    descend(whole, batch_of(0, dtype))
+    digits = 1e-5 if dtype is torch.float32 else 0.05
+    for mine, each in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, each.grad, rtol=digits, atol=digits)
+    require_equal_bits(model)
+
+
+def test_a_closure_gets_the_loss_of_the_whole_batch(nodes: None) -> None:
+    """However often a line search calls it."""
+    model, whole = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"))
+    alone = torch.optim.LBFGS(whole.parameters(), line_search_fn="strong_wolfe")
+
+    def closure(of: Any, model: Any, batch: tuple[Any, Any]) -> Any:
+        of.zero_grad()
+        return descend(model, batch)
+
+    x, y = mine_of(0)
+    for _ in range(2):
+        loss = optimizer.step(lambda: closure(optimizer, model, (x, y)), samples=len(x))
+        torch.testing.assert_close(loss, alone.step(lambda: closure(alone, whole, batch_of(0))))
+    for mine, each in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, each, rtol=1e-6, atol=1e-6)
+
+
+def test_sparse_gradients(nodes: None) -> None:
+    """Rows are weighted like everything else."""
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0))
+    counts = samples_of(0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        embedding(torch.tensor([0, 1 + hvd.rank() % 4])).sum().backward()
+        optimizer.step(samples=counts[hvd.rank()])
+        found = embedding.weight.grad.to_dense()
+        rows = torch.zeros(5, 3)
+        rows[0] = 1.0
+        for rank, count in enumerate(counts):
+            rows[1 + rank % 4] += count / sum(counts)
+        torch.testing.assert_close(found, rows)
+
+
+def test_samples_that_come_too_late_are_refused(world: rr.Communicator) -> None:
+    """On all ranks: the gradients were reduced without weights by then."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    descend(model, mine_of(0))
+    optimizer.synchronize()
+    with optimizer.skip_synchronize(), pytest.raises(rr.ConfigError, match="too late"):
+        optimizer.step(samples=3)
+    early = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_in="backward")
+    with pytest.raises(rr.ConfigError, match="too late"):
+        early.step(samples=3)
+    adasum = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+    with pytest.raises(rr.ConfigError, match="Average"):
+        adasum.step(samples=3)
+
+
+# ---- the sampler ----
+
+
+def measure(own_s: list[float]) -> None:
+    """Let all ranks know that steps took so long, as their engines would after some steps."""
+    engine = hvd.global_process_set.engine
+    engine.tally.paces = [Pace(100, 100 * each, 0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()) for each in own_s]
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 101])
+@pytest.mark.parametrize("ends", ["repeat", "drop", "uneven"])
+def test_global_batches_are_the_same_whatever_the_shares(no_world: None, ends: str, count: int) -> None:
+    """The next so many samples of the epoch's order, each on one rank; a slow rank has fewer."""
+    hvd.init()
+    size = hvd.size()
+    sampler = hvd.DistributedSampler(range(count), seed=5, ends=ends, shares="speed", batch_size=6)
+    even = hvd.DistributedSampler(range(count), seed=5, ends=ends, batch_size=6)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        even.set_epoch(epoch)
+        mine, alike = list(sampler), list(even)
+        assert len(mine) == len(sampler)
+        assert len(alike) == len(even)
+        of_all = hvd.allgather_object(mine)
+        steps = [sorted(chain(*(batches[k] for batches in of_all if k < len(batches)))) for k in range(len(mine))]
+        of_even = hvd.allgather_object(alike)
+        assert steps == [
+            sorted(chain(*(batches[k] for batches in of_even if k < len(batches)))) for k in range(len(mine))
+        ]
+        if ends != "uneven":
+            assert all(len(each) == 6 * size for each in steps)
+            assert len({len(batches) for batches in of_all}) == 1
+        measure([3.0] + [1.0] * (size - 1))
+    if size > 1 and count >= 6 * size:
+        lengths = [len(batches[0]) for batches in of_all]
+        assert lengths[0] in (4, 5), "a quarter less"
+        assert max(lengths) > 6 or size > 2
+    hvd.shutdown()
+
+
+def test_an_epoch_by_speed_is_that_of_one_process(no_world: None) -> None:
+    """The sampler tells the optimizer how many samples there are, also where gradients are reduced before the step."""
+    hvd.init()
+    size = hvd.size()
+    x = torch.randn(40 * size + 3, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y = x.prod(dim=1, keepdim=True)
+    data = TensorDataset(x, y)
+    sampler = hvd.DistributedSampler(data, seed=5, ends="drop", shares="speed", batch_size=5)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=0)
+    model, whole = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+    alone = torch.optim.Adam(whole.parameters())
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(5 + epoch))
+        for number, batch in enumerate(loader):
+            optimizer.zero_grad()
+            descend(model, batch)
+            optimizer.clip_grad_norm_(0.7)
+            optimizer.step()
+            alone.zero_grad()
+            indices = order[5 * size * number : 5 * size * (number + 1)]
+            descend(whole, (x[indices], y[indices]))
+            torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.7)
+            alone.step()
+        assert number == 7
+        measure([(epoch + 2) * 2.0] + [epoch + 1.0] * (size - 1))
+    require_equal_bits(model)
+    assert hvd.size() == 1 or len(set(hvd.allgather_object(len(batch[0])))) > 1
+    for mine, each in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, each, rtol=1e-7, atol=1e-7)
+    del sampler, loader
+    hvd.shutdown()
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_samples_must_be_known(world: rr.Communicator) -> None:
+    """By the step or by a sampler: one that divides by speed, with uneven ends, knows only who says it."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    sampler = hvd.DistributedSampler(range(100), shares="speed", batch_size=3, ends="uneven")
+    batches = iter(sampler)
+    next(batches)
+    for _ in range(3):
+        descend(model, mine_of(0))
+        with pytest.raises(rr.ConfigError, match="samples=len"):
+            optimizer.step()
+        optimizer.step(samples=samples_of(0)[hvd.rank()])
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_sampler_knows_no_more_than_its_own_batches(no_world: None) -> None:
+    """Steps beyond them are of other data; a sampler that has begun none says nothing."""
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    sampler = hvd.DistributedSampler(range(3 * hvd.size()), shares="speed", batch_size=1)
+    sampler.set_epoch(0)
+    descend(model, mine_of(0))
+    optimizer.step()
+    for _ in sampler:
+        descend(model, mine_of(0))
+        optimizer.step()
+    with pytest.raises(rr.ConfigError, match="delete it"):
+        optimizer.step()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"shares": "speed"}, "batch_size"),
+        ({"shares": "fast", "batch_size": 3}, '"even" or "speed"'),
+        ({"shares": "even", "batch_size": 0}, "batch_size"),
+    ],
+)
+def test_arguments_of_the_sampler(world: rr.Communicator, arguments: dict[str, Any], match: str) -> None:
+    """Shares need batches, and a word that is known."""
+    with pytest.raises(rr.ConfigError, match=match):
+        hvd.DistributedSampler(range(10), **arguments)
+
+
+def test_shares_of_a_program_with_its_own_loader(no_world: None) -> None:
+    """Equal at first, then by speed, and 1 together."""
+    assert hvd.share() == 1.0
+    hvd.init()
+    size = hvd.size()
+    assert hvd.share() == 1.0 / size
+    measure([1.2] + [1.0] * (size - 1))
+    mine = hvd.share()
+    speeds = np.array([1 / 1.2] + [1.0] * (size - 1))
+    assert mine == pytest.approx(speeds[hvd.rank()] / speeds.sum())
+    hvd.shutdown()
+
+
+def test_time_in_data_loading_is_counted(world: rr.Communicator) -> None:
+    """Every batch comes through, as it is."""
+    before = hvd.global_process_set.engine.pacemaker.loading_s
+    batches = [object() for _ in range(5)]
+    assert list(hvd.loading(batches)) == batches
+    assert hvd.global_process_set.engine.pacemaker.loading_s > before
