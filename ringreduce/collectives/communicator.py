@@ -136,8 +136,7 @@ class Communicator(Messaging, Choices):
             feedback: keeps the rounding errors, and adds them the next time, for an array that is reduced again and
                 again; on all ranks or none.
             wire: the same as ``compression``.
-            weights: on one node, of an average of floats: the sum of all arrays, each times the number of its rank
-                here, in place of their average; must agree. Empty: the average.
+            weights: on one node, of an average of floats: what each rank's are multiplied by, and added; must agree.
 
         Returns:
             ``out``, or the new array.
@@ -146,15 +145,13 @@ class Communicator(Messaging, Choices):
             ConfigError: no such op, algorithm or format, or they do not go together or cannot run here.
             UnsupportedBufferError: a format or weights were asked for, and the array is not of floats.
         """
-        if compression is None:
-            compression = wire
+        compression = wire if compression is None else compression
         if deterministic and algorithm is None and compression is None:
             algorithm, deterministic = DETERMINISTIC, False
         if not (deterministic or compression or weights):
             return self._runner.make("allreduce", array, out, op, algorithm)  # type: ignore[no-any-return]
-        how = algorithm, deterministic, compression, feedback, weights
-        call = Call(Collective.ALLREDUCE, array, out, op, 0, None, *how)
-        return self._runner.run(call)  # type: ignore[no-any-return]
+        how = None, algorithm, deterministic, compression, feedback, weights
+        return self._runner.run(Call(Collective.ALLREDUCE, array, out, op, 0, *how))  # type: ignore[no-any-return]
 
     def reduce_scatter(
         self,

@@ -176,3 +176,8 @@ class EngineTally:
     overlapped_s: float = 0.0
     late: tuple[float, int, float] | None = None
     paces: list[Pace] = field(default_factory=list)
+
+    def add_paces(self, more: Sequence[Sequence[Any]]) -> None:
+        """Count some more steps, given the arguments of a `Pace` for each rank."""
+        new = [Pace(*sums, cores=tuple(cores)) for *sums, cores in more]
+        self.paces = [old + each for old, each in zip(self.paces, new, strict=True)] if self.paces else new

@@ -39,6 +39,9 @@ class Driver:
         guard: entered by the progress thread for as long as it lives: what it calls back must not wait for it.
         followers: whether other ranks may wait for this one before it has submitted anything.
         threads, clock: as for `Engine`.
+
+    Attributes:
+        ended_waits_s: how long the program has waited for operations, in waits that have ended.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Driver:
         self._burst_s: float | None = None  # when the program submitted something first after its last wait
         self._burst = 0  # how much it has submitted since then
         self._active_s = 0.0  # when it last submitted something, a moment after the one before, or ended a wait
-        self._waited_s = 0.0  # in waits that have ended
+        self.ended_waits_s = 0.0
         self._waits_since: float | None = None  # any thread, without a gap
         self._turn = threading.Lock()  # the thread that holds it drives
         self._bell = threading.Lock()  # released to wake the progress thread: many times cheaper than a condition
@@ -78,7 +81,7 @@ class Driver:
     def waited_s(self) -> float:
         """How long the program has waited for operations, on any thread, including a wait that goes on."""
         since = self._waits_since
-        return self._waited_s + (0.0 if since is None else self._clock() - since)
+        return self.ended_waits_s + (0.0 if since is None else self._clock() - since)
 
     def submitted(self) -> None:
         """Let the progress thread know that something was submitted; the caller holds the lock."""
@@ -137,7 +140,7 @@ class Driver:
                 else:
                     self._active_s = self._clock()
                     if self._waits_since is not None:
-                        self._waited_s += self._active_s - self._waits_since
+                        self.ended_waits_s += self._active_s - self._waits_since
                         self._waits_since = None
                     if pending.count:
                         self.wake()

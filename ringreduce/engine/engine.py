@@ -72,7 +72,7 @@ class Engine:
         self._names: Counter[str] = Counter()  # by kind
         self.repeats: dict[str, Any] = {}
         cores = sorted(os.sched_getaffinity(0))
-        waited_s = partial(getattr, self._driver, "waited_s")
+        waited_s = partial(getattr, self._driver, "ended_waits_s")
         self.pacemaker = Pacemaker(communicator.size, waited_s, self._pending.inbox.append, cores)
 
     @property

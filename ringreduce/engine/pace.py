@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.common.instruments import Pace
-from ringreduce.engine.decisions import Note
 
 __all__ = ["LATE_S", "Pacemaker", "Paces", "Usage"]
 
@@ -63,7 +62,7 @@ class Pacemaker:
         self,
         size: int,
         waited_s: Callable[[], float],
-        send: Callable[[Note], object],
+        send: Callable[[list[Any]], object],
         cores: Sequence[int] = (),
         clock: Callable[[], float] = perf_counter,
         usage: Callable[[], Usage] = Usage.now,
@@ -121,7 +120,7 @@ class Paces:
         self._size = size
         self._reports: dict[tuple[int, int], dict[int, list[Any]]] = {}
 
-    def receive(self, rank: int, joins: int, number: int, *report: Any) -> list[Note]:
+    def receive(self, rank: int, joins: int, number: int, *report: Any) -> list[list[Any]]:
         """Take a report; return the note to all ranks once all have sent one of these steps."""
         key = joins, number
         reports = self._reports.setdefault(key, {})
@@ -143,9 +142,3 @@ class Paces:
             [own.shape[1], float(own[rank].sum()), int((last == rank).sum()), float(late[last == rank].sum()), *more]
             for rank, (_, *more) in enumerate(reports)
         ]
-
-
-def add(paces: list[Pace], more: list[list[Any]]) -> list[Pace]:
-    """Return what the paces of all ranks add up to with those of some more steps."""
-    new = [Pace(*sums, cores=tuple(cores)) for *sums, cores in more]
-    return [old + each for old, each in zip(paces, new, strict=True)] if paces else new

@@ -47,7 +47,6 @@ from ringreduce.engine.operations import (
     contribute_neutral,
     is_unnamed,
 )
-from ringreduce.engine.pace import add
 from ringreduce.engine.pending import PendingOperations
 
 __all__ = ["Progress"]
@@ -99,7 +98,7 @@ class Progress:
             Joined: self._end_join,
             Withdrawn: self._end_withdrawn,
             Late: self._count_late,
-            Paced: self._add_paces,
+            Paced: lambda paced: pending.tally.add_paces(paced.paces),
             Detached: self._on_detached,
             Expired: self._expire,
             Stalled: self._warn,
@@ -237,9 +236,6 @@ class Progress:
         self._pending.tally.late = self._clock(), late.rank, late.seconds
         if self._instruments.observers:
             self._instruments.notify("rank_was_late", late.rank, late.seconds, self._pending.tally.batches)
-
-    def _add_paces(self, paced: Paced) -> None:
-        self._pending.tally.paces = add(self._pending.tally.paces, paced.paces)
 
     def _on_detached(self, detached: Detached) -> None:
         """End all operations: they need a rank that takes part in nothing any more."""

@@ -17,7 +17,8 @@ ENOUGH = 64
 _COSTS = 0.1  # less of the time of a step is not worth a word
 _ALWAYS, _SOMETIMES = 0.8, 0.2  # of all steps
 _LESS = 0.9  # of the core that others have
-_PREEMPTED_PER_S = 10.0
+_CROWDED = 0.1  # who wants a core has more of one, even if others want it, too
+_PREEMPTED_S = 0.02  # the longest that others have a core before the system gives it back
 _FAULT_S = 1e-6  # what the system takes for one, if not for reading a disk
 
 _REMEDIES = {
@@ -91,7 +92,7 @@ def _reason(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], la
     cores, most = _cores(slow), max(map(_cores, others))
     if cores >= _LESS * most:
         return f"it computes all the time, with {cores:.0%} of a core: it has more work, or a slower core"
-    if slow.switches < _PREEMPTED_PER_S * slow.sampled_s:
+    if cores < _CROWDED or slow.switches * _PREEMPTED_S < slow.sampled_s - slow.processor_s:
         return f"it used {cores:.0%} of a core, the others up to {most:.0%}: it waits for a disk, a device or a lock"
     return f"it had {cores:.0%} of a core, {_sharing(rank, paces, nodes)}"
 

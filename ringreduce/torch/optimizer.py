@@ -347,8 +347,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
         `step` and `synchronize` do so by themselves. Call it where a rank may `join` before it steps again. Drops what
-        compression has kept. Does nothing while the process set is not registered. A `MismatchError` is raised if the
-        ranks have different parameters.
+        compression has kept. Does nothing while the process set is not registered. `MismatchError`: parameters differ.
         """
         self._training.rejoin()
 

@@ -132,9 +132,10 @@ class Checks:
             return
         pacemaker.judged = paces
         slow = find_slow(recent, engine.communicator.topology.nodes)
-        if slow is not None and slow.kind != "rarely":
-            pacemaker.warned = True
-            _log.warning("%s: %s", self._described, slow)
+        if slow is None or slow.kind == "rarely" or (slow.kind == "always" and pacemaker.shares is not None):
+            return  # nothing need be done, or is done
+        pacemaker.warned = True
+        _log.warning("%s: %s", self._described, slow)
 
     def warn_of_changes(self, *, in_backward: bool) -> None:
         """Let rank 0 say that the program changes gradients before they are averaged."""

@@ -148,7 +148,7 @@ class GradientReducer:
             if not self.checks.idle:
                 self.checks.look(self._steps, reduced)
             found = self._counted(found, parameters, fresh)
-            samples = self._samples()
+            samples = None if self.samples is None and pacemaker.shares is None else self._samples()
             same = self._last is not None and samples == self._told
             if not (same and self._repeats(parameters, reduced, found)):
                 self._agree_and_reduce(parameters, reduced, found, samples)
@@ -255,6 +255,7 @@ class GradientReducer:
         if self._refused or not operation.refused:
             raise error
         self._refused = True
+        operation.error = None  # else its traceback and the operation keep each other, and gradients, alive
         self._alike, self._patience, self._last = 0, 2 * self._patience, None
 
     def _remember(self, parameters: Sequence[Any], found: bytes) -> None:

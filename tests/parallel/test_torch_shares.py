@@ -153,6 +153,22 @@ def test_a_closure_gets_the_loss_of_the_whole_batch(nodes: None) -> None:
         torch.testing.assert_close(mine, each, rtol=1e-6, atol=1e-6)
 
 
+def test_a_weighted_loss_is_exact_with_synchronised_batch_normalisation(world: rr.Communicator) -> None:
+    """Which adds up gradients of all ranks in the backward pass: equal numbers of samples leave them as they are."""
+    torch.manual_seed(1)
+    whole = torch.nn.Sequential(torch.nn.Linear(FEATURES, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)).double()
+    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 5), hvd.SyncBatchNorm(5), torch.nn.Linear(5, 1)).double()
+    model.load_state_dict(whole.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    counts = samples_of(3)
+    x, y = mine_of(3)
+    (torch.nn.functional.mse_loss(model(x), y) * len(x) * hvd.size() / sum(counts)).backward()
+    optimizer.step(samples=1)
+    descend(whole, batch_of(3))
+    for mine, each in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, each.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_sparse_gradients(nodes: None) -> None:
     """Rows are weighted like everything else."""
     embedding = torch.nn.Embedding(5, 3, sparse=True)

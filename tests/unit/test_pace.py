@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ringreduce as rr
-from ringreduce.common.instruments import Pace
+from ringreduce.common.instruments import EngineTally, Pace
 from ringreduce.engine import Engine
-from ringreduce.engine.pace import Pacemaker, Paces, Usage, add
+from ringreduce.engine.pace import Pacemaker, Paces, Usage
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.pace import find_slow
 from ringreduce.testing import run_engines
@@ -86,13 +85,15 @@ def test_the_last_rank_of_each_step_is_counted():
     assert paces.receive(0, *report(0.020, 0.010, 0.0100, 0.1)) == []
     ((kind, said),) = paces.receive(1, *report(0.012, 0.014, 0.0100, 0.3))
     assert kind == "paces"
-    found = add([], said)
+    tally = EngineTally()
+    tally.add_paces(said)
+    found = tally.paces
     assert [each.last for each in found] == [1, 0, 2]
     assert [each.late_s for each in found] == pytest.approx([0.009, 0.0, 0.018 + 0.3])
     assert [each.own_s for each in found] == pytest.approx([0.14, 0.336, 0.5509])
-    twice = add(found, said)
-    assert twice[2].steps == 8
-    assert twice[2] - found[2] == found[2]
+    tally.add_paces(said)
+    assert tally.paces[2].steps == 8
+    assert tally.paces[2] - found[2] == found[2]
 
 
 def test_reports_that_some_ranks_do_not_send_are_forgotten():
@@ -123,7 +124,11 @@ SLOW = {"last": 85, "late_s": 3.4, "own_s": 13.4}
         ({}, "it computes all the time, with 100% of a core: it has more work, or a slower core"),
         ({"processor_s": 1.275, "switches": 300, "cores": (1,)}, "it had 51% of a core, as rank 2 has the same one"),
         ({"processor_s": 1.275, "switches": 300}, "it had 51% of a core, as other processes, or its own threads"),
-        ({"processor_s": 0.5, "switches": 2}, "it used 20% of a core, the others up to 100%: it waits for a disk"),
+        (
+            {"processor_s": 0.5, "switches": 50, "cores": (1,)},
+            "it used 20% of a core, the others up to 100%: it waits for a disk",
+        ),
+        ({"processor_s": 0.2, "switches": 900}, "it used 8% of a core, the others up to 100%: it waits for a disk"),
         ({"loading_s": 3.0}, "it waits 30 ms a step for data, the others 0 ms"),
         ({"faults": 1_500_000}, "it has 80400 page faults a step, the others 4"),
         ({"sampled_s": 0.0}, "why, was not measured"),
@@ -159,7 +164,7 @@ def test_nothing_is_said_of_little_waiting_or_few_steps(paces: list[Pace]) -> No
 
 def test_metrics_hold_all_ranks_by_their_numbers_in_the_world():
     """Those of the process set that has trained most."""
-    tally, idle = rr.common.instruments.EngineTally(), rr.common.instruments.EngineTally()
+    tally, idle = EngineTally(), EngineTally()
     tally.paces = [pace(), pace(85, 3.4)]
     found = Metrics.of([], [(idle, 0.0, [0], [(0,)]), (tally, 0.0, [5, 3], [(0, 1)])])
     assert found.paces == {5: pace(), 3: pace(85, 3.4)}

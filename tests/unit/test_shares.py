@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_shares_come_to_be_in_proportion_to_speed():
 def test_no_share_changes_by_more_than_a_quarter_at_once(speeds: list[float]) -> None:
     """And all of them are 1 together, after any number of epochs."""
     found = epochs(speeds, 8)
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in pairwise(found):
         assert sum(after) == pytest.approx(1.0, abs=1e-12)
         assert all(abs(new / old - 1.0) <= 0.25 + 1e-12 for old, new in zip(before, after, strict=True))
 
