@@ -136,7 +136,7 @@ class Paces:
         """Return the arguments of a `Pace` for each rank."""
         own = np.array([each[0] for each in reports])
         last = own.argmax(axis=0)
-        late = (own.max(axis=0) * self._size - own.sum(axis=0)) / (self._size - 1)  # after the average of the others
+        late = (own.max(axis=0) * self._size - own.sum(axis=0)) / max(self._size - 1, 1)  # after the others
         last[late < LATE_S] = -1
         return [
             [own.shape[1], float(own[rank].sum()), int((last == rank).sum()), float(late[last == rank].sum()), *more]

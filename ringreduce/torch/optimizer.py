@@ -216,7 +216,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         """
         self.rejoin()
         if samples is not None:
-            self._training.count(samples, reduced=self._skipping or self._reduced.is_final(id(self)))
+            self._training.reducer.count(samples, reduced=self._skipping or self._reduced.is_final(id(self)))
         with self._stepper.reading:
             self._stepper.require_unchanged()
             if self._adasum and not self._training.alone:

@@ -388,17 +388,22 @@ class Buckets:
             **(early or {"within": self.memory.streams.around(sent)}),
         )
         operation.parts = partial(self._names_in, buckets)
+        self._weight(operation, buckets, sent)
         return operation
 
     def reduction(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
         """Return the reduction of buckets before a step, or that of this rank's parts where it needs no more."""
-        operation = self.parts(name, text, self.options.op, buckets, sent) or self.operation(name, text, buckets, sent)
-        operation.parts = partial(self._names_in, buckets)
+        if (part := self.parts(name, text, self.options.op, buckets, sent)) is None:
+            return self.operation(name, text, buckets, sent)
+        part.parts = partial(self._names_in, buckets)
+        self._weight(part, buckets, sent)
+        return part
+
+    def _weight(self, operation: Operation, buckets: Sequence[Bucket], sent: Sequence[Any]) -> None:
         if self.weights is not None and self.options.compressor is None:
-            wire, on_host = buckets[0].travels
-            inside = wire is None and on_host and self.ranks.engine.communicator.topology.single_node
+            single_node = self.ranks.engine.communicator.topology.single_node
+            inside = single_node and buckets[0].travels == (None, True)
             self.weights.apply(operation, inside=inside, scale=partial(self._scale, sent))
-        return operation
 
     def _names_in(self, buckets: Sequence[Bucket]) -> list[str]:
         """Return the names of the parameters whose gradients are in some buckets."""

@@ -316,22 +316,6 @@ class Training:
             replaced.retire()
         return True
 
-    def count(self, samples: object, *, reduced: bool) -> None:
-        """Weight the averages of a step by this rank's number of samples; on all ranks or none.
-
-        Raises:
-            ConfigError: the gradients were reduced before that, or it is Adasum that combines steps.
-        """
-        if self.options.adasum:
-            raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
-        if reduced or self.reducer.options.in_backward:
-            raise ConfigError(
-                "step(samples=...) comes too late, as the gradients were reduced before the step: by synchronize(), "
-                'clip_grad_norm_(), a GradScaler, or with reduce_in="backward". There, a DistributedSampler with '
-                'shares="speed" knows how many samples there are'
-            )
-        self.reducer.samples = samples
-
     def declare_passes(self, passes: int) -> None:
         """Change how many backward passes come before each step; the same on all ranks."""
         self.options = replace(self.options, passes=whole_number("backward_passes_per_step", passes, 1))

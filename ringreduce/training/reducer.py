@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM
 from ringreduce.engine import Engine, InPlaceAllreduce, Operation
@@ -28,7 +29,7 @@ from ringreduce.training.framework import Found, Look, Memory, Named, Slot
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
 from ringreduce.training.sharding import Sharding
-from ringreduce.training.shares import samples_of
+from ringreduce.training.shares import counts_of
 from ringreduce.training.staleness import LateAverages
 from ringreduce.training.weights import Weights
 
@@ -133,14 +134,17 @@ class GradientReducer:
         """
         reduced = list(gradients)
         found = self.memory.found(reduced)
+        pacemaker = self.ranks.engine.pacemaker
         if self.late is not None:
-            return self._reduce_late(self.late, reduced, found)
+            pacemaker.arrive(0)
+            averages = self._reduce_late(self.late, reduced, found)
+            pacemaker.leave()
+            return averages
         if self.ranks.size == 1:
             return reduced
         if self._joins != self.ranks.engine.joins:
             self._joins, self._steps, self.stepped = self.ranks.engine.joins, 1, 0  # ranks that had joined made fewer
             self.checks.after_join()
-        pacemaker = self.ranks.engine.pacemaker
         pacemaker.arrive(self._joins)
         parameters = [parameter for _, parameter in self.named()]
         self._refused = False
@@ -164,13 +168,36 @@ class GradientReducer:
         return reduced
 
     def _reduce_late(self, late: LateAverages, gradients: list[Any], found: bytes) -> list[Any]:
-        parameters = [parameter for _, parameter in self.named()]
+        parameters, ranks = [parameter for _, parameter in self.named()], self.ranks
         if not self.checks.idle:
             self.checks.look(self._steps, gradients)
+        counts = counts_of(ranks.engine)  # all ranks know all of them
+        numbers = dict(enumerate(counts or ()))
+        self.buckets.weights = Weights.of(numbers, ranks.rank, ranks.size, self.buckets.divisor(ranks.size))
         if self._steps == 0:  # the only step in which a rank waits for all others
-            self._agree(parameters, found)
+            self._agree(parameters, found, None)
         self._steps += 1
         return late.reduce(parameters, gradients, found)
+
+    def count(self, samples: object, *, reduced: bool) -> None:
+        """Weight the averages of the next step by this rank's number of samples; on all ranks or none.
+
+        Args:
+            samples: the number.
+            reduced: whether the gradients of that step were reduced already.
+
+        Raises:
+            ConfigError: they were; or they are averaged late, or steps are combined by Adasum. On all ranks.
+        """
+        if self.options.adasum:
+            raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
+        if reduced or self.options.in_backward or self.late is not None:
+            raise ConfigError(
+                "step(samples=...) comes too late, as gradients were reduced before the step (by synchronize(), "
+                'clip_grad_norm_(), a GradScaler or reduce_in="backward") or have staleness. There, a '
+                'DistributedSampler with shares="speed" knows how many samples there are'
+            )
+        self.samples = samples
 
     @contextmanager
     def own_parts(self) -> Iterator[None]:
@@ -317,7 +344,10 @@ class GradientReducer:
     def _samples(self) -> int | ConfigError | None:
         """Return over how many samples this rank's gradients are a mean; None: nobody asks. An error is for all."""
         try:
-            samples = samples_of(self.ranks.engine, self.samples)
+            counts = None if self.samples is not None else counts_of(self.ranks.engine)
+            samples = None if counts is None else counts[self.ranks.rank]
+            if self.samples is not None:
+                samples = whole_number("samples", self.samples, 0)
             if samples is not None and (self.options.op is not AVERAGE or self.options.adasum):
                 raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
         except ConfigError as error:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from weakref import WeakSet
 
-from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Pace
 from ringreduce.engine import Engine
@@ -106,28 +105,19 @@ class Shares:
         return found
 
 
-def samples_of(engine: Engine, given: Any) -> int | None:
-    """Return over how many samples this rank's gradients are a mean.
-
-    Args:
-        engine: of the ranks.
-        given: what the program says; None: nothing.
-
-    Returns:
-        None: it does not matter, as nobody divides by speed.
+def counts_of(engine: Engine) -> list[int] | None:
+    """Return how many samples each rank has in this step, as a sampler by speed knows; None: there is none.
 
     Raises:
-        ConfigError: that is no whole number, or nothing is said and no sampler knows it.
+        ConfigError: it does not know, or there are several. On all ranks.
     """
-    if given is not None:
-        return whole_number("samples", given, 0)
     shares: Shares | None = engine.pacemaker.shares
     begun = [] if shares is None else [each for each in shares.batches if each.counts]
     if not begun:
         return None
     if len(begun) == 1 and begun[0].left and begun[0].ends != "uneven":
         begun[0].left -= 1
-        return begun[0].counts[engine.communicator.rank]
+        return begun[0].counts
     raise ConfigError(
         'with shares="speed" the ranks have different numbers of samples, and their averages need these numbers: say '
         "step(samples=len(batch)). A sampler knows them by itself as long as it is the only one of this kind, its ends "

@@ -156,7 +156,8 @@ class LateAverages:
         operations = []
         for number, kind in enumerate(dict.fromkeys(bucket.travels for bucket in filled)):
             these = [bucket for bucket in filled if bucket.travels == kind]
-            text = f"{len(these)} buckets of {self._ranks.name}, {self._buckets.layout:08x}"
+            weights = "" if self._buckets.weights is None else f", weights {self._buckets.weights.of_ranks}"
+            text = f"{len(these)} buckets of {self._ranks.name}, {self._buckets.layout:08x}{weights}"
             made = self._buckets.operation(f"{name}, {number}", text, these, [bucket.flat for bucket in these])
             made.title = f"late gradients of {self._ranks.described}"
             self._ranks.engine.submit(made)
