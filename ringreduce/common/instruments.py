@@ -179,5 +179,6 @@ class EngineTally:
 
     def add_paces(self, more: Sequence[Sequence[Any]]) -> None:
         """Count some more steps, given the arguments of a `Pace` for each rank."""
-        new = [Pace(*sums, cores=tuple(cores)) for *sums, cores in more]
+        names = [each.name for each in fields(Pace)]
+        new = [Pace(**dict(zip(names, each, strict=True))) for each in more]
         self.paces = [old + each for old, each in zip(self.paces, new, strict=True)] if self.paces else new

@@ -67,7 +67,9 @@ def _rows_of(ranks: Mapping[int, Snapshot]) -> Iterator[dict[str, Any]]:
         passed = now[0] - then[0]
         rates = [(new - old) / passed if passed > 0 else None for new, old in zip(now[1:], then[1:], strict=True)]
         text = waiting.get(rank)
-        if text is None and each["late"] is not None and each["late"][0] != rank:
+        if text is None and each.get("slow") is not None and each["slow"][0] == rank:
+            text = each["slow"][1]
+        elif text is None and each["late"] is not None and each["late"][0] != rank:
             text = f"last for rank {each['late'][0]}, {each['late'][1] * 1e3:.0f} ms"
         yield {
             **{key: each[key] for key in ("job", "rank", "size", "host", "pid", "command", "nbytes", "error")},

@@ -51,9 +51,14 @@ class Slow(NamedTuple):
         """What helps, in words."""
         return _REMEDIES[self.kind]
 
+    @property
+    def lateness(self) -> str:
+        """How often and how much it is late, and why."""
+        return f"last in {self.part:.0%} of steps, by {self.late_s * 1e3:.0f} ms: {self.reason}"
+
     def __str__(self) -> str:
-        late = f"rank {self.rank} is last in {self.part:.0%} of steps, by {self.late_s * 1e3:.0f} ms: {self.reason}"
-        return f"{late}. {self.kind.capitalize()} late: {self.remedy}; see docs/recipes/speeds.md"
+        helps = f"{self.kind.capitalize()} late: {self.remedy}; see docs/recipes/speeds.md"
+        return f"rank {self.rank} is {self.lateness}. {helps}"
 
 
 def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]]) -> Slow | None:

@@ -21,6 +21,7 @@ is removed with the world, and has the last call and the operation that waits lo
     samples[]                               [time, steps, samples, seconds spent in communication], the oldest first
     nbytes                                  resident memory
     late                                    [rank, seconds]: who was waited for last, and how long; null
+    slow                                    [rank, text]: who is last in training steps, how often and why; null
 """
 
 from __future__ import annotations
@@ -188,6 +189,7 @@ class FlightRecorder:
             "samples": list(self._samples),
             "nbytes": resident_nbytes(),
             "late": None if total.late_rank is None else [total.late_rank, total.late_s],
+            "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness],
         }
         _write(self._status, {**said, **self._common, **more})
 

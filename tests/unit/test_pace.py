@@ -16,6 +16,7 @@ from ringreduce.testing import run_engines
 from ringreduce.training.host import ArraySpec, HostMemory
 from ringreduce.training.options import Options
 from ringreduce.training.reducer import GradientReducer
+from ringreduce.training.shares import Shares
 
 
 class Machine:
@@ -47,21 +48,21 @@ class Machine:
 
 
 def test_a_report_holds_own_times_without_reductions_and_waits():
-    """The first step, which begins before anything is known, is left out; every fourth is sampled."""
+    """The first step, which begins before anything is known, is left out; every eighth is sampled."""
     machine = Machine()
     own = [0.25 * (number % 3 + 1) for number in range(17)]
     for each in own:
         machine.step(each)
     machine.pacemaker.loading_s += 0.5
-    sampled = own[1::4][:4]
+    sampled = own[1::8][:2]
     ((kind, joins, number, times, *rest),) = machine.sent
     assert (kind, joins, number, times) == ("pace", 0, 0, own[1:])
-    assert rest == [sum(sampled), sum(sampled) / 2, 12, 20, 0.0, [4, 5]]
+    assert rest == [sum(sampled), sum(sampled) / 2, 6, 10, 0.0, (4, 5)]
     for each in own[:16]:
         machine.step(each, waits_s=3.0)
     _, _, number, times, *rest = machine.sent[1]
     assert (number, times) == (1, own[:16])
-    assert rest == [0.0, 0.0, 0.0, 0.0, 0.5, [4, 5]], "of steps with waits in between, what was used is not known"
+    assert rest == [0.0, 0.0, 0.0, 0.0, 0.5, (4, 5)], "of steps with waits in between, what was used is not known"
 
 
 def test_steps_count_anew_after_a_join():
@@ -75,7 +76,7 @@ def test_steps_count_anew_after_a_join():
 
 
 def report(*own: float, joins: int = 0, number: int = 0) -> list[Any]:
-    return [joins, number, list(own), 1.0, 0.5, 2, 3, 0.25, [0]]
+    return [joins, number, list(own), 1.0, 0.5, 2, 3, 0.25, (0,)]
 
 
 def test_the_last_rank_of_each_step_is_counted():
@@ -173,15 +174,43 @@ def test_metrics_hold_all_ranks_by_their_numbers_in_the_world():
     assert found.slow is not None
 
 
+def make_reducer(engine: Engine) -> GradientReducer:
+    named = [("w", ArraySpec((3,), np.float32))]
+    options = Options().checked(engine.communicator.config, []).settled(engine.communicator, on_device=False)
+    return GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", options)
+
+
+@pytest.mark.parametrize("by_speed", [False, True])
+def test_rank_0_warns_once(by_speed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """After enough steps since it last looked; not of one that is always slow, where samples are divided by speed."""
+
+    def train(engine: Engine) -> None:
+        checks = make_reducer(engine).checks
+        if by_speed:
+            Shares.of(engine)
+        engine.tally.paces = [pace(steps=63), pace(63, 3.0, steps=63)]
+        checks.look_at_paces()
+        engine.tally.paces = [pace(), pace()]
+        checks.look_at_paces()
+        engine.tally.paces = [pace() + pace(steps=63), pace() + pace(63, 3.0, steps=63)]
+        checks.look_at_paces()
+        assert not engine.pacemaker.warned
+        for _ in range(3):
+            engine.tally.paces = [engine.tally.paces[0] + pace(), engine.tally.paces[1] + pace(100, 5.0)]
+            checks.look_at_paces()
+
+    run_engines(2, train)
+    found = [each.getMessage() for each in caplog.records]
+    assert len(found) == (not by_speed)
+    assert all("rank 1 is last in 100% of steps, by 49 ms" in each for each in found)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_reports_to_all_ranks_with_no_further_operation(size: int) -> None:
     """After each 16 steps but the first, all ranks know the same of all."""
 
     def train(engine: Engine) -> list[tuple[int, list[Pace]]]:
-        named = [("w", ArraySpec((3,), np.float32))]
-        options = Options().checked(engine.communicator.config, []).settled(engine.communicator, on_device=False)
-        reducer = GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", options)
-        found = []
+        reducer, found = make_reducer(engine), []
         for _ in range(1 + 3 * 16):
             reducer.reduce([np.ones(3, np.float32)])
             found.append((engine.tally.operations, engine.tally.paces))

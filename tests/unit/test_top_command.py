@@ -92,6 +92,12 @@ def test_who_was_waited_for_last_is_named():
     ]
 
 
+def test_a_slow_rank_is_named_with_the_reason():
+    """In its own row."""
+    slow = [1, "last in 85% of steps, by 40 ms: it computes all the time"]
+    assert [each["waiting"] for each in rows([said(rank, slow=slow) for rank in (0, 1)])] == [None, slow[1]]
+
+
 def test_prometheus_gets_every_rank():
     """A line for each rank and metric, with its type before it; what is not known is left out."""
     text = prometheus_text(rows([said(0), said(2, samples=[[1060.0, 1, 2, 3.0]])]))
