@@ -76,10 +76,11 @@ def allreduce(
     compression: str | None = None,
     feedback: Feedback | None = None,
     wire: str | None = None,
+    weights: Sequence[float] = (),
 ) -> A:
     """Reduce arrays over all ranks; see `Communicator.allreduce`."""
     communicator = (PROCESS.world or PROCESS.here()).communicator
-    if not (deterministic or compression or feedback or wire):
+    if not (deterministic or compression or feedback or wire or weights):
         return communicator.allreduce(array, op, out=out, algorithm=algorithm)
     return communicator.allreduce(
         array,
@@ -89,6 +90,7 @@ def allreduce(
         deterministic=deterministic,
         compression=compression or wire,
         feedback=feedback,
+        weights=weights,
     )
 
 
