@@ -19,39 +19,38 @@ Bits: the root of each tree completes its half and hands it out: equal on all ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from ringreduce.algorithms.patterns import block, floor_log2, node_order
+from ringreduce.algorithms.patterns import block, floor_log2
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
 
 def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    order = node_order(topology)
-    size = len(order)
-    second = order[::-1] if size % 2 == 0 else (*order[1:], order[0])
+    order, size, place = topology.order, topology.size, topology.place_of(rank)
     rounds = 2 * floor_log2(size)
     sends: list[list[Transfer]] = [[] for _ in range(rounds)]
     recvs: list[list[Transfer]] = [[] for _ in range(rounds)]
-    for tree, places in enumerate((order, second)):
-        for child, parent, level in _edges(places, rank):
-            up, down = level, rounds - 1 - level
-            if rank == child:
-                sends[up].append(Transfer(parent, block(tree)))
-                recvs[down].append(Transfer(parent, block(tree)))
-            else:
-                recvs[up].append(Transfer(child, block(tree), reduce=True))
-                sends[down].append(Transfer(child, block(tree)))
+    for tree in (0, 1):
+        own = _in_tree(tree, place, size)
+        above = _parent(own, size)
+        if above is not None:
+            parent, up = order[_in_tree(tree, above, size, back=True)], _level(own)
+            sends[up].append(Transfer(parent, block(tree)))
+            recvs[rounds - 1 - up].append(Transfer(parent, block(tree)))
+        for below in _children(own, size):
+            child, up = order[_in_tree(tree, below, size, back=True)], _level(below)
+            recvs[up].append(Transfer(child, block(tree), reduce=True))
+            sends[rounds - 1 - up].append(Transfer(child, block(tree)))
     for outgoing, incoming in zip(sends, recvs, strict=True):
         yield Step(sends=tuple(outgoing), recvs=tuple(incoming))
 
 
-def _edges(places: Sequence[int], rank: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(child, parent, level of the child)`` for the edges of the tree over ``places`` that end at ``rank``."""
-    for place, child in enumerate(places):
-        above = _parent(place, len(places))
-        if above is not None and rank in (child, places[above]):
-            yield child, places[above], _level(place)
+def _in_tree(tree: int, place: int, size: int, *, back: bool = False) -> int:
+    """Return the place in a tree of what is at ``place`` along the nodes; ``back``: the other way round."""
+    if tree == 0:
+        return place
+    return size - 1 - place if size % 2 == 0 else (place + (1 if back else -1)) % size
 
 
 def _level(place: int) -> int:
@@ -67,6 +66,16 @@ def _parent(place: int, size: int) -> int | None:
         if above <= size:
             return above - 1
     return None
+
+
+def _children(place: int, size: int) -> Iterator[int]:
+    """Yield the places below, from left to right: those whose `_parent` this is."""
+    number, level = place + 1, _level(place)
+    if level:
+        yield place - (1 << level - 1)
+    right = next((k for k in reversed(range(level)) if number + (1 << k) <= size), None)
+    if right is not None:
+        yield place + (1 << right)
 
 
 def _cost(topology: Topology) -> Cost:

@@ -19,25 +19,25 @@ Bits: each block is completed on one rank and then copied: equal on all ranks. T
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from ringreduce.algorithms.patterns import floor_log2, folded, node_order
+from ringreduce.algorithms.patterns import floor_log2, folded
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
 
 def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    return folded(rank, node_order(topology), range(_nblocks(topology)), _core_steps)
+    return folded(topology.place_of(rank), topology.order, range(_nblocks(topology)), _core_steps)
 
 
-def _core_steps(rank: int, core: Sequence[int]) -> Iterator[Step]:
-    place, mine = core.index(rank), range(len(core))
+def _core_steps(place: int, size: int, rank_at: Callable[[int], int]) -> Iterator[Step]:
+    mine = range(size)
     halvings: list[tuple[int, range, range]] = []
-    for k in range(floor_log2(len(core))):
+    for k in range(floor_log2(size)):
         halves = mine[: len(mine) // 2], mine[len(mine) // 2 :]
         upper = place >> k & 1
         mine, theirs = halves[upper], halves[1 - upper]
-        halvings.append((core[place ^ (1 << k)], mine, theirs))
+        halvings.append((rank_at(place ^ (1 << k)), mine, theirs))
     for peer, mine, theirs in halvings:
         yield Step(sends=(Transfer(peer, theirs),), recvs=(Transfer(peer, mine, reduce=True),), by_rank=True)
     for peer, mine, theirs in reversed(halvings):

@@ -30,6 +30,7 @@ Races: slice l of every buffer of a node is touched by the node's rank in lane l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from ringreduce.algorithms import halving_doubling, pairs, recursive_doubling, ring, rooted
 from ringreduce.algorithms.patterns import peers_after, relabelled
@@ -37,13 +38,14 @@ from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Tr
 from ringreduce.common.topology import Topology
 
 
-def _lanes(topology: Topology) -> int:
-    return min(len(node) for node in topology.nodes)
-
-
 def _one_lane(topology: Topology) -> Topology:
     """Return the ranks of one lane, renumbered from 0: a node each."""
-    return Topology.uniform(len(topology.nodes), 1)
+    return _single_ranks(len(topology.nodes))
+
+
+@lru_cache(maxsize=64)
+def _single_ranks(nnodes: int) -> Topology:
+    return Topology.uniform(nnodes, 1)
 
 
 def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
@@ -51,11 +53,11 @@ def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
     to_all = across.collective is Collective.ALLREDUCE
 
     def nblocks(topology: Topology) -> int:
-        return _lanes(topology) * across.nblocks(_one_lane(topology))
+        return topology.lanes * across.nblocks(_one_lane(topology))
 
     def steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
         lane = topology.local_rank(rank)
-        if lane >= _lanes(topology):
+        if lane >= topology.lanes:
             return
         width = across.nblocks(_one_lane(topology))
         mine = range(lane * width, (lane + 1) * width)
@@ -70,13 +72,13 @@ def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
 
     def cost(topology: Topology) -> Cost:
         largest = max(len(node) for node in topology.nodes)
-        inner, lanes = across.cost(_one_lane(topology)), _lanes(topology)
+        inner, lanes = across.cost(_one_lane(topology)), topology.lanes
         touched = 2 * (largest - 1) / lanes if to_all else int(lanes > 1)
         return Cost(steps=inner.steps + 2 * (largest > 1), sent=inner.sent / lanes, touched=touched)
 
     def refuses(topology: Topology) -> str | None:
-        same = len({len(node) for node in topology.nodes}) == 1
-        return None if to_all or same else f"all nodes must have as many ranks, but these are {topology.describe()}"
+        same = to_all or topology.homogeneous
+        return None if same else f"all nodes must have as many ranks, but these are {topology.describe()}"
 
     return Algorithm(name, across.collective, summary, steps, cost, nblocks, refuses)
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ringreduce.algorithms.patterns import block, moves, node_order, peers_after
+from ringreduce.algorithms.patterns import block, moves, peers_after
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
@@ -39,7 +39,7 @@ def _at_once(
     rank: int, topology: Topology, out: Callable[[int], int], into: Callable[[int], int], *, reduce: bool = False
 ) -> Step:
     """Send block ``out(peer)`` to each peer, and store or reduce what it sends in block ``into(peer)``."""
-    peers = peers_after(rank, node_order(topology))
+    peers = peers_after(rank, topology.order)
     return Step(
         sends=tuple(Transfer(peer, block(out(peer))) for peer in peers),
         recvs=tuple(Transfer(peer, block(into(peer)), reduce) for peer in (sorted(peers) if reduce else peers)),

@@ -29,16 +29,10 @@ def moves(topology: Topology) -> int:
     return int(topology.size > 1)
 
 
-def node_order(topology: Topology) -> tuple[int, ...]:
-    """Return all ranks, node after node, so that neighbours mostly share a node."""
-    return tuple(rank for node in topology.nodes for rank in node)
-
-
 def from_root(topology: Topology, root: int) -> tuple[int, ...]:
     """Return all ranks along the nodes, the root first."""
-    order = node_order(topology)
-    start = order.index(root)
-    return (*order[start:], *order[:start])
+    start = topology.place_of(root)
+    return (*topology.order[start:], *topology.order[:start])
 
 
 def peers_after(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -53,7 +47,10 @@ def one_node_only(topology: Topology) -> str | None:
 
 
 def folded(
-    rank: int, ranks: Sequence[int], blocks: range, core_steps: Callable[[int, Sequence[int]], Iterator[Step]]
+    place: int,
+    ranks: Sequence[int],
+    blocks: range,
+    core_steps: Callable[[int, int, Callable[[int], int]], Iterator[Step]],
 ) -> Iterator[Step]:
     """Carry an allreduce for a power of two of ranks to any number of them.
 
@@ -62,16 +59,20 @@ def folded(
     Adds two steps of all ``blocks`` where ``extra > 0``.
 
     Args:
-        rank: whose steps to return.
+        place: among ``ranks``, of the rank whose steps to return.
         ranks: all that take part, in the order that pairs them up.
         blocks: all blocks.
-        core_steps: ``(rank, core) -> steps`` of the allreduce among the core.
+        core_steps: ``(place, size, rank_at) -> steps`` of the allreduce among the core: a place in it, how many ranks
+            it has, and which rank is at a place.
     """
-    extra = len(ranks) - (1 << floor_log2(len(ranks)))
-    core = (*ranks[: 2 * extra : 2], *ranks[2 * extra :])
-    place = ranks.index(rank)
+    size = 1 << floor_log2(len(ranks))
+    extra = len(ranks) - size
+
+    def rank_at(number: int) -> int:
+        return ranks[2 * number if number < extra else number + extra]
+
     if place >= 2 * extra:
-        yield from core_steps(rank, core)
+        yield from core_steps(place - extra, size, rank_at)
         return
     partner = ranks[place ^ 1]
     if place % 2:
@@ -79,7 +80,7 @@ def folded(
         yield Step(recvs=(Transfer(partner, blocks),))
     else:
         yield Step(recvs=(Transfer(partner, blocks, reduce=True),), by_rank=True)
-        yield from core_steps(rank, core)
+        yield from core_steps(place // 2, size, rank_at)
         yield Step(sends=(Transfer(partner, blocks),))
 
 

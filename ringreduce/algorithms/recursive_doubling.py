@@ -21,7 +21,7 @@ Bits: partners combine the same two partial sums, the lower rank's first (`Step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from ringreduce.algorithms.patterns import block, floor_log2, folded
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
@@ -34,10 +34,9 @@ def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     return folded(rank, range(topology.size), _WHOLE, _core_steps)
 
 
-def _core_steps(rank: int, core: Sequence[int]) -> Iterator[Step]:
-    place = core.index(rank)
-    for k in range(floor_log2(len(core))):
-        peer = core[place ^ (1 << k)]
+def _core_steps(place: int, size: int, rank_at: Callable[[int], int]) -> Iterator[Step]:
+    for k in range(floor_log2(size)):
+        peer = rank_at(place ^ (1 << k))
         yield Step(sends=(Transfer(peer, _WHOLE),), recvs=(Transfer(peer, _WHOLE, reduce=True),), by_rank=True)
 
 

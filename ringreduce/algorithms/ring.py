@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from ringreduce.algorithms.patterns import block, node_order
+from ringreduce.algorithms.patterns import block
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
@@ -42,8 +42,7 @@ def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
 
 def _rounds(rank: int, topology: Topology, lead: int, reduce: bool) -> Iterator[Step]:
     """Pass blocks on P - 1 times; the first that a rank sends is that of the rank ``lead`` places before it."""
-    order = node_order(topology)
-    size, place = len(order), order.index(rank)
+    order, size, place = topology.order, topology.size, topology.place_of(rank)
     after, before = order[(place + 1) % size], order[place - 1]
     for turn in range(size - 1):
         outgoing = block(order[(place - lead - turn) % size])

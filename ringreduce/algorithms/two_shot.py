@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from ringreduce.algorithms.patterns import block, moves, node_order, one_node_only, peers_after
+from ringreduce.algorithms.patterns import block, moves, one_node_only, peers_after
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.common.topology import Topology
 
@@ -35,12 +35,12 @@ from ringreduce.common.topology import Topology
 def _load_own(rank: int, topology: Topology, stores: tuple[Transfer, ...] = (), own: int | None = None) -> Step:
     """Reduce this rank's block, or block ``own``, out of the memory of all."""
     mine = block(rank if own is None else own)
-    loads = tuple(Transfer(peer, mine, reduce=True) for peer in sorted(peers_after(rank, node_order(topology))))
+    loads = tuple(Transfer(peer, mine, reduce=True) for peer in sorted(peers_after(rank, topology.order)))
     return Step(loads=loads, stores=stores, by_rank=True)
 
 
 def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    peers = peers_after(rank, node_order(topology))
+    peers = peers_after(rank, topology.order)
     yield _load_own(rank, topology, tuple(Transfer(peer, block(rank)) for peer in peers))
 
 
@@ -49,7 +49,7 @@ def _reduce_scatter(rank: int, topology: Topology, root: int = 0) -> Iterator[St
 
 
 def _allgather(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    peers = peers_after(rank, node_order(topology))
+    peers = peers_after(rank, topology.order)
     yield Step(loads=tuple(Transfer(peer, block(peer)) for peer in peers))
 
 
@@ -59,7 +59,7 @@ def _broadcast(rank: int, topology: Topology, root: int) -> Iterator[Step]:
 
 
 def _alltoall(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    peers = peers_after(rank, node_order(topology))
+    peers = peers_after(rank, topology.order)
     loads = (Transfer(peer, block(topology.size + peer), peer_blocks=block(rank)) for peer in peers)
     yield Step(loads=tuple(loads))
 

@@ -168,9 +168,8 @@ def is_in_library(problem: Problem) -> bool:
 def _work_of_one_byte(algorithm: str, topology: Topology) -> Work:
     """Return the work of an allreduce of one byte: all but rounds and barriers are multiplied by the size."""
     cost = find(Collective.ALLREDUCE, algorithm).cost(topology)
-    home = {rank: number for number, node in enumerate(topology.nodes) for rank in node}
     reduced = direct_steps = leaving = 0.0
-    for node in topology.nodes:
+    for number, node in enumerate(topology.nodes):
         if node[0] >= _RANKS_WALKED:
             break
         out = 0.0
@@ -180,7 +179,7 @@ def _work_of_one_byte(algorithm: str, topology: Topology) -> Work:
             own = 0.0
             for step in schedule.steps:
                 own += block * sum(len(each.blocks) for each in (*step.recvs, *step.loads) if each.reduce)
-                out += block * sum(len(each.blocks) for each in step.sends if home[each.peer] != home[rank])
+                out += block * sum(len(each.blocks) for each in step.sends if topology.home_of(each.peer) != number)
             reduced = max(reduced, own)
             direct_steps = max(direct_steps, sum(bool(step.loads or step.stores) for step in schedule.steps))
         leaving = max(leaving, out)

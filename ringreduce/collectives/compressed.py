@@ -100,7 +100,7 @@ class Coded:
 
     def __init__(self, topology: Topology, rank: int, segment_nbytes: int, task: Task, data: Floats) -> None:
         codec = self._codec = CODECS[task.kind.codec or ""]
-        nlanes, nnodes = min(len(node) for node in topology.nodes), len(topology.nodes)
+        nlanes, nnodes = topology.lanes, len(topology.nodes)
         limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), segment_nbytes // 4)
         limit = max(codec.block, limit // codec.block * codec.block)
         lanes = Partition.even(data.size, nlanes, codec.block).segment

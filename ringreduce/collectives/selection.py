@@ -47,15 +47,14 @@ class Limit(NamedTuple):
 
     def of(self, topology: Topology) -> int:
         """Return the limit for these ranks, in bytes."""
-        sizes = {len(node) for node in topology.nodes}
         if self.per == "share":
             return self.nbytes // topology.size
         if self.per == "lane":
-            return self.nbytes * min(sizes)
+            return self.nbytes * topology.lanes
         if self.per == "hop":
             return self.nbytes * (topology.size - 1)
         if self.per == "lane hop":
-            return self.nbytes * (len(topology.nodes) - 1) * min(sizes)
+            return self.nbytes * (len(topology.nodes) - 1) * topology.lanes
         return self.nbytes
 
 
@@ -85,7 +84,7 @@ _CONDITIONS: dict[str, Callable[[Topology], bool]] = {
     "node": lambda topology: topology.single_node,
     "two": lambda topology: topology.size <= 2,
     "lanes": lambda topology: max(len(node) for node in topology.nodes) > 1,
-    "equal": lambda topology: len({len(node) for node in topology.nodes}) == 1,
+    "equal": lambda topology: topology.homogeneous,
     "power": lambda topology: len(topology.nodes) & (len(topology.nodes) - 1) == 0,
     "few": lambda topology: len(topology.nodes) <= _FEW_NODES,
     "single": lambda topology: len(topology.nodes) == topology.size,
