@@ -368,6 +368,7 @@ Vector = npt.NDArray[np.float64]
 #: Seconds per byte reduced, at most: a processor that shares a core reduces faster. Algorithms that send more often
 #: reduce more too, and without a limit a fit can take a slow network for a slow processor.
 _MOST_GAMMA = 1e-9
+_GAMMA = Work._fields.index("reduced")
 
 
 class Sample(NamedTuple):
@@ -393,13 +394,13 @@ def fit(samples: Iterable[Sample]) -> Model:
     for each in samples:
         (ours if is_ours(each.algorithm) else vendor).append(each)
     factors, seconds = [work(*each[:3]) for each in ours], [each.seconds for each in ours]
-    *parts, gamma = _least_squares(factors, seconds, len(Work._fields))
-    if gamma > _MOST_GAMMA:
-        gamma = _MOST_GAMMA
-        known = [each.reduced * gamma for each in factors]
-        parts = _least_squares([each[:-1] for each in factors], seconds, len(parts), known)
+    parts = _least_squares(factors, seconds, len(Work._fields))
+    if parts[_GAMMA] > _MOST_GAMMA:
+        known = [each.reduced * _MOST_GAMMA for each in factors]
+        parts = _least_squares([each._replace(reduced=0.0) for each in factors], seconds, len(parts), known)
+        parts[_GAMMA] = _MOST_GAMMA
     whole = _least_squares([(1.0, each.nbytes) for each in vendor], [each.seconds for each in vendor], 2)
-    return Model(*[*parts, gamma, *whole])
+    return Model(*parts, *whole)
 
 
 def _least_squares(

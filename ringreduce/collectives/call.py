@@ -79,6 +79,7 @@ class Work(NamedTuple):
         barriers: inside a node.
         touched: bytes that the busiest rank loads from and stores to other ranks' memory.
         reduced: bytes that the busiest rank combines with others.
+        messages: that the busiest rank sends and receives.
     """
 
     rounds: float
@@ -86,6 +87,7 @@ class Work(NamedTuple):
     barriers: float
     touched: float
     reduced: float
+    messages: float = 0.0
 
 
 class Path(Enum):
@@ -125,7 +127,8 @@ class Path(Enum):
         share, nbytes = _work_of_one_byte(algorithm, problem.topology), problem.nbytes
         if self is Path.ONE_SHOT:  # the data is beside the flags of one barrier; every rank reads that of all others
             return Work(0, 0, 1, share.sent * nbytes, share.reduced * nbytes)
-        return Work(share.rounds, share.sent * nbytes, share.barriers, share.touched * nbytes, share.reduced * nbytes)
+        sent, touched, reduced = share.sent * nbytes, share.touched * nbytes, share.reduced * nbytes
+        return share._replace(sent=sent, touched=touched, reduced=reduced)
 
     def as_reduced(self, problem: Problem) -> Problem:
         """Return the problem as this path reduces it: in its own dtype, or in a wider one."""
@@ -168,7 +171,7 @@ def is_in_library(problem: Problem) -> bool:
 def _work_of_one_byte(algorithm: str, topology: Topology) -> Work:
     """Return the work of an allreduce of one byte: all but rounds and barriers are multiplied by the size."""
     cost = find(Collective.ALLREDUCE, algorithm).cost(topology)
-    reduced = direct_steps = leaving = 0.0
+    reduced = direct_steps = leaving = messages = 0.0
     for number, node in enumerate(topology.nodes):
         if node[0] >= _RANKS_WALKED:
             break
@@ -181,10 +184,11 @@ def _work_of_one_byte(algorithm: str, topology: Topology) -> Work:
                 own += block * sum(len(each.blocks) for each in (*step.recvs, *step.loads) if each.reduce)
                 out += block * sum(len(each.blocks) for each in step.sends if topology.home_of(each.peer) != number)
             reduced = max(reduced, own)
+            messages = max(messages, sum(len(step.sends) + len(step.recvs) for step in schedule.steps))
             direct_steps = max(direct_steps, sum(bool(step.loads or step.stores) for step in schedule.steps))
         leaving = max(leaving, out)
     sent = cost.sent if topology.single_node else leaving
-    return Work(cost.steps - direct_steps, sent, 2.0 * (cost.touched > 0), cost.touched, reduced)
+    return Work(cost.steps - direct_steps, sent, 2.0 * (cost.touched > 0), cost.touched, reduced, messages)
 
 
 class _Carrier(Protocol):

@@ -12,7 +12,7 @@ import numpy as np
 from ringreduce.algorithms import Collective, Schedule, schedule_for
 from ringreduce.buffers import DTYPES, Array, Call, DType, Kernels, Operand, WeightedKernels, kernels_for, unowned
 from ringreduce.collectives.call import Problem, Task
-from ringreduce.collectives.execution import STREAMS, BoundSchedule, Coding, Elements, Link, Memory
+from ringreduce.collectives.execution import STREAMS, BoundSchedule, Coding, Elements, Link, Memory, segment_limit
 from ringreduce.collectives.plan import BoundCall, Plans
 from ringreduce.common.call_sites import AbortReason, CallSite
 from ringreduce.common.config import Config
@@ -29,10 +29,6 @@ from ringreduce.transport.shared.board import Board, Signature
 from ringreduce.transport.shared.direct import INNER_NBYTES
 from ringreduce.transport.shared.node import Node
 from ringreduce.transport.waiting import Waiter
-
-#: Segments are at least the largest that the settings allow, divided by this: a message costs 10 us of Python.
-_FEWER = 2
-
 
 #: Blocks begin on cache lines: a line that two ranks write would travel between their cores.
 LINE_NBYTES = 64
@@ -180,16 +176,8 @@ class Context:
         ).calls
 
     def segment_limit(self, data: Elements, largest: int) -> int:
-        """Return how many elements of a block travel at once: at most what the settings say, and at least half of it.
-
-        Between these limits, so many that each stream of a schedule has two segments.
-
-        Args:
-            data: the buffer.
-            largest: elements of its largest block, the same on all ranks.
-        """
-        most = self.config.segment_nbytes // data.itemsize
-        return max(1, min(most, max(most // _FEWER, -(-largest // (2 * STREAMS)))))
+        """Return how many elements of a block of ``data`` travel at once, see `segment_limit`."""
+        return segment_limit(self.config.segment_nbytes // data.itemsize, largest)
 
     # ---- the rendezvous ----
 

@@ -28,10 +28,24 @@ from ringreduce.transport.waiting import Waiter
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
+#: Segments are at least the largest that the settings allow, divided by this: a message costs 10 us of Python.
+_FEWER = 2
 #: So many messages of a stream may still be under way when it goes on, if nothing depends on them.
 _LEFT_BEHIND = 1
 #: While blocks of at least so many bytes travel, a rank may nap, as other streams keep the link busy.
 _BULK_NBYTES = 64 << 10
+
+
+def segment_limit(most: int, largest: int) -> int:
+    """Return how many elements of a block travel at once: at most what the settings allow, and at least half of it.
+
+    Between these limits, so many that each stream of a schedule has two segments.
+
+    Args:
+        most: elements that the settings allow.
+        largest: elements of the largest block, the same on all ranks.
+    """
+    return max(1, min(most, max(most // _FEWER, -(-largest // (2 * STREAMS)))))
 
 
 class Elements(Protocol):

@@ -8,6 +8,8 @@ doi:10.1177/1094342005051521), with two terms more for ranks that share memory:
 
     rounds * alpha + n sent * beta + barriers * sync + n touched * copy + n reduced * gamma
 
+and one for what each message costs a processor, messages * message, as a rank may send many in a round.
+
 Where there are several nodes, "sent" is what leaves the busiest node, since its ranks share one link.
 """
 
@@ -66,6 +68,7 @@ class Model:
         sync: seconds per barrier of the ranks of a node.
         copy: seconds per byte loaded from or stored to another rank's memory.
         gamma: seconds per byte reduced.
+        message: seconds of a rank per message that it sends or receives.
         vendor_alpha: seconds that the MPI library's own allreduce takes for nothing: how it works inside is not known.
         vendor_beta: seconds that it takes per byte of the buffer.
     """
@@ -75,6 +78,7 @@ class Model:
     sync: float
     copy: float
     gamma: float
+    message: float = 0.0
     vendor_alpha: float = 0.0
     vendor_beta: float = 0.0
 
@@ -86,7 +90,7 @@ class Model:
         """
         if not is_ours(algorithm) and self.vendor_alpha + self.vendor_beta > 0:
             return self.vendor_alpha + self.vendor_beta * nbytes
-        parameters = (self.alpha, self.beta, self.sync, self.copy, self.gamma)
+        parameters = (self.alpha, self.beta, self.sync, self.copy, self.gamma, self.message)
         return sum(factor * each for factor, each in zip(work(algorithm, nbytes, topology), parameters, strict=True))
 
     def scale(self, algorithm: str, seconds: float, measured: int, nbytes: int, topology: Topology) -> float:

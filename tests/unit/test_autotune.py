@@ -46,29 +46,30 @@ def table(*rows: dict[str, float], sizes: tuple[int, ...] = (1 << 10, 1 << 14, 1
 @pytest.mark.parametrize(
     ("algorithm", "topology", "expected"),
     [
-        ("ring", FLAT, Work(6, 1.5, 0, 0, 0.75)),
-        ("recursive_doubling", FLAT, Work(2, 2, 0, 0, 2)),
-        ("one_shot", FLAT, Work(1, 3, 0, 0, 3)),
+        ("ring", FLAT, Work(6, 1.5, 0, 0, 0.75, 12)),
+        ("recursive_doubling", FLAT, Work(2, 2, 0, 0, 2, 4)),
+        ("one_shot", FLAT, Work(1, 3, 0, 0, 3, 6)),
         ("two_shot", NODE, Work(0, 0, 2, 1.5, 0.75)),
-        ("ring", NODE, Work(6, 1.5, 0, 0, 0.75)),
+        ("ring", NODE, Work(6, 1.5, 0, 0, 0.75, 12)),
         # Both lanes of a node share its link: each sends a half of n, in all n.
-        ("hierarchical", GRID, Work(2, 1, 2, 1, 0.75)),
+        ("hierarchical", GRID, Work(2, 1, 2, 1, 0.75, 4)),
         # Each of a node's two ranks sends all it has to the other node.
-        ("recursive_doubling", GRID, Work(2, 2, 0, 0, 2)),
+        ("recursive_doubling", GRID, Work(2, 2, 0, 0, 2, 4)),
         # Of the ring's edges, one leaves each node.
-        ("ring", GRID, Work(6, 1.5, 0, 0, 0.75)),
+        ("ring", GRID, Work(6, 1.5, 0, 0, 0.75, 12)),
     ],
 )
 def test_work_follows_the_schedule(algorithm: str, topology: Topology, expected: Work):
-    """Rounds and barriers do not depend on the size, everything else grows with it."""
+    """Rounds, barriers and messages do not depend on the size, everything else grows with it."""
     n = 12 << 20
-    rounds, sent, barriers, touched, reduced = expected
-    assert work(algorithm, n, topology) == pytest.approx((rounds, sent * n, barriers, touched * n, reduced * n))
+    rounds, sent, barriers, touched, reduced, messages = expected
+    scaled = (rounds, sent * n, barriers, touched * n, reduced * n, messages)
+    assert work(algorithm, n, topology) == pytest.approx(scaled)
 
 
 def test_a_small_one_shot_on_a_node_is_one_barrier():
     """Up to a mailbox every rank reads the others' at once; beyond, messages carry the data."""
-    assert work("one_shot", MAILBOX_NBYTES, NODE) == (0, 0, 1, 3 * MAILBOX_NBYTES, 3 * MAILBOX_NBYTES)
+    assert work("one_shot", MAILBOX_NBYTES, NODE) == (0, 0, 1, 3 * MAILBOX_NBYTES, 3 * MAILBOX_NBYTES, 0)
     assert work("one_shot", MAILBOX_NBYTES + 1, NODE)[:3] == (1, 3 * (MAILBOX_NBYTES + 1), 0)
 
 
@@ -81,7 +82,9 @@ def test_every_algorithm_has_a_prediction(topology: Topology):
 
 
 def test_model_adds_its_terms():
-    """Ring on 4 ranks: 6 alpha + 1.5 n beta + 0.75 n gamma; the library's own is a straight line."""
+    """Ring on 4 ranks: 6 alpha + 1.5 n beta + 0.75 n gamma + 12 messages; the library's own is a straight line."""
+    costly = replace(MODEL, message=1e-6)
+    assert costly.predict("ring", 1000, FLAT) == pytest.approx(7.2e-5 + 1500e-9 + 750 * 2e-10)
     assert MODEL.predict("ring", 1000, FLAT) == pytest.approx(6e-5 + 1500e-9 + 750 * 2e-10)
     assert MODEL.predict("mpi", 1000, FLAT) == pytest.approx(3e-5 + 4e-6)
 
@@ -95,16 +98,17 @@ def test_what_the_model_does_not_know_is_refused(name: str):
 
 def test_fit_recovers_the_parameters():
     """From times that a model made, the same model comes back."""
+    truth = replace(MODEL, message=7e-7)
     sizes = (8, 1 << 13, 1 << 20)
     samples = [
-        Sample(name, nbytes, topology, MODEL.predict(name, nbytes, topology))
-        for topology in (GRID, UNEVEN)
+        Sample(name, nbytes, topology, truth.predict(name, nbytes, topology))
+        for topology in (FLAT, GRID, UNEVEN)
         for name in (*names(Collective.ALLREDUCE, topology), "mpi")
         for nbytes in sizes
     ]
     found = fit(samples)
-    for name in ("alpha", "beta", "sync", "copy", "gamma", "vendor_alpha", "vendor_beta"):
-        assert getattr(found, name) == pytest.approx(getattr(MODEL, name), rel=1e-6), name
+    for name in ("alpha", "beta", "sync", "copy", "gamma", "message", "vendor_alpha", "vendor_beta"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-6), name
 
 
 def test_fit_is_never_negative():

@@ -1,0 +1,179 @@
+"""The time of an allreduce: its rounds on links with queues, and processors that add up work.
+
+A message that is ready waits until the link out of its node is free, goes through that and the link into the other node
+at the same time, and arrives a latency later. The segments of a buffer go through the rounds in a few streams, as in
+`ringreduce.collectives.execution`, and share the links. While a stream waits, the processor works for another one, so
+it has no clock: a stream is held up by its own work alone, but no rank ends before its processor has done all work.
+
+The terms are those of `ringreduce.collectives.tuning.Model`. Both say the same where one segment goes through nodes of
+one rank which send and receive one message at a time; otherwise the model is a sum of what can overlap here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from ringreduce.bench.simulation.rounds import Floats, Numbers, Round
+from ringreduce.bench.simulation.traffic import Traffic
+from ringreduce.collectives.execution import STREAMS, segment_limit
+from ringreduce.collectives.tuning import Model
+
+__all__ = ["Links", "ends_of"]
+
+_SEGMENT_NBYTES = 256 << 10  # the default of RINGREDUCE_SEGMENT
+_SAME = 1e-9  # relative: clocks that have advanced by the same time
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a cluster is made of.
+
+    Attributes:
+        between: terms of nodes and of messages between them.
+        alpha, beta: of messages between ranks of a node.
+        slow: node -> how many times as long its link takes per byte.
+        burst: bytes that a link lets through at once after a rest, as a token bucket does.
+        wire: bytes that travel between nodes for each byte of the buffer.
+    """
+
+    between: Model
+    alpha: float
+    beta: float
+    slow: dict[int, float] = field(default_factory=dict)
+    burst: float = 0.0
+    wire: float = 1.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether all nodes have the same links."""
+        return not self.slow
+
+
+def ends_of(traffic: Traffic, nbytes: int, links: Links, starts: Floats) -> Floats:
+    """Return when each rank ends an allreduce, in seconds.
+
+    Args:
+        traffic: of the algorithm.
+        nbytes: of the buffer of each rank.
+        links: of the cluster.
+        starts: when each rank of ``traffic`` begins.
+    """
+    sync = links.between.sync
+    meet = _meeting(traffic) if traffic.direct else None
+    begun = starts.astype(np.float64) if meet is None else meet(starts) + sync
+    limit = segment_limit(_SEGMENT_NBYTES, -(-nbytes // traffic.nblocks))
+    nsegments = max(1, -(-nbytes // (limit * traffic.nblocks)))
+    call = _Call(traffic, nbytes / nsegments / traffic.nblocks, links, begun, min(STREAMS, nsegments))
+    call.run(nsegments)
+    ends = np.maximum(np.max(call.clocks, axis=0), begun + nsegments * call.busy())
+    return ends if meet is None else meet(ends) + sync
+
+
+def _meeting(traffic: Traffic) -> Callable[[Floats], Floats]:
+    """Return what gives all ranks of a node the time of the last one."""
+    first = np.flatnonzero(np.diff(traffic.nodes, prepend=-1))
+    sizes = np.diff(first, append=len(traffic.nodes))
+    return lambda times: np.repeat(np.maximum.reduceat(times, first), sizes)
+
+
+class _Timed:
+    """A round whose blocks have a size, on links."""
+
+    def __init__(self, each: Round, nodes: Numbers, piece: float, links: Links) -> None:
+        self.round, between = each, links.between
+        started, outside = each.started, each.outside
+        self.posted = started.number * between.message
+        slow = np.ones(int(nodes.max()) + 1)
+        slow[list(links.slow)] = list(links.slow.values())
+        per_byte = started.nblocks[outside] * (piece * between.beta * links.wire)
+        self.leave = per_byte * slow[nodes[started.source[outside]]]
+        self.enter = per_byte * slow[nodes[started.target[outside]]]
+        self.sending = each.sent * between.message
+        self.working = each.received * between.message
+        self.working += each.reduced * (piece * between.gamma) + each.touched * (piece * between.copy)
+        self.working += each.copied * (piece * links.beta)
+
+
+class _Call:
+    """One allreduce under way.
+
+    Attributes:
+        clocks: of each stream, the time of each rank.
+    """
+
+    def __init__(self, traffic: Traffic, piece: float, links: Links, begun: Floats, nstreams: int) -> None:
+        self._links = links
+        made = {each: _Timed(each, traffic.nodes, piece, links) for each, _ in traffic.rounds}
+        self._rounds = [(made[each], times) for each, times in traffic.rounds]
+        self.clocks = np.array([begun] * nstreams)
+        self._under_way = [np.empty(0)] * nstreams
+        nnodes = int(traffic.nodes.max()) + 1
+        self._out, self._into = np.zeros(nnodes), np.zeros(nnodes)
+
+    def busy(self) -> Floats:
+        """Return how long each processor works for a segment."""
+        work = [(each.sending + each.working) * times for each, times in self._rounds]
+        return np.sum(work, axis=0) if work else np.zeros(self.clocks.shape[1])
+
+    def run(self, nsegments: int) -> None:
+        """Let so many segments go through all rounds."""
+        nstreams = len(self.clocks)
+        self._repeat(lambda: self._wave(nstreams), nsegments // nstreams)
+        if nsegments % nstreams:
+            self._wave(nsegments % nstreams)
+
+    def _wave(self, nstreams: int) -> None:
+        for each, times in self._rounds:
+            self._repeat(partial(self._go, each, nstreams), times)
+
+    def _repeat(self, act: Callable[[], None], times: int) -> None:
+        """Do something so many times. Once all clocks have advanced by the same time, they do so for ever."""
+        for done in range(1, times + 1):
+            if done == times:
+                act()
+                return
+            before = self.clocks.copy(), self._out.copy(), self._into.copy()
+            act()
+            by = self.clocks[0, 0] - before[0][0, 0]
+            moved = [now - then for now, then in zip((self.clocks, self._out, self._into), before, strict=True)]
+            if all(np.abs(each[each != 0] - by).max(initial=0) <= _SAME * by for each in moved) and moved[0].all():
+                for clock, each in zip((self.clocks, self._out, self._into), moved, strict=True):
+                    clock += each * (times - done)
+                return
+
+    def _go(self, timed: _Timed, nstreams: int) -> None:
+        for stream in range(nstreams):
+            self._advance(timed, stream)
+
+    def _advance(self, timed: _Timed, stream: int) -> None:
+        """Let one stream go through a round."""
+        each, clock = timed.round, self.clocks[stream]
+        begun = clock[each.started.source]
+        arrived = begun + timed.posted
+        if len(each.outside):
+            crossed = self._cross(timed, arrived[each.outside])
+        arrived += self._links.alpha
+        if len(each.outside):
+            arrived[each.outside] = crossed
+        clock += timed.sending
+        if len(self._under_way[stream]):
+            arrived = np.concatenate([self._under_way[stream], arrived])
+        if len(each.waiting):
+            last = np.maximum.reduceat(arrived[each.waited], each.first)
+            clock[each.waiting] = np.maximum(clock[each.waiting], last)
+        clock += timed.working
+        self._under_way[stream] = arrived[each.under_way]
+
+    def _cross(self, timed: _Timed, ready: Floats) -> Floats:
+        """Return when messages between nodes arrive, which were ready then."""
+        each, links = timed.round, self._links
+        credit = links.burst * links.between.beta
+        left = each.leaving.serve(ready, timed.leave, self._out)
+        begun = left - timed.leave
+        left = np.maximum(ready, left - credit)
+        entered = each.entering.serve(np.maximum(begun - credit, ready), timed.enter, self._into)
+        return np.maximum(left, entered - credit) + links.between.alpha
