@@ -19,7 +19,7 @@ from ringreduce.common.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["curves", "figure", "html_page", "html_table", "page", "require_matplotlib", "save"]
+__all__ = ["curves", "figure", "html_page", "html_table", "page", "require_matplotlib", "save", "write"]
 
 #: Of curves: ours, then peers by name, and the bound.
 _COLOURS = {"mpi": "#f58518", "gloo": "#e45756", "nccl": "#72b7b2", "bound": "#9d9d9d"}
@@ -124,7 +124,15 @@ def save(report: Report, path: str) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    drawn = figure(report)
+    write(figure(report), path)
+
+
+def write(drawn: Figure, path: str) -> None:
+    """Write a picture to a file; its name says whether as PNG, SVG or PDF.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     try:
         drawn.savefig(path, dpi=150)
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 import ringreduce
-from ringreduce.cli import commands, reports, run
+from ringreduce.cli import commands, reports, run, simulate
 from ringreduce.common.errors import ConfigError, RingReduceError, UnsupportedBufferError
 from ringreduce.common.launch import launch
 
@@ -59,6 +59,7 @@ main.add_command(commands.explain)
 main.add_command(reports.doctor)
 main.add_command(reports.export)
 main.add_command(run.command)
+main.add_command(simulate.command)
 main.add_command(reports.timeline)
 main.add_command(reports.top)
 main.add_command(commands.tune)

@@ -25,6 +25,8 @@ from ringreduce.collectives.tuning import Model
 __all__ = ["Links", "ends_of"]
 
 _SEGMENT_NBYTES = 256 << 10  # the default of RINGREDUCE_SEGMENT
+#: Segments go through the rounds in waves, one in each stream. After twice so many, all take what the last ones took.
+_WAVES = 8
 _SAME = 1e-9  # relative: clocks that have advanced by the same time
 
 
@@ -122,7 +124,13 @@ class _Call:
     def run(self, nsegments: int) -> None:
         """Let so many segments go through all rounds."""
         nstreams = len(self.clocks)
-        self._repeat(lambda: self._wave(nstreams), nsegments // nstreams)
+        waves = nsegments // nstreams
+        self._repeat(partial(self._wave, nstreams), min(waves, _WAVES))
+        if waves > _WAVES:
+            now = [each.copy() for each in self._state()]
+            self._repeat(partial(self._wave, nstreams), min(waves - _WAVES, _WAVES))
+            for clock, then in zip(self._state(), now, strict=True):
+                clock += (clock - then) * max(0.0, waves / _WAVES - 2)
         if nsegments % nstreams:
             self._wave(nsegments % nstreams)
 
@@ -136,14 +144,17 @@ class _Call:
             if done == times:
                 act()
                 return
-            before = self.clocks.copy(), self._out.copy(), self._into.copy()
+            before = [each.copy() for each in self._state()]
             act()
-            by = self.clocks[0, 0] - before[0][0, 0]
-            moved = [now - then for now, then in zip((self.clocks, self._out, self._into), before, strict=True)]
+            moved = [now - then for now, then in zip(self._state(), before, strict=True)]
+            by = moved[0][0, 0]
             if all(np.abs(each[each != 0] - by).max(initial=0) <= _SAME * by for each in moved) and moved[0].all():
-                for clock, each in zip((self.clocks, self._out, self._into), moved, strict=True):
+                for clock, each in zip(self._state(), moved, strict=True):
                     clock += each * (times - done)
                 return
+
+    def _state(self) -> tuple[Floats, Floats, Floats]:
+        return self.clocks, self._out, self._into
 
     def _go(self, timed: _Timed, nstreams: int) -> None:
         for stream in range(nstreams):

@@ -1,0 +1,248 @@
+"""A cluster that need not exist, and which allreduce would be the fastest there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ringreduce.algorithms import Collective, find, names
+from ringreduce.bench.simulation.clock import Links, ends_of
+from ringreduce.bench.simulation.rounds import Floats
+from ringreduce.bench.simulation.traffic import Traffic, traffic_of
+from ringreduce.bench.tune import Sample, fit
+from ringreduce.buffers.codecs import CODECS
+from ringreduce.collectives.call import Path, Problem, path_for
+from ringreduce.collectives.selection import choose
+from ringreduce.collectives.tuning import Model, format_seconds, is_ours
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import SUM
+from ringreduce.common.topology import Topology
+
+__all__ = ["WIRES", "Cluster", "Parts", "Simulator", "describe", "links_of", "topology_of"]
+
+#: What of the time is due to what: the terms that are 0 without it.
+_CAUSES = {"links": ("beta",), "latency": ("alpha", "sync"), "processors": ("message", "copy", "gamma")}
+
+
+#: Formats in which gradients may travel between nodes, and elements on which their size is measured.
+WIRES, _CODED = tuple(CODECS), 1 << 20
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a cluster is bought by: seconds, and bytes per second.
+
+    Attributes:
+        rate: of a node's link, in each direction.
+        latency_s: from the start of an empty message between nodes to its arrival.
+        message_s: of a processor, for each message that it sends or receives.
+        barrier_s: of the ranks of a node.
+        memory_rate: at which a rank reads and writes the memory of others of its node.
+        reduction_rate: at which a rank reduces.
+        within_s: the latency of messages inside a node.
+        burst_nbytes: what a link lets through at once after a rest.
+        wire: the format in which gradients travel between nodes; None: as they are.
+    """
+
+    rate: float
+    latency_s: float
+    message_s: float
+    barrier_s: float
+    memory_rate: float
+    reduction_rate: float
+    within_s: float
+    burst_nbytes: int = 0
+    wire: str | None = None
+
+    def links(self) -> Links:
+        """Return the terms of the model."""
+        copy = 1 / self.memory_rate
+        between = Model(self.latency_s, 1 / self.rate, self.barrier_s, copy, 1 / self.reduction_rate, self.message_s)
+        wire = CODECS[self.wire].nbytes(_CODED) / (4 * _CODED) if self.wire else 1.0
+        return Links(between, self.within_s, copy, burst=float(self.burst_nbytes), wire=wire)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks, links, and who comes late.
+
+    Attributes:
+        topology: the ranks.
+        links: between them.
+        late: rank -> seconds by which it begins each call, or ends the computation of each step, after the others.
+        noise_s: mean of a delay of every rank, exponential and another one each time.
+    """
+
+    topology: Topology
+    links: Links
+    late: Mapping[int, float] = field(default_factory=dict)
+    noise_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if beyond := [rank for rank in self.late if not 0 <= rank < self.topology.size]:
+            raise ConfigError(f"rank {beyond[0]} is late, and the last one is {self.topology.size - 1}")
+        if beyond := [node for node in self.links.slow if not 0 <= node < len(self.topology.nodes)]:
+            raise ConfigError(f"node {beyond[0]} is slow, and the last one is {len(self.topology.nodes) - 1}")
+
+    def delays(self, random: np.random.Generator) -> Floats:
+        """Return by how many seconds each rank is late, by its place along the nodes."""
+        delays = random.exponential(self.noise_s, self.topology.size) if self.noise_s else np.zeros(self.topology.size)
+        for rank, late_s in self.late.items():
+            delays[self.topology.place_of(rank)] += late_s
+        return delays
+
+    @property
+    def equal(self) -> bool:
+        """Whether all nodes do the same at the same time."""
+        return not (self.late or self.noise_s or self.links.slow)
+
+
+class Simulator:
+    """Allreduces on a cluster.
+
+    Attributes:
+        left_out: algorithm -> why it cannot be simulated there.
+
+    Args:
+        cluster: the ranks.
+        algorithms: which; None: all that run there.
+    """
+
+    def __init__(self, cluster: Cluster, algorithms: Iterable[str] | None = None) -> None:
+        self.cluster, self.left_out = cluster, dict[str, str]()
+        self._traffic: dict[str, Traffic] = {}
+        self._known: dict[int, dict[str, float]] = {}
+        wanted = names(Collective.ALLREDUCE, cluster.topology) if algorithms is None else algorithms
+        for name in wanted:
+            try:
+                self._traffic[name] = _traffic(name, cluster.topology, not cluster.equal)
+            except ConfigError as error:
+                self.left_out[name] = str(error)
+        if not self._traffic:
+            raise ConfigError(f"nothing can be simulated there: {self.left_out}")
+        self._delays = cluster.delays(np.random.default_rng(0))
+
+    def times(self, nbytes: int) -> dict[str, float]:
+        """Return algorithm -> seconds from when a rank without delay begins until the last rank ends, fastest first."""
+        if nbytes not in self._known:
+            found = {name: self._time(name, nbytes, self.cluster.links) for name in self._traffic}
+            self._known[nbytes] = dict(sorted(found.items(), key=lambda each: each[1]))
+        return self._known[nbytes]
+
+    def explain(self, nbytes: int) -> str:
+        """Say which algorithm is the fastest, what its time goes into, which is next, and what the rules would take."""
+        (name, seconds), *others = self.times(nbytes).items()
+        shares = self._shares(name, nbytes, seconds)
+        said = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
+        text = f"{name} {format_seconds(seconds)}" + (f" ({said})" if said else "")
+        if others:
+            text += f"; next {others[0][0]} {others[0][1] / seconds - 1:+.0%}"
+        rule = choose(Problem(Collective.ALLREDUCE, nbytes, self.cluster.topology, op=SUM), Config()).algorithm
+        if rule != name:
+            slower = dict(others).get(rule)
+            text += f"; the built-in rules take {rule}" + (f" {slower / seconds - 1:+.0%}" if slower else "")
+        return text
+
+    def _time(self, name: str, nbytes: int, links: Links) -> float:
+        topology, traffic = self.cluster.topology, self._traffic[name]
+        delays = self._delays if len(traffic.nodes) == topology.size else np.zeros(len(traffic.nodes))
+        if path_for(name, Problem(Collective.ALLREDUCE, nbytes, topology)) is Path.ONE_SHOT:
+            model = replace(links.between, alpha=links.alpha, beta=links.beta)
+            return float(delays.max()) + model.predict(name, nbytes, topology)
+        return float(ends_of(traffic, nbytes, links, delays).max())
+
+    def _shares(self, name: str, nbytes: int, seconds: float) -> dict[str, float]:
+        """Return what would be saved without each cause, as a share of all that would be saved."""
+        links, saved = self.cluster.links, {}
+        for cause, terms in _CAUSES.items():
+            between = replace(links.between, **dict.fromkeys(terms, 0.0))
+            alpha, beta = 0.0 if "alpha" in terms else links.alpha, 0.0 if "copy" in terms else links.beta
+            without = replace(links, between=between, alpha=alpha, beta=beta)
+            saved[cause] = max(0.0, seconds - self._time(name, nbytes, without))
+        total = sum(saved.values())
+        return {cause: each / total for cause, each in saved.items()} if total else {}
+
+
+@cache
+def _traffic(name: str, topology: Topology, whole: bool) -> Traffic:
+    return traffic_of(find(Collective.ALLREDUCE, name), topology, whole=whole)
+
+
+# ---- what a cluster is made of, from what `bench` has measured ----
+
+
+def topology_of(sizes: Iterable[int]) -> Topology:
+    """Return nodes of so many consecutive ranks."""
+    return Topology.from_hosts(node for node, ranks in enumerate(sizes) for _ in range(ranks))
+
+
+def links_of(reports: Iterable[str], otherwise: Links) -> Links:
+    """Return links from JSON reports of ``bench allreduce --algorithm all``.
+
+    What nodes and links between them take comes from reports of several nodes, what messages inside a node take from
+    reports of one.
+
+    Args:
+        reports: the texts of the files.
+        otherwise: the links, where there is no report of that kind.
+
+    Raises:
+        ConfigError: a text is no such report, or holds nothing to fit.
+    """
+    kinds: dict[bool, list[Sample]] = {True: [], False: []}  # one node; several
+    for text in reports:
+        for sample in _samples(text):
+            kinds[sample.topology.single_node].append(sample)
+    one, several = (fit(samples) if samples else None for samples in kinds.values())
+    between, alpha, beta = otherwise.between, otherwise.alpha, otherwise.beta
+    if one is not None:
+        alpha, beta = one.alpha, one.beta
+        between = replace(one, alpha=between.alpha, beta=between.beta)
+    if several is not None:
+        # What no measured algorithm does keeps its value.
+        terms = ("alpha", "beta", "sync", "copy", "gamma", "message")
+        between = replace(between, **{term: value for term in terms if (value := getattr(several, term)) > 0})
+    return replace(otherwise, between=between, alpha=alpha, beta=beta)
+
+
+def _samples(text: str) -> list[Sample]:
+    try:
+        report = json.loads(text)
+        topology = _placed(report["config"])
+        return [
+            Sample(each["algorithm"], int(each["size"]), topology, float(each["time_us"]["median"]) * 1e-6)
+            for each in report["results"]
+            if each["collective"] == "allreduce" and is_ours(each["algorithm"]) and float(each["time_us"]["median"]) > 0
+        ]
+    except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError) as error:
+        complaint = f"not a JSON report of bench: {type(error).__name__}: {error}"
+        raise ConfigError(complaint) from None
+
+
+def _placed(config: Mapping[str, Any]) -> Topology:
+    """Return where the ranks of a report were."""
+    nranks, nnodes = int(config["nranks"]), int(config["nnodes"])
+    uneven = [int(each) for each in re.findall(r"\d+", config["placement"].partition("nodes of")[2])]
+    sizes = uneven or [nranks // nnodes] * nnodes
+    if len(sizes) != nnodes or sum(sizes) != nranks:
+        raise ValueError(f"{nranks} ranks on {nnodes} nodes, of which it says {config['placement']!r}")
+    return topology_of(sizes)
+
+
+def describe(links: Links) -> str:
+    """Say what a cluster is made of, in one line."""
+    between = links.between
+    parts = [f"links {8e-9 / between.beta:.4g} Gbit/s"] if between.beta else []
+    rates = {"memory": between.copy, "reduction": between.gamma}
+    parts += [f"{what} {1e-9 / each:.4g} GB/s" for what, each in rates.items() if each]
+    seconds = {"latency": between.alpha, "message": between.message, "barrier": between.sync, "within": links.alpha}
+    parts += [f"{what} {format_seconds(each)}" for what, each in seconds.items()]
+    parts += [f"link of node {node} {factor:.3g} times slower" for node, factor in links.slow.items()]
+    return ", ".join(parts)

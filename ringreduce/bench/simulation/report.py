@@ -1,0 +1,199 @@
+"""What ``simulate`` has found, as text, JSON and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ringreduce.bench.cases import format_nbytes
+from ringreduce.bench.plots import require_matplotlib
+from ringreduce.bench.simulation.cluster import Cluster, Simulator, describe
+from ringreduce.bench.simulation.training import Step, Training, simulate_step
+from ringreduce.collectives.tuning import format_seconds
+from ringreduce.common.topology import Topology
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Report", "figure", "scaling", "simulate", "to_dict", "to_text"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was simulated.
+
+    Attributes:
+        cluster: where.
+        times: size -> algorithm -> seconds, the fastest first.
+        reasons: size -> what would be chosen, and why.
+        left_out: algorithm -> why it could not be simulated.
+        training: what each rank does in a step; None: there is none.
+        step: what a step takes.
+        scaling: link rate in bytes per second -> ranks -> what a step takes there.
+    """
+
+    cluster: Cluster
+    times: Mapping[int, Mapping[str, float]]
+    reasons: Mapping[int, str]
+    left_out: Mapping[str, str]
+    training: Training | None = None
+    step: Step | None = None
+    scaling: Mapping[float, Mapping[int, Step]] = field(default_factory=dict)
+
+    @property
+    def assumptions(self) -> str:
+        """What the figures are for, in one line."""
+        cluster = self.cluster
+        parts = [cluster.topology.describe(), describe(cluster.links)]
+        parts += [f"rank {rank} {format_seconds(late_s)} late" for rank, late_s in cluster.late.items()]
+        if cluster.noise_s:
+            parts.append(f"delays of {format_seconds(cluster.noise_s)} on average")
+        return "; ".join(parts)
+
+
+def simulate(
+    cluster: Cluster, sizes: Iterable[int], algorithms: Sequence[str] | None = None, training: Training | None = None
+) -> Report:
+    """Simulate allreduces, and a training step.
+
+    Args:
+        cluster: where.
+        sizes: of the buffers of a rank, in bytes.
+        algorithms: which; None: all that run there.
+        training: what each rank does in a step; None: nothing.
+
+    Raises:
+        ConfigError: none of the algorithms can be simulated there.
+    """
+    simulator, wanted = Simulator(cluster, algorithms), list(sizes)
+    times = {nbytes: simulator.times(nbytes) for nbytes in wanted}
+    reasons = {nbytes: simulator.explain(nbytes) for nbytes in wanted}
+    step = None if training is None else _step(training, cluster, algorithms)
+    return Report(cluster, times, reasons, simulator.left_out, training, step)
+
+
+def scaling(report: Report, rates: Iterable[float], algorithms: Sequence[str] | None = None) -> Report:
+    """Simulate the training of a report on one rank, on more and more ranks of a node, and on more and more nodes.
+
+    Args:
+        report: with a training, on nodes of equal size; rank 0 is late where one is.
+        rates: of links, in bytes per second.
+        algorithms: which; None: all that run there.
+    """
+    cluster, training = report.cluster, report.training
+    assert training is not None
+    late = {0: max(cluster.late.values())} if cluster.late else {}
+    found = {}
+    for rate in rates:
+        links = replace(cluster.links, between=replace(cluster.links.between, beta=1 / rate), slow={})
+        found[rate] = {
+            size: _step(training, replace(cluster, topology=topology, links=links, late=late), algorithms)
+            for size, topology in _growing(cluster)
+        }
+    return replace(report, scaling=found)
+
+
+def to_text(report: Report) -> str:
+    """Return tables: times of algorithms by size, choices, and steps."""
+    lines = [f"# {report.assumptions}"]
+    if report.times:
+        width = max(len(name) for times in report.times.values() for name in times)
+        lines.append(f"# {'':{width}}" + "".join(f" {format_nbytes(nbytes):>10}" for nbytes in report.times))
+        for name in next(iter(report.times.values())):
+            cells = "".join(f" {format_seconds(times[name]):>10}" for times in report.times.values())
+            lines.append(f"  {name:{width}}{cells}")
+    lines += [f"# not simulated: {name}: {why}" for name, why in report.left_out.items()]
+    lines += [f"{format_nbytes(nbytes):>10}  {reason}" for nbytes, reason in report.reasons.items()]
+    if report.step is not None:
+        lines.append(f"training step: {_said(report.step)}")
+    for rate, steps in report.scaling.items():
+        lines += [f"{rate * 8e-9:>8.4g} Gbit/s {size:>6} ranks: {_said(step)}" for size, step in steps.items()]
+    return "\n".join(lines) + "\n"
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """Return what JSON shows: seconds, bytes and bytes per second."""
+    links = report.cluster.links
+    return {
+        "placement": report.cluster.topology.describe(),
+        "links": {**dataclasses.asdict(links), "between": dataclasses.asdict(links.between)},
+        "late": dict(report.cluster.late),
+        "noise_s": report.cluster.noise_s,
+        "sizes": [
+            {"size": nbytes, "choice": next(iter(times)), "reason": report.reasons[nbytes], "seconds": dict(times)}
+            for nbytes, times in report.times.items()
+        ],
+        "left_out": dict(report.left_out),
+        "training": None if report.training is None else dataclasses.asdict(report.training),
+        "step": None if report.step is None else _entry(report.step),
+        "scaling": [
+            {"rate": rate, "ranks": size, **_entry(step)}
+            for rate, steps in report.scaling.items()
+            for size, step in steps.items()
+        ],
+    }
+
+
+def figure(report: Report) -> Figure:
+    """Return a picture: times over sizes and, if that was simulated, the efficiency of a training over ranks.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(5.5 * (bool(report.times) + bool(report.scaling)), 4.6), layout="constrained")
+    panels = iter(drawn.subplots(1, bool(report.times) + bool(report.scaling), squeeze=False)[0])
+    if report.times:
+        axes, sizes = next(panels), list(report.times)
+        for name in next(iter(report.times.values())):
+            axes.plot(sizes, [report.times[nbytes][name] for nbytes in sizes], marker="o", markersize=3, label=name)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda size, _: format_nbytes(round(size)).replace(" ", "\u2009"))
+        axes.set(xlabel="size", ylabel="time (s)", yscale="log", title="allreduce")
+    if report.scaling:
+        axes = next(panels)
+        for rate, steps in report.scaling.items():
+            shares = [100 * step.efficiency for step in steps.values()]
+            axes.plot(list(steps), shares, marker="o", markersize=3, label=f"{rate * 8e-9:.4g} Gbit/s")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="ranks", ylabel="efficiency (%)", ylim=(0, None), title="training")
+    for axes in drawn.axes:
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(frameon=False, fontsize=7)
+    drawn.suptitle("simulated: " + report.assumptions, fontsize=7, wrap=True)
+    return drawn
+
+
+def _step(training: Training, cluster: Cluster, algorithms: Sequence[str] | None) -> Step:
+    if cluster.topology.size == 1:
+        return simulate_step(training, cluster, lambda nbytes: 0.0)
+    together = Simulator(replace(cluster, late={}, noise_s=0.0), algorithms)
+    return simulate_step(training, cluster, lambda nbytes: min(together.times(nbytes).values()))
+
+
+def _growing(cluster: Cluster) -> Iterator[tuple[int, Topology]]:
+    nnodes, local = len(cluster.topology.nodes), cluster.topology.lanes
+    shapes = [(1, ranks) for ranks in _doubled(local)] + [(nodes, local) for nodes in _doubled(nnodes) if nodes > 1]
+    for nodes, ranks in shapes:
+        yield nodes * ranks, Topology.uniform(nodes, ranks)
+
+
+def _doubled(last: int) -> Iterator[int]:
+    """Yield 1, 2, 4, ... and the last number."""
+    yield from (1 << exponent for exponent in range((last - 1).bit_length()))
+    yield last
+
+
+def _said(step: Step) -> str:
+    return (
+        f"{format_seconds(step.seconds)}, of which {format_seconds(step.own_s)} are its own; an exchange takes "
+        f"{format_seconds(step.exchange_s)}; efficiency {step.efficiency:.1%}"
+    )
+
+
+def _entry(step: Step) -> dict[str, float]:
+    return {**dataclasses.asdict(step), "efficiency": step.efficiency}
