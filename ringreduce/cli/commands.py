@@ -362,7 +362,7 @@ def tune(directory: Path | None, budget: float, even_if_busy: bool) -> None:
 
     The table is for this placement of the ranks on nodes, this MPI library and this version of ringreduce; run this
     under mpirun just as the program that it is for. Later runs find it by themselves. Where other processes take more
-    than 0.2 cores of a machine meanwhile, no table is written.
+    than 0.2 cores of a machine meanwhile, no table is written. For ranks that are not there, see simulate.
     """
     ringreduce.init()
     world = ringreduce.world()

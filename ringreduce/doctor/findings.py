@@ -310,7 +310,8 @@ def _tuning(ranks: Sequence[Facts]) -> Finding | None:
         return Finding(topic, world.tuning)
     if not world.tuning:
         return Finding(topic, "none is looked for: built-in rules choose")
-    return Finding(topic, f"none: built-in rules choose; made for this job by {tune}")
+    elsewhere = "python -m ringreduce simulate says what other clusters would do"
+    return Finding(topic, f"none: built-in rules choose; made for this job by {tune}; {elsewhere}")
 
 
 @_each

@@ -111,6 +111,11 @@ OPTIONS = {
         --max-restarts --min-np --mpi-args --network-interface --no-prefix --num-proc --prefix --reset-limit
         --slots --slots-per-host --ssh-port --start-timeout --verbose -H -n -np -x program
     """,
+    "simulate": """
+        --algorithm --barrier --bucket --burst --compute --from --gradients --json --late --latency --link --maxbytes
+        --memory --message --minbytes --nodes --noise --overlap --period --plot --ranks-per-node --reduction --scaling
+        --shard --slow-link --staleness --stepfactor --update --wire --within -b -e -f
+    """,
     "timeline": "",
     "top": "--every --job --json --once --prometheus",
     "tune": "--budget --directory --even-if-busy",

@@ -50,6 +50,8 @@ class Report:
         parts += [f"rank {rank} {format_seconds(late_s)} late" for rank, late_s in cluster.late.items()]
         if cluster.noise_s:
             parts.append(f"delays of {format_seconds(cluster.noise_s)} on average")
+        if self.training is not None:
+            parts.append(self.training.describe())
         return "; ".join(parts)
 
 
@@ -108,8 +110,7 @@ def to_text(report: Report) -> str:
     lines += [f"{format_nbytes(nbytes):>10}  {reason}" for nbytes, reason in report.reasons.items()]
     if report.step is not None:
         lines.append(f"training step: {_said(report.step)}")
-    for rate, steps in report.scaling.items():
-        lines += [f"{rate * 8e-9:>8.4g} Gbit/s {size:>6} ranks: {_said(step)}" for size, step in steps.items()]
+    lines += _scaling_lines(report.scaling)
     return "\n".join(lines) + "\n"
 
 
@@ -160,6 +161,7 @@ def figure(report: Report) -> Figure:
             shares = [100 * step.efficiency for step in steps.values()]
             axes.plot(list(steps), shares, marker="o", markersize=3, label=f"{rate * 8e-9:.4g} Gbit/s")
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set(xlabel="ranks", ylabel="efficiency (%)", ylim=(0, None), title="training")
     for axes in drawn.axes:
         axes.grid(visible=True, alpha=0.3)
@@ -186,6 +188,16 @@ def _doubled(last: int) -> Iterator[int]:
     """Yield 1, 2, 4, ... and the last number."""
     yield from (1 << exponent for exponent in range((last - 1).bit_length()))
     yield last
+
+
+def _scaling_lines(found: Mapping[float, Mapping[int, Step]]) -> Iterator[str]:
+    """Yield a table of steps and efficiency: a line for each number of ranks, a column for each rate of links."""
+    if found:
+        yield "# step and efficiency" + "".join(f" {rate * 8e-9:>12.4g} Gbit/s" for rate in found)
+    for size in next(iter(found.values()), ()):
+        steps = [each[size] for each in found.values()]
+        cells = "".join(f" {format_seconds(step.seconds):>11} {step.efficiency:>7.1%}" for step in steps)
+        yield f"{size:>15} ranks{cells}"
 
 
 def _said(step: Step) -> str:

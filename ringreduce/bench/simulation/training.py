@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.simulation.cluster import Cluster
+from ringreduce.collectives.tuning import format_seconds
 
 __all__ = ["Step", "Training", "simulate_step"]
 
@@ -45,6 +47,15 @@ class Training:
     period: int = 1
     staleness: int = 0
     shard: bool = False
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        parts = [f"steps of {format_seconds(self.compute_s)}", f"gradients of {format_nbytes(self.nbytes)}"]
+        parts += [f"update {format_seconds(self.update_s)}"] if self.update_s else []
+        parts += [f"buckets of {format_nbytes(self.bucket_nbytes)} overlap"] if self.overlap else []
+        parts += [f"period {self.period}"] if self.period > 1 else []
+        parts += [f"staleness {self.staleness}"] if self.staleness else []
+        return ", ".join([*parts, *(["update shared by a node"] if self.shard else [])])
 
 
 @dataclass(frozen=True)
