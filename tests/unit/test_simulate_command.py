@@ -105,8 +105,9 @@ def test_ranks_and_nodes_must_be_there():
 
 def test_what_cannot_be_simulated_is_left_out():
     """And named; if nothing remains, that is an error."""
-    simulator = Simulator(FOUR, ["ring", "two_shot_of_nobody"])
-    assert list(simulator.left_out) == ["two_shot_of_nobody"]
+    simulator = Simulator(FOUR, ["ring", "two_shot", "rnig"])
+    assert list(simulator.left_out) == ["two_shot", "rnig"]
+    assert "all ranks must share one node" in simulator.left_out["two_shot"]
     with pytest.raises(ConfigError, match="nothing can be simulated there"):
         Simulator(FOUR, ["nothing"])
 

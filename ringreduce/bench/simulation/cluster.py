@@ -25,7 +25,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
 
-__all__ = ["WIRES", "Cluster", "Parts", "Simulator", "describe", "links_of", "topology_of"]
+__all__ = ["WIRES", "Cluster", "Parts", "Simulator", "describe", "links_of", "samples_of", "topology_of"]
 
 #: What of the time is due to what: the terms that are 0 without it.
 _CAUSES = {"links": ("beta",), "latency": ("alpha", "sync"), "processors": ("message", "copy", "gamma")}
@@ -198,7 +198,7 @@ def links_of(reports: Iterable[str], otherwise: Links) -> Links:
     """
     kinds: dict[bool, list[Sample]] = {True: [], False: []}  # one node; several
     for text in reports:
-        for sample in _samples(text):
+        for sample in samples_of(text):
             kinds[sample.topology.single_node].append(sample)
     one, several = (fit(samples) if samples else None for samples in kinds.values())
     between, alpha, beta = otherwise.between, otherwise.alpha, otherwise.beta
@@ -212,7 +212,12 @@ def links_of(reports: Iterable[str], otherwise: Links) -> Links:
     return replace(otherwise, between=between, alpha=alpha, beta=beta)
 
 
-def _samples(text: str) -> list[Sample]:
+def samples_of(text: str) -> list[Sample]:
+    """Return the times of our allreduces in a JSON report of ``bench``.
+
+    Raises:
+        ConfigError: it is none.
+    """
     try:
         report = json.loads(text)
         topology = _placed(report["config"])

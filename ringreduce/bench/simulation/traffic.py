@@ -52,14 +52,16 @@ def traffic_of(algorithm: Algorithm, topology: Topology, *, whole: bool = True, 
     """Return the messages of an allreduce.
 
     Args:
-        algorithm: that runs on these ranks.
+        algorithm: whose schedules to take.
         topology: the ranks.
         whole: whether ranks may differ in time; else one node is enough where the schedule is symmetric.
         written_down: generate all steps even where they are symmetric, for tests.
 
     Raises:
-        ConfigError: there are more messages than can be simulated.
+        ConfigError: the algorithm cannot run there, or there are more messages than can be simulated.
     """
+    if (why_not := algorithm.refuses(topology)) is not None:
+        raise ConfigError(why_not)
     nblocks, direct = algorithm.nblocks(topology), algorithm.cost(topology).touched > 0
     nodes = np.array([topology.home_of(rank) for rank in topology.order])
     found = None if written_down else _symmetry(algorithm, topology)

@@ -1,0 +1,68 @@
+r"""How far simulated allreduces are from measured ones, for a JSON report of ``bench allreduce --algorithm all``.
+
+    sudo scripts/virtual_cluster up 4 --rate 1gbit
+    sudo scripts/virtual_cluster stream
+    sudo -E env PATH=$PATH scripts/virtual_cluster run -np 4 --per-host 1 \
+        python -m ringreduce bench allreduce -b 8 -e 16M -f 8 --algorithm all -c 0 -J 4x1.json
+    python benchmarks/simulation.py 4x1.json --rate 0.956 --fitted halving_doubling
+
+The parameters are fitted to the times of one algorithm or, without ``--fitted``, to those of all. Each line has a size,
+and simulated / measured time of each algorithm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from ringreduce.bench.cases import format_nbytes
+from ringreduce.bench.simulation.cluster import Cluster, Parts, Simulator, describe, links_of, samples_of
+
+LARGE = 1 << 20  # bytes, from which figures count apart
+
+
+def main() -> None:
+    """Fit, simulate and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--fitted", metavar="ALGORITHM", help="fit to this one alone, and take --rate")
+    parser.add_argument("--rate", type=float, default=1.0, help="Gbit/s of a stream, with --fitted (1)")
+    parser.add_argument("--burst", type=int, default=256 << 10, help="bytes that a link lets through at once (262144)")
+    options = parser.parse_args()
+    text = options.report.read_text(encoding="utf-8")
+    report = json.loads(text)
+    if options.fitted:
+        report["results"] = [each for each in report["results"] if each["algorithm"] == options.fitted]
+    rate = options.rate * 1e9 / 8
+    usual = Parts(rate, 1e-4, 1e-5, 1e-5, 4e9, 5e9, 1e-5, options.burst).links()
+    links = links_of([json.dumps(report)], usual)
+    if options.fitted:
+        links = replace(links, between=replace(links.between, beta=1 / rate))
+    compare(text, Cluster(samples_of(text)[0].topology, links))
+
+
+def compare(text: str, cluster: Cluster) -> None:
+    """Print simulated / measured, and the median and the worst error."""
+    print(f"# {cluster.topology.describe()}; {describe(cluster.links)}")
+    measured: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for each in samples_of(text):
+        measured[each.nbytes][each.algorithm].append(each.seconds)
+    simulator, errors, losses = Simulator(cluster), defaultdict[bool, list[float]](list), list[str]()
+    for nbytes, found in measured.items():
+        times = {name: min(seconds) for name, seconds in found.items()}  # in place or not, what was disturbed less
+        ratios = {name: simulator.times(nbytes)[name] / seconds for name, seconds in times.items()}
+        print(f"{format_nbytes(nbytes):>10}", *(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
+        errors[nbytes >= LARGE] += [abs(ratio - 1) for ratio in ratios.values()]
+        losses.append(f"{times[next(iter(simulator.times(nbytes)))] / min(times.values()):.2f}")
+    for large, found_errors in errors.items():
+        where = "from" if large else "below"
+        print(f"{where} {format_nbytes(LARGE)}: median error {statistics.median(found_errors):.1%}, worst {max(found_errors):.1%}")
+    print(f"measured time of what would be chosen / of the quickest: {', '.join(losses)}")
+
+
+if __name__ == "__main__":
+    main()
