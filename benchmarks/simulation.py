@@ -58,9 +58,9 @@ def compare(text: str, cluster: Cluster) -> None:
         print(f"{format_nbytes(nbytes):>10}", *(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
         errors[nbytes >= LARGE] += [abs(ratio - 1) for ratio in ratios.values()]
         losses.append(f"{times[next(iter(simulator.times(nbytes)))] / min(times.values()):.2f}")
-    for large, found_errors in errors.items():
-        where = "from" if large else "below"
-        print(f"{where} {format_nbytes(LARGE)}: median error {statistics.median(found_errors):.1%}, worst {max(found_errors):.1%}")
+    for large, each_error in errors.items():
+        where, median, worst = "from" if large else "below", statistics.median(each_error), max(each_error)
+        print(f"{where} {format_nbytes(LARGE)}: median error {median:.1%}, worst {worst:.1%}")
     print(f"measured time of what would be chosen / of the quickest: {', '.join(losses)}")
 
 
