@@ -152,11 +152,19 @@ def test_what_is_too_large_is_refused():
         traffic_of(find(Collective.ALLREDUCE, "direct"), Topology.uniform(4096, 1))
 
 
-def test_thousands_of_ranks_answer_one_at_a_time():
-    """One rank of a tree, of doublings and of lanes has few steps, to ranks that exist."""
+@pytest.mark.parametrize(("name", "rounds", "sent"), [("recursive_doubling", 14, 14.0), ("halving_doubling", 28, 2.0)])
+def test_sixteen_thousand_ranks(name: str, rounds: int, sent: float):
+    """They take 14 or 28 rounds, in which a rank sends the buffer 14 times or twice, and reduces it 14 times or once."""
+    nbytes, topology = 1 << 16, Topology.uniform(1 << 14, 1)
+    found = times(find(Collective.ALLREDUCE, name), topology, nbytes, LINKS, whole=False)
+    reduced = 14.0 if name == "recursive_doubling" else 1.0
+    expected = rounds * (MODEL.alpha + 2 * MODEL.message) + nbytes * (sent * MODEL.beta + reduced * MODEL.gamma)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_tree_of_sixteen_thousand_ranks_is_written_down():
+    """All ranks are simulated, each of which has few steps; a message takes from the leaves to the root and back."""
     topology = Topology.uniform(2048, 8)
-    for name in ("double_tree", "recursive_doubling", "hierarchical_doubling"):
-        algorithm = find(Collective.ALLREDUCE, name)
-        steps = algorithm.schedule(9_999, topology).steps
-        assert 0 < len(steps) <= 2 * 14 + 2
-        assert {each.peer for step in steps for each in step.sends} <= set(range(topology.size))
+    found = times(find(Collective.ALLREDUCE, "double_tree"), topology, 8, LINKS, whole=False)
+    assert len(found) == 1 << 14
+    assert 2 * 11 * MODEL.alpha < found.max() < 2 * 14 * (MODEL.alpha + 6 * MODEL.message)
