@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,24 @@ from ringreduce.bench.simulation.report import figure, scaling, simulate, to_dic
 from ringreduce.bench.simulation.training import Training
 from ringreduce.cli.run import Parsed
 from ringreduce.common.config import parse_nbytes
-from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
 
-__all__ = ["command"]
-
-_SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-
-
-def _rate(text: str) -> float:
-    """Read ``400gbit`` or ``50GB`` as bytes per second; units are decimal."""
-    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(bit|b)(?:/s)?", text.lower())
-    if found is None or float(found[1]) <= 0:
-        raise ValueError("expected a rate, such as 400gbit or 50GB")
-    return float(found[1]) * _SCALE[found[2]] / (8 if found[3] == "bit" else 1)
+_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+#: Unit -> how many seconds, or bytes per second, it is.
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_RATES = {f"{scale}{unit}": by * of for scale, by in _SCALES.items() for unit, of in (("bit", 1 / 8), ("b", 1.0))}
 
 
-def _seconds(text: str) -> float:
-    """Read ``2us``, ``1.5ms`` or ``0s`` as seconds."""
-    found = re.fullmatch(r"([0-9.]+)\s*(s|ms|us|ns)", text)
-    if found is None:
-        raise ValueError("expected a time, such as 2us, 1.5ms or 1s")
-    return float(found[1]) * _SECONDS[found[2]]
+def _quantity(units: dict[str, float], least: float, example: str, text: str) -> float:
+    """Read a number with a unit; ``least``: what it must be more than."""
+    found = re.fullmatch(r"(\d+\.?\d*) *([a-z]+)", text.lower())
+    if found is None or found[2] not in units or not float(found[1]) > least:
+        raise ValueError(f"expected {example}")
+    return float(found[1]) * units[found[2]]
+
+
+_seconds = partial(_quantity, _TIMES, -1.0, "a time, such as 2us, 1.5ms or 1s")
+_rate = partial(_quantity, _RATES, 0.0, "a rate, such as 400gbit or 50GB")
 
 
 def _nodes(text: str) -> tuple[int, ...]:
@@ -63,6 +59,8 @@ def _of_a_number(parse: Any) -> Any:
 
 _RATE, _TIME = Parsed("rate", _rate, "{0!r}: {1}"), Parsed("time", _seconds, "{0!r}: {1}")
 _NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
+_SLOW, _LATE = Parsed("link", _of_a_number(_rate)), Parsed("delay", _of_a_number(_seconds))
+_FILE = click.Path(exists=True, dir_okay=False)
 _EXAMPLES = """\b
 Examples:
   python -m ringreduce simulate --nodes 2048 --ranks-per-node 8 --link 400gbit --latency 2us
@@ -76,41 +74,34 @@ Examples:
 @click.option("--nodes", type=click.IntRange(1), default=2, help="How many.")
 @click.option("--ranks-per-node", "ranks", type=Parsed("counts", _nodes), default="1", help="Or of each: 8,8,4.")
 @click.option("--link", "rates", type=_RATE, multiple=True, default=["100gbit"], help="Rate of a node's link.")
-@click.option("--latency", type=_TIME, default="2us", help="From the start of an empty message to its arrival.")
-@click.option("--message", type=_TIME, default="5us", help="Of a processor, for each message sent or received.")
-@click.option("--barrier", type=_TIME, default="5us", help="Of the ranks of a node.")
-@click.option("--memory", type=_RATE, default="8GB", help="At which a rank reads and writes memory of others.")
-@click.option("--reduction", type=_RATE, default="10GB", help="At which a rank reduces.")
-@click.option("--within", type=_TIME, default="1us", help="Latency of messages inside a node.")
-@click.option("--burst", type=_NBYTES, default=None, help="What a link lets through at once after a rest.")
 @click.option(
-    "--slow-link",
-    "slow",
-    type=Parsed("link", _of_a_number(_rate)),
-    multiple=True,
-    metavar="NODE:RATE",
-    help="Repeatable.",
+    "--latency", "latency_s", type=_TIME, default="2us", help="From the start of an empty message to its arrival."
 )
 @click.option(
-    "--late", type=Parsed("delay", _of_a_number(_seconds)), multiple=True, metavar="RANK:TIME", help="Repeatable."
+    "--message", "message_s", type=_TIME, default="5us", help="Of a processor, for each message sent or received."
 )
+@click.option("--barrier", "barrier_s", type=_TIME, default="5us", help="Of the ranks of a node.")
+@click.option(
+    "--memory", "memory_rate", type=_RATE, default="8GB", help="At which a rank reads and writes memory of others."
+)
+@click.option("--reduction", "reduction_rate", type=_RATE, default="10GB", help="At which a rank reduces.")
+@click.option("--within", "within_s", type=_TIME, default="1us", help="Latency of messages inside a node.")
+@click.option("--burst", "burst_nbytes", type=_NBYTES, default=0, help="What a link lets through at once after a rest.")
+@click.option("--slow-link", "slow", type=_SLOW, multiple=True, metavar="NODE:RATE", help="Repeatable.")
+@click.option("--late", type=_LATE, multiple=True, metavar="RANK:TIME", help="Repeatable.")
 @click.option("--noise", type=_TIME, default="0s", help="Mean of the exponential delay of each rank.")
 @click.option(
-    "--from",
-    "reports",
-    type=click.Path(exists=True, dir_okay=False),
-    multiple=True,
-    help="Take the parameters from JSON reports of bench allreduce --algorithm all. Repeatable.",
+    "--from", "reports", type=_FILE, multiple=True, help="JSON of bench allreduce --algorithm all. Repeatable."
 )
 @click.option("-b", "--minbytes", type=_NBYTES, default="8", help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, default="256M", help="Last size.")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=16, help="From size to size.")
 @click.option("--algorithm", "algorithms", multiple=True, help="Instead of all. Repeatable.")
-@click.option("--compute", type=_TIME, help="Forward and backward pass of a step of a training.")
-@click.option("--gradients", type=_NBYTES, help="Their size; takes K, M, G.")
-@click.option("--update", type=_TIME, default="0s", help="The optimizer's step.")
+@click.option("--compute", "compute_s", type=_TIME, help="Forward and backward pass of a step of a training.")
+@click.option("--gradients", "nbytes", type=_NBYTES, help="Their size; takes K, M, G.")
+@click.option("--update", "update_s", type=_TIME, default="0s", help="The optimizer's step.")
 @click.option("--overlap", is_flag=True, help="Reduce buckets during the backward pass.")
-@click.option("--bucket", type=_NBYTES, default="4M", help="Size of a bucket.")
+@click.option("--bucket", "bucket_nbytes", type=_NBYTES, default="4M", help="Size of a bucket.")
 @click.option("--period", type=click.IntRange(1), default=1, help="Steps from one exchange to the next.")
 @click.option("--staleness", type=click.IntRange(0), default=0, help="Steps after which averages are used.")
 @click.option("--shard", is_flag=True, help="The ranks of a node share the update.")
@@ -129,9 +120,9 @@ def command(**options: Any) -> int:
     """
     if launch().rank:
         return 0
-    if (options["compute"] is None) != (options["gradients"] is None):
+    if (options["compute_s"] is None) != (options["nbytes"] is None):
         raise click.UsageError("a training takes both --compute and --gradients")
-    if options["grows"] and options["compute"] is None:
+    if options["grows"] and options["compute_s"] is None:
         raise click.UsageError("--scaling is of a training: give --compute and --gradients")
     if options["maxbytes"] < options["minbytes"]:
         raise click.UsageError("--maxbytes is smaller than --minbytes")
@@ -139,7 +130,8 @@ def command(**options: Any) -> int:
         plots.require_matplotlib(options["plot"])
     cluster, algorithms = _cluster(options), options["algorithms"] or None
     wanted = sizes(options["minbytes"], options["maxbytes"], None, options["stepfactor"])
-    report = simulate(cluster, wanted, algorithms, _training(options))
+    training = None if options["compute_s"] is None else _made(Training, options)
+    report = simulate(cluster, wanted, algorithms, training)
     if options["grows"]:
         report = scaling(report, options["rates"], algorithms)
     click.echo(json.dumps(to_dict(report), indent=1) + "\n" if options["as_json"] else to_text(report), nl=False)
@@ -153,40 +145,13 @@ def _cluster(options: dict[str, Any]) -> Cluster:
     ranks, nodes = options["ranks"], options["nodes"]
     if len(ranks) not in (1, nodes):
         raise click.UsageError(f"--ranks-per-node has {len(ranks)} counts, for {nodes} nodes")
-    parts = Parts(
-        rate=options["rates"][0],
-        latency_s=options["latency"],
-        message_s=options["message"],
-        barrier_s=options["barrier"],
-        memory_rate=options["memory"],
-        reduction_rate=options["reduction"],
-        within_s=options["within"],
-        burst_nbytes=options["burst"] or 0,
-        wire=options["wire"],
-    )
-    links = links_of((_text(path) for path in options["reports"]), parts.links())
+    usual = _made(Parts, {**options, "rate": options["rates"][0]}).links()
+    links = links_of((Path(path).read_text(errors="replace") for path in options["reports"]), usual)
     slow = {node: 1 / slower / links.between.beta for node, slower in options["slow"]}
     topology = topology_of(ranks if len(ranks) == nodes else ranks * nodes)
     return Cluster(topology, replace(links, slow=slow), dict(options["late"]), options["noise"])
 
 
-def _training(options: dict[str, Any]) -> Training | None:
-    if options["compute"] is None:
-        return None
-    return Training(
-        compute_s=options["compute"],
-        nbytes=options["gradients"],
-        update_s=options["update"],
-        bucket_nbytes=options["bucket"],
-        overlap=options["overlap"],
-        period=options["period"],
-        staleness=options["staleness"],
-        shard=options["shard"],
-    )
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+def _made(kind: type[Any], options: dict[str, Any]) -> Any:
+    """Return a value whose fields are options."""
+    return kind(**{each.name: options[each.name] for each in fields(kind)})

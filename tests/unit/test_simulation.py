@@ -154,7 +154,7 @@ def test_what_is_too_large_is_refused():
 
 @pytest.mark.parametrize(("name", "rounds", "sent"), [("recursive_doubling", 14, 14.0), ("halving_doubling", 28, 2.0)])
 def test_sixteen_thousand_ranks(name: str, rounds: int, sent: float):
-    """They take 14 or 28 rounds, in which a rank sends the buffer 14 times or twice, and reduces it 14 times or once."""
+    """In 14 or 28 rounds a rank sends the buffer 14 times or twice, and reduces it 14 times or once."""
     nbytes, topology = 1 << 16, Topology.uniform(1 << 14, 1)
     found = times(find(Collective.ALLREDUCE, name), topology, nbytes, LINKS, whole=False)
     reduced = 14.0 if name == "recursive_doubling" else 1.0

@@ -22,8 +22,6 @@ from ringreduce.bench.simulation.traffic import Traffic
 from ringreduce.collectives.execution import STREAMS, segment_limit
 from ringreduce.collectives.tuning import Model
 
-__all__ = ["Links", "ends_of"]
-
 _SEGMENT_NBYTES = 256 << 10  # the default of RINGREDUCE_SEGMENT
 #: Segments go through the rounds in waves, one in each stream. After twice so many, all take what the last ones took.
 _WAVES = 8
@@ -48,11 +46,6 @@ class Links:
     slow: dict[int, float] = field(default_factory=dict)
     burst: float = 0.0
     wire: float = 1.0
-
-    @property
-    def equal(self) -> bool:
-        """Whether all nodes have the same links."""
-        return not self.slow
 
 
 def ends_of(traffic: Traffic, nbytes: int, links: Links, starts: Floats) -> Floats:
@@ -136,27 +129,24 @@ class _Call:
 
     def _wave(self, nstreams: int) -> None:
         for each, times in self._rounds:
-            self._repeat(partial(self._go, each, nstreams), times)
+            self._repeat(partial(self._round, each, nstreams), times)
 
     def _repeat(self, act: Callable[[], None], times: int) -> None:
         """Do something so many times. Once all clocks have advanced by the same time, they do so for ever."""
-        for done in range(1, times + 1):
-            if done == times:
-                act()
-                return
+        for left in reversed(range(times)):
             before = [each.copy() for each in self._state()]
             act()
             moved = [now - then for now, then in zip(self._state(), before, strict=True)]
             by = moved[0][0, 0]
             if all(np.abs(each[each != 0] - by).max(initial=0) <= _SAME * by for each in moved) and moved[0].all():
                 for clock, each in zip(self._state(), moved, strict=True):
-                    clock += each * (times - done)
+                    clock += each * left
                 return
 
     def _state(self) -> tuple[Floats, Floats, Floats]:
         return self.clocks, self._out, self._into
 
-    def _go(self, timed: _Timed, nstreams: int) -> None:
+    def _round(self, timed: _Timed, nstreams: int) -> None:
         for stream in range(nstreams):
             self._advance(timed, stream)
 

@@ -25,8 +25,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
 
-__all__ = ["WIRES", "Cluster", "Parts", "Simulator", "describe", "links_of", "samples_of", "topology_of"]
-
 #: What of the time is due to what: the terms that are 0 without it.
 _CAUSES = {"links": ("beta",), "latency": ("alpha", "sync"), "processors": ("message", "copy", "gamma")}
 
@@ -98,11 +96,6 @@ class Cluster:
             delays[self.topology.place_of(rank)] += late_s
         return delays
 
-    @property
-    def equal(self) -> bool:
-        """Whether all nodes do the same at the same time."""
-        return not (self.late or self.noise_s or self.links.slow)
-
 
 class Simulator:
     """Allreduces on a cluster.
@@ -119,10 +112,10 @@ class Simulator:
         self.cluster, self.left_out = cluster, dict[str, str]()
         self._traffic: dict[str, Traffic] = {}
         self._known: dict[int, dict[str, float]] = {}
-        wanted = names(Collective.ALLREDUCE, cluster.topology) if algorithms is None else algorithms
-        for name in wanted:
+        differ = bool(cluster.late or cluster.noise_s or cluster.links.slow)  # nodes, in what they do when
+        for name in names(Collective.ALLREDUCE, cluster.topology) if algorithms is None else algorithms:
             try:
-                self._traffic[name] = _traffic(name, cluster.topology, not cluster.equal)
+                self._traffic[name] = _traffic(name, cluster.topology, differ)
             except ConfigError as error:
                 self.left_out[name] = str(error)
         if not self._traffic:
@@ -196,11 +189,9 @@ def links_of(reports: Iterable[str], otherwise: Links) -> Links:
     Raises:
         ConfigError: a text is no such report, or holds nothing to fit.
     """
-    kinds: dict[bool, list[Sample]] = {True: [], False: []}  # one node; several
-    for text in reports:
-        for sample in samples_of(text):
-            kinds[sample.topology.single_node].append(sample)
-    one, several = (fit(samples) if samples else None for samples in kinds.values())
+    samples = [each for text in reports for each in samples_of(text)]
+    kinds = ([each for each in samples if each.topology.single_node is single] for single in (True, False))
+    one, several = (fit(kind) if kind else None for kind in kinds)
     between, alpha, beta = otherwise.between, otherwise.alpha, otherwise.beta
     if one is not None:
         alpha, beta = one.alpha, one.beta
@@ -227,8 +218,7 @@ def samples_of(text: str) -> list[Sample]:
             if each["collective"] == "allreduce" and is_ours(each["algorithm"]) and float(each["time_us"]["median"]) > 0
         ]
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError) as error:
-        complaint = f"not a JSON report of bench: {type(error).__name__}: {error}"
-        raise ConfigError(complaint) from None
+        raise ConfigError(f"not a JSON report of bench: {type(error).__name__}: {error}") from None
 
 
 def _placed(config: Mapping[str, Any]) -> Topology:

@@ -17,8 +17,6 @@ from ringreduce.common.topology import Topology
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Report", "figure", "scaling", "simulate", "to_dict", "to_text"]
-
 
 @dataclass(frozen=True)
 class Report:
@@ -48,10 +46,8 @@ class Report:
         cluster = self.cluster
         parts = [cluster.topology.describe(), describe(cluster.links)]
         parts += [f"rank {rank} {format_seconds(late_s)} late" for rank, late_s in cluster.late.items()]
-        if cluster.noise_s:
-            parts.append(f"delays of {format_seconds(cluster.noise_s)} on average")
-        if self.training is not None:
-            parts.append(self.training.describe())
+        parts += [f"delays of {format_seconds(cluster.noise_s)} on average"] if cluster.noise_s else []
+        parts += [self.training.describe()] if self.training else []
         return "; ".join(parts)
 
 
@@ -69,9 +65,9 @@ def simulate(
     Raises:
         ConfigError: none of the algorithms can be simulated there.
     """
-    simulator, wanted = Simulator(cluster, algorithms), list(sizes)
-    times = {nbytes: simulator.times(nbytes) for nbytes in wanted}
-    reasons = {nbytes: simulator.explain(nbytes) for nbytes in wanted}
+    simulator = Simulator(cluster, algorithms)
+    times = {nbytes: simulator.times(nbytes) for nbytes in sizes}
+    reasons = {nbytes: simulator.explain(nbytes) for nbytes in times}
     step = None if training is None else _step(training, cluster, algorithms)
     return Report(cluster, times, reasons, simulator.left_out, training, step)
 
@@ -91,8 +87,8 @@ def scaling(report: Report, rates: Iterable[float], algorithms: Sequence[str] | 
     for rate in rates:
         links = replace(cluster.links, between=replace(cluster.links.between, beta=1 / rate), slow={})
         found[rate] = {
-            size: _step(training, replace(cluster, topology=topology, links=links, late=late), algorithms)
-            for size, topology in _growing(cluster)
+            topology.size: _step(training, replace(cluster, topology=topology, links=links, late=late), algorithms)
+            for topology in _growing(cluster)
         }
     return replace(report, scaling=found)
 
@@ -100,26 +96,23 @@ def scaling(report: Report, rates: Iterable[float], algorithms: Sequence[str] | 
 def to_text(report: Report) -> str:
     """Return tables: times of algorithms by size, choices, and steps."""
     lines = [f"# {report.assumptions}"]
-    if report.times:
-        width = max(len(name) for times in report.times.values() for name in times)
-        lines.append(f"# {'':{width}}" + "".join(f" {format_nbytes(nbytes):>10}" for nbytes in report.times))
-        for name in next(iter(report.times.values())):
-            cells = "".join(f" {format_seconds(times[name]):>10}" for times in report.times.values())
-            lines.append(f"  {name:{width}}{cells}")
+    width = max(len(name) for times in report.times.values() for name in times)
+    lines.append(f"# {'':{width}}" + "".join(f" {format_nbytes(nbytes):>10}" for nbytes in report.times))
+    for name in next(iter(report.times.values())):
+        cells = "".join(f" {format_seconds(times[name]):>10}" for times in report.times.values())
+        lines.append(f"  {name:{width}}{cells}")
     lines += [f"# not simulated: {name}: {why}" for name, why in report.left_out.items()]
     lines += [f"{format_nbytes(nbytes):>10}  {reason}" for nbytes, reason in report.reasons.items()]
-    if report.step is not None:
-        lines.append(f"training step: {_said(report.step)}")
+    lines += [f"training step: {_said(report.step)}"] if report.step else []
     lines += _scaling_lines(report.scaling)
     return "\n".join(lines) + "\n"
 
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return what JSON shows: seconds, bytes and bytes per second."""
-    links = report.cluster.links
     return {
         "placement": report.cluster.topology.describe(),
-        "links": {**dataclasses.asdict(links), "between": dataclasses.asdict(links.between)},
+        "links": dataclasses.asdict(report.cluster.links),
         "late": dict(report.cluster.late),
         "noise_s": report.cluster.noise_s,
         "sizes": [
@@ -146,17 +139,15 @@ def figure(report: Report) -> Figure:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(5.5 * (bool(report.times) + bool(report.scaling)), 4.6), layout="constrained")
-    panels = iter(drawn.subplots(1, bool(report.times) + bool(report.scaling), squeeze=False)[0])
-    if report.times:
-        axes, sizes = next(panels), list(report.times)
-        for name in next(iter(report.times.values())):
-            axes.plot(sizes, [report.times[nbytes][name] for nbytes in sizes], marker="o", markersize=3, label=name)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda size, _: format_nbytes(round(size)).replace(" ", "\u2009"))
-        axes.set(xlabel="size", ylabel="time (s)", yscale="log", title="allreduce")
-    if report.scaling:
-        axes = next(panels)
+    drawn = Figure(figsize=(5.5 * (1 + bool(report.scaling)), 4.6), layout="constrained")
+    axes, *others = drawn.subplots(1, 1 + bool(report.scaling), squeeze=False)[0]
+    sizes = list(report.times)
+    for name in report.times[sizes[0]]:
+        axes.plot(sizes, [report.times[nbytes][name] for nbytes in sizes], marker="o", markersize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda size, _: format_nbytes(round(size)).replace(" ", "\u2009"))
+    axes.set(xlabel="size", ylabel="time (s)", yscale="log", title="allreduce")
+    for axes in others:
         for rate, steps in report.scaling.items():
             shares = [100 * step.efficiency for step in steps.values()]
             axes.plot(list(steps), shares, marker="o", markersize=3, label=f"{rate * 8e-9:.4g} Gbit/s")
@@ -177,11 +168,10 @@ def _step(training: Training, cluster: Cluster, algorithms: Sequence[str] | None
     return simulate_step(training, cluster, lambda nbytes: min(together.times(nbytes).values()))
 
 
-def _growing(cluster: Cluster) -> Iterator[tuple[int, Topology]]:
+def _growing(cluster: Cluster) -> Iterator[Topology]:
     nnodes, local = len(cluster.topology.nodes), cluster.topology.lanes
-    shapes = [(1, ranks) for ranks in _doubled(local)] + [(nodes, local) for nodes in _doubled(nnodes) if nodes > 1]
-    for nodes, ranks in shapes:
-        yield nodes * ranks, Topology.uniform(nodes, ranks)
+    yield from (Topology.uniform(1, ranks) for ranks in _doubled(local))
+    yield from (Topology.uniform(nodes, local) for nodes in _doubled(nnodes) if nodes > 1)
 
 
 def _doubled(last: int) -> Iterator[int]:

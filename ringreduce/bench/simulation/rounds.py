@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Lines", "Numbers", "Round", "Started", "make_round"]
-
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 

@@ -23,8 +23,6 @@ from ringreduce.bench.simulation.rounds import Floats, Numbers, Round, Started, 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 
-__all__ = ["Traffic", "traffic_of"]
-
 #: Messages in a round, and steps that are not symmetric of all ranks together, at most: what memory and patience allow.
 _MOST_MESSAGES, _MOST_STEPS = 1 << 23, 1 << 21
 #: Up to so many ranks, all are compared to find a symmetry; of more, some.
@@ -136,12 +134,11 @@ class _Symmetry(NamedTuple):
         return same and all(map(self._pairs_up, set(zip(*forms, strict=True))))
 
     def _pairs_up(self, forms: Sequence[_Form]) -> bool:
-        sent, received = Counter[tuple[int, int, int, int]](), Counter[tuple[int, int, int, int]]()
+        sent, received, back = [], [], 1 if self.xor else -1  # to shift back is to shift by the opposite
         for local, form in enumerate(forms):
-            sent.update((group, local, peer, nblocks) for group, peer, nblocks in form.sends)
-            for group, peer, nblocks in form.recvs:
-                received[group if self.xor else -group % self.ngroups, peer, local, nblocks] += 1
-        return sent == received
+            sent += [(group, local, peer, nblocks) for group, peer, nblocks in form.sends]
+            received += [(back * group % self.ngroups, peer, local, nblocks) for group, peer, nblocks in form.recvs]
+        return sorted(sent) == sorted(received)
 
 
 def _symmetry(algorithm: Algorithm, topology: Topology) -> tuple[_Symmetry, list[list[_Form]]] | None:

@@ -16,8 +16,6 @@ from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.simulation.cluster import Cluster
 from ringreduce.collectives.tuning import format_seconds
 
-__all__ = ["Step", "Training", "simulate_step"]
-
 #: Of the computation of a step, what the backward pass takes: twice the forward pass.
 _BACKWARD = 2 / 3
 #: Exchanges that are simulated, the first of which are not counted.
@@ -50,12 +48,11 @@ class Training:
 
     def describe(self) -> str:
         """Say it in one line."""
-        parts = [f"steps of {format_seconds(self.compute_s)}", f"gradients of {format_nbytes(self.nbytes)}"]
-        parts += [f"update {format_seconds(self.update_s)}"] if self.update_s else []
-        parts += [f"buckets of {format_nbytes(self.bucket_nbytes)} overlap"] if self.overlap else []
-        parts += [f"period {self.period}"] if self.period > 1 else []
-        parts += [f"staleness {self.staleness}"] if self.staleness else []
-        return ", ".join([*parts, *(["update shared by a node"] if self.shard else [])])
+        said = {f"steps of {format_seconds(self.compute_s)}, gradients of {format_nbytes(self.nbytes)}": True}
+        said |= {f"update {format_seconds(self.update_s)}": bool(self.update_s), "shared by a node": self.shard}
+        said |= {f"buckets of {format_nbytes(self.bucket_nbytes)} overlap": self.overlap}
+        said |= {f"period {self.period}": self.period > 1, f"staleness {self.staleness}": self.staleness > 0}
+        return ", ".join(text for text, holds in said.items() if holds)
 
 
 @dataclass(frozen=True)
