@@ -58,6 +58,20 @@ def test_one_node_stands_for_all(shape: tuple[int, int]):
             assert np.tile(here, topology.size // len(here)) == pytest.approx(there, rel=1e-9), algorithm.name
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_traffic_is_what_algorithms_state(shape: tuple[int, int]):
+    """The busiest rank sends and touches as many bytes as the cost of the algorithm says, in as many rounds."""
+    topology = Topology.uniform(*shape)
+    for algorithm in allreduces(topology):
+        cost, traffic = algorithm.cost(topology), traffic_of(algorithm, topology)
+        sent, touched = np.zeros(topology.size), np.zeros(topology.size)
+        for each, often in traffic.rounds:
+            np.add.at(sent, each.started.source, each.started.nblocks * often / traffic.nblocks)
+            touched += each.touched * often / traffic.nblocks
+        assert (sent.max(), touched.max()) == pytest.approx((cost.sent, cost.touched)), algorithm.name
+        assert sum(often for _, often in traffic.rounds) == cost.steps, algorithm.name
+
+
 @pytest.mark.parametrize("name", ["ring", "hierarchical", "hierarchical_halving", "direct", "recursive_doubling"])
 def test_long_schedules_are_recognised(name: str):
     """Of these, one node is enough, whatever the number of ranks; and few rounds differ."""
