@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("--fitted", metavar="ALGORITHM", help="fit to this one alone, and take --rate")
     parser.add_argument("--rate", type=float, default=1.0, help="Gbit/s of a stream, with --fitted (1)")
-    parser.add_argument("--burst", type=int, default=256 << 10, help="bytes that a link lets through at once (262144)")
+    parser.add_argument("--burst", type=int, default=0, help="bytes that a link lets through at once (0)")
     options = parser.parse_args()
     text = options.report.read_text(encoding="utf-8")
     report = json.loads(text)

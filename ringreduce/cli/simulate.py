@@ -74,25 +74,17 @@ Examples:
 @click.option("--nodes", type=click.IntRange(1), default=2, help="How many.")
 @click.option("--ranks-per-node", "ranks", type=Parsed("counts", _nodes), default="1", help="Or of each: 8,8,4.")
 @click.option("--link", "rates", type=_RATE, multiple=True, default=["100gbit"], help="Rate of a node's link.")
-@click.option(
-    "--latency", "latency_s", type=_TIME, default="2us", help="From the start of an empty message to its arrival."
-)
-@click.option(
-    "--message", "message_s", type=_TIME, default="5us", help="Of a processor, for each message sent or received."
-)
+@click.option("--latency", "latency_s", type=_TIME, default="2us", help="Until an empty message arrives.")
+@click.option("--message", "message_s", type=_TIME, default="5us", help="Of a processor, for one sent or received.")
 @click.option("--barrier", "barrier_s", type=_TIME, default="5us", help="Of the ranks of a node.")
-@click.option(
-    "--memory", "memory_rate", type=_RATE, default="8GB", help="At which a rank reads and writes memory of others."
-)
+@click.option("--memory", "memory_rate", type=_RATE, default="8GB", help="At which a rank accesses that of others.")
 @click.option("--reduction", "reduction_rate", type=_RATE, default="10GB", help="At which a rank reduces.")
 @click.option("--within", "within_s", type=_TIME, default="1us", help="Latency of messages inside a node.")
 @click.option("--burst", "burst_nbytes", type=_NBYTES, default=0, help="What a link lets through at once after a rest.")
 @click.option("--slow-link", "slow", type=_SLOW, multiple=True, metavar="NODE:RATE", help="Repeatable.")
 @click.option("--late", type=_LATE, multiple=True, metavar="RANK:TIME", help="Repeatable.")
 @click.option("--noise", type=_TIME, default="0s", help="Mean of the exponential delay of each rank.")
-@click.option(
-    "--from", "reports", type=_FILE, multiple=True, help="JSON of bench allreduce --algorithm all. Repeatable."
-)
+@click.option("--from", "reports", type=_FILE, multiple=True, help="Parameters, of bench --algorithm all -J FILE.")
 @click.option("-b", "--minbytes", type=_NBYTES, default="8", help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, default="256M", help="Last size.")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=16, help="From size to size.")

@@ -21,8 +21,9 @@ from ringreduce.bench.simulation.rounds import Floats, Numbers, Round
 from ringreduce.bench.simulation.traffic import Traffic
 from ringreduce.collectives.execution import STREAMS, segment_limit
 from ringreduce.collectives.tuning import Model
+from ringreduce.common.config import Config
 
-_SEGMENT_NBYTES = 256 << 10  # the default of RINGREDUCE_SEGMENT
+_SEGMENT_NBYTES = Config().segment_nbytes
 #: Segments go through the rounds in waves, one in each stream. After twice so many, all take what the last ones took.
 _WAVES = 8
 _SAME = 1e-9  # relative: clocks that have advanced by the same time

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from ringreduce.common.topology import Topology
 _CAUSES = {"links": ("beta",), "latency": ("alpha", "sync"), "processors": ("message", "copy", "gamma")}
 
 
+#: The terms that a bench of one node tells.
+_WITHIN = ("sync", "copy", "gamma", "message")
 #: Formats in which gradients may travel between nodes, and elements on which their size is measured.
 WIRES, _CODED = tuple(CODECS), 1 << 20
 
@@ -163,7 +165,7 @@ class Simulator:
         return {cause: each / total for cause, each in saved.items()} if total else {}
 
 
-@cache
+@lru_cache(maxsize=256)
 def _traffic(name: str, topology: Topology, whole: bool) -> Traffic:
     return traffic_of(find(Collective.ALLREDUCE, name), topology, whole=whole)
 
@@ -192,14 +194,11 @@ def links_of(reports: Iterable[str], otherwise: Links) -> Links:
     samples = [each for text in reports for each in samples_of(text)]
     kinds = ([each for each in samples if each.topology.single_node is single] for single in (True, False))
     one, several = (fit(kind) if kind else None for kind in kinds)
-    between, alpha, beta = otherwise.between, otherwise.alpha, otherwise.beta
-    if one is not None:
-        alpha, beta = one.alpha, one.beta
-        between = replace(one, alpha=between.alpha, beta=between.beta)
-    if several is not None:
+    between = otherwise.between
+    alpha, beta = (one.alpha, one.beta) if one else (otherwise.alpha, otherwise.beta)
+    for found, terms in ((one, _WITHIN), (several, ("alpha", "beta", *_WITHIN))):
         # What no measured algorithm does keeps its value.
-        terms = ("alpha", "beta", "sync", "copy", "gamma", "message")
-        between = replace(between, **{term: value for term in terms if (value := getattr(several, term)) > 0})
+        between = replace(between, **{term: value for term in terms if (value := getattr(found, term, 0.0)) > 0})
     return replace(otherwise, between=between, alpha=alpha, beta=beta)
 
 
