@@ -116,6 +116,8 @@ def command(**options: Any) -> int:
         raise click.UsageError("a training takes both --compute and --gradients")
     if options["grows"] and options["compute_s"] is None:
         raise click.UsageError("--scaling is of a training: give --compute and --gradients")
+    if options["grows"] and len(set(options["ranks"])) > 1:
+        raise click.UsageError("--scaling is on nodes of equal size")
     if options["maxbytes"] < options["minbytes"]:
         raise click.UsageError("--maxbytes is smaller than --minbytes")
     if options["plot"]:

@@ -228,6 +228,7 @@ def test_parameters_come_from_a_report(tmp_path: Path):
         (["--nodes", "3", "--ranks-per-node", "2,2"], "has 2 counts, for 3 nodes"),
         (["--compute", "1ms"], "both --compute and --gradients"),
         (["--scaling"], "give --compute and --gradients"),
+        (["--compute", "1ms", "--gradients", "8", "--scaling", "--ranks-per-node", "2,1"], "nodes of equal size"),
         (["-b", "1M", "-e", "8"], "--maxbytes is smaller"),
         (["--nodes", "2", "--late", "2:1ms"], "rank 2 is late"),
         (["--algorithm", "rnig"], "unknown allreduce algorithm 'rnig'"),

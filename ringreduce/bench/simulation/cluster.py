@@ -239,4 +239,5 @@ def describe(links: Links) -> str:
     seconds = {"latency": between.alpha, "message": between.message, "barrier": between.sync, "within": links.alpha}
     parts += [f"{what} {format_seconds(each)}" for what, each in seconds.items()]
     parts += [f"link of node {node} {factor:.3g} times slower" for node, factor in links.slow.items()]
+    parts += [f"{links.wire:.3g} bytes sent between nodes for each"] if links.wire != 1 else []
     return ", ".join(parts)

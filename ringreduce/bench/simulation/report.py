@@ -76,7 +76,7 @@ def scaling(report: Report, rates: Iterable[float], algorithms: Sequence[str] | 
     """Simulate the training of a report on one rank, on more and more ranks of a node, and on more and more nodes.
 
     Args:
-        report: with a training, on nodes of equal size; rank 0 is late where one is.
+        report: with a training, on nodes of equal size. Rank 0 is late where one is, and all links are equal.
         rates: of links, in bytes per second.
         algorithms: which; None: all that run there.
     """
