@@ -180,6 +180,12 @@ def test_the_table_has_a_line_for_each_algorithm_and_size():
     assert "\n     1 MiB  " in text
 
 
+def test_what_takes_no_time_is_simulated_too():
+    """One rank alone, and a cluster that is perfect but for its rates."""
+    assert "efficiency 100.0%" in run("-e", "64", "--nodes", "1", "--compute", "1ms", "--gradients", "1M")
+    assert "ring" in run("--nodes", "2", "-e", "64", "--latency", "0s", "--message", "0s", "--barrier", "0s")
+
+
 def test_json_has_it_all():
     """Sizes with the times of all algorithms, the training, and the steps on more and more ranks."""
     arguments = ["--nodes", "4", "--ranks-per-node", "2", "--link", "10gbit", "--link", "100gbit", "-e", "64"]

@@ -137,13 +137,10 @@ class Simulator:
         shares = self._shares(name, nbytes, seconds)
         said = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
         text = f"{name} {format_seconds(seconds)}" + (f" ({said})" if said else "")
-        if others:
-            text += f"; next {others[0][0]} {others[0][1] / seconds - 1:+.0%}"
+        slower = {other: f" {each / seconds - 1:+.0%}" if seconds else "" for other, each in others}
+        text += f"; next {others[0][0]}{slower[others[0][0]]}" if others else ""
         rule = choose(Problem(Collective.ALLREDUCE, nbytes, self.cluster.topology, op=SUM), Config()).algorithm
-        if rule != name:
-            slower = dict(others).get(rule)
-            text += f"; the built-in rules take {rule}" + (f" {slower / seconds - 1:+.0%}" if slower else "")
-        return text
+        return text if rule == name else f"{text}; the built-in rules take {rule}{slower.get(rule, '')}"
 
     def _time(self, name: str, nbytes: int, links: Links) -> float:
         topology, traffic = self.cluster.topology, self._traffic[name]
