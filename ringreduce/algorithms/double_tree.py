@@ -47,7 +47,7 @@ def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
 
 
 def _in_tree(tree: int, place: int, size: int, *, back: bool = False) -> int:
-    """Return the place in a tree of what is at ``place`` along the nodes; ``back``: the other way round."""
+    """Return the place in a tree of what is at ``place`` along the nodes; ``back``: the inverse."""
     if tree == 0:
         return place
     return size - 1 - place if size % 2 == 0 else (place + (1 if back else -1)) % size

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import fields, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ _RATES = {f"{scale}{unit}": by * of for scale, by in _SCALES.items() for unit, o
 def _quantity(units: dict[str, float], least: float, example: str, text: str) -> float:
     """Read a number with a unit; ``least``: what it must be more than."""
     found = re.fullmatch(r"(\d+\.?\d*) *([a-z]+)", text.lower())
-    if found is None or found[2] not in units or not float(found[1]) > least:
+    if found is None or found[2] not in units or not least < float(found[1]) < inf:
         raise ValueError(f"expected {example}")
     return float(found[1]) * units[found[2]]
 
@@ -60,6 +61,7 @@ def _of_a_number(parse: Any) -> Any:
 _RATE, _TIME = Parsed("rate", _rate, "{0!r}: {1}"), Parsed("time", _seconds, "{0!r}: {1}")
 _NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
 _SLOW, _LATE = Parsed("link", _of_a_number(_rate)), Parsed("delay", _of_a_number(_seconds))
+_RATE_BPS = 100e9 / 8  # bytes per second, where --link says nothing
 _FILE = click.Path(exists=True, dir_okay=False)
 _EXAMPLES = """\b
 Examples:
@@ -70,10 +72,10 @@ Examples:
 """
 
 
-@click.command("simulate", epilog=_EXAMPLES, short_help="Say how fast a cluster would be that is not there.")
+@click.command("simulate", epilog=_EXAMPLES, short_help="Predict times on a cluster that need not exist.")
 @click.option("--nodes", type=click.IntRange(1), default=2, help="How many.")
 @click.option("--ranks-per-node", "ranks", type=Parsed("counts", _nodes), default="1", help="Or of each: 8,8,4.")
-@click.option("--link", "rates", type=_RATE, multiple=True, default=["100gbit"], help="Rate of a node's link.")
+@click.option("--link", "rates", type=_RATE, multiple=True, help="Rate of a node's link; 100gbit.")
 @click.option("--latency", "latency_s", type=_TIME, default="2us", help="Until an empty message arrives.")
 @click.option("--message", "message_s", type=_TIME, default="5us", help="Of a processor, for one sent or received.")
 @click.option("--barrier", "barrier_s", type=_TIME, default="5us", help="Of the ranks of a node.")
@@ -102,7 +104,7 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw it: .png, .svg or .pdf.")
 def command(**options: Any) -> int:
-    """Say what each allreduce would take on a cluster, and a training step on it, from the schedules that are executed.
+    """Predict times of allreduces and training steps on a cluster, from the schedules that are executed.
 
     Nothing is measured and no rank is started. Times are from when the ranks begin, but for those that are late, until
     the last one ends. For each size, the fastest algorithm is named, what its time goes into, and the next one.
@@ -118,6 +120,12 @@ def command(**options: Any) -> int:
         raise click.UsageError("--scaling is of a training: give --compute and --gradients")
     if options["grows"] and len(set(options["ranks"])) > 1:
         raise click.UsageError("--scaling is on nodes of equal size")
+    if options["grows"] and (options["slow"] or len(options["late"]) > 1):
+        raise click.UsageError("--scaling is on equal links, with at most one rank that is --late")
+    if not options["grows"] and len(options["rates"]) > 1:
+        raise click.UsageError("several --link are for --scaling")
+    if options["reports"] and options["rates"]:
+        raise click.UsageError("--from says what links take: leave --link out")
     if options["maxbytes"] < options["minbytes"]:
         raise click.UsageError("--maxbytes is smaller than --minbytes")
     if options["plot"]:
@@ -127,7 +135,7 @@ def command(**options: Any) -> int:
     training = None if options["compute_s"] is None else _made(Training, options)
     report = simulate(cluster, wanted, algorithms, training)
     if options["grows"]:
-        report = scaling(report, options["rates"], algorithms)
+        report = scaling(report, options["rates"] or [1 / cluster.links.between.beta], algorithms)
     click.echo(json.dumps(to_dict(report), indent=1) + "\n" if options["as_json"] else to_text(report), nl=False)
     if options["plot"]:
         plots.write(figure(report), options["plot"])
@@ -139,7 +147,7 @@ def _cluster(options: dict[str, Any]) -> Cluster:
     ranks, nodes = options["ranks"], options["nodes"]
     if len(ranks) not in (1, nodes):
         raise click.UsageError(f"--ranks-per-node has {len(ranks)} counts, for {nodes} nodes")
-    usual = _made(Parts, {**options, "rate": options["rates"][0]}).links()
+    usual = _made(Parts, {**options, "rate": options["rates"][0] if options["rates"] else _RATE_BPS}).links()
     links = links_of((Path(path).read_text(errors="replace") for path in options["reports"]), usual)
     slow = {node: 1 / slower / links.between.beta for node, slower in options["slow"]}
     topology = topology_of(ranks if len(ranks) == nodes else ranks * nodes)

@@ -136,7 +136,7 @@ class Communicator(Messaging, Choices):
             feedback: keeps the rounding errors, and adds them the next time, for an array that is reduced again and
                 again; on all ranks or none.
             wire: the same as ``compression``.
-            weights: on one node, of an average of floats: what each rank's are multiplied by, and added; must agree.
+            weights: on one node, of an average of floats: of each rank; their sum is 1. Must agree.
 
         Returns:
             ``out``, or the new array.
@@ -148,9 +148,9 @@ class Communicator(Messaging, Choices):
         compression = wire if compression is None else compression
         if deterministic and algorithm is None and compression is None:
             algorithm, deterministic = DETERMINISTIC, False
-        if not (deterministic or compression or weights):
+        if not (deterministic or compression or len(weights)):
             return self._runner.make("allreduce", array, out, op, algorithm)  # type: ignore[no-any-return]
-        how = None, algorithm, deterministic, compression, feedback, weights
+        how = None, algorithm, deterministic, compression, feedback, tuple(weights)
         return self._runner.run(Call(Collective.ALLREDUCE, array, out, op, 0, *how))  # type: ignore[no-any-return]
 
     def reduce_scatter(

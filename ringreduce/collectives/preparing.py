@@ -18,7 +18,7 @@ from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import AnyOperand, Operands, Result, flat, with_rows
 from ringreduce.collectives.plan import Place, constant
 from ringreduce.collectives.rows import part_numbers
-from ringreduce.common.arguments import row_counts, shown, whole_number
+from ringreduce.common.arguments import real_number, row_counts, shown, whole_number
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.partition import Partition
 from ringreduce.common.reduce_ops import SUM, ReduceOp
@@ -100,9 +100,9 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
             argument = f"{op.value} as {codec}{'' if call.feedback is None else ' with feedback'}"
         elif call.feedback is not None:
             call.feedback.begin(0, 0)
-    weights = tuple(call.weights)
+    weights = tuple(real_number("weights", each) for each in call.weights) if call.weights else ()
     if weights:
-        _require_weighable(ranks, call, source, op)
+        _require_weighable(ranks, call, source, op, weights)
         argument = f"{argument}, weights {weights}"
     result, nbytes = operands.result(call.array, source, source.shape, call.out), source.nbytes
     kind = Kind(
@@ -113,17 +113,19 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     return Prepared(call, source, result, kind, nbytes)
 
 
-def _require_weighable(ranks: Context, call: Call, source: AnyOperand, op: ReduceOp) -> None:
+def _require_weighable(ranks: Context, call: Call, source: AnyOperand, op: ReduceOp, weights: Sequence[float]) -> None:
     """Check a call with weights.
 
     Raises:
-        ConfigError: of other arguments, or the number of weights, or because the ranks are on several nodes.
+        ConfigError: of other arguments, or the number or the sum of weights, or because the ranks are on several nodes.
         UnsupportedBufferError: the array is in device memory, or its elements are no floats.
     """
     if not (ranks.single_node and op is ReduceOp.AVERAGE and call.algorithm is None and call.compression is None):
         raise ConfigError("weights are for averages on one node, without a named algorithm or wire format")
-    if len(call.weights) != ranks.topology.size:
-        raise ConfigError(f"an average of {ranks.topology.size} ranks takes as many weights, got {len(call.weights)}")
+    if len(weights) != ranks.topology.size:
+        raise ConfigError(f"an average of {ranks.topology.size} ranks takes as many weights, got {len(weights)}")
+    if not abs(sum(weights) - 1.0) < 1e-6:
+        raise ConfigError(f"the sum of weights must be 1, got {sum(weights)}")
     if require_host(source, "a weighted allreduce").dtype.kind not in ("float", "complex"):
         raise UnsupportedBufferError(f"weights are for floats, got {source.dtype.name}")
 

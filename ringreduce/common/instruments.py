@@ -168,6 +168,8 @@ class EngineTally:
             (seconds); None: there was none.
         paces: of each rank, in steps of all of which all ranks know; the same on all ranks that have ended the same
             steps. Empty: there were not enough.
+        earlier: the same, but for the last report.
+        reports: so many were counted.
     """
 
     operations: int = 0
@@ -176,9 +178,12 @@ class EngineTally:
     overlapped_s: float = 0.0
     late: tuple[float, int, float] | None = None
     paces: list[Pace] = field(default_factory=list)
+    earlier: list[Pace] = field(default_factory=list)
+    reports: int = 0
 
     def add_paces(self, more: Sequence[Sequence[Any]]) -> None:
         """Count some more steps, given the arguments of a `Pace` for each rank."""
         names = [each.name for each in fields(Pace)]
         new = [Pace(**dict(zip(names, each, strict=True))) for each in more]
+        self.earlier, self.reports = self.paces, self.reports + 1
         self.paces = [old + each for old, each in zip(self.paces, new, strict=True)] if self.paces else new

@@ -54,6 +54,8 @@ class Pacemaker:
         length: so many steps are reported at once: more of many ranks, so that rank 0 sends no more per step.
         loading_s: how long the program has waited for data; what loads it adds to this.
         reported: whether a report was sent that nobody has looked at since.
+        number: so many reports were sent.
+        lags: whether other ranks may know of a report before this one does, as steps do not wait for each other.
         shares: what is kept of samples by speed; None: nothing.
         judged, warned: what all ranks had done when it was last asked whether one is slow, and whether one was.
     """
@@ -69,12 +71,12 @@ class Pacemaker:
     ) -> None:
         self.length = max(_LENGTH, size)
         self.loading_s = 0.0
-        self.reported = self.warned = False
+        self.reported = self.warned = self.lags = False
         self.judged: list[Pace] = []
         self.shares: Any = None
         self._waited_s, self._send, self._clock, self._usage = waited_s, send, clock, usage
         self._cores = tuple(cores) if len(cores) <= _FEW_CORES else ()
-        self._joins = self._number = 0
+        self._joins = self.number = 0
         self._before: tuple[float, float, Usage | None] | None = None
         self._own: list[float] = []
         self._sampled: list[float] = []  # seconds, and what of `Usage` in these
@@ -84,7 +86,7 @@ class Pacemaker:
     def arrive(self, joins: int) -> None:
         """Take note that this rank has come to a reduction; ``joins``: how often all ranks have joined."""
         if self._before is None or joins != self._joins:  # ranks that have joined made fewer steps: all count anew
-            self._joins, self._number = joins, 0
+            self._joins, self.number = joins, 0
             self._restart()
             return
         (then_s, waited_s, used), self._before = self._before, None
@@ -95,8 +97,8 @@ class Pacemaker:
             self._sampled = [each + new for each, new in zip(self._sampled, more, strict=True)]
         if len(self._own) == self.length:
             measured = [*self._sampled, self.loading_s - self._loaded_s, self._cores]
-            self._send(["pace", self._joins, self._number, self._own, *measured])
-            self._number, self.reported = self._number + 1, True
+            self._send(["pace", self._joins, self.number, self._own, *measured])
+            self.number, self.reported = self.number + 1, True
             self._restart()
 
     def leave(self) -> None:

@@ -92,9 +92,6 @@ class Metrics:
             for name, total in self.collectives.items()
             for each in fields(Tally)
         }
-        found |= {
-            f"rank {rank}/{name}": float(getattr(pace, name)) for rank, pace in self.paces.items() for name in _PACE
-        }
         singles = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NESTED}
         singles["overlap"] = self.overlap
         return found | {name: math.nan if value is None else float(value) for name, value in singles.items()}
@@ -169,5 +166,5 @@ class Metrics:
             late_rank=ranks[late[1]] if heard else None,
             late_s=late[2],
             paces={} if trained is None else dict(zip(trained[2], trained[0].paces, strict=True)),
-            slow=None if trained is None else find_slow(trained[0].paces, trained[3]),
+            slow=None if trained is None else find_slow(trained[0].paces, trained[3], trained[2]),
         )

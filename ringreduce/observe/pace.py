@@ -14,7 +14,7 @@ __all__ = ["ENOUGH", "Slow", "find_slow"]
 #: Steps, of fewer of which nothing is said.
 ENOUGH = 64
 
-_COSTS = 0.1  # less of the time of a step is not worth a word
+_COSTS = 0.1  # of a step's time: shorter waits are not reported
 _ALWAYS, _SOMETIMES = 0.8, 0.2  # of all steps
 _LESS = 0.9  # of the core that others have
 _CROWDED = 0.1  # who wants a core has more of one, even if others want it, too
@@ -61,12 +61,13 @@ class Slow(NamedTuple):
         return f"rank {self.rank} is {self.lateness}. {helps}"
 
 
-def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]]) -> Slow | None:
+def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> Slow | None:
     """Return the rank for which the others wait most; None: they hardly wait, or there were not enough steps.
 
     Args:
         paces: of all ranks, in the same steps.
-        nodes: the ranks of each node.
+        nodes: the ranks of each node, as places among ``paces``.
+        ranks: what they are called; None: by their places.
     """
     if not paces or paces[0].steps < ENOUGH:
         return None
@@ -80,10 +81,14 @@ def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]]) -> Slow | N
     elif sum(each.last for each in paces) >= _SOMETIMES * steps:
         kind = "sometimes"
     late_s = slow.late_s / slow.last
-    return Slow(rank, kind, slow.last / steps, late_s, _reason(rank, paces, nodes, late_s * slow.last / steps))
+    names = range(len(paces)) if ranks is None else ranks
+    reason = _reason(rank, paces, nodes, late_s * slow.last / steps, names)
+    return Slow(names[rank], kind, slow.last / steps, late_s, reason)
 
 
-def _reason(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], late_s: float) -> str:
+def _reason(
+    rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], late_s: float, names: Sequence[int]
+) -> str:
     """Return why a rank is late, by so much per step."""
     slow, others = paces[rank], [each for number, each in enumerate(paces) if number != rank]
     loading, usual = slow.loading_s / slow.steps, fmean(each.loading_s / each.steps for each in others)
@@ -99,10 +104,10 @@ def _reason(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], la
         return f"it computes all the time, with {cores:.0%} of a core: it has more work, or a slower core"
     if cores < _CROWDED or slow.switches * _PREEMPTED_S < slow.sampled_s - slow.processor_s:
         return f"it used {cores:.0%} of a core, the others up to {most:.0%}: it waits for a disk, a device or a lock"
-    return f"it had {cores:.0%} of a core, {_sharing(rank, paces, nodes)}"
+    return f"it had {cores:.0%} of a core, {_sharing(rank, paces, nodes, names)}"
 
 
-def _sharing(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]]) -> str:
+def _sharing(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], names: Sequence[int]) -> str:
     """Return who else wants the cores of a rank."""
     cores = paces[rank].cores
     node = next(node for node in nodes if rank in node)
@@ -110,7 +115,8 @@ def _sharing(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]]) -
     if not cores or len(sharing) < len(cores):
         return "as other processes, or its own threads, use the rest"
     same = "one" if len(cores) == 1 else str(len(cores))
-    return f"as {name_ranks(sharing)} {'has' if len(sharing) == 1 else 'have'} the same {same}"
+    named = name_ranks([names[each] for each in sharing])
+    return f"as {named} {'has' if len(sharing) == 1 else 'have'} the same {same}"
 
 
 def _cores(pace: Pace) -> float:

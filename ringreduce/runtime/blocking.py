@@ -80,7 +80,7 @@ def allreduce(
 ) -> A:
     """Reduce arrays over all ranks; see `Communicator.allreduce`."""
     communicator = (PROCESS.world or PROCESS.here()).communicator
-    if not (deterministic or compression or feedback or wire or weights):
+    if not (deterministic or compression or feedback or wire or len(weights)):
         return communicator.allreduce(array, op, out=out, algorithm=algorithm)
     return communicator.allreduce(
         array,

@@ -410,13 +410,12 @@ class ListTraining:
             checked = Options(**options).checked(self.training.communicator.config, [each for _, each in named])
         self.training.begin(kind, partial(list, named), checked, settings)
 
-    def reduce(self, gradients: Sequence[Any], samples: int | None = None) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the averages, or sums, of gradients over the ranks. Collective.
 
         Args:
             gradients: one array, or None, for each spec; they are only read. Gradients that a rank lacks count as
                 zeros there; what no rank has stays None.
-            samples: see `GradientReducer`.
 
         Returns:
             Arrays that keep their values while they are held, or views of them.
@@ -426,7 +425,6 @@ class ListTraining:
         """
         self.training.rejoin()
         reducer = self.training.reducer
-        reducer.samples = samples
         reduced = reducer.reduce(gradients)
         reducer.stepped += 1
         return reduced

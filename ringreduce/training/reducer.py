@@ -136,9 +136,10 @@ class GradientReducer:
         found = self.memory.found(reduced)
         pacemaker = self.ranks.engine.pacemaker
         if self.late is not None:
+            pacemaker.lags = True
             pacemaker.arrive(0)
             averages = self._reduce_late(self.late, reduced, found)
-            pacemaker.leave()
+            self._leave()
             return averages
         if self.ranks.size == 1:
             return reduced
@@ -157,15 +158,19 @@ class GradientReducer:
             if not (same and self._repeats(parameters, reduced, found)):
                 self._agree_and_reduce(parameters, reduced, found, samples)
         except BaseException:
-            self._last, self._alike = None, 0
+            self._last, self._alike, self.samples = None, 0, None
             if self.early is not None:
                 self.early.break_off()
             raise
         self._steps += 1
+        self._leave()
+        return reduced
+
+    def _leave(self) -> None:
+        pacemaker = self.ranks.engine.pacemaker
         pacemaker.leave()
         if pacemaker.reported:
             self.checks.look_at_paces()
-        return reduced
 
     def _reduce_late(self, late: LateAverages, gradients: list[Any], found: bytes) -> list[Any]:
         parameters, ranks = [parameter for _, parameter in self.named()], self.ranks

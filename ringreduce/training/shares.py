@@ -22,7 +22,7 @@ T = TypeVar("T")
 Ends = Literal["repeat", "drop", "uneven"]
 
 _AT_MOST = 0.25  # of its share, a rank gets more or less from one epoch to the next
-_AT_LEAST = 0.05  # to smaller changes measurements are not worth the trouble
+_AT_LEAST = 0.05  # smaller changes are within the noise of measurements
 
 
 class Division:
@@ -39,7 +39,7 @@ class Division:
         self._speeds: list[float] = []
         self._seen: Sequence[Pace] = ()
 
-    def renew(self, paces: Sequence[Pace], size: int) -> list[float]:
+    def renew(self, paces: Sequence[Pace], size: int, given: Sequence[int] = ()) -> list[float]:
         """Return the shares of the next epoch.
 
         Speeds are averages of what was measured since the last time and of the speeds before. Shares move to those in
@@ -48,6 +48,7 @@ class Division:
         Args:
             paces: of all ranks, up to now; empty: nothing was measured.
             size: the number of ranks.
+            given: how many samples of each step each rank had since the last time; empty: in proportion to shares.
         """
         seen, self._seen = self._seen, list(paces)
         if len(self.shares) != size or (seen and (not paces or paces[0].steps < seen[0].steps)):  # another world
@@ -55,14 +56,17 @@ class Division:
         new = [each - old for each, old in zip(paces, seen, strict=True)] if seen else paces
         if not new or not all(each.steps and each.own_s > 0.0 for each in new):
             return self.shares
-        speeds = _normalised([share * each.steps / each.own_s for share, each in zip(self.shares, new, strict=True)])
+        had = _normalised(given) if len(given) == size else self.shares
+        speeds = _normalised([part * each.steps / each.own_s for part, each in zip(had, new, strict=True)])
         if self._speeds:
             speeds = _normalised([(old + each) / 2 for old, each in zip(self._speeds, speeds, strict=True)])
         self._speeds = speeds
         largest = max(abs(speed / share - 1.0) for speed, share in zip(speeds, self.shares, strict=True))
         if largest >= _AT_LEAST:
             part = min(1.0, _AT_MOST / largest)
-            self.shares = [old + part * (new - old) for old, new in zip(self.shares, speeds, strict=True)]
+            moved = [old + part * (new - old) for old, new in zip(self.shares, speeds, strict=True)]
+            least = 1 / sum(given) if given else 0.0  # a sample: who gets no less is to get more again soon
+            self.shares = _normalised([max(each, least) for each in moved])
         return self.shares
 
 
@@ -85,11 +89,11 @@ def divided(count: int, shares: Sequence[float]) -> list[int]:
 
 
 class Shares:
-    """What is kept of shares with an engine.
+    """Shares of the ranks of one engine.
 
     Attributes:
-        division: of the programs that ask for `share`.
-        batches: what gives out batches by speed.
+        division: for programs that ask for `share`.
+        batches: samplers by speed.
     """
 
     def __init__(self) -> None:
@@ -150,15 +154,23 @@ class Batches:
         """Divide the next epoch anew; to be called on all ranks after the same steps."""
         _, ranks = rank_and_size()
         engine = global_process_set.engine if is_initialized() else None
-        if engine is not None and self._by_speed:
-            Shares.of(engine).batches.add(self)
-        self._division.renew(() if engine is None or not self._by_speed else engine.tally.paces, ranks)
+        if engine is None or not self._by_speed:
+            self._division.renew((), ranks)
+            return
+        Shares.of(engine).batches.add(self)
+        self._division.renew(_paces_of(engine), ranks, self.counts)
+
+    def _settle(self) -> None:
+        """Divide anew if there is another world than before."""
+        engine = global_process_set.engine if is_initialized() else None
+        known = engine is None or not self._by_speed or self in Shares.of(engine).batches
+        if not known or len(self._division.shares) != rank_and_size()[1]:
+            self.renew()
 
     def of(self, order: Sequence[int]) -> Iterator[list[int]]:
         """Yield this rank's batches of samples in an order, which is the same on all ranks."""
         me, ranks = rank_and_size()
-        if len(self._division.shares) != ranks:
-            self.renew()
+        self._settle()
         whole = self._size * ranks
         self.counts, self.left = divided(whole, self._division.shares), self.number(len(order))
         for start in range(0, len(order), whole):
@@ -178,8 +190,7 @@ class Batches:
         me, ranks = rank_and_size()
         rest, whole = count % (self._size * ranks), count // (self._size * ranks)
         if self.ends == "uneven" and rest:
-            if len(self._division.shares) != ranks:
-                self.renew()
+            self._settle()
             return whole + bool(divided(rest, self._division.shares)[me])
         return whole + bool(rest and self.ends == "repeat")
 
@@ -197,7 +208,17 @@ def share() -> float:
     if not is_initialized():
         return 1.0
     engine = global_process_set.engine
-    return Shares.of(engine).division.renew(engine.tally.paces, size)[rank]
+    return Shares.of(engine).division.renew(_paces_of(engine), size)[rank]
+
+
+def _paces_of(engine: Engine) -> Sequence[Pace]:
+    """Return what was measured of all ranks, the same on ranks that have made the same steps.
+
+    With staleness a rank may not have heard of the last report that it has sent, while others have.
+    """
+    tally, pacemaker = engine.tally, engine.pacemaker
+    lags = pacemaker.lags and pacemaker.number > 0
+    return tally.earlier if lags and tally.reports >= pacemaker.number else tally.paces
 
 
 def loading(batches: Iterable[T]) -> Iterator[T]:

@@ -16,6 +16,7 @@ Sources:
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -156,7 +157,8 @@ class LateAverages:
         operations = []
         for number, kind in enumerate(dict.fromkeys(bucket.travels for bucket in filled)):
             these = [bucket for bucket in filled if bucket.travels == kind]
-            weights = "" if self._buckets.weights is None else f", weights {self._buckets.weights.of_ranks}"
+            used = self._buckets.weights
+            weights = "" if used is None else f", weights {zlib.crc32(repr(used.of_ranks).encode()):08x}"
             text = f"{len(these)} buckets of {self._ranks.name}, {self._buckets.layout:08x}{weights}"
             made = self._buckets.operation(f"{name}, {number}", text, these, [bucket.flat for bucket in these])
             made.title = f"late gradients of {self._ranks.described}"

@@ -25,7 +25,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, samples: Mapping[int, int], rank: int, size: int, divisor: int) -> Weights | None:
-        """Return the weights; None: all ranks have as many samples, or none has any.
+        """Return the weights; None: all ranks have equally many samples, or none has any.
 
         Args:
             samples: how many, by rank, of all that have not joined.

@@ -311,6 +311,23 @@ def test_late_averages_are_weighted(no_world: None) -> None:
 
 
 @pytest.mark.sizes(2, 3, 4)
+def test_another_world_divides_anew(no_world: None) -> None:
+    """Also where the program goes on without `set_epoch`."""
+    hvd.init()
+    size = hvd.size()
+    x = torch.arange(12 * size)
+    sampler = hvd.DistributedSampler(x, shuffle=False, shares="speed", batch_size=4)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert sum(map(len, sampler)) > 0
+        measure([3.0] + [1.0] * (size - 1))
+    hvd.shutdown()
+    hvd.init()
+    assert [len(each) for each in sampler] == [4, 4, 4]
+    del sampler
+    hvd.shutdown()
+
+
 def test_samples_must_be_known(world: rr.Communicator) -> None:
     """By the step or by a sampler: one that divides by speed, with uneven ends, knows only who says it."""
     model = make_model()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.common.instruments import Pace
+from ringreduce.common.instruments import EngineTally, Pace
 from ringreduce.engine import Engine
 from ringreduce.testing import run_engines, run_ranks
 from ringreduce.training.compression.topk import TopK
 from ringreduce.training.host import ArraySpec, HostMemory
 from ringreduce.training.options import Options
 from ringreduce.training.reducer import GradientReducer
-from ringreduce.training.shares import Batches, Division, Shares, divided
+from ringreduce.training.shares import Batches, Division, Shares, _paces_of, divided
 
 COUNTS = [0, 1, 5, 1009, 100_003]
 
@@ -70,6 +72,31 @@ def test_speeds_are_smoothed():
     found = division.renew([a + b for a, b in zip(paces(1.0, 1.0), paces(1.5, 1.0), strict=True)], 2)
     speed = (0.5 + 1.0 / 2.5) / 2
     assert found == pytest.approx([speed, 1.0 - speed])
+
+
+def test_a_rank_that_was_slow_for_long_gets_more_again_soon():
+    """Its share falls no lower than a sample; then a quarter more in each epoch."""
+    division, total = Division(), paces(0.0, 0.0, 0.0, 0.0, steps=0)
+    counts = divided(8, division.renew((), 4))
+    for epoch in range(52):
+        slower = 12 if epoch < 40 else 1
+        more = paces(*(count * (slower if rank == 0 else 1) for rank, count in enumerate(counts)))
+        total = [old + new for old, new in zip(total, more, strict=True)]
+        counts = divided(8, division.renew(total, 4, counts))
+        if epoch == 39:
+            assert counts[0] == 1
+    assert counts == [2, 2, 2, 2]
+
+
+def test_with_staleness_ranks_divide_alike_whatever_they_have_heard():
+    """One has got the last report, the other has not yet."""
+    shares = []
+    for heard in (True, False):
+        engine = SimpleNamespace(tally=EngineTally(), pacemaker=SimpleNamespace(lags=True, number=3))
+        for own_s in ((1.0, 2.0), (1.0, 1.0), (3.0, 1.0))[: 3 if heard else 2]:
+            engine.tally.add_paces([[16, each, 0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()] for each in own_s])
+        shares.append(Division().renew(_paces_of(engine), 2))
+    assert shares[0] == shares[1] != [0.5, 0.5]
 
 
 def test_shares_are_even_again_in_another_world():
@@ -147,6 +174,9 @@ def test_a_weighted_average_on_one_node(size: int, dtype: Any) -> None:
         ({"algorithm": "ring"}, "named algorithm"),
         ({"wire": "int8"}, "wire format"),
         ({"weights": [1.0]}, "as many weights"),
+        ({"weights": np.array([0.5, 0.25])}, "sum of weights must be 1"),
+        ({"weights": [0.5, math.nan]}, "sum of weights must be 1"),
+        ({"weights": ["a", 0.5]}, "weights"),
     ],
 )
 def test_weights_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:

@@ -224,6 +224,20 @@ def test_parameters_come_from_a_report(tmp_path: Path):
     assert found["links"]["between"]["alpha"] == pytest.approx(MODEL.alpha, rel=1e-5)
 
 
+def test_growing_clusters_have_the_links_of_a_report(tmp_path: Path):
+    path = tmp_path / "bench.json"
+    path.write_text(report(Topology.uniform(2, 2), MODEL))
+    training = "--compute", "1ms", "--gradients", "8M", "--scaling"
+    found = json.loads(run("--nodes", "4", "-e", "8", "--from", str(path), *training, "--json"))
+    assert found["scaling"][0]["rate"] == pytest.approx(1 / found["links"]["between"]["beta"])
+    assert found["scaling"][-1]["seconds"] == pytest.approx(found["step"]["seconds"])
+
+
+def test_wire_formats_have_an_algorithm_of_their_own():
+    found = json.loads(run("--nodes", "4", "--ranks-per-node", "2", "-e", "8", "--wire", "int8", "--json"))
+    assert {name for each in found["sizes"] for name in each["seconds"]} == {"hierarchical_direct"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -235,6 +249,9 @@ def test_parameters_come_from_a_report(tmp_path: Path):
         (["--compute", "1ms"], "both --compute and --gradients"),
         (["--scaling"], "give --compute and --gradients"),
         (["--compute", "1ms", "--gradients", "8", "--scaling", "--ranks-per-node", "2,1"], "nodes of equal size"),
+        (["--link", "1gbit", "--link", "2gbit"], "several --link are for --scaling"),
+        (["--compute", "1ms", "--gradients", "8", "--scaling", "--slow-link", "1:1gbit"], "on equal links"),
+        (["--from", __file__, "--link", "1gbit"], "leave --link out"),
         (["-b", "1M", "-e", "8"], "--maxbytes is smaller"),
         (["--nodes", "2", "--late", "2:1ms"], "rank 2 is late"),
         (["--algorithm", "rnig"], "unknown allreduce algorithm 'rnig'"),

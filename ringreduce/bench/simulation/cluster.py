@@ -37,7 +37,7 @@ WIRES, _CODED = tuple(CODECS), 1 << 20
 
 @dataclass(frozen=True)
 class Parts:
-    """What a cluster is bought by: seconds, and bytes per second.
+    """Rates and times of the parts of a cluster: seconds, and bytes per second.
 
     Attributes:
         rate: of a node's link, in each direction.
@@ -162,7 +162,7 @@ class Simulator:
         return {cause: each / total for cause, each in saved.items()} if total else {}
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)  # of many ranks, each takes up to some hundred MB
 def _traffic(name: str, topology: Topology, whole: bool) -> Traffic:
     return traffic_of(find(Collective.ALLREDUCE, name), topology, whole=whole)
 

@@ -11,6 +11,7 @@ from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.plots import require_matplotlib
 from ringreduce.bench.simulation.cluster import Cluster, Simulator, describe
 from ringreduce.bench.simulation.training import Step, Training, simulate_step
+from ringreduce.collectives.compressed import CODED
 from ringreduce.collectives.tuning import format_seconds
 from ringreduce.common.topology import Topology
 
@@ -65,6 +66,7 @@ def simulate(
     Raises:
         ConfigError: none of the algorithms can be simulated there.
     """
+    algorithms = _executed(cluster, algorithms)
     simulator = Simulator(cluster, algorithms)
     times = {nbytes: simulator.times(nbytes) for nbytes in sizes}
     reasons = {nbytes: simulator.explain(nbytes) for nbytes in times}
@@ -164,8 +166,13 @@ def figure(report: Report) -> Figure:
 def _step(training: Training, cluster: Cluster, algorithms: Sequence[str] | None) -> Step:
     if cluster.topology.size == 1:
         return simulate_step(training, cluster, lambda nbytes: 0.0)
-    together = Simulator(replace(cluster, late={}, noise_s=0.0), algorithms)
+    together = Simulator(replace(cluster, late={}, noise_s=0.0), _executed(cluster, algorithms))
     return simulate_step(training, cluster, lambda nbytes: min(together.times(nbytes).values()))
+
+
+def _executed(cluster: Cluster, algorithms: Sequence[str] | None) -> Sequence[str] | None:
+    """Return the algorithms to choose from: between nodes, wire formats have one of their own."""
+    return (CODED,) if cluster.links.wire != 1 and not cluster.topology.single_node else algorithms
 
 
 def _growing(cluster: Cluster) -> Iterator[Topology]:
@@ -187,7 +194,7 @@ def _scaling_lines(found: Mapping[float, Mapping[int, Step]]) -> Iterator[str]:
     for size in next(iter(found.values()), ()):
         steps = [each[size] for each in found.values()]
         cells = "".join(f" {format_seconds(step.seconds):>11} {step.efficiency:>7.1%}" for step in steps)
-        yield f"{size:>15} ranks{cells}"
+        yield f"{size:>15} rank{'s' * (size > 1):1}{cells}"
 
 
 def _said(step: Step) -> str:

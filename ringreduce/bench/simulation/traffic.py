@@ -24,7 +24,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 
 #: Messages in a round, and steps that are not symmetric of all ranks together, at most: what memory and patience allow.
-_MOST_MESSAGES, _MOST_STEPS = 1 << 23, 1 << 21
+_MOST_MESSAGES, _MOST_LISTED, _MOST_STEPS = 1 << 23, 1 << 20, 1 << 21
 #: Up to so many ranks, all are compared to find a symmetry; of more, some.
 _ALL_COMPARED, _SAMPLES = 64, 6
 
@@ -209,6 +209,7 @@ def _written_down(algorithm: Algorithm, topology: Topology, nodes: Numbers) -> I
                 posted[place, peer].append(count + len(sends))
                 sends.append((place, peer, number, len(each.blocks)))
             work[0, place] = len(steps[place][at[place]].sends)
+            _require(len(sends), _MOST_LISTED, "messages in a round that is not symmetric")
         under_way += range(count, count + len(sends))
         count += len(sends)
         waited, ended = [], []

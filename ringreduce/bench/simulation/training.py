@@ -100,7 +100,7 @@ def simulate_step(training: Training, cluster: Cluster, exchange: Callable[[int]
             ends = np.maximum(ends, available.pop(step))
         ends += update_s
     seconds = (float(ends.max()) - begun) / ((_EXCHANGES - _SKIPPED) * training.period)
-    return Step(seconds, training.compute_s + training.update_s, exchange_s)
+    return Step(seconds, training.compute_s + update_s, exchange_s)
 
 
 def _exposed(training: Training, exchange: Callable[[int], float]) -> float:
