@@ -310,7 +310,6 @@ def test_late_averages_are_weighted(no_world: None) -> None:
     hvd.shutdown()
 
 
-@pytest.mark.sizes(2, 3, 4)
 def test_another_world_divides_anew(no_world: None) -> None:
     """Also where the program goes on without `set_epoch`."""
     hvd.init()
@@ -328,6 +327,7 @@ def test_another_world_divides_anew(no_world: None) -> None:
     hvd.shutdown()
 
 
+@pytest.mark.sizes(2, 3, 4)
 def test_samples_must_be_known(world: rr.Communicator) -> None:
     """By the step or by a sampler: one that divides by speed, with uneven ends, knows only who says it."""
     model = make_model()
