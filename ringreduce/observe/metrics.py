@@ -26,7 +26,6 @@ _TOTALS = (
     ("collective_seconds", "How long they took, waiting for other ranks included.", "seconds"),
 )
 _NESTED = ("collectives", "paces", "slow")
-_PACE = [each.name for each in fields(Pace) if each.name != "cores"]
 _PACES = (
     ("steps", "Steps that all ranks have reported.", "steps"),
     ("own_seconds", "How long this rank's own parts of these took.", "own_s"),

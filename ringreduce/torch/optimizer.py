@@ -259,7 +259,8 @@ class DistributedOptimizer(wrapping.Wrapper):
             return self._reduce()
         if self._reduced.is_final(id(self)):
             self.step()
-        return wrapping.apply_late(self._parameters(), late, self._stepper.step)
+        with self._stepper.reading:
+            return wrapping.apply_late(self._parameters(), late, self._stepper.step)
 
     def _reduce(self) -> None:
         self.rejoin()

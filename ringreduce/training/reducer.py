@@ -31,7 +31,7 @@ from ringreduce.training.overlap import Overlap
 from ringreduce.training.sharding import Sharding
 from ringreduce.training.shares import counts_of
 from ringreduce.training.staleness import LateAverages
-from ringreduce.training.weights import Weights
+from ringreduce.training.weights import Weights, nothing_to_weight
 
 
 class _Repeat(NamedTuple):
@@ -195,7 +195,7 @@ class GradientReducer:
             ConfigError: they were; or they are averaged late, or steps are combined by Adasum. On all ranks.
         """
         if self.options.adasum:
-            raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
+            raise nothing_to_weight()
         if reduced or self.options.in_backward or self.late is not None:
             raise ConfigError(
                 "step(samples=...) comes too late, as gradients were reduced before the step (by synchronize(), "
@@ -354,7 +354,7 @@ class GradientReducer:
             if self.samples is not None:
                 samples = whole_number("samples", self.samples, 0)
             if samples is not None and (self.options.op is not AVERAGE or self.options.adasum):
-                raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
+                raise nothing_to_weight()
         except ConfigError as error:
             return error
         return samples

@@ -184,6 +184,13 @@ def nodes_of_one(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def nodes_of_two(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world in which every two ranks are a node; of three ranks the last is a node of its own."""
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "2")
+    rr.init()
+
+
+@pytest.fixture
 def seed(seed: int) -> int:
     """A number that depends on the test and on the rank."""
     return seed + RANK

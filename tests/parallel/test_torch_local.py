@@ -214,13 +214,6 @@ def test_a_delay_in_which_nothing_is_learnt_changes_no_bit(world: rr.Communicato
     assert runs[0] == runs[1]
 
 
-@pytest.fixture
-def nodes_of_two(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes of two ranks; of three ranks the last is a node of its own."""
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "2")
-    rr.init()
-
-
 @pytest.mark.parametrize("options", [{"period": 3}, {"period": 3, "warmup_steps": 2, "delay": 1}])
 def test_replicas_of_nodes(nodes_of_two: None, options: dict[str, Any]):
     """Ranks of a node have equal bits after every step; a node counts by its ranks."""

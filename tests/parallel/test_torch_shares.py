@@ -328,6 +328,18 @@ def test_another_world_divides_anew(no_world: None) -> None:
 
 
 @pytest.mark.sizes(2, 3, 4)
+def test_adasum_has_no_weights(world: rr.Communicator) -> None:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+    sampler = hvd.DistributedSampler(range(100), shares="speed", batch_size=3)
+    next(iter(sampler))
+    descend(model, mine_of(0))
+    with pytest.raises(rr.ConfigError, match="op=Average"):
+        optimizer.step()
+    del sampler
+
+
+@pytest.mark.sizes(2, 3, 4)
 def test_samples_must_be_known(world: rr.Communicator) -> None:
     """By the step or by a sampler: one that divides by speed, with uneven ends, knows only who says it."""
     model = make_model()

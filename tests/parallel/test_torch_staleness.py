@@ -159,13 +159,6 @@ def test_commits_hold_averages() -> None:
     assert_same(model, delayed(2, 8))
 
 
-@pytest.fixture
-def nodes_of_one(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world in which each rank is a node, so that formats are used between all of them."""
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
-    rr.init()
-
-
 @pytest.mark.parametrize("name", ["bf16", "int8"])
 def test_wire_formats(nodes_of_one: None, name: str) -> None:
     """Ranks agree on the bits, also as one optimizer goes back to what it has saved with the rounding errors."""
