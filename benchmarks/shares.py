@@ -51,6 +51,7 @@ def train(shares: str, staleness: int, batch_size: int, sample_s: float) -> tupl
             functional.mse_loss(model(whole[0][batch]), whole[1][batch]).backward()
             optimizer.step()
             last = len(batch)
+        hvd.barrier()  # with staleness the slow rank is some steps behind the others
         rates.append(len(whole[0]) / (time.perf_counter() - begin))
         with torch.no_grad():
             losses.append(functional.mse_loss(model(whole[0]), whole[1]).item())
