@@ -8,9 +8,11 @@
 
 The model is an MLP of 670 k parameters, with Adam and 16 samples per rank; that of --curves the CNN of `mnist.py`.
 Times: each contender has a turn of one period, one after the other, and so again and again; the first round is not
-timed, and no exchange is under way between turns. A turn's time is the slowest rank's; figures are medians. "compute" makes the steps of a rank without exchanges,
-c; C is the time that an allreduce of all gradients in float32 takes. A period of H steps and a format that takes b of
-that time can reach (c + C) / (c + C b / H) of synchronous training; b is measured, too.
+timed, and no exchange is under way between turns. A turn's time is the slowest rank's; figures are medians. "compute"
+makes the steps of a rank without exchanges, c; C is the time that an allreduce of all gradients in float32 takes. A
+period of H steps and a format that takes b of that time can reach (c + C) / (c + C b / H) of synchronous training; b is
+measured, too. Where hosts have several ranks (run -np 8 --per-host 2), the ranks of a host with one copy of the
+parameters are a contender, "shard".
 
 With --sleep NOISE a step computes as long as an allreduce takes, C, so that staleness can hide all of it: its forward
 pass sleeps for the rest of C, or with a noise above 0 of C (1 + E), where E is drawn from an exponential distribution
