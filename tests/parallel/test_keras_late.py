@@ -87,11 +87,11 @@ class Data(keras.utils.PyDataset):  # type: ignore[misc]
         return batch(RANK, step, rows(step, equal=self._equal)[RANK])
 
 
-def assert_weights(model: Any, expected: list[Any]) -> None:
+def assert_weights(model: Any, expected: list[Any], tolerance: float = 1e-6) -> None:
     """Check weights against a reference, and that they have the same bits on all ranks."""
     mine = model.get_weights()
     for one, other in zip(mine, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(one, other, rtol=20 * tolerance, atol=2 * tolerance)
     assert len(set(hvd.allgather_object(b"".join(each.tobytes() for each in mine)))) == 1
 
 
@@ -230,10 +230,10 @@ def test_fit_averages_over_samples(eagerly: bool) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "int8"])
-def test_steps_at_once_average_over_samples(compression: str | None) -> None:
+def test_steps_at_once_average_over_samples(nodes_of_one: None, compression: str | None) -> None:
     model, optimizer = linear(), sgd(compression=compression)
     descend(optimizer, model, range(STEPS), counted=True)
-    assert_weights(model, reference())
+    assert_weights(model, reference(), 1e-3 if compression else 1e-6)
     optimizer.samples = None
 
 
