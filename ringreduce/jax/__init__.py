@@ -19,7 +19,12 @@ if jax.__version_info__ < (0, 5):
 from ringreduce.jax import elastic, ops
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.jax.ops import *  # noqa: F403  # what it exports is written down there, and not once more
-from ringreduce.jax.optimizer import DistributedGradientTransformation, DistributedState, RankState
+from ringreduce.jax.optimizer import (
+    DistributedGradientTransformation,
+    DistributedState,
+    DistributedTransformation,
+    RankState,
+)
 from ringreduce.runtime import names
 from ringreduce.runtime.names import *  # noqa: F403
 from ringreduce.training.averages import weighted_average
@@ -27,10 +32,12 @@ from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
 from ringreduce.training.objects import allgather_object, broadcast_object
 from ringreduce.training.requests import barrier, join
+from ringreduce.training.shares import loading, share
 
 __all__ = [
     "DistributedGradientTransformation",
     "DistributedState",
+    "DistributedTransformation",
     "PowerSGD",
     "RankState",
     "TopK",
@@ -40,6 +47,8 @@ __all__ = [
     "broadcast_parameters",
     "elastic",
     "join",
+    "loading",
+    "share",
     "weighted_average",
 ]
 __all__ += names.__all__

@@ -57,7 +57,7 @@ class Call(NamedTuple):
         postscale: multiplies what comes out.
         wire: the format in which floats travel between nodes.
         root: the rank of the set that sends or receives; -1: there is none.
-        function: the key of one of `FUNCTIONS`, which is called for the collective.
+        function: the key of one of `FUNCTIONS` or `LISTS`, which is called for the collective.
         part: of a collective on more arrays, in words.
     """
 
@@ -76,6 +76,12 @@ class Call(NamedTuple):
 #: Functions of programs that were traced in this process, by text that is the same in all processes. They take arrays,
 #: those for the results, whether sums are divided by the number of ranks, and the ranks; and return the results.
 FUNCTIONS: dict[str, Callable[[Sequence[Host], Sequence[Host], bool, Communicator], Sequence[Host]]] = {}
+
+#: The kind of calls of one of `LISTS`, which reduces arrays with what this process keeps; `Call.function` is its key.
+LISTED = "listed"
+
+#: By a key that is the same in all processes; they take the name of the operation, arrays, and those for the results.
+LISTS: dict[str, Callable[[str | None, Sequence[Host], Sequence[Host]], None]] = {}
 
 #: Kinds whose results have the shapes of what goes in.
 ALIKE = ("allreduce", "broadcast", "compressed allreduce", "reduce")
@@ -244,6 +250,9 @@ def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory) -> None:
     """Carry out a call of a compiled program."""
     raise_unseen()
     call = _read(text)
+    if call.kind == LISTED:
+        LISTS[str(call.function)](call.name, arguments.views(), results.views())
+        return
     if max(arguments.nbytes, results.nbytes) > _LARGEST_REPEATED_NBYTES:
         targets = results.views()
         request_of(call, targets if arguments == results else arguments.views(), targets).carry_out()

@@ -147,9 +147,10 @@ def call(
     arguments: Sequence[Any],
     shapes: Sequence[tuple[int, ...]],
     *,
-    batched: str,
+    batched: str | None,
     in_place: bool = False,
     after: Sequence[Any] = (),
+    always: bool = False,
 ) -> list[Any]:
     """Return arrays of these shapes and the dtypes of the arguments, which the handler fills.
 
@@ -163,8 +164,10 @@ def call(
         batched: as `jax.ffi.ffi_call` has ``vmap_method``.
         in_place: whether results are in the memory of the arguments, which JAX copies if they are needed afterwards.
         after: arrays that are there when the handler is called.
+        always: whether JAX may neither leave it out nor make one of two.
     """
     results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]
     aliases = {number: number for number in range(len(results))} if in_place else None
-    made = jax.ffi.ffi_call(_TARGET, results, vmap_method=batched, input_output_aliases=aliases)
+    how: dict[str, Any] = {"vmap_method": batched, "input_output_aliases": aliases, "has_side_effect": always}
+    made = jax.ffi.ffi_call(_TARGET, results, **how)
     return list(made(*arguments, *after, text=text))

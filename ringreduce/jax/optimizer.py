@@ -13,28 +13,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.custom_batching import custom_vmap
 
 from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.jax.calls import FUNCTIONS, Call, name_here, ranks_of, run_compiled
+from ringreduce.jax.lists import HostTrees, needs_host, unmapped
 from ringreduce.jax.ops import allreduce
-from ringreduce.runtime import global_process_set
+from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import (
     BucketCompression,
     State,
+    WireFormat,
     WireState,
     has_reducers,
     signature_of,
     wire_format,
 )
-from ringreduce.training.options import averaging
+from ringreduce.training.options import Options, averaging
 from ringreduce.training.requests import Op, RequestBuilder
 
-__all__ = ["DistributedGradientTransformation", "DistributedState", "RankState"]
+__all__ = ["DistributedGradientTransformation", "DistributedState", "DistributedTransformation", "RankState"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=[])
@@ -65,10 +66,17 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
     *,
     gradient_predivide_factor: float = 1.0,
     name: str | None = None,
-) -> optax.GradientTransformationExtraArgs:
+    staleness: int = 0,
+) -> DistributedTransformation:
     """Return a transformation that averages gradients over the ranks and passes them on to another one.
 
     It may be used inside and outside of `jit`. Its ``update`` is collective, and so is its ``init`` with a compression.
+    ``update(grads, state, params, samples=n)`` weights averages: n, a number or a scalar, says over how many samples
+    this rank's gradients are means; on all ranks or none.
+
+    Gradients that are late or weighted are reduced in lists of the host, and `vmap` refuses them. Averages on their way
+    are kept by the process, and not in the state: a transformation with ``staleness`` is for one model, whose state is
+    saved after ``synchronize``.
 
     Args:
         tx: what the averages go to. Clipping belongs in here, so that it sees the averages.
@@ -78,33 +86,77 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
         process_set: the ranks that train together.
         gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
         name: of the operation, as for `ringreduce.jax.allreduce`.
+        staleness: how many steps late averages are applied; must agree. The first steps apply zeros, and what a wire
+            format loses is kept by the process, too. See docs/recipes/staleness.md.
 
     Returns:
-        A transformation whose state is that of ``tx``, or with a compression a `DistributedState`.
+        A transformation whose state is that of ``tx``, or with a compression and without ``staleness`` a
+        `DistributedState`. With ``staleness``, ``params, state = tx.synchronize(params, state)`` makes the steps whose
+        averages are still to be applied; collective, and outside of `jit`.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: an argument is wrong, or two do not go together.
     """
     with RequestBuilder("DistributedGradientTransformation", name, process_set):
         kind, factor = averaging(op, gradient_predivide_factor)
         wanted = None if compression is None else _checked(compression)
         if wanted is not None and kind not in (AVERAGE, SUM):
             raise ConfigError(f"compressed gradients are averaged or summed (op Average or Sum), got {op}")
+        how: dict[str, Any] = {"op": op, "predivide_factor": gradient_predivide_factor}
+        if staleness:
+            late = type(wanted) if isinstance(wanted, WireFormat) else wanted
+            how |= {"compression": late, "staleness": staleness}
+            Options(**how).checked(config(), [])
+    trees = HostTrees("DistributedGradientTransformation", process_set, **how)
     inner = optax.with_extra_args_support(tx)
 
     def reduce(updates: Any) -> Any:
         scales: dict[str, Any] = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
         return allreduce(updates, kind, name=name, process_set=process_set, **scales)
 
-    if wanted is not None:
+    if wanted is not None and not staleness:
         assert isinstance(kind, ReduceOp)
         compressing = _Compressing(inner, reduce, wanted, kind, name, process_set)
-        return optax.GradientTransformationExtraArgs(compressing.init, compressing.update)
+        return DistributedTransformation(compressing.init, compressing.update)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return inner.update(reduce(updates), state, params, **extra)
+    def update(updates: Any, state: Any, params: Any = None, *, samples: Any = None, **extra: Any) -> Any:
+        if staleness or samples is not None or needs_host(process_set):
+            updates = trees.reduce(updates, name, samples)
+        else:
+            updates = reduce(updates)
+        return inner.update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    made = DistributedTransformation(inner.init, update)
+    made.late = trees, inner.update
+    return made
+
+
+class DistributedTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """What `DistributedGradientTransformation` returns.
+
+    Attributes:
+        late: what has the averages that no step has applied yet, and what they go to; None: nothing comes late.
+    """
+
+    late: tuple[HostTrees, Callable[..., Any]] | None = None
+
+    def synchronize(self, params: Any, state: Any, **extra: Any) -> tuple[Any, Any]:
+        """Make the steps whose averages are still to be applied, outside of `jit`. Collective.
+
+        Args:
+            params: the parameters, a tree of the structure of the gradients.
+            state: of this transformation.
+            **extra: for the update of the transformation that this one wraps.
+
+        Returns:
+            Parameters and state after the last step.
+        """
+        if self.late is not None:
+            trees, update = self.late
+            for averages in trees.pending(params):
+                updates, state = update(averages, state, params, **extra)
+                params = optax.apply_updates(params, updates)
+        return params, state
 
 
 class _Compressing(NamedTuple):
@@ -132,8 +184,10 @@ class _Compressing(NamedTuple):
         return DistributedState(self.inner.init(params), RankState(residual))
 
     def update(
-        self, updates: Any, state: DistributedState, params: Any = None, **extra: Any
+        self, updates: Any, state: DistributedState, params: Any = None, *, samples: Any = None, **extra: Any
     ) -> tuple[Any, DistributedState]:
+        if samples is not None or needs_host(self.process_set):
+            raise ConfigError("compressed gradients have equal weights: use no compression with numbers of samples")
         leaves, structure = jax.tree.flatten(updates)
         chosen = [each for each in leaves if _is_compressed(each)]
         made, residual = self._compress(chosen, state.lost.arrays)
@@ -150,22 +204,12 @@ class _Compressing(NamedTuple):
         compressed, kind = _Compressed(self.compression, [each.shape for each in leaves], names), "compressed allreduce"
         name = name_here(kind, arrays) if self.name is None else f"{self.name}, compressed"
         call = Call(kind, name, ranks_of(self.process_set), self.op.value, function=compressed.key)
-        made = run_compiled(call, [each.shape for each in arrays], _refuse_gradients, arrays, _unmapped)
+        made = run_compiled(call, [each.shape for each in arrays], _refuse_gradients, arrays, unmapped)
         return made[: len(leaves)], dict(zip(names, made[len(leaves) :], strict=True))
-
-
-def _unmapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    made = custom_vmap(function)
-    made.def_vmap(_refuse_batch)
-    return made  # type: ignore[no-any-return]
 
 
 def _refuse_gradients(_: object) -> NoReturn:
     raise ConfigError("no gradient flows through compressed gradients: use no compression here")
-
-
-def _refuse_batch(*_: object) -> NoReturn:
-    raise ConfigError("compressed gradients cannot be mapped by vmap: map what computes them, not the transformation")
 
 
 def _is_compressed(leaf: Any) -> bool:

@@ -26,8 +26,10 @@ from ringreduce.training.built import *  # noqa: E402, F403
 from ringreduce.training.objects import allgather_object, broadcast_object  # noqa: E402
 from ringreduce.training.ops import *  # noqa: E402, F403
 from ringreduce.training.requests import barrier, join  # noqa: E402
+from ringreduce.training.shares import loading, share  # noqa: E402
 
-__all__ = ["allgather_object", "barrier", "broadcast_object", "callbacks", "elastic", "join", "weighted_average"]
+__all__ = ["allgather_object", "barrier", "broadcast_object", "callbacks", "elastic", "join", "loading", "share"]
+__all__ += ["weighted_average"]
 __all__ += built.__all__
 __all__ += names.__all__
 __all__ += functions.__all__

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, wraps
 from typing import Any
 
 import keras
 import numpy as np
 
+from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.applying import ListReduction
 from ringreduce.training.compression import WireFormat, wire_format
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options
-
-#: Takes gradients and their variables; returns the averages or sums.
-Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 _KIND = "DistributedOptimizer"
 
@@ -31,6 +30,11 @@ def checked_compression(compression: Any) -> type[WireFormat] | None:
     if wire is None or getattr(wire, "compress", None) is NoneCompressor.compress:
         return None
     return wire_format(wire)
+
+
+def _how(options: Options) -> dict[str, Any]:
+    names = "op", "compression", "predivide_factor", "staleness"
+    return {name: getattr(options, name) for name in names}
 
 
 def as_numpy(value: Any) -> Any:
@@ -48,22 +52,51 @@ if keras.backend.backend() == "jax":
     import jax
 
     from ringreduce.jax import allreduce, error_of
+    from ringreduce.jax.lists import HostReduction, needs_host
 
-    def reducer(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> Reduce:
-        """Return a function that reduces gradients, all of them as one operation. Collective."""
+    class _CompiledReduction(ListReduction):
+        """Reduces gradients in the compiled program; those that are late or weighted, in lists of the host."""
 
-        def reduce(gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+        def __init__(self, options: Options, process_set: ProcessSet) -> None:
+            super().__init__(options.staleness)
+            self._options, self._process_set, self._plain = options, process_set, False
+
+        def count(self, samples: Any) -> None:
+            if self._plain and samples is not None:
+                raise ConfigError(
+                    "on Keras's backend jax, optimizer.samples is set before the first step, which was compiled "
+                    "without it; make a new optimizer"
+                )
+            super().count(samples)
+
+        def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+            if self.staleness or self.samples is not None or needs_host(self._process_set):
+                return self._listed(gradients, variables)
+            self._plain, options = True, self._options
             made: list[Any] = allreduce(
                 list(gradients),
                 options.op,
                 compression=options.compression and options.compression.wire,
                 prescale_factor=1.0 / options.predivide_factor,
                 postscale_factor=options.predivide_factor,
-                process_set=process_set,
+                process_set=self._process_set,
             )
             return made
 
-        return reduce
+        def _listed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+            there = [number for number, each in enumerate(gradients) if each is not None]
+            given, made = [gradients[number] for number in there], list(gradients)
+            key = tuple(id(variables[number]) for number in there)
+            if key not in self.known:
+                reduction = HostReduction(_KIND, given, self._process_set, lambda: self.samples, **_how(self._options))
+                self.known[key] = reduction, [variables[number] for number in there]
+            for number, each in zip(there, self.known[key][0].reduce(given), strict=True):
+                made[number] = each
+            return made
+
+    def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
+        """Return what reduces gradients, all of them as one operation."""
+        return _CompiledReduction(options, process_set)
 
     def prepare(model: Any) -> None:
         """Let `fit` raise our errors, which JAX turns into its own."""
@@ -85,20 +118,26 @@ elif keras.backend.backend() == "torch":
     from ringreduce.torch.arrays import TENSORS
     from ringreduce.torch.gradients import TorchParameters
 
-    def reducer(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> Reduce:
-        """Return a function that reduces gradients. Collective."""
-        known: dict[tuple[int, ...], ListTraining] = {}
-        how = {"op": options.op, "compression": options.compression, "predivide_factor": options.predivide_factor}
-        bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense)
+    class _EagerReduction(ListReduction):
+        """Reduces gradients as they are."""
 
-        def reduce(gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+        def __init__(self, options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> None:
+            super().__init__(options.staleness)
+            self._process_set, self._how = process_set, _how(options)
+            self._how |= {"arrays": TENSORS, "bind": partial(TorchParameters, sparse_as_dense=sparse_as_dense)}
+
+        def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
             key = tuple(map(id, variables))
-            if key not in known:
+            if key not in self.known:
                 named = [(f"variable {number}", each.value) for number, each in enumerate(variables)]
-                known[key] = ListTraining(_KIND, named, process_set, arrays=TENSORS, bind=bind, overlap=False, **how)
-            return known[key].reduce(gradients)
+                made = ListTraining(_KIND, named, self._process_set, overlap=False, **self._how)
+                self.known[key] = made, variables
+            reduced: Sequence[Any] = self.known[key][0].reduce(gradients, self.samples)
+            return reduced
 
-        return reduce
+    def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
+        """Return what reduces gradients."""
+        return _EagerReduction(options, sparse_as_dense, process_set)
 
     def prepare(model: Any) -> None:
         """Do nothing: steps are not compiled, and errors are raised as they are."""
@@ -107,8 +146,8 @@ elif keras.backend.backend() == "tensorflow":
     from ringreduce.tensorflow.compression import Compression
     from ringreduce.tensorflow.gradients import GradientReduction
 
-    def reducer(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> Reduce:
-        """Return a function that reduces gradients, all of them as one operation. Collective."""
+    def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
+        """Return what reduces gradients, all of them as one operation."""
         return GradientReduction(
             _KIND,
             op=options.op,
@@ -116,7 +155,8 @@ elif keras.backend.backend() == "tensorflow":
             sparse_as_dense=sparse_as_dense,
             predivide=options.predivide_factor,
             process_set=process_set,
-        ).reduce
+            staleness=options.staleness,
+        )
 
     def prepare(model: Any) -> None:
         """Keep XLA out of the step: it cannot call Python."""

@@ -35,7 +35,8 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
     """Gives all ranks the weights of one, and the state of its optimizer, before the first batch. Collective.
 
     Seeds of layers that draw random numbers stay each rank's own. A model that gets its weights only in the first
-    batch, as a subclass may on the backend tensorflow, is broadcast after that.
+    batch, as a subclass may on the backend tensorflow, is broadcast after that. With ``staleness``, it makes the last
+    steps when training ends.
 
     Args:
         root_rank: whose values count.
@@ -58,6 +59,12 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
         self._done = bool(self.model.weights)
         if self._done:
             self._broadcast()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        distribution = getattr(self.model.optimizer, "distribution", None)
+        if distribution is not None and distribution.reduction.staleness:
+            settle(self.model)
+            self.model.optimizer.synchronize()
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._done:

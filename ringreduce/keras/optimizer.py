@@ -10,7 +10,7 @@ import keras
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.keras.backends import checked_compression, reducer
+from ringreduce.keras.backends import checked_compression, reduction_of
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.applying import Distribution, distribute, variables_of
@@ -46,6 +46,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    staleness: int = 0,
 ) -> Any:
     """Let an optimizer reduce gradients over the ranks before it clips and applies them. Local.
 
@@ -71,12 +72,17 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         process_set: the ranks that train together. On others the optimizer steps as it does by itself.
         scale_local_gradients: divide gradients of local variables (``optimizer.register_local_var(variable)``, which
             are not reduced) by the number of ranks.
+        staleness: how many steps late averages are applied; must agree. The first steps apply zeros. See
+            docs/recipes/staleness.md.
 
     Returns:
-        The same optimizer.
+        The same optimizer, with two attributes more. ``optimizer.samples = n`` says over how many samples this rank's
+        gradients are means from now on, on all ranks or none; averages are weighted by these numbers. On the backend
+        jax it is set before the first step. ``optimizer.synchronize()`` makes the steps whose averages are still to be
+        applied, with ``staleness``; collective, and neither within `fit` nor in a compiled function.
 
     Raises:
-        ConfigError: an argument is wrong, or this is one already.
+        ConfigError: an argument is wrong, two do not go together, or this is one already.
     """
     if not hasattr(optimizer, "apply_gradients"):
         raise ConfigError(
@@ -88,12 +94,13 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         passes=backward_passes_per_step,
         compression=checked_compression(compression),
         predivide_factor=gradient_predivide_factor,
+        staleness=staleness,
     ).checked(config(), [])
     if options.adasum:
         raise ConfigError("optimizers of Keras average or sum gradients (op Average or Sum), not op Adasum")
-    reduce = reducer(options, sparse_as_dense, process_set)
+    reduction = reduction_of(options, sparse_as_dense, process_set)
     factor = 1.0 if average_aggregated_gradients else float(options.passes)
-    how = Distribution(reduce, keras.ops, process_set, scale_local=scale_local_gradients, factor=factor)
+    how = Distribution(reduction, keras.ops, process_set, scale_local=scale_local_gradients, factor=factor)
     return distribute(optimizer, how, options.passes)
 
 

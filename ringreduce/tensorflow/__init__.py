@@ -39,6 +39,7 @@ from ringreduce.tensorflow.sync_batch_norm import SyncBatchNormalization
 from ringreduce.training.averages import weighted_average
 from ringreduce.training.built import *  # noqa: F403
 from ringreduce.training.ops import *  # noqa: F403
+from ringreduce.training.shares import loading, share
 
 _executing_eagerly = tensorflow.executing_eagerly
 
@@ -53,8 +54,10 @@ __all__ = [
     "functions",
     "gradient_aggregation",
     "gradients",
+    "loading",
     "mpi_ops",
     "optimizer",
+    "share",
     "sync_batch_norm",
     "util",
     "weighted_average",

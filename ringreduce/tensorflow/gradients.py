@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.runtime import global_process_set
+from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, name_of, run, traced_name
 from ringreduce.tensorflow.compression import Compression
-from ringreduce.training.applying import Distribution, variables_of, with_methods
+from ringreduce.training.applying import Distribution, ListReduction, variables_of, with_methods
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.host import HOST, ArraySpec
 from ringreduce.training.optimizer import ListTraining
-from ringreduce.training.options import averaging
+from ringreduce.training.options import Options, averaging
 from ringreduce.training.requests import Adasum, Op, RequestBuilder
+from ringreduce.training.shares import has_sampler_by_speed
+from ringreduce.training.weights import Weights, nothing_to_weight
 
 _Gradients = list[Any]
 
 _MOST_TRAININGS = 16  # of a reduction: gradients may have other shapes in each step
 
 
-class GradientReduction:
+class GradientReduction(ListReduction):
     """Reduces the gradients of some variables over the ranks, all of them as one operation. Collective.
 
     Args:
@@ -38,6 +41,7 @@ class GradientReduction:
         predivide: averages are divided by this before they are summed, and by the rest afterwards.
         groups: lists of variables, or a number of lists: the gradients of each are reduced together.
         process_set: the ranks that train together.
+        staleness: how many steps late averages are applied.
 
     Raises:
         ConfigError: an argument is wrong; the other ranks get a `MismatchError`.
@@ -53,25 +57,34 @@ class GradientReduction:
         predivide: float = 1.0,
         groups: Any = None,
         process_set: ProcessSet = global_process_set,
+        staleness: int = 0,
     ) -> None:
         with RequestBuilder(kind, None, process_set):
             chosen, factor = averaging(op, predivide)
+            if staleness:
+                rounds = compression is Compression.none or hasattr(compression, "wire")  # at most
+                custom = None if rounds else compression
+                options = Options(op=op, compression=custom, predivide_factor=predivide, staleness=staleness)
+                options.checked(config(), [])
+        super().__init__(staleness)
         self._kind, self._op, self._compression, self._factor = kind, chosen, compression, factor
         self._sparse_as_dense, self._groups = sparse_as_dense, groups
         self._process_set = process_set
-        self._trainings: dict[Any, ListTraining] = {}
         self._saved: dict[int, Any] = {}
 
     @entry
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Gradients:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], samples: Any = None) -> _Gradients:
         """Return the averages, or sums, of gradients over the ranks. Collective.
 
         Args:
             gradients: of each variable; None where there is none. Outside of graphs, what a rank lacks counts as zeros,
                 and what no rank has stays None. In a graph None stays None, and the ranks have to agree on that.
             variables: to which they belong; variables, or whatever a gradient was asked for.
+            samples: over how many samples this rank's gradients are means, a number or a tensor, on all ranks or none;
+                None: as ``self.samples`` says then.
 
         Raises:
+            ConfigError: gradients are sparse, and late; or numbers of samples are wrong, or missing on some ranks.
             MismatchError: the ranks have different gradients.
         """
         made = list(gradients)
@@ -83,15 +96,26 @@ class GradientReduction:
                 sparse.append(number)
             elif gradient is not None or (eager and self._op != Adasum):
                 dense.append(number)
-        if (dense or sparse) and not (eager and self._alone):
-            reduced = self._reduce_together([made[n] for n in [*dense, *sparse]], [variables[n] for n in dense])
+        if sparse and self.staleness:
+            raise ConfigError("staleness is for dense gradients; use sparse_as_dense=True")
+        plain = not self.staleness and samples is None and self.samples is None
+        if (dense or sparse) and not (eager and self._alone and plain):
+            given = [made[n] for n in [*dense, *sparse]]
+            reduced = self._reduce_together(given, [variables[n] for n in dense], samples)
             for number, each in zip([*dense, *sparse], reduced, strict=True):
                 made[number] = each
         return made
 
+    def pending(self) -> Iterator[tuple[_Gradients, Sequence[Any]]]:
+        """See `ListReduction.pending`."""
+        if not tf.executing_eagerly():
+            raise ConfigError("the last averages are applied at once: call synchronize() outside of graphs")
+        return super().pending()
+
     def state_dict(self) -> dict[int, Any]:
         """Return what lossy compression keeps on this rank."""
-        return {number: state for number, each in enumerate(self._trainings.values()) if (state := each.state_dict())}
+        states = [each.training.state_dict() for each, _ in self.known.values()]
+        return {number: state for number, state in enumerate(states) if state}
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
         """Go on from what `state_dict` has returned, in the first step of a new reduction."""
@@ -101,7 +125,7 @@ class GradientReduction:
     def _alone(self) -> bool:
         return not self._process_set.included() or self._process_set.size() == 1
 
-    def _reduce_together(self, gradients: _Gradients, variables: Sequence[Any]) -> _Gradients:
+    def _reduce_together(self, gradients: _Gradients, variables: Sequence[Any], samples: Any) -> _Gradients:
         """Reduce dense gradients, those of ``variables``, and `tf.IndexedSlices` behind them."""
         dense, slices = gradients[: len(variables)], gradients[len(variables) :]
         if slices and self._op == Adasum:
@@ -110,16 +134,19 @@ class GradientReduction:
         pairs = [(None, None) if each is None else compressor.compress(each) for each in dense]
         sent, name = [each for each, _ in pairs if each is not None], traced_name(self._kind)
         parts = [*(each.values for each in slices), *(each.indices for each in slices)]
+        counted = [] if samples is None else [tf.convert_to_tensor(samples)]
 
         def carry_out(arrays: list[Host]) -> list[Host]:
             found = iter(arrays)
+            count = next(found) if counted else self.samples
             each_dense = [None if each is None else next(found) for each, _ in pairs]
-            return [*self._reduce_dense(each_dense, variables, name), *self._gather(list(found), name)]
+            reduced, weights = self._reduce_dense(each_dense, variables, name, count)
+            return [*reduced, *self._gather(list(found), name, weights)]
 
         def specs() -> list[Spec]:
             return [*((each.dtype, each.shape) for each in sent), *((each.dtype, any_rows(each)) for each in parts)]
 
-        made = run(carry_out, [*sent, *parts], specs, in_order=False)
+        made = run(carry_out, [*counted, *sent, *parts], specs, in_order=False)
         count, reduced = len(dense), made[: len(dense)]
         for number, (_, context) in enumerate(pairs):
             if reduced[number] is not None:
@@ -128,25 +155,31 @@ class GradientReduction:
         shapes = [each.dense_shape for each in slices]
         return [*reduced, *(tf.IndexedSlices(*each) for each in zip(values, indices, shapes, strict=True))]
 
-    def _reduce_dense(self, gradients: list[Host | None], variables: Sequence[Any], name: str | None) -> list[Any]:
-        if not gradients:
-            return []
+    def _reduce_dense(
+        self, gradients: list[Host | None], variables: Sequence[Any], name: str | None, samples: Any
+    ) -> tuple[list[Any], Weights | None]:
+        """Reduce dense gradients, perhaps none; return the weights of averages, too."""
         if self._op == Adasum:
             with RequestBuilder(self._kind, name, self._process_set) as prepare:
+                if samples is not None or has_sampler_by_speed(self._process_set.engine):
+                    raise nothing_to_weight()
                 request = prepare.allreduce(gradients, prepare.new_like(gradients), Adasum, 1.0, 1.0)
-            return list(request.carry_out())
-        training = self._training(gradients, variables)
-        reduced = training.reduce(gradients)
-        return list(map(np.copy, reduced)) if training.training.alone else reduced
+            return list(request.carry_out()), None
+        lists = self._training(gradients, variables)
+        reduced, training = lists.reduce(gradients, samples), lists.training
+        return list(map(np.copy, reduced)) if training.alone else reduced, training.reducer.buckets.weights
 
-    def _gather(self, parts: list[Host], name: str | None) -> list[Host]:
+    def _gather(self, parts: list[Host], name: str | None, weights: Weights | None) -> list[Host]:
         """Gather the values and the indices of slices; average the values."""
         if not parts or self._alone:
             return list(map(np.copy, parts))
+        if weights is not None:
+            part = weights.of_ranks[self._process_set.rank()]
+            parts = [*(each * each.dtype.type(part) for each in parts[: len(parts) // 2]), *parts[len(parts) // 2 :]]
         with RequestBuilder(f"{self._kind}, slices", name and f"{name}, slices", self._process_set) as prepare:
             request = prepare.allgather(parts, list)
         gathered: list[Host] = request.carry_out()
-        if self._op is AVERAGE:
+        if self._op is AVERAGE and weights is None:
             for values in gathered[: len(parts) // 2]:
                 HOST.scale(values, 1.0 / self._process_set.size(), values)
         return gathered
@@ -154,18 +187,17 @@ class GradientReduction:
     def _training(self, gradients: list[Host | None], variables: Sequence[Any]) -> ListTraining:
         """Return what reduces gradients of these shapes, and with state of these variables. Collective if it is new."""
         specs = tuple([_spec(*each) for each in zip(gradients, variables, strict=True)])
-        named = has_reducers(self._compression) or isinstance(self._groups, (list, tuple))
+        named = has_reducers(self._compression) or isinstance(self._groups, (list, tuple)) or self.staleness
         key = specs, tuple(map(id, variables)) if named else ()
-        found = self._trainings.get(key)
-        if found is None:
-            if len(self._trainings) == _MOST_TRAININGS:
-                del self._trainings[next(iter(self._trainings))]
+        if key not in self.known:
+            if len(self.known) == _MOST_TRAININGS and not self.staleness:
+                del self.known[next(iter(self.known))]
             parameters = [ArraySpec(*each) for each in specs]
             by_variable = {id(variable): each for variable, each in zip(variables, parameters, strict=True)}
             groups = self._groups
             if isinstance(groups, (list, tuple)):
                 groups = [[by_variable[id(each)] for each in group if id(each) in by_variable] for group in groups]
-            found = self._trainings[key] = ListTraining(
+            made = ListTraining(
                 self._kind,
                 [(name_of(variables[number], number), each) for number, each in enumerate(parameters)],
                 self._process_set,
@@ -173,11 +205,14 @@ class GradientReduction:
                 compression=self._compression if has_reducers(self._compression) else None,
                 predivide_factor=self._factor,
                 groups=groups,
-                skip_unused=True,
+                skip_unused=None if self.staleness else True,
+                staleness=self.staleness,
             )
-            if (saved := self._saved.pop(len(self._trainings) - 1, None)) is not None:
-                found.load_state_dict(**saved)
-        return found
+            if (saved := self._saved.pop(len(self.known), None)) is not None:
+                made.training.load_state_dict(**saved)
+            self.known[key] = made, list(variables) if named else ()
+        training: ListTraining = self.known[key][0]
+        return training
 
 
 def _spec(gradient: Host | None, variable: Any) -> tuple[tuple[int, ...], Any]:
@@ -210,7 +245,8 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
     """Return a tape of what another one has recorded, whose gradients are averaged over the ranks.
 
     Its ``gradient`` is collective; see `GradientReduction.reduce` for None. ``tape.register_local_source(variable)``
-    lets the gradient of a variable stay this rank's own.
+    lets the gradient of a variable stay this rank's own. ``tape.gradient(loss, sources, samples=n)`` weights averages:
+    n, a number or a tensor, says over how many samples this rank's gradients are means; on all ranks or none.
 
     Args:
         gradtape: a tape, before, in or after its ``with``.
@@ -230,7 +266,7 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
     if key not in _reductions:
         _reductions[key] = GradientReduction("DistributedGradientTape", groups=chosen, **how)
     kind = type(gradtape)
-    distribution = Distribution(_reductions[key].reduce, tf, process_set, scale_local=scale_local_gradients)
+    distribution = Distribution(_reductions[key], tf, process_set, scale_local=scale_local_gradients)
 
     def gradient(
         tape: Any,
@@ -239,11 +275,13 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
+        *,
+        samples: Any = None,
     ) -> Any:
         if gradtape._recording and not gradtape._persistent:  # it cannot record how its gradients are computed
             gradtape._pop_tape()
         own = kind.gradient(tape, target, sources, output_gradients, unconnected_gradients)
-        reduced = distribution.reduced(tf.nest.flatten(own), tf.nest.flatten(sources))
+        reduced = distribution.reduced(tf.nest.flatten(own), tf.nest.flatten(sources), samples=samples)
         return tf.nest.pack_sequence_as(own, reduced)
 
     def register_local_source(tape: Any, source: Any) -> None:

@@ -37,11 +37,13 @@ def DistributedOptimizer(  # noqa: N802  # it stands for a class, as Horovod's d
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    staleness: int = 0,
 ) -> Any:
     """Let an optimizer average gradients over the ranks before it applies them; return it.
 
     It stays the object that it is, with its state. ``optimizer.register_local_var(variable)`` lets the gradient of a
-    variable stay this rank's own.
+    variable stay this rank's own. An optimizer of Keras gets ``samples`` and ``synchronize``, too, which
+    `ringreduce.keras.DistributedOptimizer` describes.
 
     Args:
         optimizer: of Keras, on its backend tensorflow, or of `tf.compat.v1.train`, for sessions and eager programs.
@@ -55,6 +57,7 @@ def DistributedOptimizer(  # noqa: N802  # it stands for a class, as Horovod's d
         num_groups, groups: lists of variables, or a number of lists; gradients of a list are reduced together.
         process_set: the ranks that train together.
         scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
+        staleness: how many steps late averages are applied; for optimizers of Keras. See docs/recipes/staleness.md.
 
     Raises:
         ConfigError: an argument is wrong, or two do not go together.
@@ -65,6 +68,8 @@ def DistributedOptimizer(  # noqa: N802  # it stands for a class, as Horovod's d
         raise ConfigError(f"this is no optimizer of Keras or of TensorFlow 1, but a {type(optimizer).__name__}")
     if op == Adasum and (not is_first or passes > 1 or average_aggregated_gradients):
         raise ConfigError("Adasum is for optimizers of tf.compat.v1.train, with backward_passes_per_step=1")
+    if is_first and whole_number("staleness", staleness, 0):
+        raise ConfigError("staleness is for optimizers of Keras, and this one is of tf.compat.v1.train")
     reduction = GradientReduction(
         "DistributedOptimizer",
         op=op,
@@ -73,15 +78,16 @@ def DistributedOptimizer(  # noqa: N802  # it stands for a class, as Horovod's d
         predivide=gradient_predivide_factor,
         groups=groups or num_groups or None,
         process_set=process_set,
+        staleness=staleness,
     )
     local = scale_local_gradients
     if not is_first:
         factor = 1.0 if average_aggregated_gradients else float(passes)
-        how = Distribution(reduction.reduce, tf.keras.ops, process_set, scale_local=local, factor=factor)
+        how = Distribution(reduction, tf.keras.ops, process_set, scale_local=local, factor=factor)
         return distribute(optimizer, how, passes)
     if op == Adasum:
         return _with_adasum(optimizer, process_set)
-    distribution = Distribution(reduction.reduce, tf, process_set, scale_local=local)
+    distribution = Distribution(reduction, tf, process_set, scale_local=local)
     if passes == 1:
         return _with_reduction(optimizer, distribution, distribution.reduced)
     helper = LocalGradientAggregationHelper(passes, distribution.reduced, sparse_as_dense, average_aggregated_gradients)

@@ -7,18 +7,51 @@ ringreduce: ``optimizer.__class__`` is its class still.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 
 
+class ListReduction:
+    """Reduces the gradients of variables over the ranks.
+
+    Args:
+        staleness: how many steps late averages are applied.
+
+    Attributes:
+        staleness: the argument.
+        samples: over how many samples this rank's gradients are means from now on, on all ranks; None: ranks count
+            alike. Read when a step runs.
+        known: what reduces the gradients of some variables, with these.
+    """
+
+    def __init__(self, staleness: int = 0) -> None:
+        self.staleness = staleness
+        self.samples: Any = None
+        self.known: dict[Any, tuple[Any, Sequence[Any]]] = {}
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+        """Return the averages, or sums, of gradients, some of them None. Collective."""
+        raise NotImplementedError
+
+    def count(self, samples: Any) -> None:
+        """Change `samples`. Local."""
+        self.samples = samples
+
+    def pending(self) -> Iterator[tuple[list[Any], Sequence[Any]]]:
+        """Yield the averages that no step has applied yet, oldest first, and their variables. Collective."""
+        for training, variables in list(self.known.values()):
+            for averages in training.pending():
+                yield averages, variables
+
+
 class Distribution:
     """What an optimizer does with gradients before it applies them.
 
     Args:
-        reduce: takes gradients, some of them None, and their variables; returns the averages or sums. Collective.
+        reduction: reduces them.
         ops: `keras.ops`.
         process_set: the ranks that train together. Other ranks train alone.
         scale_local: whether gradients of local variables are divided by the number of ranks.
@@ -27,30 +60,42 @@ class Distribution:
 
     def __init__(
         self,
-        reduce: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+        reduction: ListReduction,
         ops: Any,
         process_set: ProcessSet,
         *,
         scale_local: bool = True,
         factor: float = 1.0,
     ) -> None:
-        self._reduce, self._ops, self._process_set = reduce, ops, process_set
+        self.reduction, self._ops, self._process_set = reduction, ops, process_set
         self._scale_local, self._factor = scale_local, factor
         self.local: list[Any] = []
 
-    def reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients, those of local variables as this rank has them, all others reduced."""
+    def reduced(self, gradients: Sequence[Any], variables: Sequence[Any], **how: Any) -> list[Any]:
+        """Return the gradients, those of local variables as this rank has them, all others reduced.
+
+        Args:
+            gradients, variables: of the optimizer.
+            **how: more arguments of `ListReduction.reduce`, which some have.
+        """
         result, factor = list(gradients), self._factor
         if self._process_set.included():
             local = set(map(id, self.local))
             shared = [number for number, each in enumerate(variables) if id(each) not in local]
-            reduced = self._reduce([result[n] for n in shared], [variables[n] for n in shared]) if shared else ()
+            mine = [result[n] for n in shared], [variables[n] for n in shared]
+            reduced = self.reduction.reduce(*mine, **how) if shared else ()
             own = factor / self._process_set.size() if self._scale_local else factor
             result = [self._scaled(each, own) for each in result] if local else result
             for number, each in zip(shared, reduced, strict=True):
                 result[number] = self._scaled(each, factor)
             return result
         return [self._scaled(each, factor) for each in result]
+
+    def pending(self) -> Iterator[tuple[list[Any], Sequence[Any]]]:
+        """Yield what `ListReduction.pending` does, as tensors. Collective."""
+        for averages, variables in self.reduction.pending():
+            pairs = zip(averages, variables, strict=True)
+            yield [self._ops.convert_to_tensor(each, dtype=variable.dtype) for each, variable in pairs], variables
 
     def _scaled(self, gradient: Any, factor: float) -> Any:
         return gradient if gradient is None or factor == 1.0 else self._ops.multiply(gradient, factor)
@@ -109,7 +154,7 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
         passes: how many calls of `apply` make a step; its ``gradient_accumulation_steps`` from now on, unless 1.
 
     Raises:
-        ConfigError: it reduces gradients already, or ``passes`` comes too late.
+        ConfigError: it reduces gradients already, ``passes`` comes too late, or two things do not go together.
     """
     base: Any = type(optimizer)
     if hasattr(base, "distribution"):
@@ -122,6 +167,7 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
                 "gradient_accumulation_steps; that option of Keras does the same"
             )
         stepping.gradient_accumulation_steps = passes
+    _require_equal_steps(optimizer, distribution)
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
@@ -145,18 +191,24 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
         # for overflows before it calls this one, and a rank that finds one does not call it.
         scaling = sys._getframe(1).f_locals.get("self") if name == "loss_scale_factor" else None
         if getattr(scaling, "inner_optimizer", None) is self:
-            vars(object)["__class__"].__set__(self, base)  # that of the instance is read-only
             distribute(scaling, distribution)
+            vars(object)["__class__"].__set__(self, base)  # that of the instance is read-only
+            with_methods(self, samples=samples, **{"__class__": plain})  # programs may still set it here
 
     def register_local_var(self: Any, var: Any) -> None:
         distribution.local.append(var)
         _require_equal_steps(self, distribution)
 
+    def synchronize(self: Any) -> None:
+        for averages, variables in distribution.pending():
+            base.apply(self, averages, variables)
+
+    plain = property(lambda self: base)
+    samples = property(lambda self: distribution.reduction.samples, lambda self, n: distribution.reduction.count(n))
     methods: dict[str, Any] = {"apply": apply, "stateless_apply": stateless_apply, "__setattr__": set_attribute}
-    methods |= {"register_local_var": register_local_var, "__class__": property(lambda self: base)}
-    with_methods(optimizer, distribution=distribution, **methods)
-    _require_equal_steps(optimizer, distribution)
-    return optimizer
+    methods |= {"register_local_var": register_local_var, "synchronize": synchronize, "samples": samples}
+    methods["__class__"] = plain
+    return with_methods(optimizer, distribution=distribution, **methods)
 
 
 def built_optimizer(model: Any, optimizer: Any = None) -> Any:
@@ -195,7 +247,17 @@ def variables_of(layers: Any) -> list[Any]:
 
 
 def _require_equal_steps(optimizer: Any, distribution: Distribution) -> None:
-    """Raise `ConfigError` if what a rank has of its own would change the steps of what all have in common."""
+    """Raise `ConfigError` if what a rank has of its own, or what comes late, would change the steps of the ranks."""
+    if distribution.reduction.staleness and hasattr(optimizer, "inner_optimizer"):
+        raise ConfigError(
+            "with staleness losses cannot be scaled dynamically, as the scale would be that of another step; give the "
+            "optimizer a loss_scale_factor, or train in bfloat16"
+        )
+    if distribution.reduction.staleness and optimizer.gradient_accumulation_steps:
+        raise ConfigError(
+            "with staleness each pass makes a step: use it without backward_passes_per_step and "
+            "gradient_accumulation_steps"
+        )
     if distribution.local and hasattr(optimizer, "inner_optimizer"):
         raise ConfigError(
             "with local variables losses cannot be scaled dynamically: a rank whose own gradients overflow would "

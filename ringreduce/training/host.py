@@ -32,7 +32,7 @@ class HostArrays(Arrays):
         return np.empty_like(array)
 
     def zeros_like(self, array: Any) -> Any:
-        return np.zeros_like(array)
+        return np.zeros(array.shape, array.dtype)
 
     def scale(self, source: Any, factor: float, target: Any) -> None:
         if factor == 1.0:

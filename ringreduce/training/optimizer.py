@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -388,13 +387,12 @@ class Training:
 
 
 class ListTraining:
-    """Reduces lists of arrays over the ranks: gradients of frameworks that compute them as values. Collective.
+    """Reduces lists of arrays over the ranks. Collective.
 
     Args:
         kind: what errors call it.
         named: names and specs; equal on all ranks.
         process_set: the ranks that train together.
-        settings: returns the hyper-parameters, as text by name, which the ranks compare now and then.
         arrays, bind: as for `Training`; those of NumPy.
         options: of `Options`. Nothing overlaps, and ``reduce_in="backward"`` is the same as ``"step"``.
 
@@ -408,39 +406,44 @@ class ListTraining:
         kind: str,
         named: Named,
         process_set: ProcessSet = global_process_set,
-        settings: Callable[[], Mapping[str, str]] | None = None,
         arrays: Arrays = HOST,
         bind: Callable[[Communicator], Memory] = lambda _: HostMemory(),
         **options: Any,
     ) -> None:
         self.training = Training(kind, process_set, arrays, bind)
+        self._zeros, self._specs = arrays.zeros_like, [each for _, each in named]
         with self.training.checking(kind):
-            checked = Options(**options).checked(self.training.communicator.config, [each for _, each in named])
-        self.training.begin(kind, partial(list, named), checked, settings)
+            checked = Options(**options).checked(self.training.communicator.config, self._specs)
+        self.training.begin(kind, lambda: named, checked, None)
 
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], samples: Any = None) -> list[Any]:
         """Return the averages, or sums, of gradients over the ranks. Collective.
 
         Args:
             gradients: one array, or None, for each spec; they are only read. Gradients that a rank lacks count as
                 zeros there; what no rank has stays None.
+            samples: over how many samples this rank's gradients are a mean; on all ranks or none.
 
         Returns:
-            Arrays that keep their values while they are held, or views of them.
+            Arrays that keep their values while they are held, or views of them. With staleness, those of an earlier
+            step, and zeros where there are none yet.
 
         Raises:
             as `GradientReducer.reduce`.
         """
         self.training.rejoin()
         reducer = self.training.reducer
+        reducer.samples = samples
         reduced = reducer.reduce(gradients)
         reducer.stepped += 1
-        return reduced
+        return reduced if reducer.late is None else self._whole(reduced)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Training.state_dict`."""
-        return self.training.state_dict()
+    def pending(self) -> Iterator[list[Any]]:
+        """Yield the averages that `reduce` has not returned yet, oldest first; waits for them. Collective."""
+        self.training.rejoin()
+        late = self.training.late
+        while late is not None and late.pending:
+            yield self._whole(late.next(len(self._specs)))
 
-    def load_state_dict(self, rank: int, size: int, buckets: Mapping[int, Any]) -> None:
-        """See `Training.load_state_dict`."""
-        self.training.load_state_dict(rank, size, buckets)
+    def _whole(self, averages: Sequence[Any]) -> list[Any]:
+        return [self._zeros(spec) if each is None else each for each, spec in zip(averages, self._specs, strict=True)]

@@ -31,7 +31,7 @@ from ringreduce.training.overlap import Overlap
 from ringreduce.training.sharding import Sharding
 from ringreduce.training.shares import counts_of
 from ringreduce.training.staleness import LateAverages
-from ringreduce.training.weights import Weights, nothing_to_weight
+from ringreduce.training.weights import Weights, nothing_to_weight, too_late
 
 
 class _Repeat(NamedTuple):
@@ -142,6 +142,8 @@ class GradientReducer:
             self._leave()
             return averages
         if self.ranks.size == 1:
+            if self.samples is not None and isinstance(error := self._samples(), ConfigError):
+                raise error
             return reduced
         if self._joins != self.ranks.engine.joins:
             self._joins, self._steps, self.stepped = self.ranks.engine.joins, 1, 0  # ranks that had joined made fewer
@@ -179,10 +181,11 @@ class GradientReducer:
         counts = counts_of(ranks.engine)  # all ranks know all of them
         numbers = dict(enumerate(counts or ()))
         self.buckets.weights = Weights.of(numbers, ranks.rank, ranks.size, self.buckets.divisor(ranks.size))
+        error = None if self.samples is None else too_late()
         if self._steps == 0:  # the only step in which a rank waits for all others
-            self._agree(parameters, found, None)
+            self._agree(parameters, found, error)
         self._steps += 1
-        return late.reduce(parameters, gradients, found)
+        return late.reduce(parameters, gradients, found, error)
 
     def count(self, samples: object, *, reduced: bool) -> None:
         """Weight the averages of the next step by this rank's number of samples; on all ranks or none.
@@ -197,11 +200,7 @@ class GradientReducer:
         if self.options.adasum:
             raise nothing_to_weight()
         if reduced or self.options.in_backward or self.late is not None:
-            raise ConfigError(
-                "step(samples=...) comes too late, as gradients were reduced before the step (by synchronize(), "
-                'clip_grad_norm_(), a GradScaler or reduce_in="backward") or have staleness. There, a '
-                'DistributedSampler with shares="speed" knows how many samples there are'
-            )
+            raise too_late()
         self.samples = samples
 
     @contextmanager

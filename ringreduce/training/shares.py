@@ -109,14 +109,23 @@ class Shares:
         return found
 
 
+def has_sampler_by_speed(engine: Engine) -> bool:
+    """Return whether a sampler gives out samples by speed, so that the ranks have different numbers of them."""
+    return bool(_begun(engine))
+
+
+def _begun(engine: Engine) -> list[Batches]:
+    shares: Shares | None = engine.pacemaker.shares
+    return [] if shares is None else [each for each in shares.batches if each.counts]
+
+
 def counts_of(engine: Engine) -> list[int] | None:
     """Return how many samples each rank has in this step, as a sampler by speed knows; None: there is none.
 
     Raises:
         ConfigError: it does not know, or there are several. On all ranks.
     """
-    shares: Shares | None = engine.pacemaker.shares
-    begun = [] if shares is None else [each for each in shares.batches if each.counts]
+    begun = _begun(engine)
     if not begun:
         return None
     if len(begun) == 1 and begun[0].left and begun[0].ends != "uneven":

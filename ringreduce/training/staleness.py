@@ -74,18 +74,21 @@ class LateAverages:
         """Whether averages are still to be applied."""
         return bool(self._pending)
 
-    def reduce(self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes) -> list[Any]:
+    def reduce(
+        self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes, error: ConfigError | None = None
+    ) -> list[Any]:
         """Submit gradients, and return the averages to apply in this step: None in the first steps. Collective.
 
         Args:
             parameters: all, in registration order.
             gradients: theirs; trainable parameters without one count as zeros.
             found: as of `Memory.found`.
+            error: of this rank's arguments; raised on all ranks.
 
         Raises:
-            ConfigError: some rank has a sparse gradient, or has joined.
+            ConfigError: some rank has a sparse gradient or an error, or has joined.
         """
-        self._pending.append(self._submitted(parameters, gradients, found))
+        self._pending.append(self._submitted(parameters, gradients, found, error))
         if len(self._pending) <= self._staleness:
             return [None] * len(parameters)
         return self.next(len(parameters))
@@ -116,7 +119,9 @@ class LateAverages:
         """Return the averages that `state` has waited for or `load` has got, and that are still to be applied."""
         return [exchange.gradients for exchange in self._pending if not exchange.operations]
 
-    def _submitted(self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes) -> _Exchange:
+    def _submitted(
+        self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes, error: ConfigError | None
+    ) -> _Exchange:
         trainable = self._memory.is_trainable
         wanted = bytes(
             max(each, Found.DENSE) if each or trainable(parameter) else each
@@ -126,6 +131,7 @@ class LateAverages:
         self._steps += 1
         if max(wanted, default=0) > Found.DENSE:
             error = ConfigError("staleness is for dense gradients, and some rank has another; use sparse_as_dense=True")
+        if error is not None:
             self._ranks.engine.refuse(Refusal(f"{name}, 0", "late step", error))
             raise error
         self._buckets.number(parameters)

@@ -16,6 +16,15 @@ def nothing_to_weight() -> ConfigError:
     return ConfigError("numbers of samples are weights of an average; use op=Average with them")
 
 
+def too_late() -> ConfigError:
+    """Return the error of numbers of samples that come after gradients were reduced."""
+    return ConfigError(
+        "numbers of samples come too late where gradients were reduced before the step (by synchronize(), "
+        'clip_grad_norm_(), a GradScaler or reduce_in="backward") or have staleness. There, a DistributedSampler with '
+        'shares="speed" knows how many samples there are'
+    )
+
+
 class Weights(NamedTuple):
     """What the ranks' gradients are multiplied by: their mean over all samples is the sum of these.
 

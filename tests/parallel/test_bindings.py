@@ -45,7 +45,7 @@ class Lists:
         self.values = {name: value.copy() for name, value in values.items()}
         named = [(name, ArraySpec(value.shape, value.dtype)) for name, value in values.items()]
         self.training = ListTraining("Lists", named, **options)
-        self.no_sync, self.state_dict = nullcontext, self.training.state_dict
+        self.no_sync, self.state_dict = nullcontext, self.training.training.state_dict
         self.gradients: dict[str, Any] = {}
 
     def weights(self) -> list[Any]:
@@ -70,7 +70,7 @@ class Lists:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            self.training.load_state_dict(**state)
+            self.training.training.load_state_dict(**state)
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"reduce_in": "backward"}], ids=str)

@@ -1,0 +1,152 @@
+"""Gradients that are averaged late, or by numbers of samples: a `ListTraining` that programs call on the host.
+
+What it keeps, averages on their way, is the process's, and no part of a state of JAX. So JAX may neither leave out a
+call, nor make it twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.jax import ffi
+from ringreduce.jax.calls import LISTED, LISTS, Call, Host, is_traced, name_here, ranks_of
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.failures import raise_unseen
+from ringreduce.training.host import ArraySpec
+from ringreduce.training.optimizer import ListTraining
+from ringreduce.training.requests import RequestBuilder
+from ringreduce.training.shares import has_sampler_by_speed
+
+_numbers = count()
+
+
+def needs_host(process_set: ProcessSet) -> bool:
+    """Return whether a sampler by speed gives the ranks different numbers of samples."""
+    return process_set.included() and has_sampler_by_speed(process_set.engine)
+
+
+def unmapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of arrays that raises a `ConfigError` under `vmap`."""
+    made = custom_vmap(function)
+    made.def_vmap(_refuse_batch)
+    return made  # type: ignore[no-any-return]
+
+
+def _refuse_batch(*_: object) -> NoReturn:
+    raise ConfigError(
+        "gradients that are compressed, late or weighted cannot be mapped by vmap: map what computes them, not the "
+        "transformation"
+    )
+
+
+class HostReduction:
+    """Reduces lists of arrays, at once or in the program that is being traced; to be made in the same order on ranks.
+
+    Args:
+        kind: what errors call it.
+        leaves: the first list; all have its shapes and dtypes.
+        process_set: the ranks that train together.
+        samples: returns the number of samples of a step that is given none.
+        **options: of `ListTraining`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        leaves: Sequence[Any],
+        process_set: ProcessSet,
+        samples: Callable[[], Any] = lambda: None,
+        **options: Any,
+    ) -> None:
+        self._kind, self._process_set, self._samples, self._options = kind, process_set, samples, options
+        self._specs = [ArraySpec(each.shape, each.dtype) for each in leaves]
+        self._key = f"{kind} {next(_numbers)}"
+        self._training: ListTraining | None = None
+        LISTS[self._key] = self._carry_out
+
+    def reduce(self, leaves: Sequence[Any], name: str | None = None, samples: Any = None) -> list[Any]:
+        """Return the averages, or sums, of arrays. Collective.
+
+        Args:
+            leaves: the arrays.
+            name: of the operation; None: as `ringreduce.jax.allreduce` names one.
+            samples: over how many samples they are means: a number, or a scalar; on all ranks or none.
+        """
+        raise_unseen()
+        arrays = [*leaves, *([] if samples is None else [_scalar(samples)])]
+        # The name of an allreduce: a rank that weights nothing makes one, and both get an error then.
+        name = name or name_here("allreduce", arrays)
+        if not is_traced(arrays):
+            reduced = self._reduced(name, list(map(np.asarray, arrays)))
+            return [jnp.array(each) for each in reduced]  # copies
+        call = Call(LISTED, name, ranks_of(self._process_set), function=self._key)
+        shapes = [each.shape for each in arrays]
+        run = unmapped(lambda *given: ffi.call(json.dumps(call), given, shapes, batched=None, always=True))
+        return list(run(*arrays)[: len(leaves)])
+
+    def pending(self) -> Iterator[list[Any]]:
+        """Yield the averages that no step has applied yet, oldest first. Collective."""
+        for averages in () if self._training is None else self._training.pending():
+            yield [jnp.array(each) for each in averages]
+
+    def _carry_out(self, name: str | None, sources: Sequence[Host], targets: Sequence[Host]) -> None:
+        for target, each in zip(targets, self._reduced(name, sources), strict=False):
+            np.copyto(target, each)
+
+    def _reduced(self, name: str | None, arrays: Sequence[Host]) -> list[Host]:
+        number = len(self._specs)
+        if self._training is None:
+            with RequestBuilder("allreduce", name, self._process_set) as prepare:
+                request = prepare.call("gradients that are late, or have numbers of samples", lambda ranks: None)
+            request.carry_out()
+            named = [(f"array {place}", each) for place, each in enumerate(self._specs)]
+            self._training = ListTraining(self._kind, named, self._process_set, **self._options)
+        return self._training.reduce(arrays[:number], arrays[number] if len(arrays) > number else self._samples())
+
+
+class HostTrees:
+    """Reduces pytrees by `HostReduction`, one for the trees of each structure, shapes and dtypes.
+
+    Args:
+        kind, process_set, **options: as for `HostReduction`.
+    """
+
+    def __init__(self, kind: str, process_set: ProcessSet, **options: Any) -> None:
+        self._kind, self._process_set, self._options = kind, process_set, options
+        self._known: dict[Any, HostReduction] = {}
+
+    def reduce(self, tree: Any, name: str | None, samples: Any) -> Any:
+        """Return the averages, or sums, of a tree of arrays. Collective; see `HostReduction.reduce`."""
+        leaves, structure = jax.tree.flatten(tree)
+        if not leaves:
+            return tree
+        key = structure, *((each.shape, each.dtype) for each in leaves)
+        if key not in self._known:
+            self._known[key] = HostReduction(self._kind, leaves, self._process_set, **self._options)
+        return jax.tree.unflatten(structure, self._known[key].reduce(leaves, name, samples))
+
+    def pending(self, like: Any) -> Iterator[Any]:
+        """Yield the averages that no step has applied yet, oldest first, of trees of a structure. Collective."""
+        leaves, structure = jax.tree.flatten(like)
+        if is_traced(leaves):
+            raise ConfigError("the last averages are applied at once: call synchronize() outside of jit")
+        for (other, *_), reduction in list(self._known.items()):
+            if other == structure:
+                for averages in reduction.pending():
+                    yield jax.tree.unflatten(structure, averages)
+
+
+def _scalar(samples: Any) -> Any:
+    try:
+        return jnp.asarray(samples)
+    except (TypeError, OverflowError) as error:
+        raise UnsupportedBufferError(f"samples is a number, got {samples!r}") from error
