@@ -18,6 +18,7 @@ if jax.__version_info__ < (0, 5):
 
 from ringreduce.jax import elastic, ops
 from ringreduce.jax.functions import broadcast_parameters
+from ringreduce.jax.local import DiLoCo, LocalSGD
 from ringreduce.jax.ops import *  # noqa: F403  # what it exports is written down there, and not once more
 from ringreduce.jax.optimizer import DistributedGradientTransformation, DistributedState, RankState
 from ringreduce.runtime import names
@@ -29,8 +30,10 @@ from ringreduce.training.objects import allgather_object, broadcast_object
 from ringreduce.training.requests import barrier, join
 
 __all__ = [
+    "DiLoCo",
     "DistributedGradientTransformation",
     "DistributedState",
+    "LocalSGD",
     "PowerSGD",
     "RankState",
     "TopK",

@@ -23,6 +23,9 @@ class Distribution:
         process_set: the ranks that train together. Other ranks train alone.
         scale_local: whether gradients of local variables are divided by the number of ranks.
         factor: multiplies all gradients after they are reduced.
+
+    Attributes:
+        process_set: the argument.
     """
 
     def __init__(
@@ -34,18 +37,18 @@ class Distribution:
         scale_local: bool = True,
         factor: float = 1.0,
     ) -> None:
-        self._reduce, self._ops, self._process_set = reduce, ops, process_set
+        self._reduce, self._ops, self.process_set = reduce, ops, process_set
         self._scale_local, self._factor = scale_local, factor
         self.local: list[Any] = []
 
     def reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients, those of local variables as this rank has them, all others reduced."""
         result, factor = list(gradients), self._factor
-        if self._process_set.included():
+        if self.process_set.included():
             local = set(map(id, self.local))
             shared = [number for number, each in enumerate(variables) if id(each) not in local]
             reduced = self._reduce([result[n] for n in shared], [variables[n] for n in shared]) if shared else ()
-            own = factor / self._process_set.size() if self._scale_local else factor
+            own = factor / self.process_set.size() if self._scale_local else factor
             result = [self._scaled(each, own) for each in result] if local else result
             for number, each in zip(shared, reduced, strict=True):
                 result[number] = self._scaled(each, factor)
