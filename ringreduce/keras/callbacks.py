@@ -303,6 +303,7 @@ class DiLoCoCallback(DistributedCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
+        self._replicas.rejoin()
         with checking():
             _require_whole_steps(self.model, self.process_set)
             parameters, buffers = self._found()
@@ -334,14 +335,14 @@ class DiLoCoCallback(DistributedCallback):
 
         Ends what is under way, and leaves the outer momentum as it is.
         """
-        self._begun.synchronize()
+        self._replicas.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed, besides the weights, to go on in mid-period: numbers and NumPy arrays. Local.
 
         It is each rank's own, as the weights are: save both on every rank, once `fit` has begun.
         """
-        return self._begun.state_dict()
+        return self._replicas.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, on all ranks; before `fit`, when it begins.
@@ -355,12 +356,6 @@ class DiLoCoCallback(DistributedCallback):
             self._replicas.load_state_dict(state)
         else:
             self._saved = state
-
-    @property
-    def _begun(self) -> Replicas:
-        if not self._variables:
-            raise ConfigError("DiLoCoCallback has no weights before fit has begun: call this later")
-        return self._replicas
 
     def _found(self) -> tuple[list[Any], list[Any]]:
         """Return the variables to exchange, and those that are averaged as they are."""

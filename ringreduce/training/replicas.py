@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ringreduce.buffers import DType
 from ringreduce.buffers.codecs import CODECS
 from ringreduce.common.arguments import CheckingArguments
+from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set, init
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import wire_format
@@ -124,11 +125,12 @@ class Replicas:
         self._fragments = fragments
         require_same_arrays(HOST, ranks, "DiLoCo", [], options=self._options.in_words())
         self.process_set = ProcessSet([ranks.rank])
+        self._bound: LocalTraining | None = None
         self._register()
 
     def _register(self) -> None:
         """Register the ranks of each replica, in the world there is now. Collective."""
-        ranks = global_process_set.communicator
+        ranks, self._engine = global_process_set.communicator, global_process_set.engine
         sets = [ProcessSet(each) for each in self._options.replicas(ranks.topology.nodes)]
         init(process_sets=sets)  # registers those that are not registered yet
         next(each for each in sets if each.included()).share(self.process_set)
@@ -164,7 +166,13 @@ class Replicas:
         places = cut([prod(each.shape) for each in specs[: len(parameters)]], options.fragments)
         others = {"buffers": leaves(slice(len(parameters), len(named)))} if buffers else {}
         over = f"{len(parameters)} arrays, {parameters[0][0]} to {parameters[-1][0]}" if parameters else "no arrays"
-        self._local = LocalTraining(f"DiLoCo over {over}", options, list(map(leaves, places)), others)
+        self._bound = LocalTraining(f"DiLoCo over {over}", options, list(map(leaves, places)), others)
+
+    @property
+    def _local(self) -> LocalTraining:
+        if self._bound is None:
+            raise ConfigError("it is not known yet what DiLoCo exchanges: call this once the training has begun")
+        return self._bound
 
     def start(self) -> None:
         """As of `LocalTraining`."""
@@ -186,8 +194,10 @@ class Replicas:
 
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective."""
-        if self._local.rejoin():
+        if global_process_set.engine is not self._engine:
             self._register()
+            if self._bound is not None:
+                self._bound.rejoin()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed, besides the parameters, to go on in mid-period: numbers and NumPy arrays. Local.

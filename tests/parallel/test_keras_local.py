@@ -262,11 +262,13 @@ def test_several_calls_of_fit_go_on() -> None:
     assert same_on_all_ranks(bits(model))
 
 
-def test_replicas_go_on_in_a_new_world(nodes_of_two: None) -> None:
-    """With the same optimizer, as the object of the process set stays."""
+@pytest.mark.parametrize("trained", [True, False])
+def test_replicas_go_on_in_a_new_world(nodes_of_two: None, trained: bool) -> None:
+    """With the same optimizer, as the object of the process set stays; also if that is before the first step."""
     model, local = model_of(), LocalSGD(period=4)
-    optimizer = hvd.DistributedOptimizer(SGD(0.05), process_set=local.process_set)
-    fitted(model, optimizer, local, epochs=1)
+    model.compile(hvd.DistributedOptimizer(SGD(0.05), process_set=local.process_set), loss="mse")
+    if trained:
+        fitted(model, model.optimizer, local, epochs=1)
     rr.shutdown()
     rr.init()
     x, y = data(RANK)
@@ -331,5 +333,5 @@ def test_wrong_arguments() -> None:
     with pytest.raises(rr.ConfigError, match="4 parameters"):
         fitted(model_of(), SGD(0.05), DiLoCo(fragments=5, replica="rank"))
     local = DiLoCo(replica="rank")
-    with pytest.raises(rr.ConfigError, match="before fit"):
+    with pytest.raises(rr.ConfigError, match="has begun"):
         local.state_dict()

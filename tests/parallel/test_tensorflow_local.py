@@ -127,7 +127,9 @@ def test_torch_makes_the_same_bits(nodes_of_one: None, dtype: str, options: dict
 
     values = variables(dtype)
     kind = getattr(torch, dtype)
-    tensors = [torch.nn.Parameter(torch.from_numpy(np.array(each, np.float32)).to(kind)) for each in values[:-1]]
+    tensors = [
+        torch.nn.Parameter(torch.from_numpy(np.array(each.numpy(), np.float32)).to(kind)) for each in values[:-1]
+    ]
     wire = options.get("compression", "none")
     wire = getattr(Compression, wire if isinstance(wire, str) else wire.wire)
     reference = DiLoCo(
@@ -142,7 +144,7 @@ def test_torch_makes_the_same_bits(nodes_of_one: None, dtype: str, options: dict
         move(values, step)
         local.step()
         for mine, other in zip(values, tensors, strict=False):
-            assert np.array(mine, np.float32).tobytes() == other.detach().float().numpy().tobytes()
+            assert np.array(mine.numpy(), np.float32).tobytes() == other.detach().float().numpy().tobytes()
     local.synchronize()
     assert same_on_all_ranks(bits(values))
     assert values[-1].numpy() == RANK
@@ -172,7 +174,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(
 
 
 def test_optimizers_of_a_replica(nodes_of_two: None) -> None:
-    """`DistributedOptimizer` takes the process set; weights of a node are equal after every step, also in a new world."""
+    """`DistributedOptimizer` takes the process set; its ranks keep equal weights, also in a new world."""
     x = start()
     local = hvd.LocalSGD([x], period=100)
     optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(ETA), process_set=local.process_set)
