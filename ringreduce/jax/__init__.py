@@ -18,6 +18,7 @@ if jax.__version_info__ < (0, 5):
 
 from ringreduce.jax import elastic, ops
 from ringreduce.jax.functions import broadcast_parameters
+from ringreduce.jax.local import DiLoCo, LocalSGD
 from ringreduce.jax.ops import *  # noqa: F403  # what it exports is written down there, and not once more
 from ringreduce.jax.optimizer import (
     DistributedGradientTransformation,
@@ -35,9 +36,11 @@ from ringreduce.training.requests import barrier, join
 from ringreduce.training.shares import loading, share
 
 __all__ = [
+    "DiLoCo",
     "DistributedGradientTransformation",
     "DistributedState",
     "DistributedTransformation",
+    "LocalSGD",
     "PowerSGD",
     "RankState",
     "TopK",

@@ -43,11 +43,11 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
         ]
     _broadcast(HOST, named, root_rank, process_set)
     arrays = iter(named)
-    leaves = [leaf if isinstance(leaf, RankState) else _like(next(arrays)[1], leaf) for _, leaf in paths]
+    leaves = [leaf if isinstance(leaf, RankState) else like(next(arrays)[1], leaf) for _, leaf in paths]
     return jax.tree_util.tree_unflatten(structure, leaves)
 
 
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
@@ -55,7 +55,7 @@ def _writable(leaf: Any) -> Any:
     """Return the values of a leaf in memory that may be overwritten."""
     if isinstance(leaf, jax.core.Tracer):
         raise UnsupportedBufferError("broadcast_parameters is called outside of jit; in there, use broadcast")
-    if _is_key(leaf):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
         raise UnsupportedBufferError(
@@ -64,9 +64,9 @@ def _writable(leaf: Any) -> Any:
     return np.array(leaf)
 
 
-def _like(array: Any, leaf: Any) -> Any:
+def like(array: Any, leaf: Any) -> Any:
     """Return values as what the leaf is, where it is."""
-    if _is_key(leaf):
+    if is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
         return jax.device_put(array, leaf.sharding)

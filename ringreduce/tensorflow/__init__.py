@@ -33,6 +33,7 @@ from ringreduce.tensorflow import (
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.functions import *  # noqa: F403  # what these export is written down there, and not once more
 from ringreduce.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
+from ringreduce.tensorflow.local import DiLoCo, LocalSGD
 from ringreduce.tensorflow.mpi_ops import *  # noqa: F403
 from ringreduce.tensorflow.optimizer import DistributedOptimizer
 from ringreduce.tensorflow.sync_batch_norm import SyncBatchNormalization
@@ -45,8 +46,10 @@ _executing_eagerly = tensorflow.executing_eagerly
 
 __all__ = [
     "Compression",
+    "DiLoCo",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "LocalSGD",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
     "compression",

@@ -262,7 +262,8 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
     listed = isinstance(chosen, (list, tuple))
     how = {"op": op, "compression": compression, "sparse_as_dense": sparse_as_dense, "process_set": process_set}
     how |= {"predivide": gradient_predivide_factor}
-    key = *how.values(), tuple(tuple(map(id, group)) for group in chosen) if listed else chosen
+    groups_key = tuple(tuple(map(id, group)) for group in chosen) if listed else chosen
+    key = *how.values(), id(process_set), groups_key  # an equal set may be one of a former world
     if key not in _reductions:
         _reductions[key] = GradientReduction("DistributedGradientTape", groups=chosen, **how)
     kind = type(gradtape)

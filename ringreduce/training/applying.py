@@ -56,6 +56,9 @@ class Distribution:
         process_set: the ranks that train together. Other ranks train alone.
         scale_local: whether gradients of local variables are divided by the number of ranks.
         factor: multiplies all gradients after they are reduced.
+
+    Attributes:
+        process_set: the argument.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Distribution:
         scale_local: bool = True,
         factor: float = 1.0,
     ) -> None:
-        self.reduction, self._ops, self._process_set = reduction, ops, process_set
+        self.reduction, self._ops, self.process_set = reduction, ops, process_set
         self._scale_local, self._factor = scale_local, factor
         self.local: list[Any] = []
 
@@ -79,12 +82,12 @@ class Distribution:
             **how: more arguments of `ListReduction.reduce`, which some have.
         """
         result, factor = list(gradients), self._factor
-        if self._process_set.included():
+        if self.process_set.included():
             local = set(map(id, self.local))
             shared = [number for number, each in enumerate(variables) if id(each) not in local]
             mine = [result[n] for n in shared], [variables[n] for n in shared]
             reduced = self.reduction.reduce(*mine, **how) if shared else ()
-            own = factor / self._process_set.size() if self._scale_local else factor
+            own = factor / self.process_set.size() if self._scale_local else factor
             result = [self._scaled(each, own) for each in result] if local else result
             for number, each in zip(shared, reduced, strict=True):
                 result[number] = self._scaled(each, factor)
