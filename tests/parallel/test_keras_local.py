@@ -285,6 +285,11 @@ def test_replicas_go_on_in_a_new_world(nodes_of_two: None, trained: bool) -> Non
         (lambda local: SGD(0.05), {"steps_per_execution": 2}, "steps_per_execution=1"),
         (lambda local: keras.optimizers.LossScaleOptimizer(SGD(0.05)), {}, "loss_scale_factor"),
         (lambda local: SGD(0.05, gradient_accumulation_steps=2), {}, "gradient_accumulation_steps"),
+        (
+            lambda local: hvd.DistributedOptimizer(SGD(0.05), staleness=1, process_set=local.process_set),
+            {},
+            "staleness do not go together",
+        ),
     ],
 )
 def test_steps_that_cannot_be_counted(optimizer: Any, compiled: dict[str, Any], complaint: str) -> None:
