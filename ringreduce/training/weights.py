@@ -6,14 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from ringreduce.common.errors import ConfigError
 from ringreduce.engine import InPlaceAllreduce, Operation
 from ringreduce.engine.operations import CollectiveOp
-
-
-def nothing_to_weight() -> ConfigError:
-    """Return the error of numbers of samples where nothing is averaged."""
-    return ConfigError("numbers of samples are weights of an average; use op=Average with them")
 
 
 class Weights(NamedTuple):
