@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ringreduce.bench import plots
 from ringreduce.bench.cases import sizes
@@ -62,6 +63,16 @@ _RATE, _TIME = Parsed("rate", _rate, "{0!r}: {1}"), Parsed("time", _seconds, "{0
 _NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
 _SLOW, _LATE = Parsed("link", _of_a_number(_rate)), Parsed("delay", _of_a_number(_seconds))
 _RATE_BPS = 100e9 / 8  # bytes per second, where --link says nothing
+#: Option -> the term of `Model` that it says, and that of `Links` for messages inside a node.
+_TERMS = {
+    "rates": "beta",
+    "latency_s": "alpha",
+    "message_s": "message",
+    "barrier_s": "sync",
+    "memory_rate": "copy",
+    "reduction_rate": "gamma",
+}
+_TERMS_WITHIN = {"within_s": "alpha", "memory_rate": "beta"}
 _FILE = click.Path(exists=True, dir_okay=False)
 _EXAMPLES = """\b
 Examples:
@@ -86,7 +97,7 @@ Examples:
 @click.option("--slow-link", "slow", type=_SLOW, multiple=True, metavar="NODE:RATE", help="Repeatable.")
 @click.option("--late", type=_LATE, multiple=True, metavar="RANK:TIME", help="Repeatable.")
 @click.option("--noise", type=_TIME, default="0s", help="Mean of the exponential delay of each rank.")
-@click.option("--from", "reports", type=_FILE, multiple=True, help="Parameters, of bench --algorithm all -J FILE.")
+@click.option("--from", "reports", type=_FILE, multiple=True, help="Other parameters: bench --algorithm all -J FILE.")
 @click.option("-b", "--minbytes", type=_NBYTES, default="8", help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, default="256M", help="Last size.")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=16, help="From size to size.")
@@ -124,8 +135,6 @@ def command(**options: Any) -> int:
         raise click.UsageError("--scaling is on equal links, with at most one rank that is --late")
     if not options["grows"] and len(options["rates"]) > 1:
         raise click.UsageError("several --link are for --scaling")
-    if options["reports"] and options["rates"]:
-        raise click.UsageError("--from says what links take: leave --link out")
     if options["maxbytes"] < options["minbytes"]:
         raise click.UsageError("--maxbytes is smaller than --minbytes")
     if options["plot"]:
@@ -149,6 +158,11 @@ def _cluster(options: dict[str, Any]) -> Cluster:
         raise click.UsageError(f"--ranks-per-node has {len(ranks)} counts, for {nodes} nodes")
     usual = _made(Parts, {**options, "rate": options["rates"][0] if options["rates"] else _RATE_BPS}).links()
     links = links_of((Path(path).read_text(errors="replace") for path in options["reports"]), usual)
+    source = click.get_current_context().get_parameter_source
+    said = {name for name in options if source(name) is ParameterSource.COMMANDLINE}
+    between = {term: getattr(usual.between, term) for name, term in _TERMS.items() if name in said}
+    within = {term: getattr(usual, term) for name, term in _TERMS_WITHIN.items() if name in said}
+    links = replace(links, between=replace(links.between, **between), **within)
     slow = {node: 1 / slower / links.between.beta for node, slower in options["slow"]}
     topology = topology_of(ranks if len(ranks) == nodes else ranks * nodes)
     return Cluster(topology, replace(links, slow=slow), dict(options["late"]), options["noise"])

@@ -16,6 +16,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _REMEMBERED = 256
+_RECENT = 8  # reports of paces, each of 16 steps or, of more ranks, of as many as there are
 
 
 class Instrument:
@@ -168,7 +169,7 @@ class EngineTally:
             (seconds); None: there was none.
         paces: of each rank, in steps of all of which all ranks know; the same on all ranks that have ended the same
             steps. Empty: there were not enough.
-        earlier: the same, but for the last report.
+        before: `paces` before each of the last reports, oldest first.
         reports: so many were counted.
     """
 
@@ -178,12 +179,25 @@ class EngineTally:
     overlapped_s: float = 0.0
     late: tuple[float, int, float] | None = None
     paces: list[Pace] = field(default_factory=list)
-    earlier: list[Pace] = field(default_factory=list)
+    before: deque[list[Pace]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     reports: int = 0
+
+    @property
+    def earlier(self) -> list[Pace]:
+        """`paces` without the last report."""
+        return self.before[-1] if self.before else []
+
+    @property
+    def recent(self) -> list[Pace]:
+        """`paces` in the steps of the last eight reports."""
+        if not self.before or not self.before[0]:
+            return self.paces
+        return [new - old for new, old in zip(self.paces, self.before[0], strict=True)]
 
     def add_paces(self, more: Sequence[Sequence[Any]]) -> None:
         """Count some more steps, given the arguments of a `Pace` for each rank."""
         names = [each.name for each in fields(Pace)]
         new = [Pace(**dict(zip(names, each, strict=True))) for each in more]
-        self.earlier, self.reports = self.paces, self.reports + 1
+        self.before.append(self.paces)
+        self.reports += 1
         self.paces = [old + each for old, each in zip(self.paces, new, strict=True)] if self.paces else new

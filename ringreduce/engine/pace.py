@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.common.instruments import Pace
-
 __all__ = ["LATE_S", "Pacemaker", "Paces", "Usage"]
 
 #: A rank that comes this much after the others, on average, is last; less is no news.
@@ -57,7 +55,7 @@ class Pacemaker:
         number: so many reports were sent.
         lags: whether other ranks may know of a report before this one does, as steps do not wait for each other.
         shares: what is kept of samples by speed; None: nothing.
-        judged, warned: what all ranks had done when it was last asked whether one is slow, and whether one was.
+        warned: whether rank 0 has said that a rank is slow.
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class Pacemaker:
         self.length = max(_LENGTH, size)
         self.loading_s = 0.0
         self.reported = self.warned = self.lags = False
-        self.judged: list[Pace] = []
         self.shares: Any = None
         self._waited_s, self._send, self._clock, self._usage = waited_s, send, clock, usage
         self._cores = tuple(cores) if len(cores) <= _FEW_CORES else ()

@@ -24,14 +24,14 @@ from ringreduce.training.failures import raise_unseen
 from ringreduce.training.host import ArraySpec
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.requests import RequestBuilder
-from ringreduce.training.shares import has_sampler_by_speed
+from ringreduce.training.shares import is_by_speed
 
 _numbers = count()
 
 
 def needs_host(process_set: ProcessSet) -> bool:
     """Return whether a sampler by speed gives the ranks different numbers of samples."""
-    return process_set.included() and has_sampler_by_speed(process_set.engine)
+    return process_set.included() and is_by_speed(process_set.engine)
 
 
 def unmapped(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -67,10 +67,10 @@ class Metrics:
         late_rank: the rank of the world that others last had to wait for, for more than a millisecond, with an
             asynchronous operation or an optimizer step; None: there was none.
         late_s: how long (seconds).
-        paces: by rank of the world, how the ranks go through steps of training; the same on all ranks that have ended
-            the same steps.
-        slow: the rank for which the others wait most, and why; None: they hardly wait, or there were less than 64
-            steps.
+        paces: by rank of the world, how the ranks have gone through steps of training since `init`; the same on all
+            ranks that have ended the same steps.
+        slow: the rank for which the others wait most in recent steps, the last 128 (with more than 16 ranks, eight
+            times their number), and why; None: they hardly wait, or there were less than 64 steps.
     """
 
     collectives: dict[str, Tally]
@@ -165,5 +165,5 @@ class Metrics:
             late_rank=ranks[late[1]] if heard else None,
             late_s=late[2],
             paces={} if trained is None else dict(zip(trained[2], trained[0].paces, strict=True)),
-            slow=None if trained is None else find_slow(trained[0].paces, trained[3], trained[2]),
+            slow=None if trained is None else find_slow(trained[0].recent, trained[3], trained[2]),
         )

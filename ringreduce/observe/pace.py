@@ -9,11 +9,9 @@ from typing import NamedTuple
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.instruments import Pace
 
-__all__ = ["ENOUGH", "Slow", "find_slow"]
+__all__ = ["Slow", "find_slow"]
 
-#: Steps, of fewer of which nothing is said.
-ENOUGH = 64
-
+_ENOUGH = 64  # steps: of fewer nothing is said
 _COSTS = 0.1  # of a step's time: shorter waits are not reported
 _ALWAYS, _SOMETIMES = 0.8, 0.2  # of all steps
 _LESS = 0.9  # of the core that others have
@@ -69,7 +67,7 @@ def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]], ranks: Sequ
         nodes: the ranks of each node, as places among ``paces``.
         ranks: what they are called; None: by their places.
     """
-    if not paces or paces[0].steps < ENOUGH:
+    if not paces or paces[0].steps < _ENOUGH:
         return None
     if sum(each.late_s for each in paces) < _COSTS * max(each.own_s for each in paces):
         return None

@@ -21,7 +21,7 @@ is removed with the world, and has the last call and the operation that waits lo
     samples[]                               [time, steps, samples, seconds spent in communication], the oldest first
     nbytes                                  resident memory
     late                                    [rank, seconds]: who was waited for last, and how long; null
-    slow                                    [rank, text]: who is last in training steps, how often and why; null
+    slow                                    [rank, text]: who is last in recent training steps, how often and why; null
 """
 
 from __future__ import annotations

@@ -16,14 +16,15 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, name_of, run, traced_name
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.training.applying import Distribution, ListReduction, variables_of, with_methods
+from ringreduce.training.combinations import ADASUM, SAMPLES, SHARES, refusal
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.host import HOST, ArraySpec
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options, averaging
 from ringreduce.training.requests import Adasum, Op, RequestBuilder
-from ringreduce.training.shares import has_sampler_by_speed
-from ringreduce.training.weights import Weights, nothing_to_weight
+from ringreduce.training.shares import is_by_speed
+from ringreduce.training.weights import Weights
 
 _Gradients = list[Any]
 
@@ -161,8 +162,10 @@ class GradientReduction(ListReduction):
         """Reduce dense gradients, perhaps none; return the weights of averages, too."""
         if self._op == Adasum:
             with RequestBuilder(self._kind, name, self._process_set) as prepare:
-                if samples is not None or has_sampler_by_speed(self._process_set.engine):
-                    raise nothing_to_weight()
+                if samples is not None:
+                    raise refusal(ADASUM, SAMPLES)
+                if is_by_speed(self._process_set.engine):
+                    raise refusal(ADASUM, SHARES)
                 request = prepare.allreduce(gradients, prepare.new_like(gradients), Adasum, 1.0, 1.0)
             return list(request.carry_out()), None
         lists = self._training(gradients, variables)

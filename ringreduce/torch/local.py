@@ -21,11 +21,12 @@ from ringreduce.torch.compression import Compression, Compressor, each_array
 from ringreduce.torch.node_state import is_whole
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.reduced import scaler_of
-from ringreduce.training.combinations import LOCAL, SCALER, refusal
+from ringreduce.training.combinations import LOCAL, SCALER, SHARES, refusal
 from ringreduce.training.local import LocalTraining
 from ringreduce.training.local_options import LocalOptions, cut
 from ringreduce.training.options import checked_names
 from ringreduce.training.parameters import require_same_arrays
+from ringreduce.training.shares import is_by_speed
 
 _Named = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module
 
@@ -194,9 +195,11 @@ class DiLoCo(wrapping.Wrapper):
 
         Raises:
             MismatchError: the ranks begin with different weights, or go on from states that do not belong together.
-            ConfigError: a rank has joined.
+            ConfigError: a rank has joined; or a sampler divides samples by speed.
         """
         self.rejoin()
+        if is_by_speed(global_process_set.engine):
+            raise refusal(LOCAL, SHARES)
         if self._warm is not self._local.warming:  # a state was loaded
             self._enter_phase()
         self._local.before_step()

@@ -216,7 +216,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         """
         self.rejoin()
         if samples is not None:
-            self._training.reducer.count(samples, reduced=self._skipping or self._reduced.is_final(id(self)))
+            self._training.reducer.count(samples, SKIPPING if self._skipping else self._reduced.by(id(self)))
         with self._stepper.reading:
             self._stepper.require_unchanged()
             if self._adasum and not self._training.alone:
@@ -273,8 +273,8 @@ class DistributedOptimizer(wrapping.Wrapper):
     ) -> torch.Tensor:
         """Reduce the gradients, then scale them so that their norm is at most ``max_norm``. Collective.
 
-        The next `step` uses them as they are then, and with ``shard`` each rank has its part alone. With a GradScaler,
-        call ``scaler.unscale_(optimizer)`` before.
+        The next `step` uses them as they are then, and with ``shard`` each rank has its part alone, and ``foreach``
+        is ignored. With a GradScaler, call ``scaler.unscale_(optimizer)`` before.
 
         Args:
             max_norm, norm_type, error_if_nonfinite, foreach: as for ``torch.nn.utils.clip_grad_norm_``; equal on ranks.

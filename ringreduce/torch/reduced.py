@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ringreduce.training.combinations import SCALER, SKIPPING
+
 #: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients; private to torch.
 _UNSCALING = "_unscale_grads_"
 
@@ -80,6 +82,12 @@ class Reduced:
         if self.state is State.CLIPPED or scaler is None:
             return self.state is State.CLIPPED
         return bool(scaler._per_optimizer_states[optimizer]["found_inf_per_device"])  # forgotten once a step is over
+
+    def by(self, optimizer: int) -> str | None:
+        """Return what has reduced gradients that the next step takes as they are, a name of `combinations`; or None."""
+        if not self.is_final(optimizer):
+            return None
+        return SCALER if self.state is State.SCALED else SKIPPING
 
     def is_taken(self) -> bool:
         """Return whether a step of the wrapped optimizer itself may take them: only once."""

@@ -13,8 +13,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.training.combinations import ADASUM, SHARES, refusal
 from ringreduce.training.framework import Named
 from ringreduce.training.optimizer import Training
+from ringreduce.training.shares import is_by_speed
 from ringreduce.training.staleness import LateAverages
 
 #: The ids of wrapped optimizers that make a step for their wrapper.
@@ -180,7 +182,13 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def step_and_combine(parameters: Iterable[torch.Tensor], training: Training, step: Callable[[], Any]) -> Any:
-    """Step with this rank's own gradients; then combine by Adasum what the ranks have changed. Collective."""
+    """Step with this rank's own gradients; then combine by Adasum what the ranks have changed. Collective.
+
+    Raises:
+        ConfigError: a sampler divides samples by speed. On all ranks, before the step.
+    """
+    if is_by_speed(training.reducer.ranks.engine):
+        raise refusal(ADASUM, SHARES)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     before = [parameter.detach().clone() for parameter in trained]
     result = step()

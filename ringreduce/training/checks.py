@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
-from ringreduce.observe.pace import ENOUGH, find_slow
+from ringreduce.observe.pace import find_slow
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.framework import Memory, Named
 
@@ -122,16 +122,11 @@ class Checks:
     def look_at_paces(self) -> None:
         """Let rank 0 say, once, for whom the others wait; to be called after a step in which paces were reported."""
         engine = self._ranks.engine
-        pacemaker, paces = engine.pacemaker, engine.tally.paces
+        pacemaker = engine.pacemaker
         pacemaker.reported = False
-        if self._ranks.rank or pacemaker.warned or not paces:
+        if self._ranks.rank or pacemaker.warned:
             return
-        before = pacemaker.judged
-        recent = [new - old for new, old in zip(paces, before, strict=True)] if before else paces
-        if recent[0].steps < ENOUGH:
-            return
-        pacemaker.judged = paces
-        slow = find_slow(recent, engine.communicator.topology.nodes)
+        slow = find_slow(engine.tally.recent, engine.communicator.topology.nodes)
         if slow is None or slow.kind == "rarely" or (slow.kind == "always" and pacemaker.shares is not None):
             return  # nothing need be done, or is done
         pacemaker.warned = True

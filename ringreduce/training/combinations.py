@@ -20,8 +20,10 @@ JOIN = "join"
 LOCAL = "DiLoCo or LocalSGD"
 OVERLAP = "overlap=True"
 PREDIVISION = "gradient_predivide_factor"
+SAMPLES = "numbers of samples"
 SCALER = "a GradScaler"
 SHARD = "shard"
+SHARES = 'a sampler with shares="speed"'
 SKIPPING = "skip_synchronize"
 SKIP_UNUSED = "skip_unused=True"
 SPARSE = "sparse gradients"
@@ -40,14 +42,18 @@ FEATURES = (
     LOCAL,
     OVERLAP,
     PREDIVISION,
+    SAMPLES,
     SCALER,
     SHARD,
+    SHARES,
     SKIPPING,
     SKIP_UNUSED,
     SPARSE,
     STALENESS,
     WIRE_FORMATS,
 )
+
+_SAMPLER_KNOWS = 'a sampler with shares="speed" knows the numbers of samples before'
 
 #: Why two do not go together.
 REFUSED: dict[tuple[str, str], str] = {
@@ -79,6 +85,14 @@ REFUSED: dict[tuple[str, str], str] = {
     (SKIP_UNUSED, STALENESS): "whether other ranks use a parameter is known too late",
     (SPARSE, STALENESS): "rows are gathered by all ranks together; use sparse_as_dense=True",
     (STALENESS, CLOSURE): "a closure is called again for gradients of the same step",
+    (ADASUM, SAMPLES): "numbers of samples are weights of an average",
+    (BACKWARD, SAMPLES): f"gradients are averaged before the step; {_SAMPLER_KNOWS}",
+    (LOCAL, SAMPLES): "exchanges weight replicas by their numbers of ranks",
+    (SAMPLES, SCALER): f"gradients are averaged before the step; {_SAMPLER_KNOWS}",
+    (SAMPLES, SKIPPING): f"synchronize() or clip_grad_norm_() has averaged gradients before the step; {_SAMPLER_KNOWS}",
+    (SAMPLES, STALENESS): f"ranks would wait for each other's numbers; {_SAMPLER_KNOWS}",
+    (ADASUM, SHARES): "numbers of samples are weights of an average",
+    (LOCAL, SHARES): "exchanges weight replicas by their numbers of ranks",
 }
 
 

@@ -31,10 +31,8 @@ from ringreduce.training.overlap import Overlap
 from ringreduce.training.parameters import require_same_arrays
 from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.requests import set_to_notify
-from ringreduce.training.shares import counts_of
 from ringreduce.training.stages import GradientState
 from ringreduce.training.staleness import Averages, LateAverages
-from ringreduce.training.weights import nothing_to_weight
 from ringreduce.transport.memory import MemoryWorld
 
 _numbers = itertools.count()
@@ -348,13 +346,7 @@ class Training:
         return bool(found[0])
 
     def combine(self, changes: Sequence[Any]) -> None:
-        """Combine by Adasum the changes that the ranks' steps have made, each array by itself, in place. Collective.
-
-        Raises:
-            ConfigError: a sampler divides samples by speed. On all ranks.
-        """
-        if counts_of(self._engine) is not None:
-            raise nothing_to_weight()
+        """Combine by Adasum the changes that the ranks' steps have made, each array by itself, in place. Collective."""
         with self._arrays.on_host(changes) as host:
             call = CollectiveOp(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, host))
             self._run(call, f"the step of {self.described}")

@@ -24,6 +24,7 @@ from ringreduce.engine import Engine, InPlaceAllreduce, Operation
 from ringreduce.training.agreement import Ranks, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
+from ringreduce.training.combinations import ADASUM, BACKWARD, SAMPLES, STALENESS, refusal, require_together
 from ringreduce.training.compression import State
 from ringreduce.training.framework import Found, Look, Memory, Named, Slot
 from ringreduce.training.options import Options
@@ -31,7 +32,7 @@ from ringreduce.training.overlap import Overlap
 from ringreduce.training.sharding import Sharding
 from ringreduce.training.shares import counts_of
 from ringreduce.training.staleness import LateAverages
-from ringreduce.training.weights import Weights, nothing_to_weight, too_late
+from ringreduce.training.weights import Weights
 
 
 class _Repeat(NamedTuple):
@@ -106,6 +107,7 @@ class GradientReducer:
             self.late = LateAverages(options.staleness, memory, self.ranks, self.buckets)
         self.stepped = 0
         self.samples: Any = None
+        self._counted_in = -1  # the step for which a sampler was last asked
         self._told: int | None = None  # this rank's samples, and those of all, when they were last agreed on
         self._counts: dict[int, int] = {}
         self._settings = settings
@@ -178,29 +180,27 @@ class GradientReducer:
         parameters, ranks = [parameter for _, parameter in self.named()], self.ranks
         if not self.checks.idle:
             self.checks.look(self._steps, gradients)
-        counts = counts_of(ranks.engine)  # all ranks know all of them
-        numbers = dict(enumerate(counts or ()))
-        self.buckets.weights = Weights.of(numbers, ranks.rank, ranks.size, self.buckets.divisor(ranks.size))
-        error = None if self.samples is None else too_late()
+        counts = dict(enumerate(counts_of(ranks.engine) or ()))  # all ranks know all of them
+        self.buckets.weights = Weights.of(counts, ranks.rank, ranks.size, self.buckets.divisor(ranks.size))
+        error = None if self.samples is None else refusal(SAMPLES, STALENESS)
         if self._steps == 0:  # the only step in which a rank waits for all others
             self._agree(parameters, found, error)
         self._steps += 1
         return late.reduce(parameters, gradients, found, error)
 
-    def count(self, samples: object, *, reduced: bool) -> None:
+    def count(self, samples: object, reduced: str | None) -> None:
         """Weight the averages of the next step by this rank's number of samples; on all ranks or none.
 
         Args:
             samples: the number.
-            reduced: whether the gradients of that step were reduced already.
+            reduced: what had the gradients of that step reduced already, a name of `combinations`; None: nothing.
 
         Raises:
-            ConfigError: they were; or they are averaged late, or steps are combined by Adasum. On all ranks.
+            ConfigError: something had; or they are averaged late, or steps are combined by Adasum. On all ranks.
         """
-        if self.options.adasum:
-            raise nothing_to_weight()
-        if reduced or self.options.in_backward or self.late is not None:
-            raise too_late()
+        options = self.options
+        used = {ADASUM: options.adasum, BACKWARD: options.in_backward, STALENESS: self.late is not None, reduced: True}
+        require_together([SAMPLES, *(name for name, is_used in used.items() if name is not None and is_used)])
         self.samples = samples
 
     @contextmanager
@@ -348,12 +348,15 @@ class GradientReducer:
     def _samples(self) -> int | ConfigError | None:
         """Return over how many samples this rank's gradients are a mean; None: nobody asks. An error is for all."""
         try:
-            counts = None if self.samples is not None else counts_of(self.ranks.engine)
-            samples = None if counts is None else counts[self.ranks.rank]
             if self.samples is not None:
                 samples = whole_number("samples", self.samples, 0)
-            if samples is not None and (self.options.op is not AVERAGE or self.options.adasum):
-                raise nothing_to_weight()
+            else:
+                counts = counts_of(self.ranks.engine, again=self._counted_in == self.stepped)
+                if counts is None:
+                    return None
+                samples, self._counted_in = counts[self.ranks.rank], self.stepped
+            if self.options.op is not AVERAGE:
+                raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
         except ConfigError as error:
             return error
         return samples

@@ -109,8 +109,8 @@ class Shares:
         return found
 
 
-def has_sampler_by_speed(engine: Engine) -> bool:
-    """Return whether a sampler gives out samples by speed, so that the ranks have different numbers of them."""
+def is_by_speed(engine: Engine) -> bool:
+    """Return whether a sampler by speed has begun to give out batches."""
     return bool(_begun(engine))
 
 
@@ -119,8 +119,12 @@ def _begun(engine: Engine) -> list[Batches]:
     return [] if shares is None else [each for each in shares.batches if each.counts]
 
 
-def counts_of(engine: Engine) -> list[int] | None:
+def counts_of(engine: Engine, *, again: bool = False) -> list[int] | None:
     """Return how many samples each rank has in this step, as a sampler by speed knows; None: there is none.
+
+    Args:
+        engine: of the ranks.
+        again: whether it was called for this step already.
 
     Raises:
         ConfigError: it does not know, or there are several. On all ranks.
@@ -128,8 +132,8 @@ def counts_of(engine: Engine) -> list[int] | None:
     begun = _begun(engine)
     if not begun:
         return None
-    if len(begun) == 1 and begun[0].left and begun[0].ends != "uneven":
-        begun[0].left -= 1
+    if len(begun) == 1 and (begun[0].left or again) and begun[0].ends != "uneven":
+        begun[0].left -= not again
         return begun[0].counts
     raise ConfigError(
         'with shares="speed" the ranks have different numbers of samples, and their averages need these numbers: say '

@@ -6,23 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from ringreduce.common.errors import ConfigError
 from ringreduce.engine import InPlaceAllreduce, Operation
 from ringreduce.engine.operations import CollectiveOp
-
-
-def nothing_to_weight() -> ConfigError:
-    """Return the error of numbers of samples where nothing is averaged."""
-    return ConfigError("numbers of samples are weights of an average; use op=Average with them")
-
-
-def too_late() -> ConfigError:
-    """Return the error of numbers of samples that come after gradients were reduced."""
-    return ConfigError(
-        "numbers of samples come too late where gradients were reduced before the step (by synchronize(), "
-        'clip_grad_norm_(), a GradScaler or reduce_in="backward") or have staleness. There, a DistributedSampler with '
-        'shares="speed" knows how many samples there are'
-    )
 
 
 class Weights(NamedTuple):

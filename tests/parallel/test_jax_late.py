@@ -207,7 +207,7 @@ def original(function: Callable[[], Any]) -> Any:
         (lambda: -1, {}, "samples"),
         (lambda: 2, {"op": rj.Sum}, "op=Average"),
         (lambda: 2, {"op": rj.Adasum}, "op=Average"),
-        (lambda: 2, {"staleness": 1}, "too late"),
+        (lambda: 2, {"staleness": 1}, "numbers of samples and staleness"),
         (lambda: "many", {}, "samples"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -186,20 +188,14 @@ def test_sparse_gradients(nodes: None) -> None:
         torch.testing.assert_close(found, rows)
 
 
-def test_samples_that_come_too_late_are_refused(world: rr.Communicator) -> None:
-    """On all ranks: the gradients were reduced without weights by then."""
+def test_samples_of_clipped_gradients_are_refused(world: rr.Communicator) -> None:
+    """On all ranks: they were averaged without weights by then."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     descend(model, mine_of(0))
-    optimizer.synchronize()
-    with optimizer.skip_synchronize(), pytest.raises(rr.ConfigError, match="too late"):
+    optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(rr.ConfigError, match=r"clip_grad_norm_\(\) has averaged gradients before the step"):
         optimizer.step(samples=3)
-    early = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_in="backward")
-    with pytest.raises(rr.ConfigError, match="too late"):
-        early.step(samples=3)
-    adasum = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
-    with pytest.raises(rr.ConfigError, match="Average"):
-        adasum.step(samples=3)
 
 
 # ---- the sampler ----
@@ -242,39 +238,137 @@ def test_global_batches_are_the_same_whatever_the_shares(no_world: None, ends: s
     hvd.shutdown()
 
 
-def test_an_epoch_by_speed_is_that_of_one_process(no_world: None) -> None:
-    """The sampler tells the optimizer how many samples there are, also where gradients are reduced before the step."""
-    hvd.init()
-    size = hvd.size()
-    x = torch.randn(40 * size + 3, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    y = x.prod(dim=1, keepdim=True)
-    data = TensorDataset(x, y)
-    sampler = hvd.DistributedSampler(data, seed=5, ends="drop", shares="speed", batch_size=5)
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=0)
-    model, whole = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
-    alone = torch.optim.Adam(whole.parameters())
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(5 + epoch))
-        for number, batch in enumerate(loader):
-            optimizer.zero_grad()
-            descend(model, batch)
-            optimizer.clip_grad_norm_(0.7)
-            optimizer.step()
-            alone.zero_grad()
-            indices = order[5 * size * number : 5 * size * (number + 1)]
-            descend(whole, (x[indices], y[indices]))
-            torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.7)
-            alone.step()
-        assert number == 7
-        measure([(epoch + 2) * 2.0] + [epoch + 1.0] * (size - 1))
-    require_equal_bits(model)
-    assert hvd.size() == 1 or len(set(hvd.allgather_object(len(batch[0])))) > 1
-    for mine, each in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, each, rtol=1e-7, atol=1e-7)
-    del sampler, loader
-    hvd.shutdown()
+class Epochs:
+    """Epochs by speed of a model, beside those of one process that has all samples; rank 0 becomes slower.
+
+    Args:
+        make: makes the optimizer.
+        options: of the distributed one.
+    """
+
+    def __init__(self, make: Callable[[Any], Any], **options: Any) -> None:
+        self.model, self.whole = make_model(), make_model()
+        self.optimizer = hvd.DistributedOptimizer(make(self.model.parameters()), self.model, **options)
+        self.alone = make(self.whole.parameters())
+
+    def train(self, step: Callable[[Any, Any, Any, bool], object]) -> None:
+        """Train, and compare the weights; ``step`` gets optimizer, model, batch, and whether it is distributed."""
+        size = hvd.size()
+        x = torch.randn(40 * size + 3, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        data = TensorDataset(x, x.prod(dim=1, keepdim=True))
+        sampler = hvd.DistributedSampler(data, seed=5, ends="drop", shares="speed", batch_size=5)
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=0)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(5 + epoch))
+            for number, batch in enumerate(loader):
+                step(self.optimizer, self.model, batch, True)
+                indices = order[5 * size * number : 5 * size * (number + 1)]
+                step(self.alone, self.whole, data[indices], False)
+            assert number == 7
+            measure([(epoch + 2) * 2.0] + [epoch + 1.0] * (size - 1))
+        assert size == 1 or len(set(hvd.allgather_object(len(batch[0])))) > 1
+        require_equal_bits(self.model)
+        for mine, each in zip(self.model.parameters(), self.whole.parameters(), strict=True):
+            torch.testing.assert_close(mine, each, rtol=1e-7, atol=1e-7)
+
+
+def clips(model: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+
+
+def step_by_itself(optimizer: Any, model: Any, batch: Any, distributed: bool) -> None:
+    optimizer.zero_grad()
+    descend(model, batch)
+    optimizer.step()
+
+
+def step_with_clip(optimizer: Any, model: Any, batch: Any, distributed: bool) -> None:
+    optimizer.zero_grad()
+    descend(model, batch)
+    optimizer.clip_grad_norm_(0.7) if distributed else clips(model)
+    optimizer.step()
+
+
+def step_after_synchronize(optimizer: Any, model: Any, batch: Any, distributed: bool) -> None:
+    optimizer.zero_grad()
+    descend(model, batch)
+    if distributed:
+        optimizer.synchronize()
+    clips(model)
+    with optimizer.skip_synchronize() if distributed else nullcontext():
+        optimizer.step()
+
+
+def step_twice_reduced(optimizer: Any, model: Any, batch: Any, distributed: bool) -> None:
+    optimizer.zero_grad()
+    descend(model, batch)
+    if distributed:
+        optimizer.synchronize()
+    descend(model, batch)
+    optimizer.step()
+
+
+def step_with_closure(optimizer: Any, model: Any, batch: Any, distributed: bool) -> None:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        return descend(model, batch)
+
+    optimizer.step(closure)
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.Adam(parameters)
+
+
+def lbfgs(parameters: Any) -> Any:
+    return torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe")
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
+@pytest.mark.parametrize(
+    ("make", "options", "step"),
+    [
+        (adam, {}, step_by_itself),
+        (adam, {}, step_with_clip),
+        (adam, {}, step_after_synchronize),
+        (adam, {}, step_twice_reduced),
+        (adam, {"reduce_in": "backward"}, step_by_itself),
+        (adam, {"reduce_in": "backward"}, step_with_clip),
+        (adam, {"shard": "node"}, step_with_clip),
+        (lbfgs, {}, step_with_closure),
+    ],
+    ids=["step", "clip", "synchronize", "reduced twice", "backward", "backward and clip", "shard and clip", "closure"],
+)
+def test_an_epoch_by_speed_is_that_of_one_process(
+    nodes: None, make: Any, options: dict[str, Any], step: Callable[[Any, Any, Any, bool], object]
+) -> None:
+    """The sampler tells the optimizer how many samples there are, wherever and how often gradients are reduced."""
+    Epochs(make, **options).train(step)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("options", [{}, {"reduce_in": "backward"}], ids=str)
+def test_a_scaler_leaves_out_the_same_steps(nodes: None, options: dict[str, Any], unscales: bool) -> None:
+    """As one process: every third overflows, with what was clipped of the others."""
+    epochs, steps = Epochs(partial(torch.optim.SGD, lr=0.1), **options), {True: 0, False: 0}
+    scalers = {each: torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for each in steps}
+
+    def step(optimizer: Any, model: Any, batch: Any, distributed: bool) -> None:
+        optimizer.zero_grad()
+        steps[distributed] += 1
+        overflows = steps[distributed] % 3 == 0 and (not distributed or hvd.rank() == 0)
+        loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1]) * (torch.inf if overflows else 1.0)
+        scaler = scalers[distributed]
+        scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm_(0.7) if distributed else clips(model)
+        scaler.step(optimizer)
+        scaler.update()
+
+    epochs.train(step)
+    assert scalers[True].get_scale() == scalers[False].get_scale()
 
 
 def test_late_averages_are_weighted(no_world: None) -> None:
@@ -301,8 +395,6 @@ def test_late_averages_are_weighted(no_world: None) -> None:
                     each.grad = gradient
                 alone.step()
         measure([3.0] + [1.0] * (size - 1))
-    with pytest.raises(rr.ConfigError, match="too late"):
-        optimizer.step(samples=4)
     for mine, each in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine, each, rtol=1e-9, atol=1e-9)
     require_equal_bits(model)
@@ -328,15 +420,12 @@ def test_another_world_divides_anew(no_world: None) -> None:
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_adasum_has_no_weights(world: rr.Communicator) -> None:
+def test_sums_have_no_weights(world: rr.Communicator) -> None:
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
-    sampler = hvd.DistributedSampler(range(100), shares="speed", batch_size=3)
-    next(iter(sampler))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Sum)
     descend(model, mine_of(0))
     with pytest.raises(rr.ConfigError, match="op=Average"):
-        optimizer.step()
-    del sampler
+        optimizer.step(samples=3)
 
 
 @pytest.mark.sizes(2, 3, 4)

@@ -7,6 +7,10 @@ from itertools import accumulate
 from math import prod
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("no deadline", deadline=None)  # on a loaded machine any example may take long
+settings.load_profile("no deadline")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -158,7 +158,6 @@ def test_fp8_rounds_as_float8_e4m3fn() -> None:
 
 
 @pytest.mark.parametrize("name", SCALED)
-@settings(deadline=None)
 @given(few=FLOATS)
 def test_blocks_are_those_of_the_reference(name: str, few: np.ndarray) -> None:
     """Scales and codes are those that float64 gives, block by block, whatever the elements are."""
@@ -176,7 +175,6 @@ def test_many_blocks_are_those_of_the_reference(name: str, rng: np.random.Genera
 
 
 @ALL
-@settings(deadline=None)
 @given(few=FLOATS)
 def test_decoded_values_keep_their_bytes(codec: Codec, few: np.ndarray) -> None:
     """What was decoded gives the same bytes when it is encoded again: a value that is passed on loses nothing more."""

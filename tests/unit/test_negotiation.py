@@ -196,7 +196,7 @@ def agreeing_programs(draw: st.DrawFn) -> list[list[Action]]:
     return programs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(agreeing_programs(), st.integers(0, 1 << 16), st.sampled_from([1, 16, BIG]))
 def test_what_all_ranks_submit_runs_once_on_all_in_one_order(
     programs: list[list[Action]], seed: int, fusion_nbytes: int
@@ -210,7 +210,7 @@ def test_what_all_ranks_submit_runs_once_on_all_in_one_order(
     assert all(each[0] == "run" and each[2] == len(ranks) for each in ranks[0].log)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(SIZES[1:]),
     st.integers(2, 6),
@@ -236,7 +236,7 @@ def test_programs_that_pause_in_the_middle_of_a_group_come_to_an_end(
     assert Counter(name for names in ranks[0].runs for name in names) == Counter(dict.fromkeys(names, 8))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(SIZES),
     st.lists(st.sampled_from(["float32", "float64"]), min_size=2, max_size=7),
@@ -312,7 +312,7 @@ def test_an_operation_of_a_group_that_comes_twice_in_a_round_breaks_the_group() 
 # ---- what they do not agree on ----
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(SIZES[1:]),
     st.integers(0, 1 << 16),
@@ -367,7 +367,7 @@ def test_operations_of_one_name_in_another_order_are_refused() -> None:
 # ---- ranks that come to an end ----
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 1 << 16))
 def test_ranks_that_joined_are_done_without(rounds: list[int], seed: int) -> None:
     """Allreduces run with those that are left, the last rank to join is the same for all, and then all begin anew."""

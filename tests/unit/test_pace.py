@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -182,27 +183,36 @@ def make_reducer(engine: Engine) -> GradientReducer:
 
 @pytest.mark.parametrize("by_speed", [False, True])
 def test_rank_0_warns_once(by_speed: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """After enough steps since it last looked; not of one that is always slow, where samples are divided by speed."""
+    """After enough steps; not of one that is always slow, where samples are divided by speed."""
 
     def train(engine: Engine) -> None:
         checks = make_reducer(engine).checks
         if by_speed:
             Shares.of(engine)
-        engine.tally.paces = [pace(steps=63), pace(63, 3.0, steps=63)]
-        checks.look_at_paces()
-        engine.tally.paces = [pace(), pace()]
-        checks.look_at_paces()
-        engine.tally.paces = [pace() + pace(steps=63), pace() + pace(63, 3.0, steps=63)]
-        checks.look_at_paces()
-        assert not engine.pacemaker.warned
-        for _ in range(3):
-            engine.tally.paces = [engine.tally.paces[0] + pace(), engine.tally.paces[1] + pace(100, 5.0)]
+        for number in range(9):
+            said = [pace(steps=16, own_s=1.6), pace(16, 0.784, steps=16, own_s=2.4)]
+            engine.tally.add_paces([astuple(each) for each in said])
             checks.look_at_paces()
+            assert engine.pacemaker.warned is (number >= 3 and engine.communicator.rank == 0 and not by_speed)
 
     run_engines(2, train)
     found = [each.getMessage() for each in caplog.records]
     assert len(found) == (not by_speed)
     assert all("rank 1 is last in 100% of steps, by 49 ms" in each for each in found)
+
+
+def test_a_rank_that_was_slow_is_forgotten():
+    """What is said is about the last eight reports, while `paces` hold all."""
+    tally = EngineTally()
+    for slow, names in ((0, [None] * 3 + [0] * 17), (1, [0] * 4 + [1] * 16), (None, [1] * 7 + [None] * 13)):
+        for name in names:
+            late = pace(16, 1.5, steps=16, own_s=3.0)
+            tally.add_paces([astuple(late if rank == slow else pace(steps=16, own_s=1.5)) for rank in (0, 1)])
+            found = Metrics.of([], [(tally, 0.0, [0, 1], [(0, 1)])])
+            assert (None if found.slow is None else found.slow.rank) == name
+    assert [each.last for each in found.paces.values()] == [16 * 20] * 2
+    assert tally.recent[0].steps == 8 * 16
+    assert tally.paces[0].steps == 60 * 16 == tally.earlier[0].steps + 16
 
 
 @pytest.mark.parametrize("size", [2, 3])

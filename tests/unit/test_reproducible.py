@@ -117,7 +117,7 @@ def test_float64_sums_are_those_of_fsum() -> None:
 
 
 @DTYPES
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_terms_in_any_places(dtype: Any, data: st.DataObject) -> None:
     """Whatever the terms and whoever has them: the exact sum, rounded once; ties and last bits are looked for."""

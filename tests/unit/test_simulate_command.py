@@ -217,11 +217,46 @@ def test_a_picture_is_written(tmp_path: Path):
 
 
 def test_parameters_come_from_a_report(tmp_path: Path):
-    """And take the place of those of the options."""
+    """And take the place of what is usual."""
     path = tmp_path / "bench.json"
     path.write_text(report(Topology.uniform(2, 2), MODEL))
     found = json.loads(run("--nodes", "4", "-e", "8", "--from", str(path), "--json"))
     assert found["links"]["between"]["alpha"] == pytest.approx(MODEL.alpha, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "where", "expected"),
+    [
+        ("--link", "10gbit", ("between", "beta"), 8e-10),
+        ("--latency", "7us", ("between", "alpha"), 7e-6),
+        ("--latency", "2us", ("between", "alpha"), 2e-6),
+        ("--message", "3us", ("between", "message"), 3e-6),
+        ("--barrier", "4us", ("between", "sync"), 4e-6),
+        ("--memory", "4GB", ("between", "copy"), 2.5e-10),
+        ("--memory", "4GB", ("beta",), 2.5e-10),
+        ("--reduction", "5GB", ("between", "gamma"), 2e-10),
+        ("--within", "9us", ("alpha",), 9e-6),
+    ],
+)
+def test_options_take_the_place_of_what_a_report_says(
+    tmp_path: Path, option: str, value: str, where: tuple[str, ...], expected: float
+) -> None:
+    """Also those that say what is usual; nothing else changes but for the rate of memory, which is two terms."""
+    paths = [tmp_path / "one.json", tmp_path / "two.json"]
+    for nodes, path in enumerate(paths, 1):
+        model = Model(alpha=3e-6, beta=3e-11, sync=3e-6, copy=3e-10, gamma=3e-10, message=6e-7)
+        path.write_text(report(Topology.uniform(nodes, 4), model))
+    options = ["--nodes", "4", "-e", "8", "--json", *(word for path in paths for word in ("--from", str(path)))]
+
+    def terms(*more: str) -> dict[tuple[str, ...], float]:
+        links = json.loads(run(*options, *more))["links"]
+        between = {("between", name): value for name, value in links["between"].items()}
+        return between | {(name,): links[name] for name in ("alpha", "beta")}
+
+    before, after = terms(), terms(option, value)
+    assert after[where] == pytest.approx(expected)
+    assert before[where] != pytest.approx(expected)
+    assert [name for name in before if before[name] != after[name]] in ([where], [("between", "copy"), ("beta",)])
 
 
 def test_growing_clusters_have_the_links_of_a_report(tmp_path: Path):
@@ -251,7 +286,6 @@ def test_wire_formats_have_an_algorithm_of_their_own():
         (["--compute", "1ms", "--gradients", "8", "--scaling", "--ranks-per-node", "2,1"], "nodes of equal size"),
         (["--link", "1gbit", "--link", "2gbit"], "several --link are for --scaling"),
         (["--compute", "1ms", "--gradients", "8", "--scaling", "--slow-link", "1:1gbit"], "on equal links"),
-        (["--from", __file__, "--link", "1gbit"], "leave --link out"),
         (["-b", "1M", "-e", "8"], "--maxbytes is smaller"),
         (["--nodes", "2", "--late", "2:1ms"], "rank 2 is late"),
         (["--algorithm", "rnig"], "unknown allreduce algorithm 'rnig'"),

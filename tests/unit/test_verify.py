@@ -499,7 +499,6 @@ deterministic = partial(
     settings,
     derandomize=True,
     database=None,
-    deadline=None,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 

@@ -5,6 +5,7 @@ Usage: lightning_trainer.py FOLDER
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from itertools import chain
@@ -115,15 +116,15 @@ def refused(words: str, **options: Any) -> None:
         lightning.pytorch.Trainer(strategy="ringreduce", accelerator="cpu", **options)
 
 
-def check_sharding() -> None:
-    """With one copy per node losses and weights are those of DDP, also where gradients of several batches add up."""
+def check_sharding(shard: Any) -> None:
+    """With shards losses and weights are those of DDP, also where gradients of several batches add up."""
     for options in {}, {"accumulate_grad_batches": 2}:
-        name = "-".join(["sharded", *options])
+        name = "-".join(["sharded", shard, *options])
         _, expected = fit(lightning.pytorch, "ringreduce", f"{name}-not", **options)
         fit_sharded = partial(fit, lightning.pytorch, **options)
-        _, model = fit_sharded(RingreduceStrategy(shard="node"), name)
+        _, model = fit_sharded(RingreduceStrategy(shard=shard), name)
         saved = FOLDER / name / "epoch=0.ckpt"
-        _, resumed = fit_sharded(RingreduceStrategy(shard="node"), f"{name}-resumed", resume=saved)
+        _, resumed = fit_sharded(RingreduceStrategy(shard=shard), f"{name}-resumed", resume=saved)
         losses = [value for name, value in expected.history if name == "loss"]
         assert losses == [value for name, value in model.history if name == "loss"]
         assert losses[1:] == [value for name, value in resumed.history if name == "loss"]
@@ -169,13 +170,19 @@ def main() -> None:
     _, older = fit(pytorch_lightning, "ringreduce", "older")
     assert_equal(older, expected)
 
-    check_sharding()
+    check_sharding("node")
 
     refused("devices=3", devices=3)
     refused("num_nodes=2", num_nodes=2)
     strategy = RingreduceStrategy()
     with pytest.raises(ringreduce.ConfigError, match='accelerator="cpu"'):
         strategy.parallel_devices = [torch.device("cuda", 0)]
+
+    dist.destroy_process_group()
+    ringreduce.shutdown()
+    os.environ["RINGREDUCE_NODE_SIZE"] = "1"  # each rank has a part of the state, and no other one can see it
+    check_sharding("all")
+    assert len(ringreduce.world().topology.nodes) == size
     print("done")
 
 
