@@ -355,7 +355,7 @@ class GradientReducer:
                 if counts is None:
                     return None
                 samples, self._counted_in = counts[self.ranks.rank], self.stepped
-            if self.options.op is not AVERAGE:
+            if self.options.op is not AVERAGE or self.options.adasum:
                 raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
         except ConfigError as error:
             return error

@@ -195,7 +195,7 @@ def test_a_sampler_by_speed_weights_slices(no_world: None) -> None:
         (lambda: 2.5, hvd.Average, "samples"),
         (lambda: -1 if RANK else 1, hvd.Average, "samples"),
         (lambda: 2, hvd.Sum, "op=Average"),
-        (lambda: 2, hvd.Adasum, "op=Average"),
+        (lambda: 2, hvd.Adasum, "weights of an average"),
     ],
 )
 def test_wrong_numbers_are_refused_on_all_ranks(step: Any, samples: Callable[[], Any], op: Any, words: str) -> None:
