@@ -16,8 +16,6 @@ from ringreduce.training.host import HOST
 from ringreduce.training.parameters import broadcast_parameters as _broadcast
 from ringreduce.training.requests import RequestBuilder
 
-__all__ = ["broadcast_parameters"]
-
 
 def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> Any:
     """Return the root's arrays: parameters, the state of an optimizer, random keys. Collective; outside of `jit`.
