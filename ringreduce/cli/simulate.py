@@ -63,7 +63,7 @@ _RATE, _TIME = Parsed("rate", _rate, "{0!r}: {1}"), Parsed("time", _seconds, "{0
 _NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
 _SLOW, _LATE = Parsed("link", _of_a_number(_rate)), Parsed("delay", _of_a_number(_seconds))
 _RATE_BPS = 100e9 / 8  # bytes per second, where --link says nothing
-#: Option -> the term of `Model` that it says, and that of `Links` for messages inside a node.
+#: Option -> the term of `Model` that it sets; and, for messages inside a node, the term of `Links`.
 _TERMS = {
     "rates": "beta",
     "latency_s": "alpha",
@@ -97,7 +97,7 @@ Examples:
 @click.option("--slow-link", "slow", type=_SLOW, multiple=True, metavar="NODE:RATE", help="Repeatable.")
 @click.option("--late", type=_LATE, multiple=True, metavar="RANK:TIME", help="Repeatable.")
 @click.option("--noise", type=_TIME, default="0s", help="Mean of the exponential delay of each rank.")
-@click.option("--from", "reports", type=_FILE, multiple=True, help="Other parameters: bench --algorithm all -J FILE.")
+@click.option("--from", "reports", type=_FILE, multiple=True, help="Parameters: bench --algorithm all -J FILE.")
 @click.option("-b", "--minbytes", type=_NBYTES, default="8", help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, default="256M", help="Last size.")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=16, help="From size to size.")

@@ -16,7 +16,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _REMEMBERED = 256
-_RECENT = 8  # reports of paces, each of 16 steps or, of more ranks, of as many as there are
+_RECENT = 8  # reports of paces, each of 16 steps, or with more than 16 ranks of as many steps as ranks
 
 
 class Instrument:
@@ -169,8 +169,8 @@ class EngineTally:
             (seconds); None: there was none.
         paces: of each rank, in steps of all of which all ranks know; the same on all ranks that have ended the same
             steps. Empty: there were not enough.
-        before: `paces` before each of the last reports, oldest first.
-        reports: so many were counted.
+        before: `paces` before each of the last eight reports, oldest first.
+        reports: how many were counted.
     """
 
     operations: int = 0

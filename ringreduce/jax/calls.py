@@ -57,7 +57,7 @@ class Call(NamedTuple):
         postscale: multiplies what comes out.
         wire: the format in which floats travel between nodes.
         root: the rank of the set that sends or receives; -1: there is none.
-        function: the key of one of `FUNCTIONS` or `LISTS`, which is called for the collective.
+        function: the key of a function of `FUNCTIONS` or `LISTS`, which carries out the collective.
         part: of a collective on more arrays, in words.
     """
 
@@ -77,10 +77,10 @@ class Call(NamedTuple):
 #: those for the results, whether sums are divided by the number of ranks, and the ranks; and return the results.
 FUNCTIONS: dict[str, Callable[[Sequence[Host], Sequence[Host], bool, Communicator], Sequence[Host]]] = {}
 
-#: The kind of calls of one of `LISTS`, which reduces arrays with what this process keeps; `Call.function` is its key.
+#: The kind of calls that a function of `LISTS` carries out, with state of this process; `Call.function` is its key.
 LISTED = "listed"
 
-#: By a key that is the same in all processes; they take the name of the operation, arrays, and those for the results.
+#: Functions by a key that is equal on all ranks; they take the name of the operation, arrays, and arrays for results.
 LISTS: dict[str, Callable[[str | None, Sequence[Host], Sequence[Host]], None]] = {}
 
 #: Kinds whose results have the shapes of what goes in.

@@ -164,7 +164,7 @@ def call(
         batched: as `jax.ffi.ffi_call` has ``vmap_method``.
         in_place: whether results are in the memory of the arguments, which JAX copies if they are needed afterwards.
         after: arrays that are there when the handler is called.
-        always: whether JAX may neither leave it out nor make one of two.
+        always: whether JAX may neither drop this call nor merge it with an equal one.
     """
     results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]
     aliases = {number: number for number in range(len(results))} if in_place else None

@@ -1,7 +1,7 @@
 """Gradients that are averaged late, or by numbers of samples: a `ListTraining` that programs call on the host.
 
-What it keeps, averages on their way, is the process's, and no part of a state of JAX. So JAX may neither leave out a
-call, nor make it twice.
+The process keeps the averages that are under way; they are no part of a state of JAX. So JAX may neither drop a call
+nor repeat it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _numbers = count()
 
 
 def needs_host(process_set: ProcessSet) -> bool:
-    """Return whether a sampler by speed gives the ranks different numbers of samples."""
+    """Return whether a sampler by speed has begun, which gives the ranks different numbers of samples."""
     return process_set.included() and is_by_speed(process_set.engine)
 
 
@@ -43,19 +43,19 @@ def unmapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_batch(*_: object) -> NoReturn:
     raise ConfigError(
-        "gradients that are compressed, late or weighted cannot be mapped by vmap: map what computes them, not the "
-        "transformation"
+        "vmap cannot map the reduction of gradients that are compressed, late or weighted: map the computation of the "
+        "gradients alone"
     )
 
 
 class HostReduction:
-    """Reduces lists of arrays, at once or in the program that is being traced; to be made in the same order on ranks.
+    """Reduces lists of arrays, at once or in the program that is being traced. All ranks make theirs in one order.
 
     Args:
         kind: what errors call it.
-        leaves: the first list; all have its shapes and dtypes.
+        leaves: the first list; all lists have its shapes and dtypes.
         process_set: the ranks that train together.
-        samples: returns the number of samples of a step that is given none.
+        samples: returns the number of samples of a step whose `reduce` gets none.
         **options: of `ListTraining`.
     """
 
@@ -79,11 +79,11 @@ class HostReduction:
         Args:
             leaves: the arrays.
             name: of the operation; None: as `ringreduce.jax.allreduce` names one.
-            samples: over how many samples they are means: a number, or a scalar; on all ranks or none.
+            samples: of how many samples this rank's arrays are means, a number or a scalar; on all ranks or none.
         """
         raise_unseen()
         arrays = [*leaves, *([] if samples is None else [_scalar(samples)])]
-        # The name of an allreduce: a rank that weights nothing makes one, and both get an error then.
+        # The name of an allreduce: a rank without numbers of samples makes one, so that both get an error.
         name = name or name_here("allreduce", arrays)
         if not is_traced(arrays):
             reduced = self._reduced(name, list(map(np.asarray, arrays)))
@@ -94,7 +94,7 @@ class HostReduction:
         return list(run(*arrays)[: len(leaves)])
 
     def pending(self) -> Iterator[list[Any]]:
-        """Yield the averages that no step has applied yet, oldest first. Collective."""
+        """Yield the averages that are still to be applied, oldest first. Collective."""
         for averages in () if self._training is None else self._training.pending():
             yield [jnp.array(each) for each in averages]
 
@@ -106,7 +106,7 @@ class HostReduction:
         number = len(self._specs)
         if self._training is None:
             with RequestBuilder("allreduce", name, self._process_set) as prepare:
-                request = prepare.call("gradients that are late, or have numbers of samples", lambda ranks: None)
+                request = prepare.call("late gradients, or numbers of samples", lambda ranks: None)
             request.carry_out()
             named = [(f"array {place}", each) for place, each in enumerate(self._specs)]
             self._training = ListTraining(self._kind, named, self._process_set, **self._options)
@@ -114,7 +114,7 @@ class HostReduction:
 
 
 class HostTrees:
-    """Reduces pytrees by `HostReduction`, one for the trees of each structure, shapes and dtypes.
+    """Reduces pytrees, with one `HostReduction` for each structure, shapes and dtypes.
 
     Args:
         kind, process_set, **options: as for `HostReduction`.
@@ -135,10 +135,10 @@ class HostTrees:
         return jax.tree.unflatten(structure, self._known[key].reduce(leaves, name, samples))
 
     def pending(self, like: Any) -> Iterator[Any]:
-        """Yield the averages that no step has applied yet, oldest first, of trees of a structure. Collective."""
+        """Yield the averages that are still to be applied, oldest first, of trees of a structure. Collective."""
         leaves, structure = jax.tree.flatten(like)
         if is_traced(leaves):
-            raise ConfigError("the last averages are applied at once: call synchronize() outside of jit")
+            raise ConfigError("the last averages are values: call synchronize() outside of jit")
         for (other, *_), reduction in list(self._known.items()):
             if other == structure:
                 for averages in reduction.pending():

@@ -1,4 +1,4 @@
-"""`DiLoCo` and `LocalSGD`: replicas step by themselves, and exchange weights now and then; outside of `jit`."""
+"""`DiLoCo` and `LocalSGD`: replicas step by themselves, and exchange weights once per period; outside of `jit`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = jax.Array, np.ndarray, np.generic, float, complex
 
 
 class DiLoCo:
-    """Lets replicas step by themselves, and exchange what they have learnt once per period.
+    """Lets replicas step by themselves, and exchange weights once per period.
 
         params = rj.broadcast_parameters(params)
         local = rj.DiLoCo(params, period=20)
@@ -33,34 +33,34 @@ class DiLoCo:
 
     A replica is a node, or one rank, or the ranks of a process set; its ranks reduce their gradients in every step. In
     every ``period``-th step all ranks average how far their weights have moved, and make an outer step with Nesterov's
-    momentum; `ringreduce.training.local` has the arithmetic and its sources. All ranks make equally many steps.
+    momentum; `ringreduce.training.local` has the formulas and their sources. All ranks must make equally many steps.
 
-    Floats and complex numbers of the tree are exchanged, those of 16 bits in float32, through the host; other leaves
-    stay each rank's own. Means of other things, as the statistics of batches or the state of an optimizer, are those of
-    a `LocalSGD` of their own: ``stats = rj.LocalSGD(stats, period=20)``.
+    Floats and complex numbers of the tree are exchanged through the host, floats of 16 bits in float32; other leaves
+    stay each rank's own. To average other trees, such as batch statistics or the state of an optimizer, give them a
+    `LocalSGD` of their own: ``local_stats = rj.LocalSGD(stats, period=20)``.
 
     On each rank this takes 12 bytes of host memory for each element in float32, 16 during a delay, 8 without momentum.
 
     Args:
         params: a pytree, with equal values on all ranks (`broadcast_parameters`), which the first step compares.
-        period: so many steps of a replica come between two exchanges of a parameter.
-        outer_lr: of the outer step; 1 is the average, where there is no momentum.
-        outer_momentum: of the outer steps; less than 1.
-        fragments: cut the parameters into so many parts of about equal size, each of whole arrays, and exchange them
+        period: steps of a replica from one exchange of a parameter to the next.
+        outer_lr: learning rate of the outer step; 1, without momentum, makes it an average.
+        outer_momentum: momentum of the outer steps; at least 0 and less than 1.
+        fragments: how many parts the parameters are cut into, of whole arrays and about equal sizes. They are exchanged
             one after the other, at equal distances within the period.
-        delay: make so many more steps before an exchange has to be complete; less than the period. What a replica
-            learns meanwhile is kept.
+        delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
+            steps is kept.
         compression: the wire format of differences between nodes: ``"fp16"``, ``"bf16"``, ``"fp8"``, ``"int8"`` or
-            ``"int4"``. What rounding to it loses is sent in the next exchange.
-        replica: ``"node"``, ``"rank"`` or process sets, which together have each rank of the world once.
+            ``"int4"``. Its rounding errors are added to the next exchange.
+        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
 
-    All arguments must agree on all ranks. For synchronous steps first, make them before this object.
+    All arguments must agree on all ranks. To begin with synchronous steps, make them before this object.
 
     Attributes:
-        process_set: the ranks of this replica, for what reduces gradients.
+        process_set: the ranks of this replica, for `DistributedGradientTransformation`.
 
     Raises:
-        ConfigError: an argument is wrong. The other ranks get a `MismatchError` then.
+        ConfigError: an argument is wrong; the other ranks get a `MismatchError`.
         MismatchError: the ranks have different trees or arguments.
         UnsupportedBufferError: a leaf has floats that no collective takes.
     """
@@ -95,25 +95,26 @@ class DiLoCo:
         self.process_set = self._replicas.process_set
 
     def step(self, params: Any) -> Any:
-        """Begin or end the exchanges that are due after a step of the replica. Collective where there are some.
+        """Begin and end the exchanges that are due; to be called after each step. Collective then, and in the first.
 
         Args:
-            params: what the step has made of the parameters, as a tree of the same structure and shapes.
+            params: the parameters after the step, a tree of the same structure and shapes.
 
         Returns:
-            The parameters to go on with, of the same dtypes, on the same devices; the same object where no exchange
-            ends. The device is waited for only where an exchange begins or ends.
+            The parameters for the next step, of the same dtypes, on the same devices; the argument itself if no
+            exchange ends. It waits for the device only if an exchange begins or ends.
 
         Raises:
-            ConfigError: it is called in `jit`; the tree is another one; or a rank has joined.
-            MismatchError: the ranks began with different weights, or go on from states that do not belong together.
+            ConfigError: it is called in `jit`; the structure or shapes of the tree differ; or a rank has joined.
+            MismatchError: the ranks began with different weights, or have loaded states of different runs or steps.
         """
         return self._changed(params, self._replicas.before_step, self._replicas.after_step)
 
     def synchronize(self, params: Any) -> Any:
         """Return the average over all ranks. Collective.
 
-        For an evaluation and the end of a training. Ends what is under way, and leaves the outer momentum as it is.
+        Call it before an evaluation and at the end of training. It ends exchanges that are under way, and does not
+        change the outer momentum.
 
         Args:
             params: as for `step`.
@@ -121,9 +122,9 @@ class DiLoCo:
         return self._changed(params, self._replicas.synchronize)
 
     def rejoin(self, params: Any) -> Any:
-        """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
+        """Go on in a new world, after ``shutdown()`` and ``init()``; in the same world, do nothing. Collective.
 
-        Call it first in what `elastic.run` runs: the ranks that go on average what each has learnt.
+        Call it first in the function that `elastic.run` calls: its ranks average their weights.
 
         Args:
             params: as for `step`.
@@ -131,29 +132,31 @@ class DiLoCo:
         return self._changed(params, self._replicas.rejoin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed, besides the parameters, to go on in mid-period: numbers and NumPy arrays. Local.
+        """Return the state to resume from in mid-period, besides the parameters: numbers and NumPy arrays. Local.
 
-        It is each rank's own, as the parameters are: save both on every rank.
+        Each rank has its own: save it and the parameters on every rank.
         """
         return self._replicas.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned, on all ranks.
+        """Load a state of `state_dict`, on all ranks. Local.
 
-        Rounding errors of compression that another rank, or one among another number of ranks, has kept are left out.
+        Rounding errors of compression are loaded only by the rank that saved them, among as many ranks.
 
         Raises:
-            ConfigError: it is of other parameters or other options. Nothing was loaded then.
+            ConfigError: the state is of other parameters or other options; nothing is loaded.
         """
         self._replicas.load_state_dict(state)
 
     def _changed(self, params: Any, *calls: Callable[[], None]) -> Any:
-        """Return the tree that some calls make of one."""
+        """Return a tree with the values that it has after some calls."""
         leaves, structure = jax.tree_util.tree_flatten(params)
         _require_values(leaves)
         given = [leaves[number] for number in self._numbers] if structure == self._structure else []
         if structure != self._structure or list(map(np.shape, given)) != self._shapes:
-            raise ConfigError("these are other parameters than DiLoCo was made with: their structure or shapes differ")
+            raise ConfigError(
+                "these are not the parameters that DiLoCo was made with: their structure or shapes differ"
+            )
         self._leaves = list(given)
         try:
             for call in calls:
@@ -193,4 +196,6 @@ def _is_exchanged(leaf: Any) -> bool:
 
 def _require_values(leaves: Sequence[Any]) -> None:
     if any(isinstance(each, jax.core.Tracer) for each in leaves):
-        raise ConfigError("DiLoCo exchanges values: call it outside of jit, with what the compiled step has returned")
+        raise ConfigError(
+            "DiLoCo exchanges values: call it outside of jit, with the parameters that the compiled step returns"
+        )

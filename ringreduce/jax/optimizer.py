@@ -58,7 +58,7 @@ class DistributedState(NamedTuple):
     lost: RankState
 
 
-def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, as Horovod's do
+def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in Horovod
     tx: optax.GradientTransformation,
     op: Op = AVERAGE,
     compression: Any = None,
@@ -71,12 +71,12 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
     """Return a transformation that averages gradients over the ranks and passes them on to another one.
 
     It may be used inside and outside of `jit`. Its ``update`` is collective, and so is its ``init`` with a compression.
-    ``update(grads, state, params, samples=n)`` weights averages: n, a number or a scalar, says over how many samples
-    this rank's gradients are means; on all ranks or none.
+    ``update(grads, state, params, samples=n)`` weights averages by n, the number of samples (a number or a scalar) of
+    which this rank's gradients are means; on all ranks or none.
 
-    Gradients that are late or weighted are reduced in lists of the host, and `vmap` refuses them. Averages on their way
-    are kept by the process, and not in the state: a transformation with ``staleness`` is for one model, whose state is
-    saved after ``synchronize``.
+    Late or weighted gradients are reduced on the host, and `vmap` refuses them. The process keeps the averages that are
+    under way; the state does not have them. So use a transformation with ``staleness`` for one model, and save its
+    state after ``synchronize``.
 
     Args:
         tx: what the averages go to. Clipping belongs in here, so that it sees the averages.
@@ -86,13 +86,13 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
         process_set: the ranks that train together.
         gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
         name: of the operation, as for `ringreduce.jax.allreduce`.
-        staleness: how many steps late averages are applied; must agree. The first steps apply zeros, and what a wire
-            format loses is kept by the process, too. See docs/recipes/staleness.md.
+        staleness: by how many steps averages are applied late; must agree. The first steps apply zeros, and the process
+            keeps the rounding errors of wire formats, too. See docs/recipes/staleness.md.
 
     Returns:
         A transformation whose state is that of ``tx``, or with a compression and without ``staleness`` a
-        `DistributedState`. With ``staleness``, ``params, state = tx.synchronize(params, state)`` makes the steps whose
-        averages are still to be applied; collective, and outside of `jit`.
+        `DistributedState`. With ``staleness``, ``params, state = tx.synchronize(params, state)`` applies the last
+        averages; collective, and outside of `jit`.
 
     Raises:
         ConfigError: an argument is wrong, or two do not go together.
@@ -132,21 +132,21 @@ def DistributedGradientTransformation(  # noqa: N802  # it stands for a class, a
 
 
 class DistributedTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """What `DistributedGradientTransformation` returns.
+    """The result of `DistributedGradientTransformation`.
 
     Attributes:
-        late: what has the averages that no step has applied yet, and what they go to; None: nothing comes late.
+        late: with staleness, the reducer of gradients, and the update to apply its averages with; else None.
     """
 
     late: tuple[HostTrees, Callable[..., Any]] | None = None
 
     def synchronize(self, params: Any, state: Any, **extra: Any) -> tuple[Any, Any]:
-        """Make the steps whose averages are still to be applied, outside of `jit`. Collective.
+        """Apply the averages that are still to be applied, one step for each, outside of `jit`. Collective.
 
         Args:
             params: the parameters, a tree of the structure of the gradients.
             state: of this transformation.
-            **extra: for the update of the transformation that this one wraps.
+            **extra: for the update of the wrapped transformation.
 
         Returns:
             Parameters and state after the last step.
@@ -187,7 +187,7 @@ class _Compressing(NamedTuple):
         self, updates: Any, state: DistributedState, params: Any = None, *, samples: Any = None, **extra: Any
     ) -> tuple[Any, DistributedState]:
         if samples is not None or needs_host(self.process_set):
-            raise ConfigError("compressed gradients have equal weights: use no compression with numbers of samples")
+            raise ConfigError("compressed gradients cannot be weighted: use no compression with numbers of samples")
         leaves, structure = jax.tree.flatten(updates)
         chosen = [each for each in leaves if _is_compressed(each)]
         made, residual = self._compress(chosen, state.lost.arrays)

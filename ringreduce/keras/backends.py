@@ -55,7 +55,7 @@ if keras.backend.backend() == "jax":
     from ringreduce.jax.lists import HostReduction, needs_host
 
     class _CompiledReduction(ListReduction):
-        """Reduces gradients in the compiled program; those that are late or weighted, in lists of the host."""
+        """Reduces gradients in the compiled program; late or weighted ones on the host."""
 
         def __init__(self, options: Options, process_set: ProcessSet) -> None:
             super().__init__(options.staleness)
@@ -64,8 +64,8 @@ if keras.backend.backend() == "jax":
         def count(self, samples: Any) -> None:
             if self._plain and samples is not None:
                 raise ConfigError(
-                    "on Keras's backend jax, optimizer.samples is set before the first step, which was compiled "
-                    "without it; make a new optimizer"
+                    "on Keras's backend jax, set optimizer.samples before the first step: this optimizer was compiled "
+                    "without it; make a new one"
                 )
             super().count(samples)
 
@@ -95,7 +95,7 @@ if keras.backend.backend() == "jax":
             return made
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
-        """Return what reduces gradients, all of them as one operation."""
+        """Return the reducer of all gradients, as one operation."""
         return _CompiledReduction(options, process_set)
 
     def prepare(model: Any) -> None:
@@ -119,7 +119,7 @@ elif keras.backend.backend() == "torch":
     from ringreduce.torch.gradients import TorchParameters
 
     class _EagerReduction(ListReduction):
-        """Reduces gradients as they are."""
+        """Reduces gradients of steps that are not compiled."""
 
         def __init__(self, options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> None:
             super().__init__(options.staleness)
@@ -136,7 +136,7 @@ elif keras.backend.backend() == "torch":
             return reduced
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
-        """Return what reduces gradients."""
+        """Return the reducer of all gradients."""
         return _EagerReduction(options, sparse_as_dense, process_set)
 
     def prepare(model: Any) -> None:
@@ -147,7 +147,7 @@ elif keras.backend.backend() == "tensorflow":
     from ringreduce.tensorflow.gradients import GradientReduction
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
-        """Return what reduces gradients, all of them as one operation."""
+        """Return the reducer of all gradients, as one operation."""
         return GradientReduction(
             _KIND,
             op=options.op,

@@ -39,8 +39,8 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
     """Gives all ranks the weights of one, and the state of its optimizer, before the first batch. Collective.
 
     Seeds of layers that draw random numbers stay each rank's own. A model that gets its weights only in the first
-    batch, as a subclass may on the backend tensorflow, is broadcast after that. With ``staleness``, it makes the last
-    steps when training ends.
+    batch, as a subclass may on the backend tensorflow, is broadcast after that. At the end of training with
+    ``staleness``, the callback applies the last averages.
 
     Args:
         root_rank: whose values count.
@@ -241,7 +241,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
 
 class DiLoCoCallback(DistributedCallback):
-    """Lets replicas step by themselves, and exchange what they have learnt once per period.
+    """Lets replicas step by themselves, and exchange weights once per period.
 
         local = hvd.callbacks.DiLoCoCallback(period=20)
         model.compile(hvd.DistributedOptimizer(optimizer, process_set=local.process_set), loss=...)
@@ -249,39 +249,40 @@ class DiLoCoCallback(DistributedCallback):
 
     A replica is a node, or one rank, or the ranks of a process set; its ranks reduce their gradients in every step. In
     every ``period``-th step all ranks average how far their weights have moved, and make an outer step with Nesterov's
-    momentum; `ringreduce.training.local` has the arithmetic and its sources. All ranks make equally many steps. The
-    ranks have equal weights in an evaluation within `fit`, and after it. All calls are collective where an exchange
-    begins or ends; so is the construction.
+    momentum; `ringreduce.training.local` has the formulas and their sources. All ranks must make equally many steps.
+
+    The ranks have equal weights in an evaluation within `fit`, and after `fit`. Collective are the construction, the
+    beginning of `fit`, its first batch, and batches at which an exchange begins or ends.
 
     On each rank this takes 12 bytes of host memory for each weight in float32, 16 during a delay, 8 without momentum.
-    Weights of 16 bits are exchanged in float32.
+    Weights are exchanged through the host, those of 16 bits in float32.
 
-    A program with a loop of its own calls the methods as `fit` does: ``set_model`` and ``on_train_begin``,
-    ``on_train_batch_begin`` and ``on_train_batch_end`` around each step, and `synchronize`.
+    A program with a loop of its own calls the methods that `fit` calls: ``set_model`` and ``on_train_begin`` first,
+    ``on_train_batch_begin`` and ``on_train_batch_end`` around each step, and `synchronize` at the end.
 
     Args:
-        period: so many steps of a replica come between two exchanges of a weight.
-        outer_lr: of the outer step; 1 is the average, where there is no momentum.
-        outer_momentum: of the outer steps; less than 1.
-        fragments: cut the trainable variables into so many parts of about equal size, each of whole variables, and
-            exchange them one after the other, at equal distances within the period.
-        delay: make so many more steps before an exchange has to be complete; less than the period. What a replica
-            learns meanwhile is kept.
-        compression: the wire format of differences between nodes: one of `Compression`, or its name. What rounding to
-            it loses is sent in the next exchange.
-        replica: ``"node"``, ``"rank"`` or process sets, which together have each rank of the world once.
-        average: what ranks have in common after an exchange: ``"parameters"``, the trainable variables, and
-            ``"buffers"``, other weights of floating point of layers that train, such as the statistics of batch
-            normalisation, which are averaged as they are.
+        period: steps of a replica from one exchange of a weight to the next.
+        outer_lr: learning rate of the outer step; 1, without momentum, makes it an average.
+        outer_momentum: momentum of the outer steps; at least 0 and less than 1.
+        fragments: how many parts the trainable variables are cut into, of whole variables and about equal sizes. They
+            are exchanged one after the other, at equal distances within the period.
+        delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
+            steps is kept.
+        compression: the wire format of differences between nodes, one of `Compression`, or its name. Its rounding
+            errors are added to the next exchange.
+        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
+        average: the weights to average: ``"parameters"``, the trainable variables, by outer steps; and ``"buffers"``,
+            other floating-point weights of trainable layers, such as batch statistics, without outer steps.
 
-    All arguments must agree on all ranks. For synchronous steps first, call `fit` before with another optimizer.
+    All arguments must agree on all ranks. To begin with synchronous steps, make them before, in a `fit` whose optimizer
+    reduces gradients over all ranks.
 
     Attributes:
-        process_set: the ranks of this replica, for `DistributedOptimizer`, which replicas of one rank do not need.
+        process_set: the ranks of this replica, for `DistributedOptimizer`; replicas of one rank need none.
 
     Raises:
-        ConfigError: an argument is wrong. At the beginning of `fit`: the model has no weights yet, or its optimizer
-            does not fit. The other ranks get a `MismatchError` then.
+        ConfigError: an argument is wrong; at the beginning of `fit`: the model has no weights yet, or its optimizer
+            reduces gradients over other ranks, late, or not after each batch. The other ranks get a `MismatchError`.
         MismatchError: the ranks have different weights or arguments.
     """
 
@@ -341,24 +342,25 @@ class DiLoCoCallback(DistributedCallback):
     def synchronize(self) -> None:
         """Make the weights of all ranks their average, once `fit` has begun. Collective.
 
-        Ends what is under way, and leaves the outer momentum as it is.
+        `fit` calls it before an evaluation and at its end. It ends exchanges that are under way, and does not change
+        the outer momentum.
         """
         self._replicas.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed, besides the weights, to go on in mid-period: numbers and NumPy arrays. Local.
+        """Return the state to resume from in mid-period, besides the weights: numbers and NumPy arrays. Local.
 
-        It is each rank's own, as the weights are: save both on every rank, once `fit` has begun.
+        Each rank has its own: save it and the weights on every rank, once `fit` has begun.
         """
         return self._replicas.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned, on all ranks; before `fit`, when it begins.
+        """Load a state of `state_dict`, on all ranks; if called before `fit`, once it begins. Local.
 
-        Rounding errors of compression that another rank, or one among another number of ranks, has kept are left out.
+        Rounding errors of compression are loaded only by the rank that saved them, among as many ranks.
 
         Raises:
-            ConfigError: it is of other weights or other options. Nothing was loaded then.
+            ConfigError: the state is of other weights or other options; nothing is loaded.
         """
         if self._variables:
             self._replicas.load_state_dict(state)
@@ -366,7 +368,7 @@ class DiLoCoCallback(DistributedCallback):
             self._saved = state
 
     def _found(self) -> tuple[list[Any], list[Any]]:
-        """Return the variables to exchange, and those that are averaged as they are."""
+        """Return the variables of outer steps, and those that are averaged without them."""
         if not self.model.built:
             raise ConfigError("the model has no weights yet: call model.build(input_shape) first")
         if not self._averages_buffers:
@@ -398,7 +400,7 @@ class LocalSGDCallback(DiLoCoCallback):
 
 
 def _require_whole_steps(model: Any, process_set: ProcessSet) -> None:
-    """Raise `ConfigError` unless each batch is a step, in which the ranks of the process set reduce their gradients."""
+    """Raise `ConfigError` unless each batch is a step that reduces gradients over the ranks of the process set."""
     optimizer, mine = model.optimizer, process_set.ranks
     if model.steps_per_execution != 1:
         raise ConfigError("DiLoCoCallback counts steps: compile the model with steps_per_execution=1")
@@ -406,11 +408,11 @@ def _require_whole_steps(model: Any, process_set: ProcessSet) -> None:
         return
     if hasattr(optimizer, "inner_optimizer"):
         raise ConfigError(
-            "replicas make equally many steps, but an optimizer that scales losses leaves out steps on its own: "
+            "replicas make equally many steps, but a LossScaleOptimizer skips steps when gradients overflow: "
             "train in bfloat16, or with a loss_scale_factor"
         )
     if optimizer.gradient_accumulation_steps:
-        raise ConfigError("DiLoCoCallback counts batches as steps: train without gradient_accumulation_steps")
+        raise ConfigError("DiLoCoCallback counts each batch as a step: train without gradient_accumulation_steps")
     distribution = getattr(optimizer, "distribution", None)
     if distribution is None or not distribution.process_set.included():
         together = [rank()]
@@ -421,5 +423,5 @@ def _require_whole_steps(model: Any, process_set: ProcessSet) -> None:
     if together != mine:
         raise ConfigError(
             f"the optimizer reduces gradients over the ranks {together}, but the replica has {mine}: compile the model "
-            "with DistributedOptimizer(optimizer, process_set=local.process_set), local being the DiLoCoCallback"
+            "with DistributedOptimizer(optimizer, process_set=local.process_set), where local is the DiLoCoCallback"
         )

@@ -72,14 +72,14 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         process_set: the ranks that train together. On others the optimizer steps as it does by itself.
         scale_local_gradients: divide gradients of local variables (``optimizer.register_local_var(variable)``, which
             are not reduced) by the number of ranks.
-        staleness: how many steps late averages are applied; must agree. The first steps apply zeros. See
+        staleness: by how many steps averages are applied late; must agree. The first steps apply zeros. See
             docs/recipes/staleness.md.
 
     Returns:
-        The same optimizer, with two attributes more. ``optimizer.samples = n`` says over how many samples this rank's
-        gradients are means from now on, on all ranks or none; averages are weighted by these numbers. On the backend
-        jax it is set before the first step. ``optimizer.synchronize()`` makes the steps whose averages are still to be
-        applied, with ``staleness``; collective, and neither within `fit` nor in a compiled function.
+        The same optimizer, with two more attributes. ``optimizer.samples = n`` weights averages by n, the number of
+        samples of which this rank's gradients are means from now on; on all ranks or none, and on the backend jax
+        before the first step. With ``staleness``, ``optimizer.synchronize()`` applies the last averages; collective,
+        and outside of `fit` and of compiled functions.
 
     Raises:
         ConfigError: an argument is wrong, two do not go together, or this is one already.

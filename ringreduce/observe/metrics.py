@@ -67,10 +67,10 @@ class Metrics:
         late_rank: the rank of the world that others last had to wait for, for more than a millisecond, with an
             asynchronous operation or an optimizer step; None: there was none.
         late_s: how long (seconds).
-        paces: by rank of the world, how the ranks have gone through steps of training since `init`; the same on all
-            ranks that have ended the same steps.
-        slow: the rank for which the others wait most in recent steps, the last 128 (with more than 16 ranks, eight
-            times their number), and why; None: they hardly wait, or there were less than 64 steps.
+        paces: by rank of the world, the pace of each rank in all training steps since `init`; the same on all ranks
+            that have ended the same steps.
+        slow: the rank for which the others wait most in the last 128 steps (with more than 16 ranks, in eight times as
+            many steps as ranks), and why; None: they hardly wait, or there were fewer than 64 steps.
     """
 
     collectives: dict[str, Tally]

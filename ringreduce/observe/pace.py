@@ -11,7 +11,7 @@ from ringreduce.common.instruments import Pace
 
 __all__ = ["Slow", "find_slow"]
 
-_ENOUGH = 64  # steps: of fewer nothing is said
+_ENOUGH = 64  # steps: with fewer, no rank is called slow
 _COSTS = 0.1  # of a step's time: shorter waits are not reported
 _ALWAYS, _SOMETIMES = 0.8, 0.2  # of all steps
 _LESS = 0.9  # of the core that others have

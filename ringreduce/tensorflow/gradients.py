@@ -42,7 +42,7 @@ class GradientReduction(ListReduction):
         predivide: averages are divided by this before they are summed, and by the rest afterwards.
         groups: lists of variables, or a number of lists: the gradients of each are reduced together.
         process_set: the ranks that train together.
-        staleness: how many steps late averages are applied.
+        staleness: by how many steps averages are applied late.
 
     Raises:
         ConfigError: an argument is wrong; the other ranks get a `MismatchError`.
@@ -81,11 +81,11 @@ class GradientReduction(ListReduction):
             gradients: of each variable; None where there is none. Outside of graphs, what a rank lacks counts as zeros,
                 and what no rank has stays None. In a graph None stays None, and the ranks have to agree on that.
             variables: to which they belong; variables, or whatever a gradient was asked for.
-            samples: over how many samples this rank's gradients are means, a number or a tensor, on all ranks or none;
-                None: as ``self.samples`` says then.
+            samples: of how many samples this rank's gradients are means, a number or a tensor; on all ranks or none.
+                None: ``self.samples`` at the time of the step.
 
         Raises:
-            ConfigError: gradients are sparse, and late; or numbers of samples are wrong, or missing on some ranks.
+            ConfigError: gradients are sparse, with staleness; or numbers of samples are wrong, or missing on some rank.
             MismatchError: the ranks have different gradients.
         """
         made = list(gradients)
@@ -110,7 +110,7 @@ class GradientReduction(ListReduction):
     def pending(self) -> Iterator[tuple[_Gradients, Sequence[Any]]]:
         """See `ListReduction.pending`."""
         if not tf.executing_eagerly():
-            raise ConfigError("the last averages are applied at once: call synchronize() outside of graphs")
+            raise ConfigError("the last averages are values: call synchronize() outside of graphs")
         return super().pending()
 
     def state_dict(self) -> dict[int, Any]:
@@ -159,7 +159,7 @@ class GradientReduction(ListReduction):
     def _reduce_dense(
         self, gradients: list[Host | None], variables: Sequence[Any], name: str | None, samples: Any
     ) -> tuple[list[Any], Weights | None]:
-        """Reduce dense gradients, perhaps none; return the weights of averages, too."""
+        """Return reduced dense gradients, possibly none, and the weights of their averages."""
         if self._op == Adasum:
             with RequestBuilder(self._kind, name, self._process_set) as prepare:
                 if samples is not None:
@@ -232,7 +232,7 @@ _reductions: dict[Any, GradientReduction] = {}
 
 
 @entry
-def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod's does
+def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
@@ -248,8 +248,8 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
     """Return a tape of what another one has recorded, whose gradients are averaged over the ranks.
 
     Its ``gradient`` is collective; see `GradientReduction.reduce` for None. ``tape.register_local_source(variable)``
-    lets the gradient of a variable stay this rank's own. ``tape.gradient(loss, sources, samples=n)`` weights averages:
-    n, a number or a tensor, says over how many samples this rank's gradients are means; on all ranks or none.
+    lets the gradient of a variable stay this rank's own. ``tape.gradient(loss, sources, samples=n)`` weights averages
+    by n, the number of samples (a number or a tensor) of which this rank's gradients are means; on all ranks or none.
 
     Args:
         gradtape: a tape, before, in or after its ``with``.
@@ -266,7 +266,7 @@ def DistributedGradientTape(  # noqa: N802  # it stands for a class, as Horovod'
     how = {"op": op, "compression": compression, "sparse_as_dense": sparse_as_dense, "process_set": process_set}
     how |= {"predivide": gradient_predivide_factor}
     groups_key = tuple(tuple(map(id, group)) for group in chosen) if listed else chosen
-    key = *how.values(), id(process_set), groups_key  # an equal set may be one of a former world
+    key = *how.values(), id(process_set), groups_key  # an equal set may be of an earlier world
     if key not in _reductions:
         _reductions[key] = GradientReduction("DistributedGradientTape", groups=chosen, **how)
     kind = type(gradtape)

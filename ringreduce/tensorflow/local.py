@@ -1,4 +1,4 @@
-"""`DiLoCo` and `LocalSGD`: replicas step by themselves, and exchange weights now and then; outside of graphs."""
+"""`DiLoCo` and `LocalSGD`: replicas step by themselves, and exchange weights once per period; outside of graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["DiLoCo", "LocalSGD"]
 
 
 class DiLoCo(Replicas):
-    """Lets replicas step by themselves, and exchange what they have learnt once per period.
+    """Lets replicas step by themselves, and exchange weights once per period.
 
         hvd.broadcast_variables(model.variables, root_rank=0)
         local = hvd.DiLoCo(model.trainable_variables, period=20)
@@ -32,36 +32,35 @@ class DiLoCo(Replicas):
 
     A replica is a node, or one rank, or the ranks of a process set; its ranks reduce their gradients in every step. In
     every ``period``-th step all ranks average how far their weights have moved, and make an outer step with Nesterov's
-    momentum; `ringreduce.training.local` has the arithmetic and its sources. All ranks make equally many steps.
+    momentum; `ringreduce.training.local` has the formulas and their sources. All ranks must make equally many steps.
 
-    Variables of floats and complex numbers are exchanged, those of 16 bits in float32, through the host; others stay
-    each rank's own. Means of other things, as the statistics of batches or the state of an optimizer, are those of a
+    Variables of floats and complex numbers are exchanged through the host, floats of 16 bits in float32; others stay
+    each rank's own. To average other variables, such as batch statistics or the state of an optimizer, give them a
     `LocalSGD` of their own: ``hvd.LocalSGD(model.non_trainable_variables, period=20)``.
 
     On each rank this takes 12 bytes of host memory for each element in float32, 16 during a delay, 8 without momentum.
 
     Args:
-        variables: of TensorFlow or Keras, with the values to begin with, equal on all ranks (`broadcast_variables`);
-            the first step compares them.
-        period: so many steps of a replica come between two exchanges of a variable.
-        outer_lr: of the outer step; 1 is the average, where there is no momentum.
-        outer_momentum: of the outer steps; less than 1.
-        fragments: cut the variables into so many parts of about equal size, each of whole variables, and exchange them
-            one after the other, at equal distances within the period.
-        delay: make so many more steps before an exchange has to be complete; less than the period. What a replica
-            learns meanwhile is kept.
+        variables: of TensorFlow or Keras, with equal values on all ranks (`broadcast_variables`), which the first step
+            compares.
+        period: steps of a replica from one exchange of a variable to the next.
+        outer_lr: learning rate of the outer step; 1, without momentum, makes it an average.
+        outer_momentum: momentum of the outer steps; at least 0 and less than 1.
+        fragments: how many parts the variables are cut into, of whole variables and about equal sizes. They are
+            exchanged one after the other, at equal distances within the period.
+        delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
+            steps is kept.
         compression: the wire format of differences between nodes, one of `Compression` but powersgd and topk, or its
-            name. What rounding to it loses is sent in the next exchange.
-        replica: ``"node"``, ``"rank"`` or process sets, which together have each rank of the world once.
+            name. Its rounding errors are added to the next exchange.
+        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
 
-    All arguments must agree on all ranks. For synchronous steps first, make them before this object.
+    All arguments must agree on all ranks. To begin with synchronous steps, make them before this object.
 
     Attributes:
-        process_set: the ranks of this replica, for what reduces gradients.
+        process_set: the ranks of this replica, for `DistributedGradientTape` or `DistributedOptimizer`.
 
     Raises:
-        ConfigError: an argument is wrong; in `step`, `synchronize` and `rejoin`: they are called in a graph. The other
-            ranks get a `MismatchError` then.
+        ConfigError: an argument is wrong; the other ranks get a `MismatchError`. Or it is constructed in a graph.
         MismatchError: the ranks have different variables or arguments.
         UnsupportedBufferError: a variable has floats that no collective takes.
     """
@@ -96,11 +95,11 @@ class DiLoCo(Replicas):
 
     @entry
     def step(self) -> None:
-        """Begin or end the exchanges that are due after a step of the replica. Collective where there are some.
+        """Begin and end the exchanges that are due; to be called after each step. Collective then, and in the first.
 
         Raises:
             ConfigError: it is called in a graph, or a rank has joined.
-            MismatchError: the ranks began with different weights, or go on from states that do not belong together.
+            MismatchError: the ranks began with different weights, or have loaded states of different runs or steps.
         """
         _require_eager()
         self.before_step()
@@ -110,16 +109,20 @@ class DiLoCo(Replicas):
     def synchronize(self) -> None:
         """Make the variables of all ranks their average. Collective.
 
-        For an evaluation and the end of a training. Ends what is under way, and leaves the outer momentum as it is.
+        Call it before an evaluation and at the end of training. It ends exchanges that are under way, and does not
+        change the outer momentum.
+
+        Raises:
+            ConfigError: it is called in a graph.
         """
         _require_eager()
         super().synchronize()
 
     @entry
     def rejoin(self) -> None:
-        """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
+        """Go on in a new world, after ``shutdown()`` and ``init()``; in the same world, do nothing. Collective.
 
-        Call it first in what `elastic.run` runs: the ranks that go on average what each has learnt.
+        Call it first in the function that `elastic.run` calls: its ranks average their weights.
         """
         super().rejoin()
 

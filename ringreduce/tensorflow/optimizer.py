@@ -21,7 +21,7 @@ from ringreduce.training.requests import Adasum, Op
 
 
 @entry
-def DistributedOptimizer(  # noqa: N802  # it stands for a class, as Horovod's does
+def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
     optimizer: Any,
     name: str | None = None,
     use_locking: bool = False,
@@ -42,8 +42,8 @@ def DistributedOptimizer(  # noqa: N802  # it stands for a class, as Horovod's d
     """Let an optimizer average gradients over the ranks before it applies them; return it.
 
     It stays the object that it is, with its state. ``optimizer.register_local_var(variable)`` lets the gradient of a
-    variable stay this rank's own. An optimizer of Keras gets ``samples`` and ``synchronize``, too, which
-    `ringreduce.keras.DistributedOptimizer` describes.
+    variable stay this rank's own. An optimizer of Keras also gets ``samples`` and ``synchronize``; see
+    `ringreduce.keras.DistributedOptimizer`.
 
     Args:
         optimizer: of Keras, on its backend tensorflow, or of `tf.compat.v1.train`, for sessions and eager programs.
@@ -57,7 +57,8 @@ def DistributedOptimizer(  # noqa: N802  # it stands for a class, as Horovod's d
         num_groups, groups: lists of variables, or a number of lists; gradients of a list are reduced together.
         process_set: the ranks that train together.
         scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
-        staleness: how many steps late averages are applied; for optimizers of Keras. See docs/recipes/staleness.md.
+        staleness: by how many steps averages are applied late; must agree. For optimizers of Keras. See
+            docs/recipes/staleness.md.
 
     Raises:
         ConfigError: an argument is wrong, or two do not go together.

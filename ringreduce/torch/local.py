@@ -64,12 +64,12 @@ class TensorLeaves:
 
 
 class DiLoCo(wrapping.Wrapper):
-    """Wraps a torch optimizer: replicas step by themselves, and exchange what they have learnt once per period.
+    """Wraps a torch optimizer: replicas step by themselves, and exchange weights once per period.
 
     A replica is a node, whose ranks reduce their gradients in each step as with `DistributedOptimizer`; or one rank; or
     the ranks of a process set. In every ``period``-th step all ranks average how far their weights have moved, and make
     an outer step with Nesterov's momentum. A replica counts by the number of its ranks. `ringreduce.training.local` has
-    the arithmetic and its sources.
+    the formulas and their sources.
 
     It is a `torch.optim.Optimizer`, as `DistributedOptimizer` is, and shares parameter groups, state, defaults and
     hooks with the wrapped one. Construction and the first step are collective: all ranks begin with the same weights,
@@ -92,26 +92,27 @@ class DiLoCo(wrapping.Wrapper):
             in equal order. All of them are exchanged, whether or not they have gradients; none can be added later.
         named_parameters: the model, or ``model.named_parameters()``: what errors call the parameters. If given, it must
             name them all.
-        period: so many steps of a replica come between two exchanges of a parameter.
-        outer_lr: of the outer step; 1 is the average, where there is no momentum.
-        outer_momentum: of the outer steps; less than 1.
-        warmup_steps: so many first steps reduce the gradients over all ranks, without exchanges.
-        fragments: cut the parameters into so many parts of about equal size, each of whole parameters, and exchange
-            them one after the other, at equal distances within the period.
-        delay: make so many more steps before an exchange has to be complete; less than the period.
-        compression: the wire format of differences between nodes, one of `Compression` but powersgd and topk. What
-            rounding to it loses is sent in the next exchange.
-        replica: ``"node"``, ``"rank"`` or process sets, which together have each rank of the world once.
-        average: what ranks have in common after an exchange: ``"parameters"``; ``"buffers"``, those of floating point
-            if ``named_parameters`` is the model; on request ``"state"``, the optimizer's state of each element. The
-            last two are averaged as they are.
+        period: steps of a replica from one exchange of a parameter to the next.
+        outer_lr: learning rate of the outer step; 1, without momentum, makes it an average.
+        outer_momentum: momentum of the outer steps; at least 0 and less than 1.
+        warmup_steps: how many first steps reduce the gradients over all ranks, without exchanges.
+        fragments: how many parts the parameters are cut into, of whole parameters and about equal sizes. They are
+            exchanged one after the other, at equal distances within the period.
+        delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
+            steps is kept.
+        compression: the wire format of differences between nodes, one of `Compression` but powersgd and topk. Its
+            rounding errors are added to the next exchange.
+        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
+        average: what to average: ``"parameters"``, by outer steps; ``"buffers"``, those of floating point if
+            ``named_parameters`` is the model; and on request ``"state"``, the optimizer's state of each element. The
+            last two are averaged without outer steps.
         shard: ``"node"``: a node has parameters and state once, as for `DistributedOptimizer`; with ``replica="node"``,
             no warm-up steps, and no state among the averages.
 
-    All arguments but the first two must be equal on all ranks.
+    All arguments but the first two must agree on all ranks.
 
     Raises:
-        ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError` then.
+        ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError`.
         MismatchError: the ranks have different parameters or arguments.
         UnsupportedBufferError: parameters are sharded, or have no shape yet.
     """
@@ -194,7 +195,7 @@ class DiLoCo(wrapping.Wrapper):
             closure: as for `DistributedOptimizer.step`; its gradients and its loss are reduced over the replica.
 
         Raises:
-            MismatchError: the ranks begin with different weights, or go on from states that do not belong together.
+            MismatchError: the ranks began with different weights, or have loaded states of different runs or steps.
             ConfigError: a rank has joined; or a sampler divides samples by speed.
         """
         self.rejoin()
@@ -232,17 +233,18 @@ class DiLoCo(wrapping.Wrapper):
         return self._stepping.writing() if isinstance(self._stepping, DistributedOptimizer) else nullcontext()
 
     def synchronize(self) -> None:
-        """Make the weights of all ranks their average, and so with all else that is averaged. Collective.
+        """Make the weights of all ranks their average, and with them all else that is averaged. Collective.
 
-        For an evaluation and the end of a training. Ends what is under way, and leaves the outer momentum as it is.
+        Call it before an evaluation and at the end of training. It ends exchanges that are under way, and does not
+        change the outer momentum.
         """
         self.rejoin()
         self._local.synchronize()
 
     def rejoin(self) -> None:
-        """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
+        """Go on in a new world, after ``shutdown()`` and ``init()``; in the same world, do nothing. Collective.
 
-        The ranks average what each has learnt. `step` and `synchronize` do so by themselves.
+        The ranks of the new world average their weights. `step` and `synchronize` call it by themselves.
 
         Raises:
             ConfigError: the process sets of ``replica`` do not have each rank of this world once.
@@ -257,18 +259,19 @@ class DiLoCo(wrapping.Wrapper):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and under ``"local"`` what is needed to go on in mid-period. Local."""
+        """Return the wrapped optimizer's state, and under ``"local"`` the state to resume from in mid-period. Local."""
         local = self._local.state_dict()
         averages = each_array(torch.from_numpy, local["averages"])
         return {**self._stepping.state_dict(), _LOCAL: {**local, "averages": averages}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` has returned, on all ranks; what an optimizer like the wrapped one has begins anew.
+        """Load a state of `state_dict`, on all ranks; with one of the unwrapped optimizer, local
+        training begins anew.
 
-        Rounding errors of compression that another rank, or one among another number of ranks, has kept are left out.
+        Rounding errors of compression are loaded only by the rank that saved them, among as many ranks.
 
         Raises:
-            ConfigError: it is of other parameters or other options. Nothing was loaded then.
+            ConfigError: the state is of other parameters or other options; nothing is loaded.
         """
         state = dict(state_dict)
         local = state.pop(_LOCAL, None)

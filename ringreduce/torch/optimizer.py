@@ -273,8 +273,8 @@ class DistributedOptimizer(wrapping.Wrapper):
     ) -> torch.Tensor:
         """Reduce the gradients, then scale them so that their norm is at most ``max_norm``. Collective.
 
-        The next `step` uses them as they are then, and with ``shard`` each rank has its part alone, and ``foreach``
-        is ignored. With a GradScaler, call ``scaler.unscale_(optimizer)`` before.
+        The next `step` uses the clipped gradients. With ``shard`` each rank has those of its own part only, and
+        ``foreach`` is ignored. With a GradScaler, call ``scaler.unscale_(optimizer)`` before.
 
         Args:
             max_norm, norm_type, error_if_nonfinite, foreach: as for ``torch.nn.utils.clip_grad_norm_``; equal on ranks.

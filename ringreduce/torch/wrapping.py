@@ -182,7 +182,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def step_and_combine(parameters: Iterable[torch.Tensor], training: Training, step: Callable[[], Any]) -> Any:
-    """Step with this rank's own gradients; then combine by Adasum what the ranks have changed. Collective.
+    """Step with this rank's own gradients; then combine the changes of all ranks by Adasum. Collective.
 
     Raises:
         ConfigError: a sampler divides samples by speed. On all ranks, before the step.

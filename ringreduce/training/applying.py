@@ -18,13 +18,13 @@ class ListReduction:
     """Reduces the gradients of variables over the ranks.
 
     Args:
-        staleness: how many steps late averages are applied.
+        staleness: by how many steps averages are applied late.
 
     Attributes:
         staleness: the argument.
-        samples: over how many samples this rank's gradients are means from now on, on all ranks; None: ranks count
-            alike. Read when a step runs.
-        known: what reduces the gradients of some variables, with these.
+        samples: of how many samples this rank's gradients are means from now on, on all ranks; None: all ranks have the
+            same weight. Read when a step runs.
+        known: by a key, the reducer of the gradients of some variables, and these variables.
     """
 
     def __init__(self, staleness: int = 0) -> None:
@@ -41,17 +41,17 @@ class ListReduction:
         self.samples = samples
 
     def pending(self) -> Iterator[tuple[list[Any], Sequence[Any]]]:
-        """Yield the averages that no step has applied yet, oldest first, and their variables. Collective."""
+        """Yield the averages that are still to be applied, oldest first, and their variables. Collective."""
         for training, variables in list(self.known.values()):
             for averages in training.pending():
                 yield averages, variables
 
 
 class Distribution:
-    """What an optimizer does with gradients before it applies them.
+    """Prepares gradients for an optimizer, which then applies them.
 
     Args:
-        reduction: reduces them.
+        reduction: reduces the gradients.
         ops: `keras.ops`.
         process_set: the ranks that train together. Other ranks train alone.
         scale_local: whether gradients of local variables are divided by the number of ranks.
@@ -75,11 +75,11 @@ class Distribution:
         self.local: list[Any] = []
 
     def reduced(self, gradients: Sequence[Any], variables: Sequence[Any], **how: Any) -> list[Any]:
-        """Return the gradients, those of local variables as this rank has them, all others reduced.
+        """Return the gradients: those of local variables unreduced, all others reduced.
 
         Args:
             gradients, variables: of the optimizer.
-            **how: more arguments of `ListReduction.reduce`, which some have.
+            **how: further arguments for ``reduce`` of the reduction.
         """
         result, factor = list(gradients), self._factor
         if self.process_set.included():
@@ -95,7 +95,7 @@ class Distribution:
         return [self._scaled(each, factor) for each in result]
 
     def pending(self) -> Iterator[tuple[list[Any], Sequence[Any]]]:
-        """Yield what `ListReduction.pending` does, as tensors. Collective."""
+        """Yield averages and variables of `ListReduction.pending`, the averages as tensors. Collective."""
         for averages, variables in self.reduction.pending():
             pairs = zip(averages, variables, strict=True)
             yield [self._ops.convert_to_tensor(each, dtype=variable.dtype) for each, variable in pairs], variables
@@ -157,7 +157,7 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
         passes: how many calls of `apply` make a step; its ``gradient_accumulation_steps`` from now on, unless 1.
 
     Raises:
-        ConfigError: it reduces gradients already, ``passes`` comes too late, or two things do not go together.
+        ConfigError: it reduces gradients already, ``passes`` comes too late, or two options do not go together.
     """
     base: Any = type(optimizer)
     if hasattr(base, "distribution"):
@@ -196,7 +196,7 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
         if getattr(scaling, "inner_optimizer", None) is self:
             distribute(scaling, distribution)
             vars(object)["__class__"].__set__(self, base)  # that of the instance is read-only
-            with_methods(self, samples=samples, **{"__class__": plain})  # programs may still set it here
+            with_methods(self, samples=samples, **{"__class__": plain})  # programs may still set samples here
 
     def register_local_var(self: Any, var: Any) -> None:
         distribution.local.append(var)
@@ -250,15 +250,15 @@ def variables_of(layers: Any) -> list[Any]:
 
 
 def _require_equal_steps(optimizer: Any, distribution: Distribution) -> None:
-    """Raise `ConfigError` if what a rank has of its own, or what comes late, would change the steps of the ranks."""
+    """Raise `ConfigError` if the optimizer scales losses or accumulates gradients where that would not be correct."""
     if distribution.reduction.staleness and hasattr(optimizer, "inner_optimizer"):
         raise ConfigError(
-            "with staleness losses cannot be scaled dynamically, as the scale would be that of another step; give the "
+            "staleness and a LossScaleOptimizer do not go together: the scale would be that of another step; give the "
             "optimizer a loss_scale_factor, or train in bfloat16"
         )
     if distribution.reduction.staleness and optimizer.gradient_accumulation_steps:
         raise ConfigError(
-            "with staleness each pass makes a step: use it without backward_passes_per_step and "
+            "with staleness each backward pass makes a step: use no backward_passes_per_step and no "
             "gradient_accumulation_steps"
         )
     if distribution.local and hasattr(optimizer, "inner_optimizer"):

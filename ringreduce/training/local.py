@@ -296,7 +296,7 @@ class LocalTraining:
         self._starts = [number * options.period // options.fragments for number in range(len(parameters))]
         self._starts += [0] * len(others)
         self.steps = 0
-        self._weights: str | None = None  # checksums of those that `start` has found
+        self._weights: str | None = None  # checksums of those at the call of `start`
         self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._connect()
 
@@ -306,16 +306,16 @@ class LocalTraining:
         return bool(self.steps < self._options.warmup_steps)
 
     def start(self) -> None:
-        """Begin with the weights there are now; without this, with those before the first local step. Local."""
+        """Let training begin with the weights at this call, not with those before the first local step. Local."""
         self._weights = self._started()
 
     def _started(self) -> str:
         return ", ".join(f"{each.start():08x}" for each in self._fragments)
 
     def before_step(self) -> None:
-        """To be called before each step; compares the weights before the first local one. Collective then.
+        """To be called before each step; the first local step compares the weights. Collective then.
 
-        After `start` it may be called after the step as well, just before `after_step`.
+        After `start` it may also be called after the step, just before `after_step`.
         """
         if self.steps == self._options.warmup_steps:
             weights = self._weights or self._started()

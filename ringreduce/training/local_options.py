@@ -23,13 +23,13 @@ class LocalOptions:
     """How replicas train, as a user says it; checked when it is made. All must agree on all ranks.
 
     Attributes:
-        period: so many steps of a replica come between two exchanges.
+        period: steps of a replica from one exchange to the next.
         outer_lr, outer_momentum: of the outer step.
-        warmup_steps: so many first steps reduce the gradients over all ranks.
-        fragments: the parameters are cut into so many, which are exchanged at different steps of a period.
-        delay: so many steps are made while an exchange is under way.
+        warmup_steps: how many first steps reduce the gradients over all ranks.
+        fragments: how many parts the parameters are cut into, which are exchanged at different steps of a period.
+        delay: steps that a replica makes while an exchange is under way.
         compression: a `WireFormat` for the differences; None: they travel as they are.
-        replica: ``"node"``, ``"rank"`` or process sets that have each rank of the world once.
+        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
         average: what is averaged: ``"parameters"``, and ``"buffers"`` and ``"state"`` if they are there.
         parameters, ranks: how many there are; not kept.
 

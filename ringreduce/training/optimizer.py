@@ -346,7 +346,7 @@ class Training:
         return bool(found[0])
 
     def combine(self, changes: Sequence[Any]) -> None:
-        """Combine by Adasum the changes that the ranks' steps have made, each array by itself, in place. Collective."""
+        """Combine the changes of the ranks' steps by Adasum, each array by itself, in place. Collective."""
         with self._arrays.on_host(changes) as host:
             call = CollectiveOp(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, host))
             self._run(call, f"the step of {self.described}")
@@ -414,7 +414,7 @@ class ListTraining:
         Args:
             gradients: one array, or None, for each spec; they are only read. Gradients that a rank lacks count as
                 zeros there; what no rank has stays None.
-            samples: over how many samples this rank's gradients are a mean; on all ranks or none.
+            samples: of how many samples this rank's gradients are means; on all ranks or none.
 
         Returns:
             Arrays that keep their values while they are held, or views of them. With staleness, those of an earlier
@@ -431,7 +431,7 @@ class ListTraining:
         return reduced if reducer.late is None else self._whole(reduced)
 
     def pending(self) -> Iterator[list[Any]]:
-        """Yield the averages that `reduce` has not returned yet, oldest first; waits for them. Collective."""
+        """Wait for the averages that `reduce` has not returned yet, and yield them, oldest first. Collective."""
         self.training.rejoin()
         late = self.training.late
         while late is not None and late.pending:

@@ -193,10 +193,10 @@ class GradientReducer:
 
         Args:
             samples: the number.
-            reduced: what had the gradients of that step reduced already, a name of `combinations`; None: nothing.
+            reduced: what reduced the gradients of that step already, by its name in `combinations`; None: nothing.
 
         Raises:
-            ConfigError: something had; or they are averaged late, or steps are combined by Adasum. On all ranks.
+            ConfigError: they are reduced already, or averaged late, or steps are combined by Adasum. On all ranks.
         """
         options = self.options
         used = {ADASUM: options.adasum, BACKWARD: options.in_backward, STALENESS: self.late is not None, reduced: True}
@@ -346,7 +346,7 @@ class GradientReducer:
         self._remember(parameters, everyone)
 
     def _samples(self) -> int | ConfigError | None:
-        """Return over how many samples this rank's gradients are a mean; None: nobody asks. An error is for all."""
+        """Return the number of samples of this rank's gradients; None: not needed. An error is raised on all ranks."""
         try:
             if self.samples is not None:
                 samples = whole_number("samples", self.samples, 0)
@@ -423,8 +423,8 @@ class GradientReducer:
         """Warn of what differs between the ranks, or raise."""
         if record.miscounted.any() or (record.counted.any() and record.uncounted.any()):
             raise ConfigError(
-                f"some rank says something wrong, or nothing, of the samples of a step of {self.ranks.described}: all "
-                "ranks say how many they have, or none"
+                f"some rank gives a wrong number of samples, or none, in a step of {self.ranks.described}: give it on "
+                "all ranks, or on none"
             )
         if record.differs("weights"):
             self._compares = False

@@ -1,7 +1,7 @@
 """Replicas that step by themselves, for frameworks whose parameters are read and written as NumPy arrays.
 
-The arithmetic is that of `ringreduce.training.local`. A binding makes a `Replicas`, gives its `process_set` to what
-reduces gradients, says by `bind` how its arrays are read and written, and calls `before_step` and `after_step`.
+The formulas are those of `ringreduce.training.local`. A binding makes a `Replicas`, reduces gradients over its
+`process_set`, gives `bind` functions that read and write its arrays, and calls `before_step` and `after_step`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Array = npt.NDArray[Any]
 
 #: Returns copies or views of the arrays at some places of a list.
 Read = Callable[[slice], Sequence[_Array]]
-#: Takes new arrays for these places, of the same shapes and dtypes, which are the binding's from then on.
+#: Takes new arrays for these places, of the same shapes and dtypes; the binding may keep them.
 Write = Callable[[slice, Sequence[_Array]], None]
 
 
@@ -40,9 +40,9 @@ class HostLeaves:
     """NumPy arrays as one flat array; see `ringreduce.training.local.Leaves`. Complex numbers are pairs of reals.
 
     Args:
-        specs: their shapes and dtypes, of floats and complex numbers.
-        read: returns them.
-        write: takes others in their place.
+        specs: shapes and dtypes of the arrays, which hold floats or complex numbers.
+        read: returns the arrays.
+        write: takes new ones.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ def is_averaged(dtype: Any) -> bool:
     """Return whether arrays of a dtype are exchanged: floats and complex numbers are, integers stay each rank's own.
 
     Raises:
-        UnsupportedBufferError: no collective takes them.
+        UnsupportedBufferError: no collective takes floats of this dtype.
     """
     is_float = np.dtype(dtype).name.startswith(("float", "bfloat", "complex"))
     return is_float and DType.of(dtype) is not None
@@ -91,7 +91,7 @@ def checking() -> CheckingArguments:
 
 
 class Replicas:
-    """The ranks that step together, and what they exchange with the others. Construction is collective.
+    """The ranks that step together, and their exchanges with the others. Construction is collective.
 
     Args:
         period, outer_lr, outer_momentum, fragments, delay: as for `LocalOptions`.
@@ -99,8 +99,8 @@ class Replicas:
         replica, average: as for `LocalOptions`.
 
     Attributes:
-        process_set: the ranks of this replica, which reduce their gradients in every step. It stays this object, also
-            if the ranks are others in a new world.
+        process_set: the ranks of this replica, which reduce their gradients in every step. It stays the same object in
+            a new world, where its ranks may be others.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -120,7 +120,7 @@ class Replicas:
     ) -> None:
         ranks = global_process_set.communicator
         with checking():
-            course = period, outer_lr, outer_momentum, 0, 1, delay  # how many fragments can be is not known yet
+            course = period, outer_lr, outer_momentum, 0, 1, delay  # `bind` checks the fragments
             self._options = LocalOptions(*course, _wire(compression), replica, average, 1, ranks.size)
         self._fragments = fragments
         require_same_arrays(HOST, ranks, "DiLoCo", [], options=self._options.in_words())
@@ -129,7 +129,7 @@ class Replicas:
         self._register()
 
     def _register(self) -> None:
-        """Register the ranks of each replica, in the world there is now. Collective."""
+        """Register the ranks of each replica in this world. Collective."""
         ranks, self._engine = global_process_set.communicator, global_process_set.engine
         sets = [ProcessSet(each) for each in self._options.replicas(ranks.topology.nodes)]
         init(process_sets=sets)  # registers those that are not registered yet
@@ -142,12 +142,12 @@ class Replicas:
         write: Write,
         buffers: Sequence[tuple[str, ArraySpec]] = (),
     ) -> None:
-        """Begin to exchange some arrays; all those that `is_averaged` are taken. Collective.
+        """Begin to exchange some arrays, of dtypes that `is_averaged` accepts. Collective.
 
         Args:
-            parameters: their names, shapes and dtypes; equal on all ranks.
-            read, write: how to get at them; places are numbers of parameters, and of buffers behind them.
-            buffers: what is averaged as it is.
+            parameters: names, shapes and dtypes of the arrays of outer steps; equal on all ranks.
+            read, write: read and write the arrays at some places of one list: the parameters, then the buffers.
+            buffers: the same of arrays that are averaged without outer steps.
 
         Raises:
             ConfigError: there are more fragments than parameters.
@@ -171,20 +171,20 @@ class Replicas:
     @property
     def _local(self) -> LocalTraining:
         if self._bound is None:
-            raise ConfigError("it is not known yet what DiLoCo exchanges: call this once the training has begun")
+            raise ConfigError("DiLoCo does not know its weights yet: call this once training has begun")
         return self._bound
 
     def start(self) -> None:
-        """As of `LocalTraining`."""
+        """See `LocalTraining.start`."""
         self._local.start()
 
     def before_step(self) -> None:
-        """As of `LocalTraining`, in the world there is now."""
+        """See `LocalTraining.before_step`; in a new world, rejoin first."""
         self.rejoin()
         self._local.before_step()
 
     def after_step(self) -> None:
-        """As of `LocalTraining`."""
+        """See `LocalTraining.after_step`."""
         self._local.after_step()
 
     def synchronize(self) -> None:
@@ -193,33 +193,33 @@ class Replicas:
         self._local.synchronize()
 
     def rejoin(self) -> None:
-        """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective."""
+        """Go on in a new world, after ``shutdown()`` and ``init()``; in the same world, do nothing. Collective."""
         if global_process_set.engine is not self._engine:
             self._register()
             if self._bound is not None:
                 self._bound.rejoin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed, besides the parameters, to go on in mid-period: numbers and NumPy arrays. Local.
+        """Return the state to resume from in mid-period, besides the parameters: numbers and NumPy arrays. Local.
 
-        It is each rank's own, as the parameters are: save both on every rank.
+        Each rank has its own: save it and the parameters on every rank.
         """
         return self._local.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned, on all ranks. Local.
+        """Load a state of `state_dict`, on all ranks. Local.
 
-        Rounding errors of compression that another rank, or one among another number of ranks, has kept are left out.
+        Rounding errors of compression are loaded only by the rank that saved them, among as many ranks.
 
         Raises:
-            ConfigError: it is of other parameters or other options. Nothing was loaded then.
+            ConfigError: the state is of other parameters or other options; nothing is loaded.
         """
         self._local.require_fit(state)
         self._local.load_state_dict(state)
 
 
 def _wire(compression: Any) -> Any:
-    """Return the wire format that a compression is or names; None for none. Other things stay what they are."""
+    """Return the wire format that a compression is or names; None for none. Anything else is returned unchanged."""
     if compression is None or getattr(compression, "compress", None) is NoneCompressor.compress:
         return compression if getattr(compression, "wire", None) else None
     return wire_format(compression) if isinstance(compression, str) and compression in CODECS else compression

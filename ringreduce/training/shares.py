@@ -124,7 +124,7 @@ def counts_of(engine: Engine, *, again: bool = False) -> list[int] | None:
 
     Args:
         engine: of the ranks.
-        again: whether it was called for this step already.
+        again: whether it was called in this step before.
 
     Raises:
         ConfigError: it does not know, or there are several. On all ranks.
@@ -153,7 +153,7 @@ class Batches:
 
     Attributes:
         counts: how many samples of a whole global batch each rank has; empty: nothing was given out yet.
-        left: for so many steps of the epoch there are batches yet.
+        left: how many steps of the epoch still have batches.
         ends: the argument.
     """
 

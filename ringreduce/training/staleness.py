@@ -42,7 +42,7 @@ def require_room(averages: Averages, staleness: int) -> None:
 
 
 class _Exchange(NamedTuple):
-    """Gradients of one step, on their way or averaged.
+    """Gradients of one step, under way or averaged.
 
     Attributes:
         gradients: by the number of the parameter.

@@ -91,7 +91,7 @@ def test_parameters_are_those_of_one_process_that_delays(called: Any, staleness:
     for number in range(7):
         params, state = step(params, state, gradients(params, batch(RANK, number)))
     assert_same(params, delayed(called, staleness, 7, 0))
-    for _ in range(2):  # the second time nothing is left
+    for _ in range(2):  # the second time nothing is pending
         params, state = tx.synchronize(params, state)
         assert_same(params, delayed(called, staleness, 7, staleness))
 

@@ -114,7 +114,7 @@ def descend(optimizer: Any, model: Any, steps: range, *, counted: bool = False) 
 @pytest.mark.parametrize("eagerly", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_fit_trains_as_one_process_that_delays(staleness: int, eagerly: bool) -> None:
-    """The callback makes the last steps; without it, they are there to be made."""
+    """The callback applies the last averages; without it, `synchronize` still has them to apply."""
     for callbacks in ([hvd.callbacks.BroadcastGlobalVariablesCallback(0)], [hvd.callbacks.MetricAverageCallback()]):
         model = linear()
         model.compile(sgd(staleness=staleness), loss="mse", run_eagerly=eagerly)
@@ -123,7 +123,7 @@ def test_fit_trains_as_one_process_that_delays(staleness: int, eagerly: bool) ->
         assert_weights(model, reference(staleness, equal=True, synchronized=ended))
         model.optimizer.synchronize()
         assert_weights(model, reference(staleness, equal=True))
-        model.optimizer.synchronize()  # nothing is left
+        model.optimizer.synchronize()  # nothing is pending
         assert_weights(model, reference(staleness, equal=True))
 
 
@@ -195,9 +195,7 @@ def test_samples_of_late_averages_are_refused_on_all_ranks(alone: bool) -> None:
         descend(optimizer, model, range(before))
         if not alone or RANK == SIZE - 1:
             optimizer.samples = 3
-        with pytest.raises(
-            (rr.ConfigError, rr.MismatchError), match=r"samples and staleness|something wrong"
-        ):
+        with pytest.raises((rr.ConfigError, rr.MismatchError), match=r"samples and staleness|a wrong number"):
             descend(optimizer, model, range(before, before + 3))
 
 
@@ -205,7 +203,7 @@ def test_samples_of_late_averages_are_refused_on_all_ranks(alone: bool) -> None:
 
 
 class Counting(keras.callbacks.Callback):  # type: ignore[misc]
-    """Says to an optimizer how many samples each step has."""
+    """Sets an optimizer's number of samples before each step."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
@@ -216,7 +214,7 @@ class Counting(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def count_in_fit(optimizer: Any, counting: Any, **compiled: Any) -> None:
-    """Check that an optimizer's steps average over the samples of which another object is told the number."""
+    """Check that an optimizer's steps average by numbers of samples that are set on another object."""
     model = linear()
     model.compile(optimizer, loss="mse", **compiled)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Counting(counting)]
@@ -240,7 +238,7 @@ def test_steps_at_once_average_over_samples(nodes_of_one: None, compression: str
 
 
 def test_a_loss_scale_around_the_optimizer_leaves_the_samples() -> None:
-    """The program may say them to either object."""
+    """The program may set them on either object."""
     for inner in (True, False):
         optimizer = sgd()
         scaled = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
@@ -260,7 +258,7 @@ def test_a_loss_scale_around_the_optimizer_leaves_the_samples() -> None:
 def test_wrong_numbers_are_refused_on_all_ranks(
     samples: Callable[[], Any], options: dict[str, Any], words: str
 ) -> None:
-    """A world of one averages nothing, and still looks at them."""
+    """A world of one averages nothing, and still checks them."""
     optimizer, model = sgd(**options), linear()
     optimizer.samples = samples()
     with pytest.raises(rr.ConfigError, match=words):

@@ -191,7 +191,7 @@ def test_a_sampler_by_speed_weights_slices(no_world: None) -> None:
 @pytest.mark.parametrize(
     ("samples", "op", "words"),
     [
-        (lambda: 3 if RANK == 0 else None, hvd.Average, "something wrong, or nothing"),
+        (lambda: 3 if RANK == 0 else None, hvd.Average, "a wrong number of samples, or none"),
         (lambda: 2.5, hvd.Average, "samples"),
         (lambda: -1 if RANK else 1, hvd.Average, "samples"),
         (lambda: 2, hvd.Sum, "op=Average"),
