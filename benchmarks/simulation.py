@@ -3,8 +3,10 @@ r"""How far simulated allreduces are from measured ones, for a JSON report of ``
     sudo scripts/virtual_cluster up 4 --rate 1gbit
     sudo scripts/virtual_cluster stream
     sudo -E env PATH=$PATH scripts/virtual_cluster run -np 4 --per-host 1 \
-        python -m ringreduce bench allreduce -b 8 -e 16M -f 8 --algorithm all -c 0 -J 4x1.json
+        python -m ringreduce bench allreduce -b 8 -e 256K -f 8 --algorithm all -c 0 -J 4x1.json
     python benchmarks/simulation.py 4x1.json --rate 0.956 --upto 4K --burst 16K
+
+Large sizes, in a report of their own: -b 1M -e 16M -f 4 -n 8 -w 2.
 
 The parameters are fitted to the times of all algorithms and sizes, or of those that ``--fitted`` and ``--upto`` select;
 ``--rate`` sets the rate of the links in place of the fit. Each line has a size, and simulated / measured time of each

@@ -17,7 +17,7 @@ from ringreduce.keras.functions import broadcast_variables
 from ringreduce.runtime import rank, size
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.averages import weighted_average
-from ringreduce.training.combinations import LOCAL, STALENESS, refusal
+from ringreduce.training.combinations import LOCAL, SAMPLES, STALENESS, refusal
 from ringreduce.training.host import ArraySpec
 from ringreduce.training.replicas import Replicas, checking, is_averaged
 
@@ -420,6 +420,8 @@ def _require_whole_steps(model: Any, process_set: ProcessSet) -> None:
         together = distribution.process_set.ranks
         if distribution.reduction.staleness:
             raise refusal(LOCAL, STALENESS)
+        if distribution.reduction.samples is not None:
+            raise refusal(LOCAL, SAMPLES)
     if together != mine:
         raise ConfigError(
             f"the optimizer reduces gradients over the ranks {together}, but the replica has {mine}: compile the model "

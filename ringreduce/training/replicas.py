@@ -21,12 +21,14 @@ from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set, init
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.combinations import LOCAL, SHARES, refusal
 from ringreduce.training.compression import wire_format
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.host import HOST, ArraySpec
 from ringreduce.training.local import LocalTraining
 from ringreduce.training.local_options import LocalOptions, cut
 from ringreduce.training.parameters import require_same_arrays
+from ringreduce.training.shares import is_by_speed
 
 _Array = npt.NDArray[Any]
 
@@ -181,6 +183,8 @@ class Replicas:
     def before_step(self) -> None:
         """See `LocalTraining.before_step`; in a new world, rejoin first."""
         self.rejoin()
+        if is_by_speed(global_process_set.engine):
+            raise refusal(LOCAL, SHARES)
         self._local.before_step()
 
     def after_step(self) -> None:

@@ -17,6 +17,7 @@ optax = pytest.importorskip("optax")
 import jax.numpy as jnp  # noqa: E402
 
 import ringreduce.jax as rj  # noqa: E402
+from ringreduce.training.shares import Batches  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 ETA = 0.05
@@ -397,3 +398,11 @@ def test_join_is_refused() -> None:
         with pytest.raises(rr.ConfigError, match="joined"):
             local.step(params)
     rj.join()
+
+
+def test_a_sampler_by_speed_is_refused() -> None:
+    """Replicas have weights by their numbers of ranks, not by their numbers of samples."""
+    local, batches = rj.DiLoCo(start(), period=2), Batches(2, "repeat", by_speed=True)
+    for _ in batches.of(range(2 * SIZE)):
+        with pytest.raises(rr.ConfigError, match="do not go together"):
+            local.step(start())
