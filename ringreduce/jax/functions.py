@@ -46,6 +46,7 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
 
 
 def is_key(leaf: Any) -> bool:
+    """Return whether a leaf is a random key, or several."""
     return isinstance(leaf, jax.Array) and bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
