@@ -55,6 +55,7 @@ class Pacemaker:
         number: so many reports were sent.
         lags: whether other ranks may know of a report before this one does, as steps do not wait for each other.
         shares: what is kept of samples by speed; None: nothing.
+        unweighted: whether a program was compiled whose averages have no weights.
         warned: whether rank 0 has said that a rank is slow.
     """
 
@@ -71,6 +72,7 @@ class Pacemaker:
         self.loading_s = 0.0
         self.reported = self.warned = self.lags = False
         self.shares: Any = None
+        self.unweighted = False
         self._waited_s, self._send, self._clock, self._usage = waited_s, send, clock, usage
         self._cores = tuple(cores) if len(cores) <= _FEW_CORES else ()
         self._joins = self.number = 0

@@ -6,8 +6,8 @@ import json
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary, ref
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.extend import core
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import place_of, program_stack
+from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine.coordinator import fuse
 from ringreduce.jax import ffi
@@ -80,8 +81,16 @@ FUNCTIONS: dict[str, Callable[[Sequence[Host], Sequence[Host], bool, Communicato
 #: The kind of calls that a function of `LISTS` carries out, with state of this process; `Call.function` is its key.
 LISTED = "listed"
 
-#: Functions by a key that is equal on all ranks; they take the name of the operation, arrays, and arrays for results.
-LISTS: dict[str, Callable[[str | None, Sequence[Host], Sequence[Host]], None]] = {}
+
+class Listed(Protocol):
+    """Reduces arrays with what this process keeps."""
+
+    def carry_out(self, name: str | None, sources: Sequence[Host], targets: Sequence[Host]) -> None:
+        """Reduce arrays into others, as the compiled program's operation of a name."""
+
+
+#: By a key that is the same in all processes. Transformations keep them alive.
+LISTS: WeakValueDictionary[str, Listed] = WeakValueDictionary()
 
 #: Kinds whose results have the shapes of what goes in.
 ALIKE = ("allreduce", "broadcast", "compressed allreduce", "reduce")
@@ -251,7 +260,10 @@ def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory) -> None:
     raise_unseen()
     call = _read(text)
     if call.kind == LISTED:
-        LISTS[str(call.function)](call.name, arguments.views(), results.views())
+        listed = LISTS.get(str(call.function))
+        if listed is None:
+            raise ConfigError("the transformation that this program was compiled with does not exist any more")
+        listed.carry_out(call.name, arguments.views(), results.views())
         return
     if max(arguments.nbytes, results.nbytes) > _LARGEST_REPEATED_NBYTES:
         targets = results.views()

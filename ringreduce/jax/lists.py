@@ -30,8 +30,14 @@ _numbers = count()
 
 
 def needs_host(process_set: ProcessSet) -> bool:
-    """Return whether a sampler by speed has begun, which gives the ranks different numbers of samples."""
-    return process_set.included() and is_by_speed(process_set.engine)
+    """Return whether a sampler by speed has begun, which gives the ranks different numbers of samples.
+
+    If none has, none may begin in this world: a compiled step would go on with averages without weights.
+    """
+    if not process_set.included() or is_by_speed(process_set.engine):
+        return process_set.included()
+    process_set.engine.pacemaker.unweighted = True
+    return False
 
 
 def unmapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +77,7 @@ class HostReduction:
         self._specs = [ArraySpec(each.shape, each.dtype) for each in leaves]
         self._key = f"{kind} {next(_numbers)}"
         self._training: ListTraining | None = None
-        LISTS[self._key] = self._carry_out
+        LISTS[self._key] = self
 
     def reduce(self, leaves: Sequence[Any], name: str | None = None, samples: Any = None) -> list[Any]:
         """Return the averages, or sums, of arrays. Collective.
@@ -98,7 +104,8 @@ class HostReduction:
         for averages in () if self._training is None else self._training.pending():
             yield [jnp.array(each) for each in averages]
 
-    def _carry_out(self, name: str | None, sources: Sequence[Host], targets: Sequence[Host]) -> None:
+    def carry_out(self, name: str | None, sources: Sequence[Host], targets: Sequence[Host]) -> None:
+        """Reduce arrays into others, as the compiled program's operation of a name."""
         for target, each in zip(targets, self._reduced(name, sources), strict=False):
             np.copyto(target, each)
 
@@ -126,7 +133,7 @@ class HostTrees:
 
     def reduce(self, tree: Any, name: str | None, samples: Any) -> Any:
         """Return the averages, or sums, of a tree of arrays. Collective; see `HostReduction.reduce`."""
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         if not leaves:
             return tree
         key = structure, *((each.shape, each.dtype) for each in leaves)
@@ -139,14 +146,19 @@ class HostTrees:
         leaves, structure = jax.tree.flatten(like)
         if is_traced(leaves):
             raise ConfigError("the last averages are values: call synchronize() outside of jit")
-        for (other, *_), reduction in list(self._known.items()):
-            if other == structure:
-                for averages in reduction.pending():
-                    yield jax.tree.unflatten(structure, averages)
+        known = [reduction for (other, *_), reduction in self._known.items() if other == structure]
+        if self._known and not known:
+            raise ConfigError("synchronize() takes parameters of the structure of the gradients, and got another one")
+        for reduction in known:
+            for averages in reduction.pending():
+                yield jax.tree.unflatten(structure, averages)
 
 
 def _scalar(samples: Any) -> Any:
     try:
-        return jnp.asarray(samples)
+        made = jnp.asarray(samples)
     except (TypeError, OverflowError) as error:
-        raise UnsupportedBufferError(f"samples is a number, got {samples!r}") from error
+        raise UnsupportedBufferError(f"samples is a number below 2^31, got {samples!r}") from error
+    if not is_traced([made]) and np.any(np.asarray(made) != np.asarray(samples)):  # JAX has cut it to 32 bits
+        raise UnsupportedBufferError(f"samples is a number below 2^31, got {samples!r}")
+    return made

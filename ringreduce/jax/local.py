@@ -84,9 +84,8 @@ class DiLoCo:
             self._numbers = [number for number, leaf in enumerate(leaves) if _is_exchanged(leaf)]
             self._leaves = [leaves[number] for number in self._numbers]
             self._shapes = list(map(np.shape, self._leaves))
-            specs = [
-                ArraySpec(np.shape(each), each.dtype if hasattr(each, "dtype") else type(each)) for each in self._leaves
-            ]
+            self._dtypes = list(map(_dtype, self._leaves))
+            specs = list(map(ArraySpec, self._shapes, self._dtypes))
             names = [jax.tree_util.keystr(paths[number][0]) for number in self._numbers]
         self._replicas = Replicas(period, outer_lr, outer_momentum, fragments, delay, compression, replica)
         self._replicas.bind(list(zip(names, specs, strict=True)), self._read, self._write)
@@ -105,7 +104,7 @@ class DiLoCo:
             exchange ends. It waits for the device only if an exchange begins or ends.
 
         Raises:
-            ConfigError: it is called in `jit`; the structure or shapes of the tree differ; or a rank has joined.
+            ConfigError: it is called in `jit`; structure, shapes or dtypes of the tree differ; or a rank has joined.
             MismatchError: the ranks began with different weights, or have loaded states of different runs or steps.
         """
         return self._changed(params, self._replicas.before_step, self._replicas.after_step)
@@ -153,9 +152,10 @@ class DiLoCo:
         leaves, structure = jax.tree_util.tree_flatten(params)
         _require_values(leaves)
         given = [leaves[number] for number in self._numbers] if structure == self._structure else []
-        if structure != self._structure or list(map(np.shape, given)) != self._shapes:
+        known, found = _compiled(self._dtypes), _compiled(list(map(_dtype, given)))
+        if structure != self._structure or list(map(np.shape, given)) != self._shapes or found != known:
             raise ConfigError(
-                "these are not the parameters that DiLoCo was made with: their structure or shapes differ"
+                "these are not the parameters that DiLoCo was made with: their structure, shapes or dtypes differ"
             )
         self._leaves = list(given)
         try:
@@ -171,10 +171,12 @@ class DiLoCo:
         return jax.tree_util.tree_unflatten(structure, leaves)
 
     def _read(self, place: slice) -> Sequence[Any]:
-        return [np.asarray(each) for each in jax.device_get(self._leaves[place])]
+        arrays = zip(jax.device_get(self._leaves[place]), self._dtypes[place], strict=True)
+        return [np.asarray(each, dtype) for each, dtype in arrays]
 
     def _write(self, place: slice, arrays: Sequence[Any]) -> None:
-        self._leaves[place] = list(map(like, arrays, self._leaves[place]))
+        leaves = self._leaves[place]
+        self._leaves[place] = [like(each.astype(_dtype(leaf)), leaf) for each, leaf in zip(arrays, leaves, strict=True)]
 
 
 def LocalSGD(params: Any, **options: Any) -> DiLoCo:  # noqa: N802
@@ -188,6 +190,15 @@ def LocalSGD(params: Any, **options: Any) -> DiLoCo:  # noqa: N802
         as `DiLoCo`.
     """
     return DiLoCo(params, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
+
+
+def _dtype(leaf: Any) -> np.dtype[Any]:
+    return np.dtype(leaf.dtype if hasattr(leaf, "dtype") else type(leaf))
+
+
+def _compiled(dtypes: Sequence[np.dtype[Any]]) -> list[Any]:
+    """Return the dtypes that arrays have in compiled programs: numbers of Python and float64 may get another."""
+    return list(map(jax.dtypes.canonicalize_dtype, dtypes))
 
 
 def _is_exchanged(leaf: Any) -> bool:

@@ -300,15 +300,15 @@ class DiLoCoCallback(DistributedCallback):
     ) -> None:
         super().__init__()
         with checking():
-            if "state" in average:
+            if "state" in (average or ()):
                 raise ConfigError('average of DiLoCoCallback has "parameters" and may have "buffers", not "state"')
-        self._averages_buffers = "buffers" in average
+        self._averages_buffers = "buffers" in (average or ())
         course = period, outer_lr, outer_momentum, fragments, delay
         self._replicas = Replicas(*course, compression, replica, average)
         self.process_set = self._replicas.process_set
         self._variables: list[Any] = []
         self._saved: Mapping[str, Any] | None = None
-        self._training = False
+        self._training = self._trained = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
@@ -323,7 +323,9 @@ class DiLoCoCallback(DistributedCallback):
             self._replicas.bind(named[: len(parameters)], self._read, self._write, named[len(parameters) :])
             if self._saved is not None:
                 self._replicas.load_state_dict(self._saved)
-        self._saved, self._training = None, True
+        elif self._trained:
+            self.synchronize()  # the program may have given the model other weights since
+        self._saved, self._training, self._trained = None, True, False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._replicas.before_step()
@@ -337,7 +339,7 @@ class DiLoCoCallback(DistributedCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self.synchronize()
-        self._training = False
+        self._training, self._trained = False, True
 
     def synchronize(self) -> None:
         """Make the weights of all ranks their average, once `fit` has begun. Collective.
@@ -364,6 +366,7 @@ class DiLoCoCallback(DistributedCallback):
         """
         if self._variables:
             self._replicas.load_state_dict(state)
+            self._trained = False
         else:
             self._saved = state
 

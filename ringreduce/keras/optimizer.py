@@ -131,6 +131,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = Compression.none,
     legacy_opts: bool = False,
+    **options: Any,
 ) -> Any:
     """Load a model that was saved with its optimizer, and make that a `DistributedOptimizer` with its state. Local.
 
@@ -140,9 +141,10 @@ def load_model(
         custom_objects: other classes and functions by name, as for `keras.saving.load_model`.
         compression: as for `DistributedOptimizer`.
         legacy_opts: without meaning here, taken for Horovod's sake.
+        **options: others of `DistributedOptimizer`, which a saved model does not have: ``process_set``, ``staleness``.
     """
     known = {**{each.__name__: each for each in custom_optimizers or ()}, **(custom_objects or {})}
     model = keras.saving.load_model(filepath, custom_objects=known)
     if model.optimizer is not None:
-        DistributedOptimizer(model.optimizer, compression=compression)
+        DistributedOptimizer(model.optimizer, compression=compression, **options)
     return model

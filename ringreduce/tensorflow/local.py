@@ -80,7 +80,8 @@ class DiLoCo(Replicas):
     ) -> None:
         with checking():
             _require_eager()
-            given = list(variables)
+            single = hasattr(variables, "assign") or callable(variables)  # a variable or a model
+            given: list[Any] = [variables] if single else list(variables)
             if not all(hasattr(each, "assign") for each in given):
                 raise ConfigError(f"DiLoCo takes variables, got {[type(each).__name__ for each in given]}")
             known = [(tf.as_dtype(each.dtype).as_numpy_dtype, each) for each in given]

@@ -404,6 +404,8 @@ class LocalTraining:
 
     def require_fit(self, state: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless `load_state_dict` can take this."""
+        if not {"steps", "averages"} <= {*state}:
+            raise ConfigError(f"this is no state of DiLoCo: it has {sorted(map(str, state))}")
         averages = state["averages"]
         if len(averages) != len(self._averages):
             raise ConfigError(f"the state has {len(averages)} averages, this optimizer {len(self._averages)}")

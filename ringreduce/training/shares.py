@@ -184,6 +184,11 @@ class Batches:
         """Yield this rank's batches of samples in an order, which is the same on all ranks."""
         me, ranks = rank_and_size()
         self._settle()
+        if self._by_speed and is_initialized() and global_process_set.engine.pacemaker.unweighted:
+            raise ConfigError(
+                'a step of JAX was compiled without weights, before the sampler with shares="speed" gave out a batch: '
+                "compile it after the first batch, or give it samples"
+            )
         whole = self._size * ranks
         self.counts, self.left = divided(whole, self._division.shares), self.number(len(order))
         for start in range(0, len(order), whole):

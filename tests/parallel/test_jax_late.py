@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.jax as rj  # noqa: E402
+from ringreduce.jax.calls import LISTS  # noqa: E402
 from ringreduce.training.shares import Batches  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -234,3 +236,35 @@ def test_ranks_with_other_staleness_hear_it(called: Any) -> None:
 def test_shares_and_loading_are_there() -> None:
     assert 0 < rj.share() <= 1
     assert list(rj.loading([1, 2])) == [1, 2]
+
+
+def test_reducers_live_as_long_as_their_transformation() -> None:
+    before = len(LISTS)
+    tx = transformation(optax.sgd(1.0), staleness=1)
+    tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+    assert len(LISTS) == before + 1
+    with pytest.raises(rr.ConfigError, match="structure"):
+        tx.synchronize({"a": jnp.ones(3)}, tx.init(jnp.ones(3)))
+    del tx
+    gc.collect()
+    assert len(LISTS) <= before
+
+
+@SEVERAL
+def test_a_sampler_begins_before_a_step_is_compiled() -> None:
+    """A program without weights would go on without them."""
+    rr.shutdown()
+    rr.init()
+    tx = transformation(optax.sgd(1.0))
+    tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+    with pytest.raises(rr.ConfigError, match="compile it after the first batch"):
+        next(iter(Batches(4, "repeat", by_speed=True).of(range(4 * SIZE))))
+    rr.shutdown()
+    rr.init()
+
+
+def test_numbers_of_samples_have_32_bits() -> None:
+    tx = transformation(optax.sgd(1.0))
+    for samples in (np.int64(2**32 + 1), 2**40):
+        with pytest.raises(rr.RingReduceError, match="below 2"):
+            tx.update(jnp.ones(3), tx.init(jnp.ones(3)), samples=samples)

@@ -406,3 +406,24 @@ def test_a_sampler_by_speed_is_refused() -> None:
     for _ in batches.of(range(2 * SIZE)):
         with pytest.raises(rr.ConfigError, match="do not go together"):
             local.step(start())
+
+
+def test_dtypes_are_compared_as_compiled_programs_have_them() -> None:
+    """Numbers of Python and float64 of NumPy become float32 in a compiled step; another dtype is an error."""
+    local = rj.LocalSGD({"w": np.zeros(3), "scale": 1.0}, period=1, replica="rank")
+    with pytest.raises(rr.ConfigError, match="dtypes differ"):
+        local.step({"w": jnp.arange(3), "scale": jnp.float32(1.0)})
+    params = local.step({"w": jnp.full(3, RANK, jnp.float32), "scale": jnp.float32(1.0)})
+    assert params["w"].dtype == jnp.float32
+    np.testing.assert_allclose(params["w"], np.full(3, (SIZE - 1) / 2))
+
+
+def test_other_weights_begin_with_synchronize() -> None:
+    """Else the next exchange would take the difference for what was learned."""
+    params = start()
+    local = rj.DiLoCo(params, period=1, replica="rank")
+    params = local.step(params)
+    params = local.synchronize(jax.tree.map(lambda each: each + 10, params))
+    expected = floats(params)
+    for made, each in zip(floats(local.step(params)), expected, strict=True):
+        np.testing.assert_allclose(made, each, rtol=1e-6)

@@ -340,3 +340,15 @@ def test_wrong_arguments() -> None:
     local = DiLoCo(replica="rank")
     with pytest.raises(rr.ConfigError, match="has begun"):
         local.state_dict()
+
+
+def test_fit_begins_again_with_the_weights_there_are() -> None:
+    """Weights that the program has set since the last time are nothing that was learned."""
+    model, local = model_of(), DiLoCo(period=1, replica="rank")
+    model.compile(SGD(0.0), loss="mse")
+    model.fit(*data(RANK), callbacks=[local], verbose=0)
+    model.set_weights([each + 10 for each in model.get_weights()])
+    expected = model.get_weights()
+    model.fit(*data(RANK), callbacks=[local], verbose=0)
+    for weights, each in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(weights, each, rtol=1e-5)
