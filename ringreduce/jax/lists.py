@@ -29,15 +29,17 @@ from ringreduce.training.shares import is_by_speed
 _numbers = count()
 
 
-def needs_host(process_set: ProcessSet) -> bool:
+def needs_host(process_set: ProcessSet, gradients: Any) -> bool:
     """Return whether a sampler by speed has begun, which gives the ranks different numbers of samples.
 
-    If none has, none may begin in this world: a compiled step would go on with averages without weights.
+    If none has, and a program is being traced, none may begin in this world: the program makes averages without
+    weights, now and later.
     """
-    if not process_set.included() or is_by_speed(process_set.engine):
-        return process_set.included()
-    process_set.engine.pacemaker.unweighted = True
-    return False
+    if not process_set.included():
+        return False
+    begun, pacemaker = is_by_speed(process_set.engine), process_set.engine.pacemaker
+    pacemaker.unweighted |= not begun and is_traced(jax.tree.leaves(gradients))
+    return begun
 
 
 def unmapped(function: Callable[..., Any]) -> Callable[..., Any]:

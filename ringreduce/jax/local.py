@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.jax.calls import is_traced
 from ringreduce.jax.functions import is_key, like
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.host import ArraySpec
@@ -206,7 +207,7 @@ def _is_exchanged(leaf: Any) -> bool:
 
 
 def _require_values(leaves: Sequence[Any]) -> None:
-    if any(isinstance(each, jax.core.Tracer) for each in leaves):
+    if is_traced(leaves):
         raise ConfigError(
             "DiLoCo exchanges values: call it outside of jit, with the parameters that the compiled step returns"
         )

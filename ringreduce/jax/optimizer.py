@@ -120,14 +120,15 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
         return DistributedTransformation(compressing.init, compressing.update)
 
     def update(updates: Any, state: Any, params: Any = None, *, samples: Any = None, **extra: Any) -> Any:
-        if staleness or samples is not None or needs_host(process_set):
+        if staleness or samples is not None or needs_host(process_set, updates):
             updates = trees.reduce(updates, name, samples)
         else:
             updates = reduce(updates)
         return inner.update(updates, state, params, **extra)
 
     made = DistributedTransformation(inner.init, update)
-    made.late = trees, inner.update
+    if staleness:
+        made.late = trees, inner.update
     return made
 
 
@@ -186,7 +187,7 @@ class _Compressing(NamedTuple):
     def update(
         self, updates: Any, state: DistributedState, params: Any = None, *, samples: Any = None, **extra: Any
     ) -> tuple[Any, DistributedState]:
-        if samples is not None or needs_host(self.process_set):
+        if samples is not None or needs_host(self.process_set, updates):
             raise ConfigError("compressed gradients cannot be weighted: use no compression with numbers of samples")
         leaves, structure = jax.tree.flatten(updates)
         chosen = [each for each in leaves if _is_compressed(each)]

@@ -12,24 +12,10 @@ import numpy as np
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.applying import ListReduction
-from ringreduce.training.compression import WireFormat, wire_format
-from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options
 
 _KIND = "DistributedOptimizer"
-
-
-def checked_compression(compression: Any) -> type[WireFormat] | None:
-    """Return the wire format that a compression names, or that of another binding; None: arrays travel as they are.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    wire = getattr(compression, "wire", compression)
-    if wire is None or getattr(wire, "compress", None) is NoneCompressor.compress:
-        return None
-    return wire_format(wire)
 
 
 def _how(options: Options) -> dict[str, Any]:
@@ -70,7 +56,7 @@ if keras.backend.backend() == "jax":
             super().count(samples)
 
         def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
-            if self.staleness or self.samples is not None or needs_host(self._process_set):
+            if self.staleness or self.samples is not None or needs_host(self._process_set, gradients):
                 return self._listed(gradients, variables)
             self._plain, options = True, self._options
             made: list[Any] = allreduce(

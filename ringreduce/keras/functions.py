@@ -14,10 +14,11 @@ import keras
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.keras.backends import as_numpy, checked_compression
+from ringreduce.keras.backends import as_numpy
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training import ops
+from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.host import HOST
 from ringreduce.training.ops import *  # noqa: F403
 from ringreduce.training.parameters import broadcast_parameters
@@ -66,7 +67,7 @@ def allreduce(
     """
 
     def request(prepare: RequestBuilder, array: Any) -> Request:
-        kind, targets, wire = chosen_op(op, average), prepare.new_like([array]), checked_compression(compression)
+        kind, targets, wire = chosen_op(op, average), prepare.new_like([array]), wire_format_of(compression)
         scales, result = (prescale_factor, postscale_factor), lambda: targets[0]
         return prepare.allreduce([array], targets, kind, *scales, result, None if wire is None else wire.wire)
 

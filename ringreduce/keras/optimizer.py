@@ -10,10 +10,11 @@ import keras
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.keras.backends import checked_compression, reduction_of
+from ringreduce.keras.backends import reduction_of
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.applying import Distribution, distribute, variables_of
+from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.options import Op, Options
 from ringreduce.training.requests import require_process_set
 
@@ -92,7 +93,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     options = Options(
         op=op,
         passes=backward_passes_per_step,
-        compression=checked_compression(compression),
+        compression=wire_format_of(compression),
         predivide_factor=gradient_predivide_factor,
         staleness=staleness,
     ).checked(config(), [])

@@ -51,7 +51,7 @@ class DiLoCo(Replicas):
         delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
             steps is kept.
         compression: the wire format of differences between nodes, one of `Compression` but powersgd and topk, or its
-            name. Its rounding errors are added to the next exchange.
+            name. Its rounding errors are added to the next exchange, but those of `Compression.fp16` and ``bf16``.
         replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
 
     All arguments must agree on all ranks. To begin with synchronous steps, make them before this object.

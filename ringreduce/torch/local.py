@@ -21,12 +21,11 @@ from ringreduce.torch.compression import Compression, Compressor, each_array
 from ringreduce.torch.node_state import is_whole
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.reduced import scaler_of
-from ringreduce.training.combinations import LOCAL, SCALER, SHARES, refusal
+from ringreduce.training.combinations import LOCAL, SCALER, refusal
 from ringreduce.training.local import LocalTraining
 from ringreduce.training.local_options import LocalOptions, cut
 from ringreduce.training.options import checked_names
 from ringreduce.training.parameters import require_same_arrays
-from ringreduce.training.shares import is_by_speed
 
 _Named = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module
 
@@ -101,7 +100,7 @@ class DiLoCo(wrapping.Wrapper):
         delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
             steps is kept.
         compression: the wire format of differences between nodes, one of `Compression` but powersgd and topk. Its
-            rounding errors are added to the next exchange.
+            rounding errors are added to the next exchange, but those of fp16 and bf16.
         replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
         average: what to average: ``"parameters"``, by outer steps; ``"buffers"``, those of floating point if
             ``named_parameters`` is the model; and on request ``"state"``, the optimizer's state of each element. The
@@ -199,8 +198,6 @@ class DiLoCo(wrapping.Wrapper):
             ConfigError: a rank has joined; or a sampler divides samples by speed.
         """
         self.rejoin()
-        if is_by_speed(global_process_set.engine):
-            raise refusal(LOCAL, SHARES)
         if self._warm is not self._local.warming:  # a state was loaded
             self._enter_phase()
         self._local.before_step()

@@ -7,6 +7,7 @@ ringreduce: ``optimizer.__class__`` is its class still.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 
 
-class ListReduction:
+class ListReduction(ABC):
     """Reduces the gradients of variables over the ranks.
 
     Args:
@@ -32,9 +33,9 @@ class ListReduction:
         self.samples: Any = None
         self.known: dict[Any, tuple[Any, Sequence[Any]]] = {}
 
+    @abstractmethod
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
         """Return the averages, or sums, of gradients, some of them None. Collective."""
-        raise NotImplementedError
 
     def count(self, samples: Any) -> None:
         """Change `samples`. Local."""

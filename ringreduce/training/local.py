@@ -37,8 +37,10 @@ from ringreduce.common.errors import ConfigError, RingReduceError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.engine import CollectiveOp, Engine, InPlaceAllreduce
 from ringreduce.runtime import global_process_set
+from ringreduce.training.combinations import LOCAL, SHARES, refusal
 from ringreduce.training.compression import State, WireState
 from ringreduce.training.local_options import LocalOptions
+from ringreduce.training.shares import is_by_speed
 
 Flat = npt.NDArray[Any]
 
@@ -316,7 +318,12 @@ class LocalTraining:
         """To be called before each step; the first local step compares the weights. Collective then.
 
         After `start` it may also be called after the step, just before `after_step`.
+
+        Raises:
+            ConfigError: a sampler divides samples by speed.
         """
+        if is_by_speed(self._engine):
+            raise refusal(LOCAL, SHARES)
         if self.steps == self._options.warmup_steps:
             weights = self._weights or self._started()
             text = f"weights with the checksums {weights}; call broadcast_parameters before the first step"

@@ -16,19 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import DType
-from ringreduce.buffers.codecs import CODECS
 from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set, init
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.combinations import LOCAL, SHARES, refusal
-from ringreduce.training.compression import wire_format
-from ringreduce.training.compression.tensors import NoneCompressor
+from ringreduce.training.compression import is_wire_format
+from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.host import HOST, ArraySpec
 from ringreduce.training.local import LocalTraining
 from ringreduce.training.local_options import LocalOptions, cut
 from ringreduce.training.parameters import require_same_arrays
-from ringreduce.training.shares import is_by_speed
 
 _Array = npt.NDArray[Any]
 
@@ -123,7 +120,8 @@ class Replicas:
         ranks = global_process_set.communicator
         with checking():
             course = period, outer_lr, outer_momentum, 0, 1, delay  # `bind` checks the fragments
-            self._options = LocalOptions(*course, _wire(compression), replica, average, 1, ranks.size)
+            wire = compression if is_wire_format(compression) else wire_format_of(compression)
+            self._options = LocalOptions(*course, wire, replica, average, 1, ranks.size)
         self._fragments = fragments
         require_same_arrays(HOST, ranks, "DiLoCo", [], options=self._options.in_words())
         self.process_set = ProcessSet([ranks.rank])
@@ -183,8 +181,6 @@ class Replicas:
     def before_step(self) -> None:
         """See `LocalTraining.before_step`; in a new world, rejoin first."""
         self.rejoin()
-        if is_by_speed(global_process_set.engine):
-            raise refusal(LOCAL, SHARES)
         self._local.before_step()
 
     def after_step(self) -> None:
@@ -220,10 +216,3 @@ class Replicas:
         """
         self._local.require_fit(state)
         self._local.load_state_dict(state)
-
-
-def _wire(compression: Any) -> Any:
-    """Return the wire format that a compression is or names; None for none. Anything else is returned unchanged."""
-    if compression is None or getattr(compression, "compress", None) is NoneCompressor.compress:
-        return compression if getattr(compression, "wire", None) else None
-    return wire_format(compression) if isinstance(compression, str) and compression in CODECS else compression

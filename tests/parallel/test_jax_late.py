@@ -22,7 +22,7 @@ from ringreduce.jax.calls import LISTS  # noqa: E402
 from ringreduce.training.shares import Batches  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-SEVERAL = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+SEVERAL = pytest.mark.sizes(2, 3, 4)
 COUNTS = [1 + 2 * rank for rank in range(SIZE)]
 transformation = rj.DistributedGradientTransformation
 
@@ -256,7 +256,13 @@ def test_a_sampler_begins_before_a_step_is_compiled() -> None:
     rr.shutdown()
     rr.init()
     tx = transformation(optax.sgd(1.0))
-    tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+    state = tx.init(jnp.ones(3))
+    tx.update(jnp.ones(3), state)  # at once: the next call may have weights
+    for _ in Batches(4, "repeat", by_speed=True).of(range(4 * SIZE)):
+        tx.update(jnp.ones(3), state)
+    rr.shutdown()
+    rr.init()
+    jax.jit(lambda grads: tx.update(grads, state)[0])(jnp.ones(3))
     with pytest.raises(rr.ConfigError, match="compile it after the first batch"):
         next(iter(Batches(4, "repeat", by_speed=True).of(range(4 * SIZE))))
     rr.shutdown()

@@ -22,7 +22,7 @@ from ringreduce.training.shares import Batches  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 BACKEND = keras.backend.backend()
-SEVERAL = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+SEVERAL = pytest.mark.sizes(2, 3, 4)
 STEPS = 7
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 

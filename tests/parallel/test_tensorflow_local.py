@@ -114,6 +114,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"fragments": 3, "delay": 2},
     {"compression": hvd.Compression.int8, "delay": 1},
     {"compression": "int4"},
+    {"compression": hvd.Compression.fp16},
     {"outer_lr": 1.0, "outer_momentum": 0.0, "delay": 3},
 ]
 
@@ -206,7 +207,7 @@ def test_graphs_and_what_is_no_variable_are_refused() -> None:
             tf.function(call)()
     with pytest.raises(tf.errors.InvalidArgumentError, match="takes variables"):
         hvd.DiLoCo([tf.constant(1.0)])
-    with pytest.raises(rr.ConfigError, match="compression is none"):
+    with pytest.raises(rr.ConfigError, match="unknown wire format"):
         hvd.DiLoCo(values, compression=hvd.Compression.topk)
     local.step()
 

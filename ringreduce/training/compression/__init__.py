@@ -104,9 +104,9 @@ def is_wire_format(compression: object) -> bool:
     return has_reducers(compression) and isinstance(compression, type) and issubclass(compression, WireFormat)
 
 
-def wire_format(name: str) -> type[WireFormat]:
+def wire_format(name: object) -> type[WireFormat]:
     """Return the compression with a format of `ringreduce.buffers.codecs.CODECS`; raise `ConfigError` for any other."""
-    if name not in CODECS:
+    if not isinstance(name, str) or name not in CODECS:
         raise ConfigError(f"unknown wire format {name!r}; choose one of {', '.join(CODECS)}")
     return type(name, (WireFormat,), {"wire": name})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.training.compression import WireFormat
+from ringreduce.training.compression import WireFormat, wire_format
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
 
@@ -86,3 +86,15 @@ def wire_of(compression: type[Compressor]) -> str | None:
             f"compression={compression!r} is not for single tensors; give one of hvd.Compression but powersgd and topk"
         )
     return None if compression.compress is not WireCompressor.compress else getattr(compression, "wire", None)
+
+
+def wire_format_of(compression: Any) -> type[WireFormat] | None:
+    """Return the wire format that a compression has or names, in any binding; None: arrays travel as they are.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    wire = getattr(compression, "wire", compression)
+    if wire is None or getattr(wire, "compress", None) is NoneCompressor.compress:
+        return None
+    return wire_format(wire)
