@@ -160,7 +160,8 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         if not (gradient.is_sparse and gradient.sparse_dim() == sparse_dims):
             gradient = gradient.to_dense().to_sparse(sparse_dims)
         mine = gradient.detach().coalesce()
-        return mine.indices().t().contiguous(), mine.values().contiguous().view(len(mine.values()), -1)
+        values = mine.values().reshape(mine.values().shape[0], parameter.shape[sparse_dims:].numel())
+        return mine.indices().t().contiguous(), values.contiguous()
 
     def of_rows(
         self, parameter: torch.Tensor, places: torch.Tensor, values: torch.Tensor, divisor: int

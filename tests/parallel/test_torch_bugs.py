@@ -183,6 +183,21 @@ def test_parameters_may_come_in_another_order(world: rr.Communicator) -> None:
     assert (first.tolist(), second.tolist()) == ([0.0] * 2, [10.0] * 3)
 
 
+def test_a_sparse_gradient_without_rows(world: rr.Communicator) -> None:
+    """A sparse gradient that was cleared to zeros has no rows; it counts as zeros, on some ranks or all."""
+    embedding = torch.nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), embedding)
+    hvd.broadcast_parameters(embedding, root_rank=0)
+    before = embedding.weight.detach().clone()
+    for users in (world.size, world.size - 1, 0):
+        optimizer.zero_grad(set_to_none=False)
+        if world.rank < users:
+            embedding(torch.tensor([3])).sum().backward()
+        optimizer.step()
+        before[3] -= users / world.size
+        assert torch.allclose(embedding.weight, before, atol=1e-12)
+
+
 def test_averages_of_sparse_integers_are_integers(world: rr.Communicator) -> None:
     """They came back as floats; dense ones are averaged toward zero."""
     sparse = torch.tensor([0, -3, 5]).to_sparse()
