@@ -164,12 +164,6 @@ class Bucket:
         self._move(gradients, elsewhere)
         self._clear(missing)
 
-    def adopt(self, gradients: list[Any], found: bytes) -> None:
-        """Make places the gradients of used parameters (see `fill`) that had none when `collect` made zeros of them."""
-        for number, slot in zip(self.numbers, self.slots, strict=True):
-            if gradients[number] is None and found[number] == Found.DENSE:
-                gradients[number] = slot.place
-
     def apart(self) -> Bucket:
         """Return a bucket for the same gradients in memory of its own."""
         made = Bucket(self._memory, [slot.parameter for slot in self.slots], self._communicator)

@@ -203,7 +203,7 @@ class Watcher(Protocol):
     number: int
 
     def before_adding(self, record: Any) -> None:
-        """Hear that a gradient is about to be added to; only where the framework can say so."""
+        """Hear that a gradient is about to be added to, or may be."""
 
     def added(self, record: Any) -> None:
         """Hear that a gradient was added to."""

@@ -12,8 +12,9 @@ of the gradients show whether it did, and the ranks agree on it in the step:
 * Overlap begins after two steps in which no rank has changed a gradient by itself and all have made the declared number
   of passes. A program that changes its gradients (it clips them, say) gets no overlap, and a warning. Unless a program
   asks for it, overlap then goes on and off in turns of some steps (`OverlapProbe`), and stays off if that was quicker.
-* Autograd has added to a gradient again: if its bucket was not reduced yet, it is withdrawn. If it was, averages are
-  averaged again, which gives the same as if all had been added up first; a sum is refused.
+* Autograd has added to a gradient again: if its bucket was not reduced yet, it is withdrawn. If it was, it is reduced
+  again in the step, as each rank's share of the result and what it has added since. That gives the same as if all had
+  been added up first: of averages the share is the average, of a sum over P ranks it is 1/P.
 * Gradients were cleared and computed again: if so on all ranks, they are reduced again. If only on some, or if anything
   else has written to one, all ranks raise a `ConfigError`: the unreduced gradients of the others no longer exist.
 """
@@ -22,16 +23,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from ringreduce.common.errors import ConfigError, ShutdownError, TransportError
+from ringreduce.common.errors import ConfigError, RingReduceError, ShutdownError, TransportError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.engine import InPlaceAllreduce
 from ringreduce.training.agreement import ADDED, WAITS, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
-from ringreduce.training.framework import Hooks, Look, StreamSync
+from ringreduce.training.framework import Found, Hooks, Look, StreamSync
 from ringreduce.training.stages import (
     NEXT,
     STATUS,
@@ -131,10 +132,12 @@ class Overlap:
             if not self._keep_out(state):
                 return
             record.look(self._hooks, self._moved)
-            if record.fate is Fate.MISSING and record.parameter.grad is None:
+            if record.fate <= Fate.MISSING:
                 place = next(slot.place for slot in state.bucket.slots if slot.parameter is record.parameter)
+                self._share(state, place)
                 record.parameter.grad = place  # what comes is added to that
-                record.fate = Fate.NONE
+                record.apply(Fate.ADDED)
+                record.remember(self._hooks)
 
     def added(self, record: GradientState) -> None:
         """Record that a gradient was added to."""
@@ -224,12 +227,13 @@ class Overlap:
                 record.cleared[index] = each.fate is Fate.CLEARED
                 record.kept[index] = each.fate not in (Fate.CLEARED, Fate.MISSING)
 
-    def conclude(self, record: Record, active: int) -> list[Bucket]:
+    def conclude(self, record: Record, active: int, gradients: list[Any]) -> list[Bucket]:
         """Return the buckets that are reduced, and withdraw the others.
 
         Args:
             record: what all ranks have said.
             active: how many ranks contribute to the step.
+            gradients: of all parameters; those that this rank had not become what was, or is to be, reduced for it.
 
         Raises:
             ConfigError: on all ranks, if gradients of some rank were overwritten or cleared after their reduction.
@@ -247,18 +251,26 @@ class Overlap:
                     state.generation += 1
                     continue
                 assert part is not None and part.done, "all ranks have submitted it before the step"
+                if part.error is not None:
+                    failure = failure or part.error
+                    continue
                 if state.sync is not None:
                     state.sync.come_back()
-                failure = failure or part.error
                 status, cleared, kept = (
                     record.status[numbers],
                     record.cleared[numbers] > 0,
                     record.kept[numbers] > 0,
                 )
-                wrong = wrong or what_is_wrong(
-                    status, cleared, kept, everyone=part.active == active, sums=self._op is SUM
-                )
-                if not (status == ADDED).any() and not cleared.any():
+                wrong = wrong or what_is_wrong(status, cleared, kept, everyone=part.active == active)
+                again = bool((status == ADDED).any() or cleared.any())
+                for slot, each, number in zip(state.bucket.slots, state.members, numbers, strict=True):
+                    if each.fate > Fate.MISSING or record.cleared[number]:
+                        continue
+                    if again:
+                        self._share(state, slot.place)
+                    if gradients[number] is None and record.found[number] == Found.DENSE:
+                        gradients[number] = slot.place
+                if not again:
                     reduced.append(state.bucket)
         if failure is not None:
             raise failure
@@ -332,7 +344,9 @@ class Overlap:
     def break_off(self) -> None:
         """End a step that has failed on all ranks; the next ones begin without overlap."""
         with self._lock:
-            self.abandon()
+            with suppress(RingReduceError):  # what has ended everything is raised by the step
+                for state in self._buckets:
+                    self._keep_out(state)
             self.forget_step()
             self.begun, self._alike = False, 0
             for state in self._buckets:
@@ -358,15 +372,13 @@ class Overlap:
         for record in pending:
             record.remember(self._hooks)
             record.fresh = True
+            state = self._state_of.get(id(record.parameter))
+            if state is not None and state.part is not None:
+                record.apply(Fate.ADDED)
             if self.suspends:
                 continue
             record.times += 1
-            state = self._state_of.get(id(record.parameter))
-            if state is None:
-                continue
-            if state.part is not None:
-                record.apply(Fate.ADDED)
-            elif record.times == record.expected:
+            if state is not None and state.part is None and record.times == record.expected:
                 state.missing -= 1
                 if state.missing == 0 and self.begun and state.stage is Stage.FILLING:
                     self._submit(state)
@@ -406,14 +418,21 @@ class Overlap:
         return part
 
     def _keep_out(self, state: BucketState) -> bool:
-        """Withdraw a bucket, or wait for it; return whether it was reduced."""
-        if state.part is None:
-            return False
-        if not state.part.done:
+        """Withdraw a bucket, or wait for it; return whether it was reduced. Others that are under way likewise."""
+        if state.part is not None and not state.part.done:
             self.abandon()  # all at once: an answer may take a while
-        if self._engine.settle(state.part):
-            if state.sync is not None:
-                state.sync.come_back()
-            return True
-        state.apply(Event.WITHDRAWN)
-        return False
+            for each in self._buckets:
+                if each.part is not None and not self._engine.settle(each.part):
+                    each.apply(Event.WITHDRAWN)
+        if state.part is None or state.part.error is not None:  # the step raises the error
+            return False
+        if state.sync is not None:
+            state.sync.come_back()
+        return True
+
+    def _share(self, state: BucketState, place: Any) -> None:
+        """Make a gradient that was reduced this rank's share of the result, to be reduced again."""
+        assert state.part is not None, "it was reduced"
+        share = self._all.divisor(state.part.active) / state.part.active
+        if share != 1.0:
+            self._all.memory.scale(place, share)

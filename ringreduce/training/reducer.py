@@ -323,11 +323,9 @@ class GradientReducer:
                 "all passes of a step but the last within no_sync(), or declare them with backward_passes_per_step"
             )
         self.buckets.number(parameters)
-        reduced = [] if self.early is None else self.early.conclude(record, active)
+        reduced = [] if self.early is None else self.early.conclude(record, active, gradients)
         self._weigh(samples, active, early=bool(reduced))
         everyone = record.found.tobytes()
-        for bucket in reduced:
-            bucket.adopt(gradients, everyone)
         moved = self.buckets.update(parameters, everyone)
         if moved and self.sharding is not None:
             self.sharding.update()

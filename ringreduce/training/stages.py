@@ -126,7 +126,7 @@ class GradientState:
         return id(gradient), 0 if gradient is None else hooks.version(gradient)
 
 
-def what_is_wrong(status: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, *, everyone: bool, sums: bool) -> str:
+def what_is_wrong(status: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, *, everyone: bool) -> str:
     """Return what is wrong with a bucket that was reduced during the backward pass; empty if nothing is.
 
     Args:
@@ -134,7 +134,6 @@ def what_is_wrong(status: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, 
         cleared: whether some rank has cleared it since.
         kept: whether some rank has not.
         everyone: whether the ranks that contribute to the step are those that have reduced the bucket.
-        sums: whether it was summed up.
     """
     remedy = (
         "make passes whose gradients are not for the next step within no_sync(), call synchronize() before "
@@ -144,13 +143,8 @@ def what_is_wrong(status: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, 
         return f"a rank has made a backward pass and then joined without a step: {remedy}"
     if (status == CHANGED).any():
         return f"the program has written to gradients between the backward pass and the step: {remedy}"
-    if (cleared & kept).any() or (sums and cleared.any() and kept.any()):
+    if (cleared & kept).any():
         return f"some ranks, and not all, have cleared or replaced gradients after a backward pass: {remedy}"
-    if sums and (status == ADDED).any():
-        return (
-            "a backward pass has added to sums over the ranks: declare all passes of a step with "
-            f"backward_passes_per_step, or {remedy}"
-        )
     return ""
 
 

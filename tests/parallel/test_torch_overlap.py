@@ -294,25 +294,6 @@ def test_what_is_added_to_averages_is_averaged() -> None:
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_a_sum_that_was_added_to_is_refused() -> None:
-    """On all ranks, with the remedy; the next steps work, and overlap no more."""
-
-    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
-        plainly(model, optimizer, backward)
-        optimizer.zero_grad()
-        backward()
-        hvd.barrier()  # which runs after the buckets that all ranks have submitted before
-        backward()
-        with pytest.raises(rr.ConfigError, match="backward_passes_per_step"):
-            optimizer.step()
-        assert not optimizer.overlaps
-        plainly(model, optimizer, backward)
-
-    for weight in train(True, steps, op=hvd.Sum):
-        assert_equal_on_ranks(weight)
-
-
-@pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("passes", [1, 3])
 def test_buckets_are_reduced_during_the_last_backward_pass(passes: int) -> None:
     """From the third step on every bucket is on its way when the declared passes are over, and none before."""
