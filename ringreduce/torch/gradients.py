@@ -91,6 +91,16 @@ class TorchPlaces(InPlace):
         for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view
 
+    def is_zero(self, array: torch.Tensor) -> bool:
+        return not array.any()
+
+    def keep_part(self, gradient: torch.Tensor, part: slice, factor: float) -> None:
+        flat = gradient.detach().as_strided((gradient.numel(),), (1,))
+        with torch.no_grad():
+            flat[: part.start].zero_()
+            flat[part].mul_(factor)
+            flat[part.stop :].zero_()
+
 
 class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
     """The gradients of torch's parameters, for one optimizer.
@@ -174,6 +184,11 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         if not _is_added_to(parameter):
             return []
         return [parameter.register_post_accumulate_grad_hook(lambda _: action())]  # type: ignore[no-untyped-call]
+
+    def before_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
+        if not _is_added_to(parameter):
+            return []
+        return [parameter.register_hook(lambda _: action())]  # type: ignore[no-untyped-call]
 
     def watch(self, parameter: torch.Tensor, watcher: Watcher, record: Any) -> list[RemovableHandle]:
         if not _is_added_to(parameter):

@@ -64,18 +64,17 @@ class Piece(NamedTuple):
 def pieces_of(shard: Shard, *, elementwise: bool) -> Iterator[Piece]:
     """Return this rank's pieces of the parameters of a bucket."""
     bucket, own = shard.bucket, shard.own
-    for slot, place, view in zip(bucket.slots, bucket.places, shard.views, strict=True):
+    for number, (slot, place, view) in enumerate(zip(bucket.slots, bucket.places, shard.views, strict=True)):
         parameter, start = slot.parameter, place.start
         if not elementwise:
             mine = own.start <= start and start < own.stop
             value = view.detach().requires_grad_(parameter.requires_grad) if mine else None
             yield Piece(parameter, view, view.data_ptr(), slot, None, value, slot.place)
             continue
-        first = min(max(own.start - start, 0), parameter.numel())
-        last = max(first, min(own.stop - start, parameter.numel()))
-        value = _in_order(view)[first:last].detach().requires_grad_(parameter.requires_grad)
-        gradient = bucket.flat[start + first : start + last]
-        yield Piece(parameter, view, view.data_ptr(), slot, slice(first, last), value, gradient)
+        part = shard.within(number)
+        value = _in_order(view)[part].detach().requires_grad_(parameter.requires_grad)
+        gradient = bucket.flat[start + part.start : start + part.stop]
+        yield Piece(parameter, view, view.data_ptr(), slot, part, value, gradient)
 
 
 class _Description(NamedTuple):

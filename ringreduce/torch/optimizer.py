@@ -241,6 +241,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         self._reduced.forget()
         with self._training.gradients.clearing():
             self._optimizer.zero_grad(set_to_none)
+        self._stepper.cleared()
 
     def synchronize(self) -> None:
         """Reduce the gradients now, to look at them or change them before `step`. Collective.

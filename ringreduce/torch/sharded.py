@@ -94,6 +94,11 @@ class Stepper:
             STEPPING.discard(number)
             self._training.gradients.stepped()
 
+    def cleared(self) -> None:
+        """Take note that the gradients are None or zero."""
+        if (sharding := self._training.reducer.sharding) is not None:
+            sharding.uncleared.cleared()
+
     def parts_to_clip(self, norm_type: float) -> AbstractContextManager[None]:
         """Return a context in which gradients are reduced that `clip` needs."""
         return self._training.reducer.own_parts() if self._clips_parts(norm_type) else nullcontext()
@@ -175,6 +180,7 @@ class ShardedStep:
         self.commit.unchanging = ()
         evaluated = [self._evaluated(each) for each in closure]
         self._refresh()
+        self._sharding.uncleared.require_reduced()
         copy, groups = self.copy, list(zip(self.copy.param_groups, self._optimizer.param_groups, strict=True))
         for group, whole in groups:
             group.update(_settings(whole))
@@ -206,8 +212,11 @@ class ShardedStep:
                 "`error_if_nonfinite=False`"
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for each in mine + private:
+        uncleared = self._sharding.uncleared
+        everything = [each.grad for each in self._parameters if each.grad is not None]
+        for each in mine + private if uncleared.divides else everything:
             each.mul_(factor)
+        uncleared.part_changed()
         return total
 
     def require_unchanged(self) -> None:

@@ -21,6 +21,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 _NUMBER_NBYTES = 4
 _COUNTS = "counted", "uncounted", "miscounted"
+_LEFT = "uncleared", "overwritten"
 
 
 class Ranks:
@@ -94,6 +95,8 @@ class Record:
         slower: likewise: whether steps have taken longer with overlap.
         counted, uncounted, miscounted: likewise: whether ranks say of how many samples their gradients are means,
             whether ranks do not, and whether some rank says what is wrong.
+        uncleared, overwritten: likewise, with shards: whether the program has left reduced gradients, and whether it
+            has written into those of which a rank has its own part alone.
     """
 
     def __init__(self, communicator: Communicator, count: int, overlaps: bool) -> None:
@@ -102,14 +105,15 @@ class Record:
         one, signed = ("u1", (1,)), ("u1", (2, _NUMBER_NBYTES))
         fields: list[Any] = [("found", "u1", (count,))]
         fields += [(name, "u1", (early,)) for name in ("status", "cleared", "kept")]
-        fields += [(name, *one) for name in ("unlike", "changed", "again", "slower", *_COUNTS)]
-        fields += [(name, *signed) for name in ("weights", "settings", "layout", "stepped")]
+        fields += [(name, *one) for name in ("unlike", "changed", "again", "slower", *_COUNTS, *_LEFT)]
+        fields += [(name, *signed) for name in ("weights", "settings", "layout", "stepped", "scaled")]
         layout = np.dtype(fields)
         self.memory: _Bytes = communicator.empty(layout.itemsize, np.uint8)
         self._fields = self.memory.view(layout).reshape(())
         self.found, self.status, self.cleared, self.kept = (self._fields[name] for name, *_ in fields[:4])
         self.unlike, self.changed, self.again, self.slower = (self._fields[name] for name, *_ in fields[4:8])
         self.counted, self.uncounted, self.miscounted = (self._fields[name] for name in _COUNTS)
+        self.uncleared, self.overwritten = (self._fields[name] for name in _LEFT)
 
     def begin(self, found: bytes) -> None:
         """Say what was found, and nothing else yet."""

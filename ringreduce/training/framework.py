@@ -367,6 +367,12 @@ class InPlace(Protocol):
     def move(self, parameters: Sequence[Any], views: Sequence[Any]) -> None:
         """Make views the memory of parameters."""
 
+    def is_zero(self, array: Any) -> bool:
+        """Return whether all elements are zero."""
+
+    def keep_part(self, gradient: Any, part: slice, factor: float) -> None:
+        """Multiply a part of a gradient in place, in the order that elements have in memory; the rest becomes zero."""
+
 
 @runtime_checkable
 class Hooks(Protocol):
@@ -380,6 +386,10 @@ class Hooks(Protocol):
 
     def after_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
         """Call a function each time that the framework has added to a gradient; only speed depends on it."""
+        return ()
+
+    def before_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
+        """Call a function each time that the framework is about to add to a gradient."""
         return ()
 
     def version(self, gradient: Any) -> int:

@@ -10,8 +10,8 @@ moved, and all agree first. The more often that happens, the longer they wait be
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -159,6 +159,8 @@ class GradientReducer:
             found = self._counted(found, parameters, fresh)
             samples = None if self.samples is None and pacemaker.shares is None else self._samples()
             same = self._last is not None and samples == self._told
+            if self.sharding is not None:
+                same &= self.sharding.uncleared.settle()
             if not (same and self._repeats(parameters, reduced, found)):
                 self._agree_and_reduce(parameters, reduced, found, samples)
         except BaseException:
@@ -167,6 +169,8 @@ class GradientReducer:
                 self.early.break_off()
             raise
         self._steps += 1
+        if self.sharding is not None:
+            self.sharding.uncleared.reduced(reduced)
         self._leave()
         return reduced
 
@@ -203,17 +207,9 @@ class GradientReducer:
         require_together([SAMPLES, *(name for name, is_used in used.items() if name is not None and is_used)])
         self.samples = samples
 
-    @contextmanager
-    def own_parts(self) -> Iterator[None]:
+    def own_parts(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are reduced that this rank needs: with shards, those of its own parts."""
-        if self.sharding is None:
-            yield
-            return
-        self.sharding.parts_only = True
-        try:
-            yield
-        finally:
-            self.sharding.parts_only = False
+        return nullcontext() if self.sharding is None else self.sharding.uncleared.own_parts()
 
     def state_dict(self) -> dict[int, State]:
         """See `Buckets.state_dict`; ends reductions that are under way first."""
@@ -388,6 +384,8 @@ class GradientReducer:
         record.begin(found)
         if self.early is not None:
             self.early.report(record, parameters)
+        if self.sharding is not None:
+            self.sharding.uncleared.report(record, parameters)
         early = self.early is not None and self.early.begun and self._steps > 1
         if self._compares and self._looks_closer and (self._steps == 0 or early):
             record.sign("weights", self.memory.checksum(parameters))
@@ -424,6 +422,8 @@ class GradientReducer:
                 f"some rank gives a wrong number of samples, or none, in a step of {self.ranks.described}: give it on "
                 "all ranks, or on none"
             )
+        if self.sharding is not None:
+            self.sharding.uncleared.heed(record, self.ranks.described)
         if record.differs("weights"):
             self._compares = False
             self.checks.warn_of_weights(self._steps)

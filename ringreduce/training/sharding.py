@@ -18,6 +18,7 @@ for the parameters, of which a node has one copy and not as many as ranks.
 
 from __future__ import annotations
 
+import math
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from ringreduce.training.buckets import ALIGNMENT_NBYTES, Bucket, Buckets, padde
 from ringreduce.training.framework import InPlace, Memory
 from ringreduce.training.options import Options
 from ringreduce.training.requests import dtype_name
+from ringreduce.training.uncleared import Uncleared
 
 _Bytes = npt.NDArray[np.uint8]
 _Key = tuple[int, str]
@@ -59,19 +61,27 @@ class Shard:
         memory: of the node, laid out like the bucket.
         views: the parameters there.
         bounds: of the parts, in elements.
+        counts: of the parameters' elements.
         own: this rank's part.
     """
 
-    __slots__ = ("bounds", "bucket", "memory", "own", "views")
+    __slots__ = ("bounds", "bucket", "counts", "memory", "own", "views")
 
     def __init__(self, bucket: Bucket, memory: _Bytes, views: Sequence[Any], bounds: Sequence[int], index: int) -> None:
         self.bucket, self.memory, self.views, self.bounds = bucket, memory, views, bounds
+        self.counts = [math.prod(view.shape) for view in views]
         self.own = slice(bounds[index], bounds[index + 1])
 
     def part(self, index: int) -> _Bytes:
         """Return the memory of a part."""
         itemsize = self.bucket.itemsize
         return self.memory[self.bounds[index] * itemsize : self.bounds[index + 1] * itemsize]
+
+    def within(self, number: int) -> slice:
+        """Return this rank's part of a parameter, given its number in the bucket: elements in their order in memory."""
+        start, count = self.bucket.places[number].start, self.counts[number]
+        first = min(max(self.own.start - start, 0), count)
+        return slice(first, max(first, min(self.own.stop - start, count)))
 
 
 class Sharding:
@@ -91,7 +101,7 @@ class Sharding:
         node_index, node_size: this rank among those of its node, and how many they are.
         shards: of the buckets that there are.
         changes: how often these have changed.
-        parts_only: whether the next reduction is for this rank's part alone, and leaves the rest as it comes.
+        uncleared: gradients that were reduced and are still there.
     """
 
     def __init__(self, memory: Memory, ranks: Ranks, buckets: Buckets, options: Options) -> None:
@@ -117,7 +127,8 @@ class Sharding:
         self.is_first = self.node_index == 0
         self.shards: list[Shard] = []
         self.changes = 0
-        self.parts_only = False
+        divides = self.is_disjoint and not options.in_backward
+        self.uncleared = Uncleared(memory, buckets, ranks.size, divides=divides)
 
     def connect(self, ranks: Sequence[int]) -> None:
         """Connect each rank with those that fetch parts of other nodes from it. Collective.
@@ -136,6 +147,7 @@ class Sharding:
         for shard in self.shards:
             self._count(shard)
         self.shards = [known[id(bucket)] if id(bucket) in known else self._moved(bucket) for bucket in self._buckets]
+        self.uncleared.forget([shard.bucket for shard in self.shards])
         self._rows.clear()
         self._watched = None
         self.changes += 1
@@ -153,6 +165,7 @@ class Sharding:
         self._memory.move(parameters, views)
         shard = Shard(bucket, memory, views, self._bounds(bucket), self._index)
         self._count(shard)
+        self.uncleared.watch(bucket, map(shard.within, range(len(bucket.slots))))
         return shard
 
     def _count(self, shard: Shard) -> None:
@@ -321,8 +334,9 @@ class Sharding:
         Arguments as for `Buckets.operation`. What is encoded between nodes is reduced as a whole.
         """
         encoded = buckets[0].wire is not None and len(self._nodes) > 1
-        if encoded or not (self.parts_only and self.is_disjoint):
+        if encoded or not self.uncleared.in_parts:
             return None
+        self.uncleared.parted += buckets
         parts = [self._rows_of(bucket, flat) for flat, bucket in zip(sent, buckets, strict=True)]
 
         def run(ranks: Communicator) -> None:
