@@ -134,6 +134,7 @@ class DiLoCo(wrapping.Wrapper):
     ) -> None:
         # Optimizer.__init__ is not called, as in DistributedOptimizer.
         self._optimizer = self._stepping = optimizer
+        self._warm: bool | None = None  # whether steps are those of the warm-up; None: the next call finds out
         ranks = global_process_set.communicator
         with CheckingArguments(ranks, "DiLoCo", "DiLoCo"):
             if isinstance(optimizer, wrapping.Wrapper):
@@ -172,20 +173,30 @@ class DiLoCo(wrapping.Wrapper):
 
     def _enter_phase(self) -> None:
         """Let steps reduce gradients over the ranks that step together from now on. Collective."""
-        self._warm = self._local.warming
-        ranks = global_process_set.communicator
+        self._leave_phase()
+        warm, ranks = self._local.warming, global_process_set.communicator
         everyone = list(range(ranks.size))
-        self._replicas = [everyone] if self._warm else self._options.replicas(ranks.topology.nodes)
+        self._replicas = [everyone] if warm else self._options.replicas(ranks.topology.nodes)
         together = [ProcessSet(each) for each in self._replicas if len(each) > 1]
         init(process_sets=together)  # registers those that are not registered yet
         mine = next((each for each in together if each.included()), None)
-        if isinstance(self._stepping, DistributedOptimizer):  # its hooks would go on to reduce gradients
-            self._stepping._unwatch()
-            self._stepping._training.gradients.retire()
-        self._stepping, self._local.writing = self._optimizer, nullcontext
         if mine is not None:
             self._stepping = DistributedOptimizer(self._optimizer, self._named(), process_set=mine, shard=self._shard)
             self._local.writing = self._stepping.writing
+        self._warm = warm
+
+    def _leave_phase(self) -> None:
+        """Reduce no gradients any more: backward passes that come now belong to a step of another phase. Local."""
+        if isinstance(self._stepping, DistributedOptimizer):  # its hooks would go on to reduce gradients
+            self._stepping._unwatch()
+            self._stepping._training.gradients.retire()
+        self._stepping, self._local.writing, self._warm = self._optimizer, nullcontext, None
+
+    def _require_phase(self) -> None:
+        """Go on in the world there is now, and in the phase of the step that comes. Collective if one is new."""
+        self.rejoin()
+        if self._warm is not self._local.warming:  # a state was loaded
+            self._enter_phase()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and begin or end the exchanges that are due. Collective, see the class.
@@ -197,9 +208,7 @@ class DiLoCo(wrapping.Wrapper):
             MismatchError: the ranks began with different weights, or have loaded states of different runs or steps.
             ConfigError: a rank has joined; or a sampler divides samples by speed.
         """
-        self.rejoin()
-        if self._warm is not self._local.warming:  # a state was loaded
-            self._enter_phase()
+        self._require_phase()
         self._local.before_step()
         result = self._stepping.step() if closure is None else self._stepping.step(closure)
         self._local.after_step()
@@ -214,9 +223,12 @@ class DiLoCo(wrapping.Wrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
         """Reduce the gradients over the replica, then clip them. Collective over the replica.
 
+        In warm-up steps the replica is all ranks; so it is in the first call after a state was loaded or a world begun.
+
         Args:
             max_norm, norm_type, options: as for `DistributedOptimizer.clip_grad_norm_`.
         """
+        self._require_phase()
         if isinstance(self._stepping, DistributedOptimizer):
             return self._stepping.clip_grad_norm_(max_norm, norm_type, **options)
         return torch.nn.utils.clip_grad_norm_(wrapping.parameters_of(self._optimizer), max_norm, norm_type, **options)
@@ -278,6 +290,8 @@ class DiLoCo(wrapping.Wrapper):
             self._local.require_fit(local)
         self._stepping.load_state_dict(state)
         self._local.load_state_dict(local)
+        if self._warm is not self._local.warming:
+            self._leave_phase()  # which needs no other rank; the next step, or clipping, enters the other one
 
     def __repr__(self) -> str:
         return f"DiLoCo(every {self._options.period} steps, {len(self._replicas)} replicas of {self._optimizer!r})"

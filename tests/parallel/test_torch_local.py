@@ -301,6 +301,96 @@ def test_synchronous_steps_first(world: rr.Communicator):
     assert same_on_all_ranks(bits(model.parameters()))
 
 
+def clip_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    optimizer.clip_grad_norm_(0.05)
+
+
+def clear_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, rr.rank(), step).backward()
+
+
+def pass_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    with optimizer.no_sync():
+        loss_of(model, rr.rank(), step).backward()
+
+
+def average_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    optimizer.synchronize()
+
+
+def nothing_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("first", [clip_first, clear_first, pass_first, average_first, nothing_first])
+@pytest.mark.parametrize(("saved_after", "loaded_after"), [(5, 0), (5, 2), (2, 5), (3, 0)])
+def test_steps_belong_to_the_phase_that_was_loaded(
+    nodes_of_one: None, saved_after: int, loaded_after: int, first: Any
+):
+    """Whatever is called first; the other phase reduces nothing any more, in backward passes either.
+
+    The bits are those of a run that goes on. States are loaded by optimizers that have made some steps themselves.
+    """
+
+    def make(steps: int) -> tuple[Model, Optimizer]:
+        model = mlp(torch.float32)
+        local = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=4, warmup_steps=3, replica="rank")
+        train(model, local, range(steps))
+        return model, local
+
+    def go_on(model: Model, optimizer: Optimizer) -> list[bytes]:
+        for step in range(saved_after, 9):
+            loss_of(model, rr.rank(), step).backward()
+            if step == saved_after:
+                first(optimizer, model, step)
+            optimizer.step()
+            model.zero_grad()
+        return bits(model.parameters())
+
+    model, optimizer = make(saved_after)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.zero_grad()
+    expected = go_on(model, optimizer)
+    model, optimizer = make(loaded_after)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    model.zero_grad()
+    assert go_on(model, optimizer) == expected
+
+
+@pytest.mark.parametrize("replica", ["rank", "node"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_clipping_after_a_new_world_is_over_its_replicas(nodes_of_two: None, replica: str, restored: bool):
+    """It comes before the step, and joins the new world by itself; a restored state may be of another phase."""
+    rank, size = rr.rank(), rr.size()
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+    warmup_steps = 3 if restored else 1
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = hvd.LocalSGD(inner, model, period=50, warmup_steps=warmup_steps, replica=replica)
+    state = hvd.elastic.TorchState(model, optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model[0].grad = torch.tensor([1.0 + rank, 0.0], dtype=torch.float64)
+        optimizer.step()
+
+    for _ in range(4):
+        step()
+    if restored:
+        state.commit()
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.0).state_dict())  # warms up again
+        step()
+        state.restore()
+    rr.shutdown()
+    rr.init()
+    optimizer.zero_grad()
+    model[0].grad = torch.tensor([1.0 + rank, 0.0], dtype=torch.float64)
+    together = range(rank - rank % 2, min(rank - rank % 2 + 2, size)) if replica == "node" else [rank]
+    assert float(optimizer.clip_grad_norm_(100.0)) == pytest.approx(np.mean([1.0 + each for each in together]))
+    optimizer.step()
+
+
 # ---- what travels ----
 
 WIRES = ["none", "fp16", "bf16", "fp8", "int8", "int4"]
