@@ -18,11 +18,11 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import Compression, Compressor, each_array
-from ringreduce.torch.node_state import is_whole
+from ringreduce.torch.local_state import StateAverage
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.reduced import scaler_of
 from ringreduce.training.combinations import LOCAL, SCALER, refusal
-from ringreduce.training.local import LocalTraining
+from ringreduce.training.local import Average, LocalTraining
 from ringreduce.training.local_options import LocalOptions, cut
 from ringreduce.training.options import checked_names
 from ringreduce.training.parameters import require_same_arrays
@@ -103,8 +103,10 @@ class DiLoCo(wrapping.Wrapper):
             rounding errors are added to the next exchange, but those of fp16 and bf16.
         replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
         average: what to average: ``"parameters"``, by outer steps; ``"buffers"``, those of floating point if
-            ``named_parameters`` is the model; and on request ``"state"``, the optimizer's state of each element. The
-            last two are averaged without outer steps.
+            ``named_parameters`` is the model; and on request ``"state"``, the optimizer's state of each element, by
+            parameter and name, over the ranks that have it. The last two are averaged without outer steps. A rank that
+            lacks state which others have gets the average, and what is no average (the number of steps) from the first
+            rank that has it.
         shard: ``"node"``: a node has parameters and state once, as for `DistributedOptimizer`; with ``replica="node"``,
             no warm-up steps, and no state among the averages.
 
@@ -161,14 +163,14 @@ class DiLoCo(wrapping.Wrapper):
         self._local = LocalTraining(f"DiLoCo over {over}", options, leaves, self._others(model))
         self._enter_phase()
 
-    def _others(self, model: torch.nn.Module | None) -> dict[str, TensorLeaves]:
+    def _others(self, model: torch.nn.Module | None) -> list[Average]:
         """Return what is averaged besides parameters."""
-        others = {}
+        others: list[Average] = []
         if model is not None and "buffers" in self._options.average:
             names = [name for name, each in model.named_buffers() if each.is_floating_point()]
-            others["buffers"] = TensorLeaves(lambda: [model.get_buffer(name) for name in names])
+            others.append(Average(TensorLeaves(lambda: [model.get_buffer(name) for name in names]), "buffers"))
         if "state" in self._options.average:
-            others["state"] = TensorLeaves(partial(_state_of, self._optimizer))
+            others.append(StateAverage(self._optimizer, self._named))
         return others
 
     def _enter_phase(self) -> None:
@@ -205,7 +207,8 @@ class DiLoCo(wrapping.Wrapper):
             closure: as for `DistributedOptimizer.step`; its gradients and its loss are reduced over the replica.
 
         Raises:
-            MismatchError: the ranks began with different weights, or have loaded states of different runs or steps.
+            MismatchError: the ranks began with different weights, or have loaded states of different runs or steps; or
+                buffers or state that is averaged have different lengths.
             ConfigError: a rank has joined; or a sampler divides samples by speed.
         """
         self._require_phase()
@@ -312,12 +315,3 @@ def LocalSGD(optimizer: torch.optim.Optimizer, named_parameters: _Named | None =
         as `DiLoCo`.
     """
     return DiLoCo(optimizer, named_parameters, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the state that an optimizer has of each element, in the order of parameters and names."""
-    found = []
-    for parameter in wrapping.parameters_of(optimizer):
-        state = optimizer.state.get(parameter, {})
-        found += [state[name] for name in sorted(state) if is_whole(parameter, name, state[name])]
-    return [each for each in found if each.is_floating_point()]
