@@ -227,7 +227,9 @@ class Coordinator:
             refused = any(each.kind is Kind.REFUSAL for each in signatures.values())
             differ = any(each != first for each in signatures.values())
             if refused or differ or (len(taken) < self._size and first.kind is Kind.CALL):
-                texts = {rank: signatures[rank].text if rank in taken else "joined" for rank in range(self._size)}
+                alike = len({each.text for each in signatures.values()}) == 1
+                said = {rank: each.in_full if alike else each.text for rank, each in signatures.items()}
+                texts = {rank: said.get(rank, "joined") for rank in range(self._size)}
                 notes.append(["refuse", name, texts, tuple(signatures)])
                 continue
             entry = self._entry(Named(name, first), notes)

@@ -74,6 +74,13 @@ class OperationSignature(NamedTuple):
         return cls(text, Kind(kind), *more)
 
     @property
+    def in_full(self) -> str:
+        """The text, and what else must agree, for ranks of which the texts are equal."""
+        counts = ", ".join(f"{count} {dtype}" for dtype, count in self.counts)
+        details = {"of": counts, "by": self.op, "travelling as": self.wire}
+        return " ".join([self.text, *(f"{how} {what}" for how, what in details.items() if what)])
+
+    @property
     def fusible(self) -> bool:
         """Whether the operation may travel with others: it reduces elements of one dtype."""
         return self.kind is Kind.REDUCTION and len(self.counts) == 1

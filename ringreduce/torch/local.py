@@ -18,11 +18,11 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import Compression, Compressor, each_array
-from ringreduce.torch.node_state import is_whole
+from ringreduce.torch.local_state import StateAverage
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.reduced import scaler_of
 from ringreduce.training.combinations import LOCAL, SCALER, refusal
-from ringreduce.training.local import LocalTraining
+from ringreduce.training.local import Average, LocalTraining
 from ringreduce.training.local_options import LocalOptions, cut
 from ringreduce.training.options import checked_names
 from ringreduce.training.parameters import require_same_arrays
@@ -103,8 +103,10 @@ class DiLoCo(wrapping.Wrapper):
             rounding errors are added to the next exchange, but those of fp16 and bf16.
         replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
         average: what to average: ``"parameters"``, by outer steps; ``"buffers"``, those of floating point if
-            ``named_parameters`` is the model; and on request ``"state"``, the optimizer's state of each element. The
-            last two are averaged without outer steps.
+            ``named_parameters`` is the model; and on request ``"state"``, the optimizer's state of each element, by
+            parameter and name, over the ranks that have it. The last two are averaged without outer steps. A rank that
+            lacks state which others have gets the average, and what is no average (the number of steps) from the first
+            rank that has it.
         shard: ``"node"``: a node has parameters and state once, as for `DistributedOptimizer`; with ``replica="node"``,
             no warm-up steps, and no state among the averages.
 
@@ -134,6 +136,7 @@ class DiLoCo(wrapping.Wrapper):
     ) -> None:
         # Optimizer.__init__ is not called, as in DistributedOptimizer.
         self._optimizer = self._stepping = optimizer
+        self._warm: bool | None = None  # whether steps are those of the warm-up; None: the next call finds out
         ranks = global_process_set.communicator
         with CheckingArguments(ranks, "DiLoCo", "DiLoCo"):
             if isinstance(optimizer, wrapping.Wrapper):
@@ -160,32 +163,42 @@ class DiLoCo(wrapping.Wrapper):
         self._local = LocalTraining(f"DiLoCo over {over}", options, leaves, self._others(model))
         self._enter_phase()
 
-    def _others(self, model: torch.nn.Module | None) -> dict[str, TensorLeaves]:
+    def _others(self, model: torch.nn.Module | None) -> list[Average]:
         """Return what is averaged besides parameters."""
-        others = {}
+        others: list[Average] = []
         if model is not None and "buffers" in self._options.average:
             names = [name for name, each in model.named_buffers() if each.is_floating_point()]
-            others["buffers"] = TensorLeaves(lambda: [model.get_buffer(name) for name in names])
+            others.append(Average(TensorLeaves(lambda: [model.get_buffer(name) for name in names]), "buffers"))
         if "state" in self._options.average:
-            others["state"] = TensorLeaves(partial(_state_of, self._optimizer))
+            others.append(StateAverage(self._optimizer, self._named))
         return others
 
     def _enter_phase(self) -> None:
         """Let steps reduce gradients over the ranks that step together from now on. Collective."""
-        self._warm = self._local.warming
-        ranks = global_process_set.communicator
+        self._leave_phase()
+        warm, ranks = self._local.warming, global_process_set.communicator
         everyone = list(range(ranks.size))
-        self._replicas = [everyone] if self._warm else self._options.replicas(ranks.topology.nodes)
+        self._replicas = [everyone] if warm else self._options.replicas(ranks.topology.nodes)
         together = [ProcessSet(each) for each in self._replicas if len(each) > 1]
         init(process_sets=together)  # registers those that are not registered yet
         mine = next((each for each in together if each.included()), None)
-        if isinstance(self._stepping, DistributedOptimizer):  # its hooks would go on to reduce gradients
-            self._stepping._unwatch()
-            self._stepping._training.gradients.retire()
-        self._stepping, self._local.writing = self._optimizer, nullcontext
         if mine is not None:
             self._stepping = DistributedOptimizer(self._optimizer, self._named(), process_set=mine, shard=self._shard)
             self._local.writing = self._stepping.writing
+        self._warm = warm
+
+    def _leave_phase(self) -> None:
+        """Reduce no gradients any more: backward passes that come now belong to a step of another phase. Local."""
+        if isinstance(self._stepping, DistributedOptimizer):  # its hooks would go on to reduce gradients
+            self._stepping._unwatch()
+            self._stepping._training.gradients.retire()
+        self._stepping, self._local.writing, self._warm = self._optimizer, nullcontext, None
+
+    def _require_phase(self) -> None:
+        """Go on in the world there is now, and in the phase of the step that comes. Collective if one is new."""
+        self.rejoin()
+        if self._warm is not self._local.warming:  # a state was loaded
+            self._enter_phase()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and begin or end the exchanges that are due. Collective, see the class.
@@ -194,12 +207,11 @@ class DiLoCo(wrapping.Wrapper):
             closure: as for `DistributedOptimizer.step`; its gradients and its loss are reduced over the replica.
 
         Raises:
-            MismatchError: the ranks began with different weights, or have loaded states of different runs or steps.
+            MismatchError: the ranks began with different weights, or have loaded states of different runs or steps; or
+                buffers or state that is averaged have different lengths.
             ConfigError: a rank has joined; or a sampler divides samples by speed.
         """
-        self.rejoin()
-        if self._warm is not self._local.warming:  # a state was loaded
-            self._enter_phase()
+        self._require_phase()
         self._local.before_step()
         result = self._stepping.step() if closure is None else self._stepping.step(closure)
         self._local.after_step()
@@ -214,9 +226,12 @@ class DiLoCo(wrapping.Wrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
         """Reduce the gradients over the replica, then clip them. Collective over the replica.
 
+        In warm-up steps the replica is all ranks; so it is in the first call after a state was loaded or a world begun.
+
         Args:
             max_norm, norm_type, options: as for `DistributedOptimizer.clip_grad_norm_`.
         """
+        self._require_phase()
         if isinstance(self._stepping, DistributedOptimizer):
             return self._stepping.clip_grad_norm_(max_norm, norm_type, **options)
         return torch.nn.utils.clip_grad_norm_(wrapping.parameters_of(self._optimizer), max_norm, norm_type, **options)
@@ -278,6 +293,8 @@ class DiLoCo(wrapping.Wrapper):
             self._local.require_fit(local)
         self._stepping.load_state_dict(state)
         self._local.load_state_dict(local)
+        if self._warm is not self._local.warming:
+            self._leave_phase()  # which needs no other rank; the next step, or clipping, enters the other one
 
     def __repr__(self) -> str:
         return f"DiLoCo(every {self._options.period} steps, {len(self._replicas)} replicas of {self._optimizer!r})"
@@ -298,12 +315,3 @@ def LocalSGD(optimizer: torch.optim.Optimizer, named_parameters: _Named | None =
         as `DiLoCo`.
     """
     return DiLoCo(optimizer, named_parameters, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the state that an optimizer has of each element, in the order of parameters and names."""
-    found = []
-    for parameter in wrapping.parameters_of(optimizer):
-        state = optimizer.state.get(parameter, {})
-        found += [state[name] for name in sorted(state) if is_whole(parameter, name, state[name])]
-    return [each for each in found if each.is_floating_point()]

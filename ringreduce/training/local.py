@@ -109,7 +109,7 @@ class Average:
             moving: whether this rank changes the values before the end.
         """
         flat = self._memory()
-        if not len(flat):
+        if self._nothing:
             return
         if self.then is None:
             self.leaves.read(flat)
@@ -121,11 +121,13 @@ class Average:
 
     def end(self) -> None:
         """Wait for the exchange, and take over its result, with what this rank has changed since it began."""
-        operation, then = self.operation, self.then
-        assert operation is not None and self._flat is not None
-        self.operation = self.then = None
-        self._finish(operation)
-        agreed = self._concluded(self._flat)
+        operation, self.operation = self.operation, None
+        assert operation is not None
+        try:
+            flat, then = self._finish(operation), self.then
+        finally:
+            self.then = None
+        agreed = self._concluded(flat)
         self.leaves.find()  # they may be elsewhere than when it began, as in `LocalTraining.writing`
         if then is None:
             self.leaves.write(agreed)
@@ -139,10 +141,10 @@ class Average:
     def average(self) -> None:
         """Make the values of all ranks their average."""
         flat = self._memory()
-        if len(flat):
-            self.leaves.read(flat)
-            self._finish(self._submitted(flat, "average"))
-            self.leaves.write(flat)
+        if self._nothing:
+            return
+        self.leaves.read(flat)
+        self.leaves.write(self._finish(self._submitted(flat, "average")))
 
     def drop(self) -> None:
         """Forget an exchange that is under way. The values stay, so that the next one has what this one would have."""
@@ -161,6 +163,11 @@ class Average:
         self._compares = True
         for name in self.kept:
             setattr(self, name, state[name].copy() if name in state else None)
+
+    @property
+    def _nothing(self) -> bool:
+        """Whether there is nothing to exchange, on all ranks."""
+        return self._flat is not None and not len(self._flat)
 
     def _memory(self) -> Flat:
         """Return communication memory for the values."""
@@ -184,13 +191,15 @@ class Average:
         self._engine.submit(operation)
         return operation
 
-    def _finish(self, operation: InPlaceAllreduce) -> None:
+    def _finish(self, operation: InPlaceAllreduce) -> Flat:
+        """Wait for the end of an operation, and return the averages."""
         self._engine.wait(operation)
         if operation.active < self._engine.communicator.size:
             raise ConfigError(
                 f"a rank has joined and takes no part in {operation.title}: replicas make equally many steps, so give "
                 "all ranks as many batches"
             )
+        return np.asarray(operation.arrays[0])
 
     def _concluded(self, flat: Flat) -> Flat:
         """Return the values that all ranks agree on, given the result of an exchange."""
@@ -280,7 +289,7 @@ class LocalTraining:
         described: the optimizer; equal on all ranks.
         options: checked; equal on all ranks.
         parameters: those of each fragment.
-        others: what else is averaged, by name; equal names on all ranks.
+        others: what else is averaged; the same on all ranks.
 
     Attributes:
         steps: so many the optimizer has made; equal on all ranks.
@@ -288,12 +297,12 @@ class LocalTraining:
     """
 
     def __init__(
-        self, described: str, options: LocalOptions, parameters: Sequence[Leaves], others: Mapping[str, Leaves]
+        self, described: str, options: LocalOptions, parameters: Sequence[Leaves], others: Sequence[Average]
     ) -> None:
         self._described, self._options = described, options
         make = Average if options.averages_weights else partial(Fragment, options=options)
         self._fragments = [make(leaves, f"fragment {number}") for number, leaves in enumerate(parameters)]
-        self._averages = [*self._fragments, *(Average(leaves, name) for name, leaves in others.items())]
+        self._averages = [*self._fragments, *others]
         #: At which step of a period each of them is exchanged.
         self._starts = [number * options.period // options.fragments for number in range(len(parameters))]
         self._starts += [0] * len(others)

@@ -23,7 +23,7 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import is_wire_format
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.host import HOST, ArraySpec
-from ringreduce.training.local import LocalTraining
+from ringreduce.training.local import Average, LocalTraining
 from ringreduce.training.local_options import LocalOptions, cut
 from ringreduce.training.parameters import require_same_arrays
 
@@ -164,7 +164,7 @@ class Replicas:
             return HostLeaves(specs[place], partial(read, place), partial(write, place))
 
         places = cut([prod(each.shape) for each in specs[: len(parameters)]], options.fragments)
-        others = {"buffers": leaves(slice(len(parameters), len(named)))} if buffers else {}
+        others = [Average(leaves(slice(len(parameters), len(named))), "buffers")] if buffers else []
         over = f"{len(parameters)} arrays, {parameters[0][0]} to {parameters[-1][0]}" if parameters else "no arrays"
         self._bound = LocalTraining(f"DiLoCo over {over}", options, list(map(leaves, places)), others)
 

@@ -123,7 +123,7 @@ def require_close(model: Model, expected: Model) -> None:
 
 
 def bits(tensors: Any) -> list[bytes]:
-    return [each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in tensors]
+    return [each.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for each in tensors]
 
 
 def agreed_bits(optimizer: Optimizer) -> list[bytes]:
@@ -301,6 +301,94 @@ def test_synchronous_steps_first(world: rr.Communicator):
     assert same_on_all_ranks(bits(model.parameters()))
 
 
+def clip_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    optimizer.clip_grad_norm_(0.05)
+
+
+def clear_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, rr.rank(), step).backward()
+
+
+def pass_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    with optimizer.no_sync():
+        loss_of(model, rr.rank(), step).backward()
+
+
+def average_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    optimizer.synchronize()
+
+
+def nothing_first(optimizer: Optimizer, model: Model, step: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("first", [clip_first, clear_first, pass_first, average_first, nothing_first])
+@pytest.mark.parametrize(("saved_after", "loaded_after"), [(5, 0), (5, 2), (2, 5), (3, 0)])
+def test_steps_belong_to_the_phase_that_was_loaded(nodes_of_one: None, saved_after: int, loaded_after: int, first: Any):
+    """Whatever is called first; the other phase reduces nothing any more, in backward passes either.
+
+    The bits are those of a run that goes on. States are loaded by optimizers that have made some steps themselves.
+    """
+
+    def make(steps: int) -> tuple[Model, Optimizer]:
+        model = mlp(torch.float32)
+        local = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=4, warmup_steps=3, replica="rank")
+        train(model, local, range(steps))
+        return model, local
+
+    def go_on(model: Model, optimizer: Optimizer) -> list[bytes]:
+        for step in range(saved_after, 9):
+            loss_of(model, rr.rank(), step).backward()
+            if step == saved_after:
+                first(optimizer, model, step)
+            optimizer.step()
+            model.zero_grad()
+        return bits(model.parameters())
+
+    model, optimizer = make(saved_after)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.zero_grad()
+    expected = go_on(model, optimizer)
+    model, optimizer = make(loaded_after)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    model.zero_grad()
+    assert go_on(model, optimizer) == expected
+
+
+@pytest.mark.parametrize("replica", ["rank", "node"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_clipping_after_a_new_world_is_over_its_replicas(nodes_of_two: None, replica: str, restored: bool):
+    """It comes before the step, and joins the new world by itself; a restored state may be of another phase."""
+    rank, size = rr.rank(), rr.size()
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+    warmup_steps = 3 if restored else 1
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = hvd.LocalSGD(inner, model, period=50, warmup_steps=warmup_steps, replica=replica)
+    state = hvd.elastic.TorchState(model, optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model[0].grad = torch.tensor([1.0 + rank, 0.0], dtype=torch.float64)
+        optimizer.step()
+
+    for _ in range(4):
+        step()
+    if restored:
+        state.commit()
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.0).state_dict())  # warms up again
+        step()
+        state.restore()
+    rr.shutdown()
+    rr.init()
+    optimizer.zero_grad()
+    model[0].grad = torch.tensor([1.0 + rank, 0.0], dtype=torch.float64)
+    together = range(rank - rank % 2, min(rank - rank % 2 + 2, size)) if replica == "node" else [rank]
+    assert float(optimizer.clip_grad_norm_(100.0)) == pytest.approx(np.mean([1.0 + each for each in together]))
+    optimizer.step()
+
+
 # ---- what travels ----
 
 WIRES = ["none", "fp16", "bf16", "fp8", "int8", "int4"]
@@ -380,6 +468,175 @@ def test_buffers_and_state_on_request(world: rr.Communicator):
         torch.testing.assert_close(inner.state[model.weight][name], mean, rtol=1e-5, atol=1e-7)
     assert model.num_batches_tracked == 2
     assert inner.state[model.weight]["step"] == 2
+
+
+class Scaled(torch.optim.Optimizer):
+    """Steps of which each parameter keeps a sum, counts in a number and in whole numbers, and a shape of its own."""
+
+    def __init__(self, parameters: Any, length: int = 2) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.length = length
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            if each.grad is None:
+                continue
+            state = self.state[each]
+            if not state:
+                kept = {"sum": torch.zeros_like(each), "count": 0, "seen": torch.zeros(each.shape, dtype=torch.int64)}
+                state.update(kept, nothing=None, row=torch.zeros(self.length))
+            state["sum"] += each.grad
+            state["count"] += 1
+            state["seen"] += 1
+            each -= 0.1 * state["sum"]
+
+
+EXPERTS: list[Any] = [
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+    partial(torch.optim.Rprop, lr=0.1),
+    partial(torch.optim.NAdam, lr=0.1),
+    Scaled,
+]
+
+
+def expert_gradient(rank: int, number: int, step: int) -> Any:
+    """Return the gradient of an expert, which one of the ranks uses at first; one is used by all, the last by none."""
+    late = 3 * (rank + number)  # from then on the rank uses others, too
+    shape = [(3,), (2, 2), (), (1,)][number]
+    if number == 3 or (number and number != 1 + rank % 2 and step < late):
+        return None
+    return torch.full(shape, 1.0 + rank + 0.5 * number + 0.1 * step, dtype=torch.float64)
+
+
+def experts() -> list[Any]:
+    return [torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in [(3,), (2, 2), (), (1,)]]
+
+
+def expert_step(rank: int, parameters: Any, optimizer: Optimizer, step: int) -> None:
+    for number, each in enumerate(parameters):
+        each.grad = expert_gradient(rank, number, step)
+    optimizer.step()
+
+
+def whole_state(optimizer: Optimizer, parameter: Any) -> dict[str, Any]:
+    """Return the state of each element, but for counts of steps of a parameter that is a number."""
+    state = optimizer.state.get(parameter, {})
+    numbers = {"step", "mu_product"} if parameter.dim() == 0 else set()
+    names = [name for name, each in state.items() if torch.is_tensor(each) and each.is_floating_point()]
+    return {name: state[name] for name in names if state[name].shape == parameter.shape and name not in numbers}
+
+
+def average_experts(models: Any, optimizers: Any) -> None:
+    """Average parameters and state as the page says: state over those that have it; the others get all of it."""
+    with torch.no_grad():
+        for number in range(4):
+            parameters = [each[number] for each in models]
+            mean = torch.stack([each.detach() for each in parameters]).mean(0)
+            states = [whole_state(*each) for each in zip(optimizers, parameters, strict=True)]
+            means = {
+                name: torch.stack([each[name] for each in states if name in each]).mean(0)
+                for name in {name for each in states for name in each}
+            }
+            first = next((o.state[p] for o, p in zip(optimizers, parameters, strict=True) if o.state.get(p)), {})
+            for parameter, optimizer in zip(parameters, optimizers, strict=True):
+                parameter.copy_(mean)
+                if first:
+                    optimizer.state[parameter] = {**copy.deepcopy(first), **optimizer.state.get(parameter, {})}
+                    optimizer.state[parameter].update({name: each.clone() for name, each in means.items()})
+
+
+@pytest.mark.parametrize("make", EXPERTS)
+def test_state_is_averaged_by_parameter_and_name(world: rr.Communicator, make: Any):
+    """Over the ranks that have it; a rank that has none gets all of it, with the number of steps, and can go on."""
+    models = [experts() for _ in range(world.size)]
+    optimizers = [make(each) for each in models]
+    mine = experts()
+    inner = make(mine)
+    local = hvd.LocalSGD(inner, period=3, replica="rank", average=("parameters", "state"))
+    for step in range(10):
+        expert_step(world.rank, mine, local, step)
+        for rank in range(world.size):
+            expert_step(rank, models[rank], optimizers[rank], step)
+        if step % 3 == 2:
+            average_experts(models, optimizers)
+    local.synchronize()
+    average_experts(models, optimizers)
+    for parameter, expected in zip(mine, models[world.rank], strict=True):
+        torch.testing.assert_close(parameter.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
+        kept, known = inner.state.get(parameter, {}), optimizers[world.rank].state.get(expected, {})
+        assert {name for name, each in kept.items() if each is not None} == {
+            name for name, each in known.items() if each is not None
+        }
+        for name, value in kept.items():
+            if value is None or not torch.is_tensor(value):
+                assert value == known[name]
+            else:
+                torch.testing.assert_close(value, known[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("stop", [3, 5, 6, 8])
+def test_exchanges_of_different_state_under_way_are_saved(world: rr.Communicator, stop: int):
+    """The run goes on with the same bits, also if state was made since the exchange began; sums of steps are exact."""
+
+    def make() -> tuple[Any, Optimizer, Optimizer]:
+        mine = experts()
+        inner = torch.optim.SGD(mine, lr=0.125, momentum=1.0)
+        average = "parameters", "state"
+        return mine, inner, hvd.LocalSGD(inner, period=5, delay=4, replica="rank", average=average)
+
+    def run(mine: Any, local: Optimizer, steps: range) -> None:
+        for step in steps:
+            expert_step(world.rank, mine, local, step)
+
+    mine, inner, local = make()
+    run(mine, local, range(stop))
+    saved = copy.deepcopy(([each.detach() for each in mine], local.state_dict()))
+    run(mine, local, range(stop, 12))
+    other, other_inner, other_local = make()
+    run(other, other_local, range(stop, stop + 1))
+    for each, value in zip(other, saved[0], strict=True):
+        each.data.copy_(value)
+    other_local.load_state_dict(saved[1])
+    run(other, other_local, range(stop, 12))
+    assert bits(other) == bits(mine)
+    for one, two in zip(mine, other, strict=True):
+        assert bits(whole_state(inner, one).values()) == bits(whole_state(other_inner, two).values())
+    # What a momentum of 1 sums up: what each rank has had, averaged over the ranks that had some.
+    local.synchronize()
+    assert same_on_all_ranks([bits(whole_state(inner, each).values()) for each in mine])
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_state_of_other_lengths_is_an_error_that_shows_them(world: rr.Communicator):
+    """On all ranks, with both lengths; what has no value for each element anywhere stays each rank's own."""
+    mine = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+    inner = Scaled(mine[:1], length=2 if world.rank else 3)
+    local = hvd.LocalSGD(inner, [("w", mine[0])], period=1, replica="rank", average=("parameters", "state"))
+    mine[0].grad = torch.ones(3)
+    with pytest.raises(rr.MismatchError) as caught:
+        local.step()
+    assert "state 'row' of w is a tensor of shape (2,)" in str(caught.value)
+    assert "state 'row' of w is a tensor of shape (3,)" in str(caught.value)
+    inner = Scaled(mine[1:], length=4 + world.rank)
+    local = hvd.LocalSGD(inner, period=1, replica="rank", average=("parameters", "state"))
+    mine[1].grad = torch.ones(2)
+    local.step()
+    assert len(inner.state[mine[1]]["row"]) == 4 + world.rank
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_buffers_of_other_lengths_are_an_error_that_shows_them(world: rr.Communicator):
+    """Both lengths, on all ranks."""
+    model = torch.nn.BatchNorm1d(3)
+    local = hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), model, period=1, replica="rank")
+    if world.rank:
+        model.register_buffer("running_mean", torch.zeros(7))
+    model.weight.grad = torch.ones(3)
+    with pytest.raises(rr.MismatchError, match=r"6 float32(.|\n)*10 float32"):
+        local.step()
 
 
 def test_parameters_are_averaged_whether_or_not_they_have_gradients(world: rr.Communicator):

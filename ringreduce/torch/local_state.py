@@ -1,0 +1,296 @@
+"""The state of an optimizer, averaged over replicas: each entry with the same one of the others, by parameter and name.
+
+Optimizers make state for a parameter when they first have a gradient for it, so replicas that use different ones (a
+mixture of experts) have different state. What is averaged is what has a value for each element, over the ranks that
+have it: an average with zeros would make second moments too small, and steps too large. What a rank lacks it gets, the
+rest of it too, such as the number of steps: from the first rank that has it.
+
+Mostly all ranks have the same entries. Then an exchange needs no more than the allreduce, whose description says which
+entries it is of; if they differ the engine refuses it, and the ranks agree on all entries that there are.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import MismatchError
+from ringreduce.common.reduce_ops import AVERAGE
+from ringreduce.engine import CollectiveOp, InPlaceAllreduce
+from ringreduce.torch import wrapping
+from ringreduce.torch.node_state import is_whole
+from ringreduce.training.compression import State
+from ringreduce.training.framework import Named
+from ringreduce.training.local import Average
+from ringreduce.training.objects import gather
+
+_Flat = npt.NDArray[Any]
+_LAYOUT = "layout"  # a key of states
+_WIDE = "float64", "complex128"
+
+
+class _Entry(NamedTuple):
+    """State that has a value for each element of a parameter.
+
+    Attributes:
+        parameter: its number, in the order of the groups.
+        name: of the state.
+        dtype: as torch calls it.
+        length: in real numbers.
+    """
+
+    parameter: int
+    name: str
+    dtype: str
+    length: int
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.parameter, self.name
+
+
+class OptimizerState:
+    """Entries of an optimizer's state as one flat array; see `ringreduce.training.local.Leaves`.
+
+    Args:
+        optimizer: whose.
+
+    Attributes:
+        layout: the entries in the flat array; None: those that `find` finds.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.layout: Sequence[_Entry] | None = None
+
+    def find(self) -> tuple[int, str]:
+        if self.layout is None:
+            self.layout = [self._entry(number, name, value) for number, name, value in self._averaged()]
+        wide = any(entry.dtype in _WIDE for entry in self.layout)
+        return sum(entry.length for entry in self.layout), "float64" if wide else "float32"
+
+    def read(self, flat: _Flat) -> None:
+        """Copy the values; zeros of entries that are not there."""
+        for entry, place in self._places(flat):
+            value = self._state(entry.parameter).get(entry.name)
+            if value is None:
+                place.zero_()
+            else:
+                place.copy_(_reals(value).reshape(-1))
+
+    def write(self, flat: _Flat) -> None:
+        """Overwrite the values; entries that are not there are made."""
+        parameters = wrapping.parameters_of(self._optimizer)
+        for entry, place in self._places(flat):
+            parameter = parameters[entry.parameter]
+            state = self._optimizer.state[parameter]
+            if state.get(entry.name) is None:
+                dtype = getattr(torch, entry.dtype)
+                state[entry.name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+            value = _reals(state[entry.name])
+            value.copy_(place.view(value.shape))
+
+    def described(self) -> list[tuple[int, str, str, bool]]:
+        """Return all state: number of the parameter, name, what it is, and whether it is averaged."""
+        averaged = {(number, name) for number, name, _ in self._averaged()}
+        return [(*key, _described(value), key in averaged) for key, value in self._everything().items()]
+
+    def take(self, keys: Sequence[tuple[int, str]]) -> dict[tuple[int, str], Any]:
+        """Return state that is not averaged, to be sent; a tensor as whether it is on a GPU, and as an array."""
+        everything = self._everything()
+        return {key: _packed(everything[key]) for key in keys}
+
+    def give(self, given: Mapping[tuple[int, str], Any]) -> None:
+        """Add what another rank's `take` has returned where this rank has nothing."""
+        parameters = wrapping.parameters_of(self._optimizer)
+        for (number, name), packed in given.items():
+            state = self._optimizer.state[parameters[number]]
+            if state.get(name) is None:
+                state[name] = _unpacked(packed, parameters[number].device)
+
+    def _state(self, number: int) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._optimizer.state.get(wrapping.parameters_of(self._optimizer)[number], {})
+        return found
+
+    def _everything(self) -> dict[tuple[int, str], Any]:
+        parameters = enumerate(wrapping.parameters_of(self._optimizer))
+        states = [(number, self._optimizer.state.get(each, {})) for number, each in parameters]
+        return {
+            (number, name): state[name] for number, state in states for name in sorted(state) if state[name] is not None
+        }
+
+    def _averaged(self) -> list[tuple[int, str, torch.Tensor]]:
+        parameters = wrapping.parameters_of(self._optimizer)
+        found = [(*key, value) for key, value in self._everything().items()]
+        return [
+            each
+            for each in found
+            if is_whole(parameters[each[0]], each[1], each[2]) and (each[2].is_floating_point() or each[2].is_complex())
+        ]
+
+    def _entry(self, number: int, name: str, value: torch.Tensor) -> _Entry:
+        return _Entry(number, name, _name(value.dtype), _reals(value).numel())
+
+    def _places(self, flat: _Flat) -> list[tuple[_Entry, torch.Tensor]]:
+        assert self.layout is not None, "`find` comes first"
+        places = torch.split(torch.from_numpy(flat), [entry.length for entry in self.layout])
+        return list(zip(self.layout, places, strict=True))
+
+
+class StateAverage(Average):
+    """The average of an optimizer's state, in which an exchange begins and ends as those of other values.
+
+    Args:
+        optimizer: whose state.
+        named: returns its parameters, with names for errors.
+    """
+
+    leaves: OptimizerState
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named: Callable[[], Named]) -> None:
+        super().__init__(OptimizerState(optimizer), "state")
+        self._named = named
+        self._text = ""  # of the operation that was submitted last
+
+    @property
+    def _nothing(self) -> bool:
+        return False  # other ranks may have some
+
+    def begin(self, step: int, *, moving: bool) -> None:
+        if self.then is None:
+            self.leaves.layout = None
+        super().begin(step, moving=moving)
+
+    def average(self) -> None:
+        self.leaves.layout = None
+        super().average()
+
+    def state_dict(self) -> State:
+        kept = super().state_dict()
+        if self.then is not None:
+            assert self.leaves.layout is not None
+            kept[_LAYOUT] = np.frombuffer(json.dumps(self.leaves.layout).encode(), np.uint8).copy()
+        return kept
+
+    def load_state_dict(self, state: Mapping[str, _Flat], own: bool) -> None:
+        super().load_state_dict(state, own)
+        if _LAYOUT in state:
+            self.leaves.layout = [_Entry(*each) for each in json.loads(state[_LAYOUT].tobytes())]
+        else:
+            self.leaves.layout = self.then = None
+
+    def _submitted(self, flat: _Flat, kind: str, note: str = "", **wire: Any) -> InPlaceAllreduce:
+        self._text = f"{kind}{note}"
+        assert self.leaves.layout is not None
+        layout = zlib.crc32(json.dumps(self.leaves.layout).encode())
+        return super()._submitted(flat, kind, f"{note}, of the entries {layout:08x}", **wire)
+
+    def _finish(self, operation: InPlaceAllreduce) -> _Flat:
+        try:
+            return super()._finish(operation)
+        except MismatchError as error:
+            if not operation.refused:
+                raise
+            operation.error = None  # else its traceback and the operation keep each other alive
+            return self._aligned(error)
+
+    def _aligned(self, refused: MismatchError) -> _Flat:
+        """Average the entries of all ranks, over the ranks that have them, and complete the state. Collective."""
+        before, flat, then = self.leaves.layout, self._flat, self.then
+        assert before is not None and flat is not None
+        values = flat.copy() if then is None else then  # the same memory may be used again
+        title = f"the agreement on {self._name}"
+        agree = CollectiveOp(f"{self._name}, entries", title, lambda ranks: self._agreed(ranks, before, refused))
+        agree.title = title
+        layout, holders, given = self._engine.run(agree)
+        self.leaves.give(given)
+        self.leaves.layout = layout
+        self._flat = moved = self._memory()
+        moved[:] = 0.0
+        places = _places(layout)
+        for entry, place in zip(before, _places(before).values(), strict=True):
+            moved[places[entry.key]] = values[place]
+        self.then = None if then is None else moved.copy()
+        operation = InPlaceAllreduce(f"{self._name}, aligned", f"exchange of {self._name}", AVERAGE, [moved])
+        operation.title = f"the exchange of {self._name}"
+        self._engine.submit(operation)
+        super()._finish(operation)
+        for key, place in places.items():
+            moved[place] *= self._engine.communicator.size / holders[key]
+        return moved
+
+    def _agreed(
+        self, ranks: Communicator, mine: Sequence[_Entry], refused: MismatchError
+    ) -> tuple[list[_Entry], dict[tuple[int, str], int], dict[tuple[int, str], Any]]:
+        """Return all entries, how many ranks have each, and the rest of the state that this rank lacks."""
+        everyone = gather(ranks, (self._text, list(mine), self.leaves.described()))
+        if any(text != self._text for text, *_ in everyone):
+            raise refused
+        self._require_alike([described for *_, described in everyone])
+        found: dict[tuple[int, str], _Entry] = {}
+        holders: dict[tuple[int, str], int] = {}
+        for _, entries, _ in everyone:
+            for entry in map(_Entry._make, entries):
+                known = found.setdefault(entry.key, entry)
+                if known.dtype not in _WIDE and entry.dtype in _WIDE:
+                    found[entry.key] = entry
+                holders[entry.key] = holders.get(entry.key, 0) + 1
+        have = [{(number, name) for number, name, _, averaged in said if not averaged} for *_, said in everyone]
+        lacked = sorted(key for key in set().union(*have) if not all(key in each for each in have))
+        donors = {key: next(rank for rank, each in enumerate(have) if key in each) for key in lacked}
+        taken = gather(ranks, self.leaves.take([key for key in lacked if donors[key] == ranks.rank]))
+        given = {key: taken[donors[key]][key] for key in lacked if key not in have[ranks.rank]}
+        return [found[key] for key in sorted(found)], holders, given
+
+    def _require_alike(self, everyone: Sequence[Sequence[tuple[int, str, str, bool]]]) -> None:
+        """Raise `MismatchError` if state has a value for each element on some ranks, and is another thing on others."""
+        known = [{(number, name): (what, averaged) for number, name, what, averaged in said} for said in everyone]
+        for key in sorted(set().union(*known)):
+            if len({said[key][1] for said in known if key in said}) > 1:
+                number, name = key
+                which = f"state {name!r} of {self._named()[number][0]}"
+                raise MismatchError(
+                    {
+                        rank: f"{which} is {said[key][0] if key in said else 'not there'}"
+                        for rank, said in enumerate(known)
+                    }
+                )
+
+
+def _places(layout: Sequence[_Entry]) -> dict[tuple[int, str], slice]:
+    """Return where entries are in a flat array."""
+    ends = list(accumulate(entry.length for entry in layout))
+    return {entry.key: slice(end - entry.length, end) for entry, end in zip(layout, ends, strict=True)}
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor, complex numbers as pairs of real ones."""
+    plain = tensor.detach()
+    return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _described(value: Any) -> str:
+    if torch.is_tensor(value):
+        return f"a tensor of shape {tuple(value.shape)}, {_name(value.dtype)}"
+    return f"of type {type(value).__name__}"
+
+
+def _packed(value: Any) -> Any:
+    return (value.is_cuda, value.detach().cpu()) if torch.is_tensor(value) else (None, value)
+
+
+def _unpacked(packed: tuple[bool | None, Any], device: torch.device) -> Any:
+    on_gpu, value = packed
+    return value.to(device) if on_gpu else value
