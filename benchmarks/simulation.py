@@ -27,7 +27,7 @@ from pathlib import Path
 
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.simulation.cluster import Cluster, Parts, Simulator, describe, links_of, samples_of
-from ringreduce.common.config import parse_nbytes
+from ringreduce.common.quantities import parse_nbytes
 
 LARGE = 1 << 20  # bytes, from which figures count apart
 

@@ -22,7 +22,7 @@ import numpy as np
 import ringreduce
 from ringreduce.bench.measure import Contender, time_in_turn
 from ringreduce.buffers.codecs import CODECS
-from ringreduce.common.config import parse_nbytes
+from ringreduce.common.quantities import parse_nbytes
 
 
 def measure(nbytes: int, formats: list[str], iterations: int) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.results import Report, Settings
 from ringreduce.cli.run import Parsed
-from ringreduce.common.config import parse_nbytes
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.quantities import parse_nbytes
 
 __all__ = ["Progress", "bench", "explain", "tune"]
 

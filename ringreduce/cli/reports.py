@@ -106,10 +106,11 @@ def timeline() -> None:
 def _report(trace: str, page: str | None, as_json: bool, skip: int) -> None:
     """Say where the time of the training steps in TRACE went, on each rank.
 
-    Medians over the steps, in milliseconds. "comm" is the time in which only communication went on; "hidden" is
-    communication that ran during forward, backward or optimizer. "rest" is all else: loading data, Python. A rank was
-    "last" in a step if it was the last to end its backward pass; "late" is by how much it came after the first one, on
-    average over all steps. Without steps, as of programs without torch, the collectives are listed.
+    Medians over the steps, in milliseconds. "comm" is the time in which only communication went on; "waiting" is that
+    in which other ranks had not come to it yet; "hidden" is communication that ran during forward, backward or
+    optimizer. "rest" is all else: loading data, Python. A rank was "last" in a step if it was the last to come to a
+    reduction or another collective; "late" is by how much it came after the first one, on average over all steps.
+    Without steps, as of programs without torch, the collectives are listed.
     """
     found = trace_report.report(trace_report.load(trace), skip)
     if page is not None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import fields, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +17,10 @@ from ringreduce.bench.simulation.cluster import WIRES, Cluster, Parts, links_of,
 from ringreduce.bench.simulation.report import figure, scaling, simulate, to_dict, to_text
 from ringreduce.bench.simulation.training import Training
 from ringreduce.cli.run import Parsed
-from ringreduce.common.config import parse_nbytes
 from ringreduce.common.launch import launch
+from ringreduce.common.quantities import parse_nbytes, parse_rate, parse_seconds
 
-_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-#: Unit -> how many seconds, or bytes per second, it is.
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_RATES = {f"{scale}{unit}": by * of for scale, by in _SCALES.items() for unit, of in (("bit", 1 / 8), ("b", 1.0))}
-
-
-def _quantity(units: dict[str, float], least: float, example: str, text: str) -> float:
-    """Read a number with a unit; ``least``: what it must be more than."""
-    found = re.fullmatch(r"(\d+\.?\d*) *([a-z]+)", text.lower())
-    if found is None or found[2] not in units or not least < float(found[1]) < inf:
-        raise ValueError(f"expected {example}")
-    return float(found[1]) * units[found[2]]
-
-
-_seconds = partial(_quantity, _TIMES, -1.0, "a time, such as 2us, 1.5ms or 1s")
-_rate = partial(_quantity, _RATES, 0.0, "a rate, such as 400gbit or 50GB")
+_memory_rate = partial(parse_rate, of_link=False)
 
 
 def _nodes(text: str) -> tuple[int, ...]:
@@ -59,9 +42,9 @@ def _of_a_number(parse: Any) -> Any:
     return read
 
 
-_RATE, _TIME = Parsed("rate", _rate, "{0!r}: {1}"), Parsed("time", _seconds, "{0!r}: {1}")
+_RATE, _MEMORY_RATE, _TIME = Parsed("rate", parse_rate), Parsed("rate", _memory_rate), Parsed("time", parse_seconds)
 _NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
-_SLOW, _LATE = Parsed("link", _of_a_number(_rate)), Parsed("delay", _of_a_number(_seconds))
+_SLOW, _LATE = Parsed("link", _of_a_number(parse_rate)), Parsed("delay", _of_a_number(parse_seconds))
 _RATE_BPS = 100e9 / 8  # bytes per second, where --link says nothing
 #: Option -> the term of `Model` that it sets; and, for messages inside a node, the term of `Links`.
 _TERMS = {
@@ -76,8 +59,8 @@ _TERMS_WITHIN = {"within_s": "alpha", "memory_rate": "beta"}
 _FILE = click.Path(exists=True, dir_okay=False)
 _EXAMPLES = """\b
 Examples:
-  python -m ringreduce simulate --nodes 2048 --ranks-per-node 8 --link 400gbit --latency 2us
-  python -m ringreduce simulate --nodes 3 --ranks-per-node 8,8,4 --slow-link 2:10gbit --late 5:1ms
+  python -m ringreduce simulate --nodes 2048 --ranks-per-node 8 --link 400Gbit/s --latency 2us
+  python -m ringreduce simulate --nodes 3 --ranks-per-node 8,8,4 --slow-link 2:10Gbit/s --late 5:1ms
   python -m ringreduce simulate --nodes 64 --from bench-2x8.json --from bench-1x8.json --plot times.png
   python -m ringreduce simulate --nodes 128 --ranks-per-node 8 --compute 120ms --gradients 98M --overlap --scaling
 """
@@ -86,12 +69,12 @@ Examples:
 @click.command("simulate", epilog=_EXAMPLES, short_help="Predict times on a cluster that need not exist.")
 @click.option("--nodes", type=click.IntRange(1), default=2, help="How many.")
 @click.option("--ranks-per-node", "ranks", type=Parsed("counts", _nodes), default="1", help="Or of each: 8,8,4.")
-@click.option("--link", "rates", type=_RATE, multiple=True, help="Rate of a node's link; 100gbit.")
+@click.option("--link", "rates", type=_RATE, multiple=True, help="Rate of a node's link: 100Gbit/s, 100G, 12.5GB/s.")
 @click.option("--latency", "latency_s", type=_TIME, default="2us", help="Until an empty message arrives.")
 @click.option("--message", "message_s", type=_TIME, default="5us", help="Of a processor, for one sent or received.")
 @click.option("--barrier", "barrier_s", type=_TIME, default="5us", help="Of the ranks of a node.")
-@click.option("--memory", "memory_rate", type=_RATE, default="8GB", help="At which a rank accesses that of others.")
-@click.option("--reduction", "reduction_rate", type=_RATE, default="10GB", help="At which a rank reduces.")
+@click.option("--memory", "memory_rate", type=_MEMORY_RATE, default="8GB/s", help="Of access to other ranks' memory.")
+@click.option("--reduction", "reduction_rate", type=_MEMORY_RATE, default="10GB/s", help="At which a rank reduces.")
 @click.option("--within", "within_s", type=_TIME, default="1us", help="Latency of messages inside a node.")
 @click.option("--burst", "burst_nbytes", type=_NBYTES, default=0, help="What a link lets through at once after a rest.")
 @click.option("--slow-link", "slow", type=_SLOW, multiple=True, metavar="NODE:RATE", help="Repeatable.")

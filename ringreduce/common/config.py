@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import Field, dataclass, field, fields
@@ -15,6 +14,7 @@ from typing import Any
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import VARIABLES, Launch
+from ringreduce.common.quantities import parse_nbytes
 
 #: Of ringreduce.
 VERSION = "0.1.0"
@@ -62,14 +62,6 @@ _FORMER: dict[str, tuple[str, Callable[[str], str]]] = {
     "RINGREDUCE_CHECK_DATA": ("check_data", str),
 }
 _LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
-
-
-def parse_nbytes(text: str) -> int:
-    """Read a size such as ``8``, ``64K``, ``64KiB``, ``1mb`` or ``2G`` (1024-based, all of them) as bytes."""
-    found = re.fullmatch("([0-9]+)(?:([KMG])(?:I?B)?|B)?", text.upper())
-    if found is None or int(found[1]) == 0:
-        raise ValueError("expected a positive size in bytes, such as 65536, 64K, 64KiB or 4MB, in units of 1024")
-    return int(found[1]) << {None: 0, "K": 10, "M": 20, "G": 30}[found[2]]
 
 
 def _or_zero(parse: Callable[[str], Any], zero: Any) -> Callable[[str], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -91,6 +92,12 @@ class Launch:
     least_size: int = 1
     reset_limit: int | None = None
     commits: str | None = None
+
+    @property
+    def shell(self) -> int | None:
+        """The process over this rank that reports its end to `ringreduce run`; None: there is none."""
+        found = re.fullmatch("/proc/([0-9]{1,9})/fd/2", self.marks or "")
+        return int(found[1]) if found else None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Launch:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -18,6 +20,8 @@ from ringreduce.common.launch import LAUNCHERS
 _PROGRAMS = {name for each in LAUNCHERS for name in each.programs}
 _ANNOUNCED = "ringreduce-rank"
 _LOOK_EVERY_S = 1.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec
 
 
 def announce(text: bytes) -> int | None:
@@ -85,6 +89,13 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) in ("T", "t")
 
 
+def continue_stopped(pid: int) -> None:
+    """Let a process go on that a signal has stopped."""
+    if is_stopped(pid):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGCONT)
+
+
 def has_ended(pid: int) -> bool:
     """Return whether there is no such process, or only what is kept of it for its parent."""
     return _state(pid) in ("", "Z", "X")
@@ -97,6 +108,20 @@ def _state(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Let the kernel send a signal to this process when its parent ends, in whatever way; at once if it has.
+
+    Args:
+        parent: that process; the thread of it that has started this one must not end before.
+        number: the signal.
+    """
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), number)
+            os._exit(128 + number)  # it may be blocked
 
 
 class Forked:

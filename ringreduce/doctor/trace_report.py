@@ -15,14 +15,12 @@ from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.plots import html_page, html_table
 from ringreduce.common.errors import ConfigError
 from ringreduce.doctor.tables import table
+from ringreduce.doctor.trace_steps import Event, steps_of
 from ringreduce.observe.trace_file import collect
 
-__all__ = ["PARTS", "load", "report", "show", "to_html"]
+__all__ = ["PARTS", "load", "report", "show", "to_html", "waited_for"]
 
 _WIDE = 1000  # columns, which no table takes
-
-Event = dict[str, Any]
-Span = tuple[float, float]  # begin and end, in microseconds
 
 #: What a step's time is divided into, and the colours of these parts.
 PARTS = {
@@ -30,6 +28,7 @@ PARTS = {
     "backward": "#72b7b2",
     "optimizer": "#54a24b",
     "communication": "#e45756",
+    "waiting": "#eeca3b",
     "rest": "#bab0ac",
 }
 
@@ -38,7 +37,13 @@ PARTS = {
 _STEPS = {
     **{"rank": "{rank}", "steps": "{steps}", "step ms": "{step:.2f}", "forward": "{forward:.2f}"},
     **{"backward": "{backward:.2f}", "optimizer": "{optimizer:.2f}", "comm": "{communication:.2f}"},
-    **{"rest": "{rest:.2f}", "hidden": "{hidden:.2f}", "last": "{last:.0%}", "late ms": "{late:.2f}"},
+    **{
+        "waiting": "{waiting:.2f}",
+        "rest": "{rest:.2f}",
+        "hidden": "{hidden:.2f}",
+        "last": "{last:.0%}",
+        "late ms": "{late:.2f}",
+    },
 }
 _CALLS = {
     **{"rank": "{rank}", "collective": "{collective}", "calls": "{calls}", "size": "{size}"},
@@ -51,7 +56,21 @@ def show(found: Mapping[str, Any]) -> None:
     made = table(*_cells(found))
     # At least as wide as the table: a number is whole, or it is misread.
     width = Console(width=_WIDE).measure(made).maximum
-    Console(highlight=False, width=max(Console().width, width)).print(made)
+    console = Console(highlight=False, width=max(Console().width, width))
+    console.print(made)
+    if said := waited_for(found):
+        console.print(said)
+
+
+def waited_for(found: Mapping[str, Any]) -> str:
+    """Return for which rank of a report the others waited the most, in words; empty if for none."""
+    slowest = max(found["ranks"], key=lambda each: each["late"], default=None)
+    if slowest is None or len(found["ranks"]) == 1 or slowest["late"] == 0:
+        return ""
+    return (
+        f"The others waited for rank {slowest['rank']}: it was last in {slowest['last']:.0%} of the steps, "
+        f"{slowest['late']:.2f} ms after the first rank on average."
+    )
 
 
 def load(path: str | Path) -> list[Event]:
@@ -86,16 +105,15 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
 
     Returns:
         ``ranks``: for each rank ``rank``, ``steps`` (how many), medians in milliseconds of ``step``, the `PARTS` and
-        ``hidden``, ``last`` (the share of steps in which it was the last to be ready to communicate) and ``late``
-        (milliseconds after the first, on average). Without steps, as of programs without torch, ``collectives``: for
-        each rank and collective ``rank``, ``collective``, ``calls``, ``nbytes``, and milliseconds in all (``total``)
-        and of a call (``median``).
+        ``hidden``, ``last`` (the share of steps in which it was the last to enter an operation that the others waited
+        for) and ``late`` (milliseconds after the first, on average). Without steps, as of programs without torch,
+        ``collectives``: for each rank and collective ``rank``, ``collective``, ``calls``, ``nbytes``, and milliseconds
+        in all (``total``) and of a call (``median``).
 
     Raises:
         ConfigError: there are neither steps nor collectives in it.
     """
-    steps = {rank: _steps(rank, events, skip) for rank in sorted({event["pid"] for event in events[1:]})}
-    steps = {rank: found for rank, found in steps.items() if found}
+    steps, late = steps_of(events, skip)
     if not steps:
         if any("step" in event.get("args", {}) for event in events):
             raise ConfigError(f"all training steps of this trace are among the first {skip}, which are left out")
@@ -103,17 +121,14 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
         if not calls:
             raise ConfigError("there are neither training steps nor collectives in this trace")
         return {"ranks": [], "collectives": calls}
-    ready = {rank: {each["number"]: each["ready"] for each in found} for rank, found in steps.items()}
-    common = set.intersection(*map(set, ready.values()))
-    first = {number: min(each[number] for each in ready.values()) for number in common}
-    last = Counter(max(ready, key=lambda rank: ready[rank][number]) for number in common)
+    last = Counter(max(each, key=lambda rank: each[rank]) for each in late.values())
     ranks = [
         {
             "rank": rank,
             "steps": len(found),
-            **{part: _median_ms(each[part] for each in found) for part in ("step", *PARTS, "hidden")},
-            "last": last[rank] / len(common) if common and len(steps) > 1 else 0.0,
-            "late": statistics.fmean(ready[rank][each] - first[each] for each in common) / 1e3 if common else 0.0,
+            **{part: _median_ms(each.parts[part] for each in found) for part in ("step", *PARTS, "hidden")},
+            "last": last[rank] / len(late) if late and len(steps) > 1 else 0.0,
+            "late": statistics.fmean(each[rank] for each in late.values()) / 1e3 if late else 0.0,
         }
         for rank, found in steps.items()
     ]
@@ -146,65 +161,6 @@ def _cells(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return list(columns), [[cell.format(**each) for cell in columns.values()] for each in rows]
 
 
-def _steps(rank: int, events: Sequence[Event], skip: int) -> list[dict[str, Any]]:
-    """Return the training steps of a rank: their numbers, how much was what (microseconds), and when each was ready."""
-    mine = [event for event in events if event["pid"] == rank]
-    rows = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
-    spans = [event for event in mine if event["ph"] == "X"]
-    program = [each for each in spans if rows.get(each["tid"]) == "program"]
-    busy = {
-        name: _union(_span(each) for each in program if each["name"] == name)
-        for name in ("forward", "backward", "optimizer")
-    }
-    working = _union(span for each in busy.values() for span in each)
-    moving = _union(_span(each) for each in spans if ": " in rows.get(each["tid"], ""))
-    found = []
-    for each in program:
-        if each["args"].get("step", -1) < skip:
-            continue
-        whole = [_span(each)]
-        parts = {name: _length(_within(spans, whole)) for name, spans in busy.items()}
-        hidden = _length(_within(_within(moving, working), whole))
-        parts["communication"] = _length(_within(moving, whole)) - hidden
-        rest = max(each["dur"] - sum(parts.values()), 0.0)
-        ready = [end for _, end in _within(busy["backward"], whole)] or [each["ts"]]
-        about = {"number": each["args"]["step"], "step": each["dur"], "ready": ready[-1]}
-        found.append({**about, **parts, "rest": rest, "hidden": hidden})
-    return found
-
-
-def _span(event: Event) -> Span:
-    return event["ts"], event["ts"] + event["dur"]
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Return spans that do not overlap, ascending, and cover the same."""
-    merged: list[Span] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _within(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Return what two lists, each as `_union` returns it, have in common."""
-    found, index = [], 0
-    for begin, end in spans:
-        while index < len(others) and others[index][1] <= begin:
-            index += 1
-        at = index
-        while at < len(others) and others[at][0] < end:
-            found.append((max(begin, others[at][0]), min(end, others[at][1])))
-            at += 1
-    return found
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in spans)
-
-
 def _median_ms(microseconds: Iterable[float]) -> float:
     return statistics.median(microseconds) / 1e3
 
@@ -228,8 +184,10 @@ def to_html(found: dict[str, Any], title: str) -> str:
 <svg width="780" height="{y}" role="img" aria-label="time of a step by part">{"".join(bars)}</svg>
 <p>{legend}</p>
 {numbers}
-<p>comm: the time in which only communication went on; hidden: communication that ran during forward, backward or
-optimizer. last: in how many steps the rank was the last to end its backward pass; late: by how much it came after the
-first one, on average.</p>"""
+<p>{waited_for(found)}</p>
+<p>comm: the time in which only communication went on; waiting: that in which other ranks had not come to it yet; rest:
+all else, such as loading data. hidden: communication that ran during forward, backward or optimizer. last: in how many
+steps the rank was the last to come to a reduction or another collective; late: by how much it came after the first one,
+on average.</p>"""
     calls = f"<p>Collectives on each rank. There are no training steps in this trace.</p>\n{numbers}"
     return html_page(title, steps if found["ranks"] else calls)

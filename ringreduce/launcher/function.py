@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.common.launch import launch
-from ringreduce.launcher.job import end_with_parent
+from ringreduce.common.processes import end_with_parent
 
 __all__ = ["run", "work"]
 
@@ -237,7 +237,7 @@ def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pa
         env=env,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=partial(end_with_parent, os.getpid()),
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
     )
     deadline = math.inf
     try:

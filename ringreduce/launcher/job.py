@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import glob
 import math
 import os
@@ -19,23 +18,30 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.processes import end_with_parent
+from ringreduce.launcher.chains import Chains
 from ringreduce.launcher.failures import KEPT_NBYTES
 
-__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "Output", "end_with_parent", "say"]
+__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "Output", "say"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended, or ranks should begin again (seconds).
 _LOOK_EVERY_S = 1.0
+_FIRST_LOOKS_S = 0.05
 #: What mpirun gets to end, once it is asked to, before it is killed with its ranks: it gives these two seconds.
 _TO_END_S = 15.0
 
 #: The shell that starts a rank where others survive it. Open MPI reports only deaths by a signal to them, so any
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
+#: mpirun sends signals to end a rank to both; the shell stays until the rank has ended, and then says nothing.
 SUPERVISOR = (
     *("sh", "-c"),
-    'trap "" USR2; export RINGREDUCE_MARKS="/proc/$$/fd/2"; '
+    'trap "" USR2; asked_to_end=; trap "asked_to_end=1" TERM HUP INT; export RINGREDUCE_MARKS="/proc/$$/fd/2"; '
     'say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
     '"${PMIX_HOSTNAME:-$(uname -n)}" >&2; }; "$@"; code=$?; '
+    '[ -z "$asked_to_end" ] || kill -KILL $$; '
     'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
     "ringreduce-rank",
 )
@@ -46,8 +52,6 @@ HEARING = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2}); "
     "os.execvp(sys.argv[1], sys.argv[1:])",
 )
-
-_PR_SET_PDEATHSIG = 1
 
 _MARK = re.compile(rb"\x1eringreduce: rank ([0-9]{1,9}) on ([^\s\x1e]{1,255}) ([a-z ]{1,20})\n")
 #: What may become one.
@@ -138,6 +142,13 @@ def say(text: str) -> None:
         print(f"ringreduce: {text}", file=sys.stderr, flush=True)
 
 
+def _timeout_s(environment: Mapping[str, str]) -> float:
+    try:
+        return Config.from_environ(environment).timeout_s
+    except ConfigError:  # as the ranks will say
+        return Config().timeout_s
+
+
 class Job:
     """An mpirun that has been started.
 
@@ -173,9 +184,17 @@ class Job:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
-            preexec_fn=partial(end_with_parent, os.getpid()),
+            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # then it ends its ranks
         )
         self._output = Output(None if verbose else self._process.pid)
+        has_shells = SUPERVISOR[-1] in line
+        self._chains = Chains(
+            self._process.pid,
+            self._on_unsaid_death if has_shells else None,
+            self._say,
+            _timeout_s(environment) / _LOOK_EVERY_S,
+        )
+        self._looked = time.monotonic()
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
         self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
 
@@ -224,11 +243,33 @@ class Job:
         self.stopped = True
         self.end()
 
+    def _say(self, text: str) -> None:
+        self.end_line()
+        say(text)
+
+    def _on_unsaid_death(self, rank: int) -> None:
+        if math.isinf(self._killed_at):  # else all are ended
+            self._on_mark(Mark("has died", rank, os.environ.get("PMIX_HOSTNAME") or os.uname().nodename))
+
+    def _look(self) -> bool:
+        """Look after the processes of this host, every second; return whether it has."""
+        self._kill_if_late()
+        if self._chains.known and time.monotonic() < self._looked + _LOOK_EVERY_S:
+            return False
+        self._looked = time.monotonic()
+        self._chains.look()
+        return True
+
+    @property
+    def _look_again_s(self) -> float:
+        """How long to wait for something else until the next look: little, until the processes of ranks are known."""
+        return _LOOK_EVERY_S if self._chains.known else _FIRST_LOOKS_S
+
     def _wait_for_end(self) -> int:
         while True:
-            self._kill_if_late()
+            self._look()
             with suppress(subprocess.TimeoutExpired):
-                return self._process.wait(_LOOK_EVERY_S)
+                return self._process.wait(self._look_again_s)
 
     def _kill_if_late(self) -> None:
         """Kill mpirun, and its ranks on this host, if it was asked to end long ago; those of other hosts end by it."""
@@ -247,12 +288,13 @@ class Job:
     def _forward_errors(self, look: Callable[[], object]) -> None:
         """Until mpirun closes it, or has ended: others, such as an ssh that stays for later, may hold it open."""
         assert self._process.stderr is not None
-        waiting, looked = select.poll(), time.monotonic()
+        waiting = select.poll()
         waiting.register(self._process.stderr, select.POLLIN)
         while True:
             has_ended = self._process.poll() is not None
-            self._kill_if_late()
-            if waiting.poll(_LOOK_EVERY_S * 1000):
+            if self._look():
+                look()
+            if waiting.poll(self._look_again_s * 1000):
                 chunk = self._process.stderr.read(_READ_NBYTES)
                 if not chunk:
                     break
@@ -260,14 +302,13 @@ class Job:
                 text, marks = self._output.feed(chunk)
                 self._show(text)
                 for mark in marks:
+                    if mark.what in ("has ended well", "has died"):
+                        self._chains.has_told(mark.rank)
                     self._on_mark(mark)
             elif has_ended:
                 break
             else:
                 self._show(self._output.idle())
-            if time.monotonic() >= looked + _LOOK_EVERY_S:
-                looked = time.monotonic()
-                look()
         self._show(self._output.rest())
 
     def end_line(self) -> None:
@@ -281,18 +322,3 @@ class Job:
             with suppress(OSError):  # its reader has ended, as after `disown -h`: the ranks go on
                 sys.stderr.buffer.write(text)
                 sys.stderr.flush()
-
-
-_libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec
-
-
-def end_with_parent(parent: int) -> None:
-    """Let this process, just forked, get SIGTERM when its parent ends in whatever way: launchers end their ranks then.
-
-    Args:
-        parent: that process.
-    """
-    if sys.platform == "linux":
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(128 + signal.SIGTERM)

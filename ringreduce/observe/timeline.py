@@ -150,7 +150,7 @@ class Timeline:
             member: this rank among these.
             size: how many they are.
         """
-        return Track(self, self._row(name), place, member, size)
+        return Track(self, self._row(name, place), place, member, size)
 
     def program(self) -> Program:
         """Return what writes to the row of the program."""
@@ -158,9 +158,9 @@ class Timeline:
             self._program = self._row("program")
         return partial(self.span, track=self._program)
 
-    def _row(self, name: str) -> int:
+    def _row(self, name: str, place: str = "") -> int:
         number = next(self._rows)
-        self._describe("thread_name", number, name=name)
+        self._describe("thread_name", number, name=name, **({"place": place} if place else {}))
         return number
 
     def arrow(self, kind: str, id_: str, at_s: float, track: int | None) -> None:

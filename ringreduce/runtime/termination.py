@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from ringreduce.common import processes
 from ringreduce.common.errors import PeerLostError
+from ringreduce.common.launch import launch
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.runtime.worlds import OwnWorld
 
@@ -68,12 +69,20 @@ class Termination:
     def install(self) -> None:
         """Take part in every end of this process from now on; in SIGTERM if this is the main thread.
 
-        And end this rank soon after its launcher, if there is one in sight.
+        And end this rank soon after its launcher, if there is one in sight; and with the shell that `ringreduce run`
+        has put over it, as the others then count this rank as dead.
         """
         sys.excepthook = self._on_exception
         sys.exit = _named_like(self._exit, self._on_sys_exit)
         if threading.current_thread() is threading.main_thread() and _is_default(signal.SIGTERM):
             signal.signal(signal.SIGTERM, self._on_signal)
+        shell = launch().shell
+        if shell is not None:
+            if shell == os.getppid():
+                processes.end_with_parent(shell, signal.SIGKILL)  # by the kernel, as this may be in the end of MPI then
+            else:
+                processes.watch(shell, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            processes.at_exit(lambda: processes.continue_stopped(shell))  # or it would not report how this rank ends
         pid = processes.launcher()
         if pid is not None:
             processes.watch(pid, lambda: self._on_orphaned(pid))

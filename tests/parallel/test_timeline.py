@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.common.instruments import Tally
+from ringreduce.doctor.trace_report import report, waited_for
 
 hvd = pytest.importorskip("ringreduce.torch")
 torch = pytest.importorskip("torch")
@@ -186,6 +187,31 @@ def test_a_trace_shows_the_steps_of_a_training(world: rr.Communicator, path: Pat
         }
         operations = {each["id"] for each in mine if each["name"] == "run" and each["ph"] == "b"}
         assert operations <= ids["s"] & ids["f"]
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_the_report_names_the_rank_that_the_others_wait_for(world: rr.Communicator, path: Path) -> None:
+    """Though all end their backward passes before, it is the last in each step, and the others wait in theirs."""
+    model, late = torch.nn.Linear(3, 2), world.size - 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvd.start_timeline(path)
+    for _ in range(3):
+        model(torch.ones(5, 3)).sum().backward()
+        PRIVATE.Barrier()
+        if world.rank == late:
+            PRIVATE.Barrier()
+        handle = hvd.allreduce_async(torch.ones(3), name="gradients")
+        if world.rank != late:
+            hvd.poll(handle)
+            sum(range(200_000))
+            PRIVATE.Barrier()
+        hvd.synchronize(handle)
+        optimizer.step()
+    events = trace(path)
+    ranks = report(events)["ranks"]
+    assert [each["last"] for each in ranks] == [float(each["rank"] == late) for each in ranks]
+    assert all((each["waiting"] == 0.0) == (each["rank"] == late) for each in ranks)
+    assert waited_for({"ranks": ranks}).startswith(f"The others waited for rank {late}: it was last in 100%")
 
 
 def end_of(span: dict[str, Any]) -> float:

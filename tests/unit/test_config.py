@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ringreduce.common.config import (
     HOROVOD,
@@ -15,7 +12,6 @@ from ringreduce.common.config import (
     former_variables,
     gpu_switches,
     ignored_variables,
-    parse_nbytes,
 )
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError
@@ -203,19 +199,6 @@ def test_the_launcher_says_which_rank_this_is() -> None:
     """The rank is read where launchers leave it; a process without a launcher is rank 0."""
     environs = ({}, {"PMI_RANK": "3"}, {"SLURM_PROCID": "3", "PMI_RANK": ""})
     assert [Launch.from_environ(each).rank for each in environs] == [0, 3, 3]
-
-
-@given(st.integers(1, 1 << 40), st.sampled_from([("", 1), ("K", 1 << 10), ("M", 1 << 20), ("g", 1 << 30)]))
-def test_sizes_are_read_as_written(number: int, unit: tuple[str, int]) -> None:
-    """A positive whole number with an optional unit is that many 1024-based bytes."""
-    assert parse_nbytes(f"{number}{unit[0]}") == number * unit[1]
-
-
-@given(st.text(max_size=6))
-def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
-    """No text ends in another error than ValueError, and none gives a size below one byte."""
-    with contextlib.suppress(ValueError):
-        assert parse_nbytes(text) >= 1
 
 
 def test_settings_cannot_be_changed() -> None:

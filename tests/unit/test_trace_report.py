@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
-from ringreduce.doctor.trace_report import PARTS, load, report, to_html
+from ringreduce.doctor.trace_report import PARTS, load, report, to_html, waited_for
 
 JOB = {"name": "trace", "ph": "M", "pid": 0, "args": {"job": "j 1"}}
 
@@ -56,19 +56,111 @@ def test_time_is_divided_without_counting_anything_twice():
         assert each["steps"] == 4
         parts = {part: each[part] for part in PARTS}
         assert parts == pytest.approx(
-            {"forward": 4.0, "backward": 8.0, "optimizer": 1.0, "communication": 3.0, "rest": 4.0}
+            {"forward": 4.0, "backward": 8.0, "optimizer": 1.0, "communication": 3.0, "waiting": 0.0, "rest": 4.0}
         )
         assert sum(parts.values()) == pytest.approx(each["step"])
         assert each["hidden"] == pytest.approx(2.0)
 
 
 def test_who_comes_last_is_named():
-    """By the ends of backward passes; a rank that is alone is not late."""
+    """By the ends of backward passes, where nothing else is in the trace; a rank that is alone is not late."""
     first, second = report(training(slow=0))["ranks"]
     assert (first["last"], first["late"]) == (1.0, pytest.approx(2.0))
     assert (second["last"], second["late"]) == (0.0, 0.0)
     (alone,) = report([event for event in training() if event["pid"] == 0])["ranks"]
     assert (alone["last"], alone["late"]) == (0.0, 0.0)
+
+
+def operation(rank: int, submitted_ms: float, runs_ms: float, ended_ms: float, number: int) -> list[dict[str, Any]]:
+    """Return an asynchronous operation in a trace; the engine takes it in at once."""
+    about = {"pid": rank, "tid": 2, "cat": "operation", "id": f"{rank}.{number}", "args": {}}
+    marks = [("b", "gradients", submitted_ms), ("b", "queue", submitted_ms), ("e", "queue", submitted_ms)]
+    marks += [("b", "negotiate", submitted_ms), ("e", "negotiate", runs_ms), ("b", "run", runs_ms)]
+    marks += [("e", "run", ended_ms), ("e", "gradients", ended_ms)]
+    return [{"name": name, "ph": kind, "ts": at * 1e3, **about} for kind, name, at in marks]
+
+
+def held_back(where: str, late: int, ranks: int = 3, steps: int = 4) -> list[dict[str, Any]]:
+    """Return a trace of ranks of which one enters the reduction 20 ms after the first, and the others 0 and 1 ms after.
+
+    A step takes 30 ms: forward 2, backward 4, and 1 until the reduction, which runs for 1 once all ranks have entered
+    it, and takes 0.5 to begin; then optimizer 1, and the rest. The late rank is held back between backward pass and
+    reduction, so all backward passes end at the same time.
+
+    Args:
+        where: the reduction is an ``"operation"``, or a ``"call"``.
+        late: which rank.
+        ranks: how many.
+        steps: how many.
+    """
+    events, others = [JOB], [rank for rank in range(ranks) if rank != late]
+    for rank in range(ranks):
+        behind = 20.0 if rank == late else float(others.index(rank))
+        events += [row(rank, 1, "program"), row(rank, 2, "world: asynchronous"), row(rank, 3, "world: blocking")]
+        for step in range(steps):
+            at = 100.0 * step
+            entered, runs = at + 7 + behind, at + 27.5
+            events += [
+                span(rank, 1, f"step {step}", at, at + 30, step=step),
+                span(rank, 1, "forward", at, at + 2),
+                span(rank, 1, "backward", at + 2, at + 6),
+                span(rank, 1, "optimizer", at + 29, at + 30),
+            ]
+            if where == "operation":
+                events += operation(rank, entered, runs, runs + 1, step)
+                events.append(span(rank, 2, "allreduce", runs, runs + 1, nbytes=64))
+            else:
+                events += [span(rank, 3, "allreduce", entered, runs + 1, nbytes=64)]
+                events += [span(rank, 3, "rendezvous", entered, runs)]
+    return events
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("where", ["operation", "call"])
+def test_waiting_for_a_rank_is_no_rest_and_that_rank_is_named(where: str, late: int):
+    """From when a rank enters a reduction until the last one does, it waits; only then does it communicate.
+
+    All backward passes end at the same time, which says nothing of who was late.
+    """
+    found = report(held_back(where, late))
+    innocent = [each for each in found["ranks"] if each["rank"] != late]
+    for behind, each in enumerate(innocent):
+        assert each["waiting"] == pytest.approx(20.0 - behind)
+        assert each["rest"] == pytest.approx(30 - 7 - (20 - behind) - 1.5)
+        assert (each["last"], each["late"]) == (0.0, pytest.approx(behind))
+    slow = found["ranks"][late]
+    assert (slow["waiting"], slow["last"], slow["late"]) == (0.0, 1.0, pytest.approx(20.0))
+    for each in found["ranks"]:
+        assert each["communication"] == pytest.approx(1.5)
+        assert sum(each[part] for part in PARTS) == pytest.approx(each["step"])
+    named = f"The others waited for rank {late}: it was last in 100% of the steps, 20.00 ms after the first rank"
+    assert waited_for(found).startswith(named)
+    assert named in to_html(found, "trace")
+
+
+def test_waiting_beside_work_does_not_count():
+    """A reduction that is submitted at the begin of a backward pass takes no time while that goes on."""
+    events = held_back("operation", 1, ranks=2)
+    for event in events:
+        if event["name"] == "backward":
+            event["dur"] = 10e3  # until 5 ms after rank 0 has submitted
+    for each, waited in zip(report(events)["ranks"], (15.0, 0.0), strict=True):
+        assert each["waiting"] == pytest.approx(waited)
+        assert sum(each[part] for part in PARTS) == pytest.approx(each["step"])
+
+
+def test_what_other_ranks_do_not_enter_is_no_waiting():
+    """Operations that were withdrawn, those of another set of ranks of that name, and those of one rank alone."""
+    events = held_back("operation", 1, ranks=2, steps=2)
+    gone = ("run", "negotiate")
+    withdrawn = [each for each in events if each.get("id", "").startswith("1.") and each["name"] in gone]
+    for each in report([each for each in events if each not in withdrawn])["ranks"]:
+        assert each["waiting"] == 0.0
+    for event in events:
+        if event["name"] == "thread_name":
+            event["args"]["place"] = f"set [{event['pid']}]"
+    for each in report(events)["ranks"]:
+        assert each["waiting"] == 0.0
 
 
 def test_first_steps_can_be_left_out():
@@ -121,7 +213,11 @@ def test_the_command(tmp_path: Path):
     for columns in ("20", "80", "200"):  # numbers stay whole, however narrow a terminal is
         shown = CliRunner().invoke(main, command, standalone_mode=False, env={"COLUMNS": columns}).output.splitlines()
         assert shown[0].split()[:3] == ["rank", "steps", "step"]
-        assert shown[1].split() == ["0", "3", "20.00", "4.00", "8.00", "1.00", "3.00", "4.00", "2.00", "0%", "0.00"]
+        assert shown[1].split()[:7] == ["0", "3", "20.00", "4.00", "8.00", "1.00", "3.00"]
+        assert shown[1].split()[7:] == ["0.00", "4.00", "2.00", "0%", "0.00"]
+    assert " ".join(shown[3:]).startswith("The others waited for rank 1: it was last in 100% of the steps, 2.00 ms")
+        "The others waited for rank 1: it was last in 100% of the steps, 2.00 ms after"
+    )
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert look(page) == {}
     said = CliRunner().invoke(main, ["timeline", "report", str(trace), "--json"], standalone_mode=False).output

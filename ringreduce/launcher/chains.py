@@ -1,0 +1,219 @@
+"""The processes between mpirun and the ranks of this host: what to do if one of them has died, or is stopped, alone.
+
+mpirun notices that a process which it has started ends. It does not notice that a rank goes on when the shell over it
+was killed, nor that a shell or a rank is stopped, and would then wait for ever, as would `ringreduce run`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Chains"]
+
+#: So many looks are taken soon after each other at most, at the start.
+_FIRST_LOOKS = 100
+_SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "mksh", "zsh"}
+#: In the environment of a rank, and of the shell over it.
+_RANKS = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
+
+
+class _Process(NamedTuple):
+    """A process as it was seen.
+
+    Attributes:
+        pid: its number.
+        name: as the kernel has it, 15 characters of it.
+        state: the kernel's letter.
+        began: when, in ticks of the kernel: another process of this number began at another time.
+    """
+
+    pid: int
+    name: str
+    state: str
+    began: int
+
+    @classmethod
+    def look(cls, pid: int) -> _Process | None:
+        """Return a process as it is now; None: there is none."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+        name, _, rest = text.partition("(")[2].rpartition(") ")
+        words = rest.split()
+        return cls(pid, name, words[0], int(words[19]))
+
+    @property
+    def lives(self) -> bool:
+        """Whether it was more than what is kept for its parent."""
+        return self.state not in "ZX"
+
+    def children(self) -> list[_Process]:
+        """Return those that it has now, as they are."""
+        found: list[int] = []
+        for path in Path(f"/proc/{self.pid}/task").glob("*/children"):
+            with suppress(OSError):  # that thread has ended
+                found += map(int, path.read_text(encoding="ascii").split())
+        return [each for each in map(_Process.look, found) if each is not None]
+
+    def rank(self) -> int | None:
+        """Return the number of its rank, None if it belongs to none."""
+        with suppress(OSError, ValueError):
+            for each in Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0"):
+                if each.startswith(_RANKS):
+                    return int(each.partition(b"=")[2])
+        return None
+
+
+@dataclass
+class _Chain:
+    """What is known of the process that mpirun has started as a rank.
+
+    Attributes:
+        rank: its number.
+        top: the process.
+        under: its children, at the last look.
+        stopped: at how many looks in a row the rank was stopped.
+        missed: at how many looks the top was gone, and had not said how it ended.
+    """
+
+    rank: int
+    top: _Process
+    under: list[_Process] = field(default_factory=list)
+    stopped: int = 0
+    missed: int = 0
+
+
+class Chains:
+    """Looks after the processes of a job on this host; every second, and more often until they are `known`.
+
+    Args:
+        pid: of mpirun.
+        on_death: called with a rank whose shell has died without a word. None: there is no shell over each rank, and
+            mpirun notices the ends of ranks.
+        say: tells users.
+        patience: at so many looks in a row, a second apart, a rank may be stopped before it is killed; what a debugger
+            stops does not count.
+    """
+
+    def __init__(
+        self, pid: int, on_death: Callable[[int], object] | None, say: Callable[[str], object], patience: float
+    ) -> None:
+        self._pid, self._on_death, self._say, self._patience = pid, on_death, say, patience
+        self._chains: dict[tuple[int, int], _Chain] = {}
+        self._told: set[int] = set()  # the ranks whose shells have said how they ended
+        self._looks = 0
+        self._stopped: set[tuple[int, int]] = set()  # at the last look: mpirun and shells
+
+    @property
+    def known(self) -> bool:
+        """Whether the processes of ranks were found, those under shells as well, or there will be none of this host."""
+        chains = self._chains.values()
+        found = bool(chains) and all(each.under or each.top.name not in _SHELLS for each in chains)
+        return found or self._looks >= _FIRST_LOOKS
+
+    def has_told(self, rank: int) -> None:
+        """The shell over a rank has said how that ended."""
+        self._told.add(rank)
+
+    def look(self) -> None:
+        """Continue what is stopped and would keep the job from ending, and end what is left of a chain that is torn."""
+        self._looks += 1
+        mpirun = _Process.look(self._pid)
+        if mpirun is None or not mpirun.lives:
+            return
+        stopped: dict[tuple[int, int], tuple[_Process, str]] = {}
+        if mpirun.state == "T":  # then nothing of the ranks' output passes, and none of their ends is noticed
+            stopped[mpirun.pid, mpirun.began] = mpirun, "mpirun"
+        there = self._find(mpirun)
+        for key, chain in self._chains.items():  # the kernel may leave out children while others end
+            if key not in there and _is_there(chain.top):
+                there[key] = chain
+        for key, chain in there.items():
+            if self._is_left_by_its_rank(chain):
+                stopped[key] = chain.top, f"the shell over rank {chain.rank}"
+            self._look_at_rank(chain)
+        for key in self._stopped & stopped.keys():
+            process, what = stopped[key]
+            self._say(f"{what} (process {process.pid}) is stopped, and is continued, or the job would not end")
+            _send(process, signal.SIGCONT)
+        self._stopped = set(stopped)
+        for key in [*self._chains]:
+            if key not in there:
+                self._look_at_rest(key, others=bool(there))
+        self._chains |= there
+
+    def _find(self, parent: _Process) -> dict[tuple[int, int], _Chain]:
+        """Return the chains that there are, those known with what was known; daemons of the launcher are gone through.
+
+        A process that has just been made is still that of its parent, and has no number yet.
+        """
+        found: dict[tuple[int, int], _Chain] = {}
+        for top in parent.children():
+            key = top.pid, top.began
+            known = self._chains.get(key)
+            rank = top.rank() if known is None else known.rank
+            if rank is not None:
+                chain = known or _Chain(rank, top)
+                chain.top, chain.under = top, top.children() or chain.under
+                found[key] = chain
+            elif top.lives:
+                found |= self._find(top)
+        return found
+
+    def _is_left_by_its_rank(self, chain: _Chain) -> bool:
+        """Return whether a shell is stopped, and all that it has started has ended."""
+        under = [_Process.look(each.pid) for each in chain.under]
+        return chain.top.state == "T" and chain.top.name in _SHELLS and not any(each and each.lives for each in under)
+
+    def _look_at_rank(self, chain: _Chain) -> None:
+        is_shell = chain.top.name in _SHELLS
+        stopped = [each for each in (chain.under if is_shell else [chain.top]) if each.state == "T"]
+        chain.stopped = chain.stopped + 1 if stopped else 0
+        if chain.stopped > self._patience:
+            for each in stopped:
+                self._say(
+                    f"rank {chain.rank} (process {each.pid}) has been stopped for {chain.stopped} s, and is killed: "
+                    "the others wait no longer than RINGREDUCE_TIMEOUT"
+                )
+                _send(each, signal.SIGKILL)
+            chain.stopped = 0
+
+    def _look_at_rest(self, key: tuple[int, int], others: bool) -> None:
+        """Look at a chain whose top has ended: what that has started ends with it, and nobody else has said so.
+
+        ``others``: whether other ranks go on here; else the job ends.
+        """
+        chain = self._chains[key]
+        if self._on_death is None:
+            del self._chains[key]
+            return
+        left = [each for each in chain.under if _is_there(each)]
+        if left and chain.rank not in self._told:
+            self._say(f"the shell over rank {chain.rank} (process {chain.top.pid}) has died, and the rank is killed")
+        for each in left:
+            _send(each, signal.SIGKILL)
+        chain.missed += 1
+        if chain.rank in self._told:
+            del self._chains[key]
+        elif chain.missed > 1:  # what it has said would have come by now
+            del self._chains[key]
+            if others:
+                self._on_death(chain.rank)
+
+
+def _is_there(process: _Process) -> bool:
+    now = _Process.look(process.pid)
+    return now is not None and now.began == process.began and now.lives
+
+
+def _send(process: _Process, number: signal.Signals) -> None:
+    if _is_there(process):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, number)
