@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -82,6 +85,10 @@ def warnings_of(records: Iterable[logging.LogRecord]) -> list[str]:
     return [text for text in texts if not re.search(r"is last in \d+% of steps", text)]
 
 
+def _example(page: Path, name: str, source: str) -> Any:
+    of_a_framework = re.search(r"^import ringreduce\.(?:jax|keras|tensorflow)\b", source, re.MULTILINE)
+    return pytest.param(page, name, source, id=name, marks=pytest.mark.smoke if of_a_framework else ())
+
+
 #: Each program in the pages: the page, what the program is called, its source.
-EXAMPLES = [(page, name, source) for page in PAGES for name, source in programs(page)]
-NAMES = [name for _, name, _ in EXAMPLES]
+EXAMPLES = [_example(page, *program) for page in PAGES for program in programs(page)]

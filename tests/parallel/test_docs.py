@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from documents import EXAMPLES, NAMES, lacking, run_example, warnings_of
+from documents import EXAMPLES, lacking, run_example, warnings_of
 
 import ringreduce as rr
 
 
-@pytest.mark.smoke
 @pytest.mark.sizes(2)
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # of Keras
-@pytest.mark.parametrize(("page", "name", "source"), EXAMPLES, ids=NAMES)
+@pytest.mark.parametrize(("page", "name", "source"), EXAMPLES)
 def test_examples_run(
     page: Path,
     name: str,

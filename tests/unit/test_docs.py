@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import click
 import pytest
-from documents import BLOCK, EXAMPLES, NAMES, PAGES, ROOT, blocks, lacking, name_of, run_example, warnings_of
+from documents import BLOCK, EXAMPLES, PAGES, ROOT, blocks, lacking, name_of, run_example, warnings_of
 
 import ringreduce as rr
 from ringreduce.cli import main as command_line
@@ -51,7 +51,7 @@ def _world_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # of Keras
-@pytest.mark.parametrize(("page", "name", "source"), EXAMPLES, ids=NAMES)
+@pytest.mark.parametrize(("page", "name", "source"), EXAMPLES)
 @pytest.mark.usefixtures("_world_of_one")
 def test_examples_run(page: Path, name: str, source: str, caplog: pytest.LogCaptureFixture) -> None:
     """A program of a page runs from top to bottom in a world of one rank, and warns of nothing."""
