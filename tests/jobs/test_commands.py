@@ -18,9 +18,11 @@ ELSEWHERE = {
     "README.md: ./scripts/demo": "scripts/demo, whose example tests/jobs/test_examples.py runs",
     "README.md: ./scripts/test": "scripts/test, which this is a part of",
     "README.md: pip install '.[mpi,torch]'": "scripts/first_hour",
-    "docs/start.md: python3 -m venv .venv": "scripts/first_hour",
-    "docs/start.md: . .venv/bin/activate": "scripts/first_hour",
-    "docs/start.md: pip install '.[mpi,torch]'": "scripts/first_hour",
+    "docs/start.md: python3 -m venv venv": "scripts/first_hour",
+    "docs/start.md: . venv/bin/activate": "scripts/first_hour",
+    "docs/start.md: pip install": "scripts/first_hour",
+    "docs/start.md: python examples/digits_alone.py": "scripts/first_hour, and tests/jobs/test_examples.py",
+    "docs/start.md: ringreduce run -np 2 python examples/digits_parallel.py": "as above",
     "CONTRIBUTING.md: ./scripts/install": "scripts/test",
     "CONTRIBUTING.md: ./scripts/lint": "scripts/test",
     "CONTRIBUTING.md: ./scripts/test": "scripts/test",
@@ -45,15 +47,16 @@ ELSEWHERE = {
     "docs/recipes/jax.md: pip install": "by hand: JAX is in an environment of its own",
     "docs/recipes/keras.md: pip install": "by hand, as above",
     "docs/recipes/tensorflow.md: pip install": "by hand, as above",
+    "docs/recipes/numpy.md: pip install": "scripts/first_hour, with more extras",
     "docs/tuning.md: mpirun -np 8 python -m ringreduce tune": "takes a minute; tests/jobs/test_tuning_job.py",
     "docs/tuning.md: sudo scripts/virtual_cluster": "takes root; tests/jobs/test_virtual_cluster.py",
     "docs/tuning.md: sudo -E env": "takes root; tests/jobs/test_virtual_cluster.py",
     "examples/README.md: pip install": "scripts/test, and scripts/first_hour",
-    "examples/README.md: mpirun": "tests/jobs/ test_examples.py, test_training_loops.py, test_horovod.py",
+    "examples/README.md: horovodrun": "tests/jobs/test_horovod.py",
     "examples/README.md: python examples/": "tests/jobs/test_examples.py",
-    "examples/README.md: ringreduce run -np 2 python examples/": "tests/jobs/test_examples.py",
-    "examples/README.md: python -m venv .venv-yolo": "by hand: ultralytics is under another licence, and only there",
-    "examples/README.md: .venv-yolo/": "by hand, as above",
+    "examples/README.md: ringreduce run": "tests/jobs/ test_examples.py, test_training_loops.py",
+    "examples/README.md: python3 -m venv venv-yolo": "by hand: ultralytics is under another licence, and only there",
+    "examples/README.md: . venv-yolo/bin/activate": "by hand, as above",
 }
 
 
@@ -65,7 +68,7 @@ def commands() -> Iterator[str]:
         lines += [line.strip() for line in prose.splitlines() if line.startswith("    ")]
         for line in lines:
             text = line.partition("#")[0].strip()
-            if COMMAND.fullmatch(text) or text.startswith(".venv"):
+            if COMMAND.fullmatch(text):
                 yield f"{name_of(page)}: {text}"
 
 

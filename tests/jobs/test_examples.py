@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from launching import LIMIT_S, run_together
+from launching import LIMIT_S, run, run_together
 
 pytest.importorskip("torch")
 
@@ -54,6 +54,18 @@ def test_the_demo_compares_the_weights_of_its_ranks(said: Callable[[int], dict[s
     demo = said(2)["demo"]
     assert re.search(r"throughput: [\d,]+ samples/s over all ranks\n", demo)
     assert "weights: bitwise identical on 2 ranks\n" in demo
+
+
+def test_the_scripts_of_the_start_page_run_one_after_the_other(tmp_path: Path) -> None:
+    """In one folder: each trains and prints, the second after the first, and again from its own checkpoint."""
+    pytest.importorskip("matplotlib")
+    launched = [sys.executable, "-m", "ringreduce", "run", "-np", "2", "python"]
+    scripts = {"digits_alone.py": ["python"], "digits_parallel.py": launched}
+    for epochs in (1, 2):
+        for name, command in scripts.items():
+            done = run(*command, EXAMPLES / name, "--epochs=1", cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert re.findall(r"^epoch (\d+): loss", done.stdout, re.MULTILINE) == [str(epochs)]
 
 
 def losses_of(output: str) -> list[float]:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
+from documents import EXAMPLES, lacking, run_example, warnings_of
 
 import ringreduce as rr
 
-pytest.importorskip("torch", "2.7")
-from documents import EXAMPLES, name_of, run_examples
-
 
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize("page", EXAMPLES, ids=name_of)
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # of Keras
+@pytest.mark.parametrize(("page", "name", "source"), EXAMPLES)
 def test_examples_run(
     page: Path,
+    name: str,
+    source: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """The Python of a page runs from top to bottom on all ranks, in one folder, and warns of nothing."""
+    """A program of a page runs from top to bottom on all ranks, in one folder, and warns of nothing."""
+    if lacking(source):
+        pytest.skip(f"it needs {', '.join(lacking(source))}")
     rr.init()
     monkeypatch.chdir(rr.broadcast_object(str(tmp_path_factory.mktemp("page"))))
-    run_examples(page)
-    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == []
+    run_example(page, name, source)
+    assert warnings_of(caplog.records) == []

