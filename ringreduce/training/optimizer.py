@@ -47,6 +47,7 @@ class Gradients:
     Args:
         hooks: the framework's.
         reducer: reduces them.
+        training: returns what this belongs to, until another world begins.
 
     Attributes:
         number: greater than those of optimizers that were made earlier.
@@ -55,8 +56,8 @@ class Gradients:
         before_adding, added: see `Watcher`.
     """
 
-    def __init__(self, hooks: Hooks, reducer: GradientReducer) -> None:
-        self._framework, self.reducer = hooks, reducer
+    def __init__(self, hooks: Hooks, reducer: GradientReducer, training: Callable[[], Training | None]) -> None:
+        self._framework, self.reducer, self._training = hooks, reducer, training
         self.number = next(_numbers)
         self._in_backward = reducer.options.in_backward
         self.overlap = reducer.early = Overlap(hooks, reducer.buckets, reducer.checks)
@@ -87,7 +88,10 @@ class Gradients:
         passes, declared = self.overlap.pass_ended(nested), self.overlap.declared
         complete = declared == 1 if nested else passes >= declared
         if self._in_backward and complete and not self.overlap.suspends:
-            self.reduce()
+            training = self._training()
+            assert training is not None, "it keeps this"
+            training.rejoin()
+            training.gradients.reduce(self.overlap.fresh(self._parameters()))
 
     # ---- what optimizers call ----
 
@@ -101,14 +105,18 @@ class Gradients:
         """Whether a step has gradients to reduce; without ``in_backward``, always."""
         return not self._in_backward or any(self.overlap.fresh(self._parameters()))
 
-    def reduce(self) -> None:
+    def reduce(self, fresh: Sequence[bool] | None = None) -> None:
         """Replace the gradients by their average or sum over the ranks. Collective.
+
+        Args:
+            fresh: which of them count; None: all, or with ``in_backward`` those that were added to.
 
         Raises:
             what `GradientReducer.reduce` raises.
         """
         reducer, parameters = self.reducer, self._parameters()
-        fresh = self.overlap.fresh(parameters) if self._in_backward else None
+        if fresh is None and self._in_backward:
+            fresh = self.overlap.fresh(parameters)
         gradients = [parameter.grad for parameter in parameters]
         try:
             for parameter, before, after in zip(parameters, gradients, reducer.reduce(gradients, fresh), strict=True):
@@ -229,7 +237,7 @@ class Training:
             reducer.sharding.connect(self._process_set.ranks or ())
         if reducer.late is not None and self.late is not None:
             reducer.late.load(self.late.loaded())  # what was under way ended with its world
-        self._gradients = Gradients(memory, reducer) if isinstance(memory, Hooks) else None
+        self._gradients = Gradients(memory, reducer, weakref.ref(self)) if isinstance(memory, Hooks) else None
         self._reducer = reducer
 
     def prepare(

@@ -485,3 +485,25 @@ def test_optimizers_in_different_order(short_limits: None) -> None:
     assert f"backward pass of {mine} over" in str(caught.value)
     assert all(f"over {number} parameters" in str(caught.value) for number in (2, 4))
     assert optimizers
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_passes_go_on_in_a_new_world(clears: bool) -> None:
+    """After shutdown() and init() a pass, or the last of several, leaves averages over the ranks of the new world."""
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], reduce_in="backward")
+    hvd.broadcast_parameters({"w": weight}, root_rank=0)
+    (weight * (hvd.rank() + 1)).sum().backward()
+    optimizer.step()
+    if clears:
+        optimizer.zero_grad()
+    with optimizer.no_sync():
+        (weight * (hvd.rank() + 1)).sum().backward()
+    hvd.shutdown()
+    hvd.init()
+    (weight * (hvd.rank() + 1)).sum().backward()
+    average = (hvd.size() + 1) / 2
+    total = (2 if clears else 3) * average
+    assert torch.allclose(weight.grad, torch.full_like(weight, total))
+    optimizer.step()
+    assert torch.allclose(weight, torch.full_like(weight, -average - total))

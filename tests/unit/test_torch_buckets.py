@@ -45,7 +45,7 @@ def make_gradients(engine: Engine, parameters: list[Any], op: rr.ReduceOp, bucke
     options = Options(op=op, bucket_nbytes=bucket_nbytes, overlap=False, skip_unused=True)
     named = [("?", parameter) for parameter in parameters]
     checked = options.checked(engine.communicator.config, parameters)
-    return Gradients(memory, GradientReducer(memory, engine, lambda: named, "SGD", "parameters", checked))
+    return Gradients(memory, GradientReducer(memory, engine, lambda: named, "SGD", "parameters", checked), lambda: None)
 
 
 def test_places_have_the_layout_of_their_parameters() -> None:
