@@ -216,8 +216,6 @@ def test_the_command(tmp_path: Path):
         assert shown[1].split()[:7] == ["0", "3", "20.00", "4.00", "8.00", "1.00", "3.00"]
         assert shown[1].split()[7:] == ["0.00", "4.00", "2.00", "0%", "0.00"]
     assert " ".join(shown[3:]).startswith("The others waited for rank 1: it was last in 100% of the steps, 2.00 ms")
-        "The others waited for rank 1: it was last in 100% of the steps, 2.00 ms after"
-    )
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert look(page) == {}
     said = CliRunner().invoke(main, ["timeline", "report", str(trace), "--json"], standalone_mode=False).output

@@ -1,0 +1,46 @@
+"""A job that trains at random, and compares each step with one process that has the data of all ranks.
+
+    . scripts/_env && launch 3 600 python tests/jobs/programs/fuzz_training.py torch --steps 300 --seed 7
+
+All ranks draw the same trainings from the seed, and the data of all ranks, so that each can compute by itself what must
+come out. Exit code 0 and a line of counts: all weights were right, with the same bits on all ranks, and nothing raised
+an error. Else standard error has the seed and the number of the training, for ``--only``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from functools import partial
+from pathlib import Path
+
+from trainings import episodes
+
+MODULES = {
+    "torch": "with_torch",
+    "shard": "with_torch",
+    "late": "with_torch",
+    "samples": "with_torch",
+    "tensorflow": "with_tensorflow",
+    "keras": "with_keras",
+    "jax": "with_jax",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("way", choices=MODULES, help="how steps are made")
+    parser.add_argument("--steps", type=int, default=200, help="at least so many (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of all draws (default: %(default)s)")
+    parser.add_argument("--only", type=int, default=None, help="the one training to make again")
+    parser.add_argument("--folder", type=Path, default=None, help="go on from what another job has left there")
+    chosen = parser.parse_args()
+    module = importlib.import_module(f"trainings.{MODULES[chosen.way]}")
+    module.begin()
+    train = partial(module.train, way=chosen.way, folder=chosen.folder)
+    return episodes.run(train, chosen.seed, chosen.steps, chosen.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What the random trainings of all frameworks share: draws, the comparison with one process, and how a job ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+PRIVATE = MPI.COMM_WORLD.Dup()
+RANK, SIZE = PRIVATE.rank, PRIVATE.size
+EPISODE_LIMIT_S = 120  # ends what hangs, not what is slow
+
+
+class WrongError(Exception):
+    """Weights that must not be."""
+
+
+class Draw(random.Random):
+    """Draws that are the same on all ranks."""
+
+    def chance(self, probability: float) -> bool:
+        """Return True so often."""
+        return self.random() < probability
+
+    def some(self, choices: list[Any]) -> list[Any]:
+        """Return a part of a list, not empty, in its order."""
+        chosen = [each for each in choices if self.chance(0.6)]
+        return chosen or [self.choice(choices)]
+
+
+class Episode:
+    """One training: its draws, what happened in it so far, and the numbers of each rank.
+
+    Args:
+        seed, number: of the job, and of the episode in the job.
+
+    Attributes:
+        draw: draws of the episode, the same on all ranks.
+        said: what was drawn, for the report of an error.
+        step: the number of the step.
+    """
+
+    def __init__(self, seed: int, number: int) -> None:
+        self._key = seed, number
+        self.draw = Draw(repr(self._key))
+        self.said: list[str] = []
+        self.step = 0
+        self._drawn = 0
+
+    def say(self, *words: object) -> None:
+        """Note what happens."""
+        self.said.append(" ".join(map(str, words)))
+
+    def numbers(self) -> list[np.random.Generator]:
+        """Return generators of random numbers, one for each rank; all ranks have those of all."""
+        self._drawn += 1
+        return [np.random.default_rng([*self._key, self._drawn, rank]) for rank in range(SIZE)]
+
+    def hold(self) -> None:
+        """Hold a rank back, now and then."""
+        rank, milliseconds, holds = self.draw.randrange(SIZE), self.draw.randrange(30), self.draw.chance(0.15)
+        if holds and rank == RANK:
+            time.sleep(milliseconds / 1000)
+
+    def compare(self, found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> None:
+        """Compare this rank's arrays with those of one process, and with the bits of all ranks.
+
+        Raises:
+            WrongError: they differ, on any rank.
+        """
+        wrong = ""
+        if found.keys() != expected.keys():
+            wrong = f"has {sorted(found)}, not {sorted(expected)}"
+        bits = []
+        for name in sorted(found):
+            mine, right = np.asarray(found[name]), np.asarray(expected[name], np.float64)
+            bits.append((name, mine.tobytes()))
+            close = np.allclose(mine.astype(np.float64), right, rtol=tolerance, atol=tolerance, equal_nan=True)
+            if not wrong and (mine.shape != right.shape or not close):
+                wrong = f"{name} is {mine.ravel()[:6].tolist()}, not {right.ravel()[:6].tolist()}"
+        everyone = PRIVATE.allgather((wrong, hash_of(bits)))
+        wrongs = {rank: each for rank, (each, _) in enumerate(everyone) if each}
+        if wrongs:
+            raise WrongError(f"step {self.step}: {wrongs}")
+        if len({each for _, each in everyone}) > 1:
+            raise WrongError(f"step {self.step}: the ranks have different bits: {[each for _, each in everyone]}")
+
+
+def hash_of(bits: list[tuple[str, bytes]]) -> int:
+    """Return a number that tells arrays apart; NaNs and zeros of both signs are not expected."""
+    import zlib
+
+    total = 0
+    for name, data in bits:
+        total = zlib.crc32(data, zlib.crc32(name.encode(), total))
+    return total
+
+
+def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None) -> int:
+    """Train episodes until so many steps are made; return the exit code.
+
+    Args:
+        train: trains one episode; returns how many steps it made.
+        seed: of the job.
+        steps: how many to make.
+        only: the number of the one episode to train; None: all.
+    """
+    counts: Counter[str] = Counter()
+    number = 0 if only is None else only
+    while counts["steps"] < steps:
+        episode = Episode(seed, number)
+        faulthandler.dump_traceback_later(EPISODE_LIMIT_S, exit=True)
+        try:
+            counts["steps"] += train(episode)
+            counts["episodes"] += 1
+        except BaseException as error:
+            where = f"rank {RANK} of {SIZE}, nodes of {os.environ.get('RINGREDUCE_NODE_SIZE', 'all')}"
+            print(f"WRONG on {where}: --seed {seed} --only {number}: {type(error).__name__}: {error}", file=sys.stderr)
+            said = episode.said if only is not None else [*episode.said[:3], "...", *episode.said[-12:]]
+            print("\n".join(said), file=sys.stderr)
+            traceback.print_exc()
+            sys.stderr.flush()
+            time.sleep(1)  # the others say what they have, too
+            MPI.COMM_WORLD.Abort(1)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        number += 1
+        if only is not None:
+            break
+    if RANK == 0:
+        print(f"{counts['steps']} steps of {counts['episodes']} trainings were right")
+    return 0

@@ -1,0 +1,125 @@
+"""Random trainings in JAX: pytrees and optax, at once and compiled."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ringreduce.jax as rj
+from trainings.episodes import RANK, SIZE, Episode
+
+
+def _loss(params: Any, data: Any) -> Any:
+    x, target, rows = data
+    hidden = jnp.tanh(x @ params["net"]["body"] + params["net"]["bias"])
+    fit = jnp.mean((hidden @ params["net"]["head"] - target) ** 2) + jnp.sum(params["table"][rows] * target[:1])
+    return fit + params["scalar"] ** 2 + jnp.sum(params["empty"])
+
+
+def _data(rng: np.random.Generator) -> tuple[Any, ...]:
+    return rng.normal(size=(4, 3)), rng.normal(size=(4, 2)), rng.integers(0, 7, 3)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.02, eps=1e-3),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.02, eps=1e-3)),
+}
+
+
+class Training:
+    """One model over the ranks, and the same in one process."""
+
+    def __init__(self, episode: Episode, number: int) -> None:
+        draw = self.draw = episode.draw
+        self.episode, self.number = episode, number
+        rng, width = episode.numbers()[0], draw.choice([1, 5, 40])
+        net = {"body": rng.normal(size=(3, width)), "bias": rng.normal(size=width), "head": rng.normal(size=(width, 2))}
+        others = {"table": rng.normal(size=(7, 2)), "scalar": rng.normal(size=()), "empty": np.zeros((0, 3))}
+        params = jax.tree.map(jnp.asarray, {"net": net, **others})
+        self.params, self.alone = rj.broadcast_parameters(params, root_rank=0), params
+        name = draw.choice([*OPTIMIZERS])
+        self.weighs = draw.chance(0.3)
+        self.staleness = draw.choice([0, 0, 1, 2]) if not self.weighs else 0
+        options: dict[str, Any] = {"staleness": self.staleness} if self.staleness else {}
+        if draw.chance(0.2) and not self.staleness:
+            options["gradient_predivide_factor"] = 2.0
+        self.tx = rj.DistributedGradientTransformation(OPTIMIZERS[name](), **options)
+        self.reference = OPTIMIZERS[name]()
+        self.state, self.reference_state = self.tx.init(self.params), self.reference.init(self.alone)
+        self.late: deque[Any] = deque()
+        compiled = draw.chance(0.5)
+        self.run = jax.jit(self._step) if compiled else self._step
+        episode.say(f"model {number}: {name} {options} weighs={self.weighs} compiled={compiled}")
+
+    def _step(self, params: Any, state: Any, data: Any, samples: Any) -> tuple[Any, Any]:
+        gradients = jax.grad(_loss)(params, data)
+        weights = {"samples": samples} if self.weighs else {}
+        updates, state = self.tx.update(gradients, state, params, **weights)
+        return optax.apply_updates(params, updates), state
+
+    def train(self) -> None:
+        """Make one step, and compare."""
+        samples = [self.draw.randrange(1, 9) for _ in range(SIZE)]
+        weights = [n / sum(samples) if self.weighs else 1 / SIZE for n in samples]
+        self.episode.hold()
+        data = [_data(rng) for rng in self.episode.numbers()]
+        self.params, self.state = self.run(self.params, self.state, data[RANK], samples[RANK])
+        totals = jax.grad(lambda p: sum(_loss(p, each) * part for each, part in zip(data, weights, strict=True)))
+        self.late.append(totals(self.alone))
+        due = self.late.popleft() if len(self.late) > self.staleness else jax.tree.map(jnp.zeros_like, self.alone)
+        self._apply(due)
+        self.compare()
+
+    def _apply(self, gradients: Any) -> None:
+        updates, self.reference_state = self.reference.update(gradients, self.reference_state, self.alone)
+        self.alone = optax.apply_updates(self.alone, updates)
+
+    def finish(self) -> None:
+        """Apply what is late."""
+        if self.staleness:
+            self.params, self.state = self.tx.synchronize(self.params, self.state)
+        while self.late:
+            self._apply(self.late.popleft())
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare weights."""
+        found, right = (
+            {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+            for tree in (self.params, self.alone)
+        )
+        self.episode.compare(found, right, 1e-8)
+
+
+def train(episode: Episode, way: str, folder: Path | None) -> int:
+    """Train one or two models in turn; return the number of steps."""
+    draw = episode.draw
+    trainings = [Training(episode, number) for number in range(draw.choice([1, 1, 2]))]
+    steps = 0
+    for episode.step in range(draw.choice([6, 12, 40])):
+        if draw.chance(0.03):
+            episode.say("shutdown and init")
+            for each in trainings:
+                each.finish()
+            rj.shutdown()
+            rj.init()
+        for each in draw.sample(trainings, len(trainings)):
+            each.train()
+            steps += 1
+    for each in trainings:
+        each.finish()
+    return steps
+
+
+def begin() -> None:
+    """Begin."""
+    jax.config.update("jax_enable_x64", True)
+    rj.init()

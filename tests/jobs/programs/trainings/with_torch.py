@@ -1,0 +1,371 @@
+"""Random trainings in torch: plain, sharded, late, weighted by numbers of samples."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import ringreduce.torch as hvd
+from trainings.episodes import RANK, SIZE, Episode
+
+WAYS = ("torch", "shard", "late", "samples")
+
+_ODD = ("scalar", "single", "strided", "empty")
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer that takes whole parameters and counts its steps in a Python number, as Adafactor does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step by lr / n, and by the mean of the gradient besides."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["n"] = state.get("n", 0) + 1
+                state["mean"] = (state.get("mean", torch.zeros_like(p)) + p.grad) / 2
+                p.add_(p.grad + state["mean"].mean() if p.numel() else p.grad, alpha=-group["lr"] / state["n"])
+
+
+class Model(nn.Module):
+    """Some layers, an embedding, and parameters of odd shapes and strides."""
+
+    def __init__(self, dtype: torch.dtype, width: int, *, sparse: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, width), nn.Linear(width, 2)
+        self.table = nn.Embedding(7, 2, sparse=sparse)
+        self.to(dtype)
+        self.scalar = nn.Parameter(torch.randn((), dtype=dtype))
+        self.single = nn.Parameter(torch.randn(1, 2, dtype=dtype)[:, 0])
+        self.strided = nn.Parameter(torch.randn(3, 2, dtype=dtype)[:, 1])
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=dtype))
+
+    def loss(self, rng: np.random.Generator, uses: list[str]) -> torch.Tensor:
+        """Return a loss of random data that touches only what is used."""
+        dtype = self.scalar.dtype
+
+        def data(*shape: int) -> torch.Tensor:
+            return torch.from_numpy(rng.normal(size=shape)).to(dtype)
+
+        total = torch.zeros((), dtype=dtype)
+        for use in uses:
+            x, y = data(4, 3), data(3, 2)
+            if use == "net":
+                total = total + self.head(torch.tanh(self.body(x))).square().mean()
+            elif use == "body":
+                total = total + (self.body(x) * data(4, self.body.out_features)).mean()
+            elif use == "penalty":
+                x.requires_grad_(True)
+                (slope,) = torch.autograd.grad(self.head(torch.tanh(self.body(x))).sum(), x, create_graph=True)
+                total = total + slope.square().mean()
+            elif use == "table":
+                total = total + (self.table(torch.from_numpy(rng.integers(0, 7, 3))) * y).sum()
+            else:
+                parameter = getattr(self, use)
+                total = total + (parameter - data(*parameter.shape)).square().sum()
+        return total
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": partial(torch.optim.Adam, lr=0.02, eps=1e-3),
+    "AdamW": partial(torch.optim.AdamW, lr=0.02, eps=1e-3, amsgrad=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.02, eps=1e-3),
+    "Adamax": partial(torch.optim.Adamax, lr=0.02, eps=1e-3),
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.2),
+    "Counting": partial(Counting, lr=0.1),
+}
+_TAKE_SPARSE = ["SGD", "Adagrad"]
+
+
+class Training:
+    """One model, its optimizer over the ranks, and the same in one process.
+
+    Args:
+        episode: the episode.
+        way: one of `WAYS`.
+        number: of the model in the episode.
+        saved: what `save` of another training has returned, among any number of ranks and in any way; None: a new one.
+    """
+
+    def __init__(self, episode: Episode, way: str, number: int, saved: dict[str, Any] | None = None) -> None:
+        draw = self.draw = episode.draw
+        self.episode, self.way, self.number = episode, way, number
+        torch.manual_seed(draw.randrange(1 << 30))
+        self.dtype = torch.float64
+        sparse = way in ("torch", "samples") and draw.chance(0.3)
+        self.options: dict[str, Any] = {}
+        self.make_name = draw.choice(_TAKE_SPARSE if sparse else [*OPTIMIZERS])
+        width, self.groups = draw.choice([1, 5, 40]), draw.chance(0.3)
+        if saved is not None:
+            sparse, self.make_name, width, self.groups = False, *saved["made"]
+        self.make = OPTIMIZERS[self.make_name]
+        self.by_backward = self.sums = False
+        if way == "torch":
+            self._draw_plain(sparse)
+        elif way == "shard":
+            self.options["shard"] = draw.choice(["node", "all"])
+        elif way == "late":
+            self.options["staleness"] = draw.choice([1, 2, 3])
+        if draw.chance(0.5):
+            self.options["bucket_nbytes"] = draw.choice([1, 64, 200, 100_000])
+        self.model = Model(self.dtype, width, sparse=sparse)
+        if saved is not None:
+            self.model.load_state_dict(saved["weights"])
+        self.alone = copy.deepcopy(self.model)
+        self.late: deque[dict[str, torch.Tensor]] = deque()
+        parameters = list(self.model.parameters())
+        self.wrapped = hvd.DistributedOptimizer(self.make(self._grouped(parameters)), self.model, **self.options)
+        self.reference = self.make(self._grouped(list(self.alone.parameters())))
+        how = f"{way} {self.make_name} {self.options} sparse={sparse} groups={self.groups}"
+        episode.say(f"model {number}: {how}" + (", from another job" if saved else ""))
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        if saved is not None:
+            self.wrapped.load_state_dict(copy.deepcopy(saved["state"]))
+            self.reference.load_state_dict(saved["reference"])
+
+    def _grouped(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        if not self.groups:
+            return [{"params": parameters}]
+        return [{"params": parameters[1::2]}, {"params": parameters[::2], "lr": 0.05}]
+
+    def _draw_plain(self, sparse: bool) -> None:
+        draw, options = self.draw, self.options
+        self.by_backward = draw.chance(0.25)
+        if self.by_backward:
+            options["reduce_in"] = "backward"
+        else:
+            options["overlap"] = draw.choice([None, True, True, False])
+            self.sums = draw.chance(0.2)
+            if self.sums:
+                options["op"] = hvd.Sum
+        if draw.chance(0.3):
+            options["num_groups"] = draw.choice([1, 2, 3])
+        if draw.chance(0.2) and not self.sums and not self.by_backward:
+            options["gradient_predivide_factor"] = 2.0
+        if sparse and draw.chance(0.5):
+            options["sparse_as_dense"] = True
+
+    # ---- a step ----
+
+    def train(self) -> None:
+        """Make one step, and compare."""
+        draw, episode = self.draw, self.episode
+        self._before()
+        keeps = draw.chance(0.2) and not self.sums and self.way != "late"
+        if not keeps:
+            to_none = draw.chance(0.7)
+            self.wrapped.zero_grad(to_none)
+            self.reference.zero_grad(to_none)
+        episode.say(f"step {episode.step} of model {self.number}: keeps={keeps}")
+        samples = [draw.randrange(1, 9) for _ in range(SIZE)] if self.way == "samples" else None
+        weights = [1.0 if self.sums else 1 / SIZE] * SIZE if samples is None else [n / sum(samples) for n in samples]
+        same = self.by_backward or draw.chance(0.6)
+        self._passes(draw.choice([1, 1, 1, 2, 3]), weights, same=same)
+        if samples is not None:
+            self.wrapped.step(samples=samples[RANK])
+        else:
+            self._clip_and_step(weights)
+        self._step_alone()
+        self.compare()
+
+    def _passes(self, number: int, weights: list[float], *, same: bool) -> None:
+        """Make backward passes; ``same``: as many on all ranks."""
+        draw, episode = self.draw, self.episode
+        numbers = [number if same else draw.randrange(number + 1) for _ in range(SIZE)]
+        declares = self.by_backward or draw.chance(0.5)
+        uses = self._uses()
+        for turn in range(number):
+            if draw.chance(0.3) and not self.by_backward:
+                uses = self._uses()
+            differ = draw.chance(0.3)
+            of_rank = [draw.some(uses) if differ else uses for _ in range(SIZE)]
+            episode.say(f"  pass {turn} of {numbers}: {of_rank if differ else uses} declares={declares}")
+            episode.hold()
+            for rank, rng in enumerate(episode.numbers()):
+                if turn >= numbers[rank]:
+                    continue
+                if rank == RANK:
+                    last = turn == numbers[rank] - 1
+                    with self.wrapped.no_sync() if declares and not last else nullcontext():
+                        self.model.loss(copy.deepcopy(rng), of_rank[rank]).backward()
+                if not self.reference_waits:
+                    (self.alone.loss(rng, of_rank[rank]) * weights[rank]).backward()
+
+    reference_waits = False
+
+    def _uses(self) -> list[str]:
+        uses = self.draw.some(["net", "net", "body", "penalty", "table", *_ODD])
+        kept = [each for each in dict.fromkeys(uses) if each not in _ODD or getattr(self.model, each).requires_grad]
+        return kept or ["net"]
+
+    def _clip_and_step(self, weights: list[float]) -> None:
+        draw, episode = self.draw, self.episode
+        sparse = any(p.grad is not None and p.grad.is_sparse for p in self.alone.parameters())
+        if self.way == "late" or self.make_name == "Counting" or self.sums or sparse or draw.chance(0.6):
+            self.wrapped.step()
+            return
+        if draw.chance(0.5):
+            found = self.wrapped.clip_grad_norm_(0.1)
+            right = torch.nn.utils.clip_grad_norm_(self.alone.parameters(), 0.1)
+            episode.say(f"  clipped {float(found)}")
+            episode.compare({"norm": found.numpy()}, {"norm": right.numpy()}, 1e-9)
+            if draw.chance(0.2) and not self.by_backward and self.way != "shard":
+                episode.say("  and one more pass")
+                self._passes(1, weights, same=True)
+            self.wrapped.step()
+        else:
+            episode.say("  synchronized")
+            self.wrapped.synchronize()
+            if self.way == "torch":
+                self.compare_gradients()
+            with self.wrapped.skip_synchronize():
+                self.wrapped.step()
+
+    def _step_alone(self) -> None:
+        if self.way == "late":
+            self.late.append({name: zeros_if_none(p) for name, p in self._named(self.alone) if p.requires_grad})
+            staleness = self.options["staleness"]
+            due = self.late.popleft() if len(self.late) > staleness else {}
+            for name, p in self._named(self.alone):
+                p.grad = due.get(name)
+        self.reference.step()
+
+    def finish(self) -> None:
+        """Apply what is late."""
+        if self.way == "late":
+            self.wrapped.synchronize()
+            while self.late:
+                due = self.late.popleft()
+                for name, p in self._named(self.alone):
+                    p.grad = due.get(name)
+                self.reference.step()
+        self.compare()
+
+    # ---- what else programs do ----
+
+    def _before(self) -> None:
+        draw, episode = self.draw, self.episode
+        if draw.chance(0.06):
+            name, on = draw.choice(_ODD[:3]), draw.chance(0.5)
+            episode.say(f"{name} is {'trained' if on else 'frozen'}")
+            for model in (self.model, self.alone):
+                getattr(model, name).requires_grad_(on)
+        if draw.chance(0.05):
+            self._save_and_load()
+        if draw.chance(0.04) and self.way == "shard":
+            episode.say("writes")
+            with self.wrapped.writing(), torch.no_grad():
+                self.model.strided.mul_(0.5)
+                self.alone.strided.mul_(0.5)
+
+    def restarted(self) -> None:
+        """Forget what a new world forgets."""
+        if self.way == "late":
+            self.wrapped.rejoin()
+            self.late.clear()
+
+    def _save_and_load(self) -> None:
+        """Go on in new objects, sharded in another way perhaps."""
+        self.episode.say("saves and loads")
+        weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.wrapped.state_dict())
+        trained = [p.requires_grad for p in self.model.parameters()]
+        if self.way == "shard":
+            self.options["shard"] = self.draw.choice(["node", "all", None])
+        sparse = self.model.table.sparse
+        self.model = Model(self.dtype, self.model.body.out_features, sparse=sparse)
+        self.model.load_state_dict(weights)
+        for p, on in zip(self.model.parameters(), trained, strict=True):
+            p.requires_grad_(on)
+        wrapped = self.make(self._grouped(list(self.model.parameters())))
+        self.wrapped = hvd.DistributedOptimizer(wrapped, self.model, **self.options)
+        self.wrapped.load_state_dict(state)
+        self.reference.zero_grad()  # new parameters have no gradients
+
+    def save(self) -> dict[str, Any]:
+        """Return all to go on from."""
+        made = self.make_name, self.model.body.out_features, self.groups
+        state, weights = self.wrapped.state_dict(), self.alone.state_dict()
+        return {"made": made, "weights": weights, "state": state, "reference": self.reference.state_dict()}
+
+    # ---- comparisons ----
+
+    def _named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        return list(model.named_parameters())
+
+    def compare(self) -> None:
+        """Compare weights."""
+        found, right = (
+            {name: p.detach().numpy() for name, p in self._named(model)} for model in (self.model, self.alone)
+        )
+        self.episode.compare(found, right, 1e-8)
+
+    def compare_gradients(self) -> None:
+        """Compare gradients that are reduced."""
+        found, right = (
+            {name: p.grad.to_dense().numpy() for name, p in self._named(each) if p.grad is not None}
+            for each in (self.model, self.alone)
+        )
+        self.episode.compare(found, right, 1e-8)
+
+
+def zeros_if_none(p: nn.Parameter) -> torch.Tensor:
+    """Return a copy of the gradient."""
+    return torch.zeros_like(p) if p.grad is None else p.grad.clone()
+
+
+def train(episode: Episode, way: str, folder: Path | None) -> int:
+    """Train one or two models in turn; return the number of steps.
+
+    Args:
+        episode: the episode.
+        way: one of `WAYS`.
+        folder: has what an earlier job has saved, perhaps, and gets what this one saves; None: neither.
+    """
+    draw = episode.draw
+    file = None if folder is None else folder / "training.pt"
+    saved = torch.load(file, weights_only=False) if file is not None and file.exists() else None
+    hvd.barrier()  # all ranks have read it
+    trainings = [Training(episode, way, 0, saved)]
+    trainings += [Training(episode, way, 1)] if draw.chance(0.3) else []
+    steps = 0
+    length = draw.choice([6, 12, 40])
+    for episode.step in range(length):
+        if draw.chance(0.03):
+            episode.say("shutdown and init")
+            hvd.shutdown()
+            hvd.init()
+            for each in trainings:
+                each.restarted()
+        for each in draw.sample(trainings, len(trainings)):
+            each.train()
+            steps += 1
+    for each in trainings:
+        each.finish()
+    if file is not None and not trainings[0].model.table.sparse:
+        state = trainings[0].save()
+        if RANK == 0:
+            torch.save(state, file)
+        hvd.barrier()
+    return steps
+
+
+def begin() -> None:
+    """Begin."""
+    hvd.init()
+    torch.set_num_threads(1)
