@@ -10,9 +10,11 @@ P is the number of ranks of the process set.
 | gradients after `broadcast_optimizer_state` | as they were                 | zeros, if the optimizer had no state |
 | gradients of parameters that no rank used  | None, as on one rank         | zeros                               |
 | integers averaged with a `postscale_factor` | averages, truncated, times it | sums times (factor / P), truncated (2) |
+| rows of one index in allreduced slices      | one: their sum or average    | all; averages of integers float (3)  |
 
 (1) gathered; of an average, over P.
 (2) so sums that do not fit their dtype wrap around.
+(3) `tf.IndexedSlices`. What tapes and optimizers reduce has one in both.
 
 All else is the same in both: gradients through allreduce and alltoall; and ranks that have joined count for nothing in
 sums, products, minima and maxima.
@@ -66,6 +68,11 @@ class Conventions(str, enum.Enum):  # a string in JSON
     def scaled_average(self, postscale: float, size: int) -> tuple[ReduceOp, float]:
         """Return the op and the factor that make scaled averages of integers over ``size`` ranks."""
         return (SUM, postscale / size) if self is Conventions.HOROVOD else (AVERAGE, postscale)
+
+    @property
+    def adds_up_slices(self) -> bool:
+        """Whether an allreduce of slices adds up rows of equal index."""
+        return self is Conventions.CHAIN_RULE
 
     @property
     def broadcast_state_zeroes_gradients(self) -> bool:

@@ -73,6 +73,10 @@ class _Collectives(Differentiable):
         op = self._conventions.gradient_op
         return self._flow("reduce", None, lambda back, grads: back.broadcast(grads, root), values, op=op, root=root)
 
+    def _times(self, value: Any, factor: float) -> Any:
+        wide = value.astype(jnp.float32) if DType.of(value.dtype).half else value
+        return (wide * factor).astype(value.dtype)
+
     def _joined(self, parts: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
         op = self._conventions.gradient_op
         return self._flow("allgather", None, lambda back, grads: back.reducescatter(grads, op, 1.0, 1.0), parts, shapes)

@@ -15,11 +15,12 @@ from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, name_of, run, traced_name
 from ringreduce.tensorflow.compression import Compression
+from ringreduce.tensorflow.slices import added_up, places_of
 from ringreduce.training.applying import Distribution, ListReduction, variables_of, with_methods
 from ringreduce.training.combinations import ADASUM, SAMPLES, SHARES, refusal
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
-from ringreduce.training.host import HOST, ArraySpec
+from ringreduce.training.host import ArraySpec
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options, averaging
 from ringreduce.training.requests import Adasum, Op, RequestBuilder
@@ -79,7 +80,8 @@ class GradientReduction(ListReduction):
 
         Args:
             gradients: of each variable; None where there is none. Outside of graphs, what a rank lacks counts as zeros,
-                and what no rank has stays None. In a graph None stays None, and the ranks have to agree on that.
+                and what no rank has stays None. In a graph None stays None, and the ranks have to agree on that. Of
+                `tf.IndexedSlices`, rows of equal index become one; on one rank they stay as they are.
             variables: to which they belong; variables, or whatever a gradient was asked for.
             samples: of how many samples this rank's gradients are means, a number or a tensor; on all ranks or none.
                 None: ``self.samples`` at the time of the step.
@@ -145,16 +147,20 @@ class GradientReduction(ListReduction):
             return [*reduced, *self._gather(list(found), name, weights)]
 
         def specs() -> list[Spec]:
-            return [*((each.dtype, each.shape) for each in sent), *((each.dtype, any_rows(each)) for each in parts)]
+            gathered = [(each.dtype, any_rows(each)) for each in parts]
+            added = [(dtype, [None]) for dtype in (tf.int64, tf.float64) for _ in slices]
+            return [*((each.dtype, each.shape) for each in sent), *gathered, *added, *[(tf.float64, [])][: len(slices)]]
 
         made = run(carry_out, [*counted, *sent, *parts], specs, in_order=False)
         count, reduced = len(dense), made[: len(dense)]
         for number, (_, context) in enumerate(pairs):
             if reduced[number] is not None:
                 reduced[number] = compressor.decompress(reduced[number], context)
-        values, indices = made[count : count + len(slices)], made[count + len(slices) :]
-        shapes = [each.dense_shape for each in slices]
-        return [*reduced, *(tf.IndexedSlices(*each) for each in zip(values, indices, shapes, strict=True))]
+        for number, each in enumerate(slices):
+            values, indices, places, factors = made[count:-1][number :: len(slices)]
+            total = added_up(values, places, tf.size(indices), made[-1], factors)
+            reduced.append(tf.IndexedSlices(total, indices, each.dense_shape))
+        return reduced
 
     def _reduce_dense(
         self, gradients: list[Host | None], variables: Sequence[Any], name: str | None, samples: Any
@@ -173,19 +179,31 @@ class GradientReduction(ListReduction):
         return list(map(np.copy, reduced)) if training.alone else reduced, training.reducer.buckets.weights
 
     def _gather(self, parts: list[Host], name: str | None, weights: Weights | None) -> list[Host]:
-        """Gather the values and the indices of slices; average the values."""
-        if not parts or self._alone:
-            return list(map(np.copy, parts))
-        if weights is not None:
-            part = weights.of_ranks[self._process_set.rank()]
-            parts = [*(each * each.dtype.type(part) for each in parts[: len(parts) // 2]), *parts[len(parts) // 2 :]]
-        with RequestBuilder(f"{self._kind}, slices", name and f"{name}, slices", self._process_set) as prepare:
-            request = prepare.allgather(parts, list)
-        gathered: list[Host] = request.carry_out()
-        if self._op is AVERAGE and weights is None:
-            for values in gathered[: len(parts) // 2]:
-                HOST.scale(values, 1.0 / self._process_set.size(), values)
-        return gathered
+        """Gather slices, of which ``parts`` are the values and the indices.
+
+        Returns:
+            What `added_up` takes: all values; for each slices the indices, the places of rows, and their factors; and
+            the divisor.
+        """
+        count, divisor = len(parts) // 2, 1
+        if not parts:
+            return []
+        factors = [np.ones(1)] * count
+        if self._alone:
+            parts = list(map(np.copy, parts))
+        else:
+            if weights is not None:  # how many rows are which rank's
+                parts = [*parts, np.array([[len(each) for each in parts[:count]]])]
+            with RequestBuilder(f"{self._kind}, slices", name and f"{name}, slices", self._process_set) as prepare:
+                request = prepare.allgather(parts, list)
+            parts = request.carry_out()
+            if weights is not None:
+                factors = [np.repeat(weights.of_ranks, rows) for rows in parts[-1].T]
+            elif self._op is AVERAGE:
+                divisor = self._process_set.size()
+        found = [places_of(each, alone=self._alone) for each in parts[count : 2 * count]]
+        indices, places = zip(*found, strict=True)
+        return [*parts[:count], *indices, *places, *factors, np.array(float(divisor))]
 
     def _training(self, gradients: list[Host | None], variables: Sequence[Any]) -> ListTraining:
         """Return what reduces gradients of these shapes, and with state of these variables. Collective if it is new."""

@@ -35,6 +35,7 @@ from ringreduce.runtime.process import PROCESS
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import Host, Spec, any_rows, are_recorded, entry, run, tensors_of, traced_name
 from ringreduce.tensorflow.compression import Compression
+from ringreduce.tensorflow.slices import added_up, places_of, times
 from ringreduce.training import built, ops, requests
 from ringreduce.training.built import *  # noqa: F403
 from ringreduce.training.compression.tensors import wire_of
@@ -97,6 +98,9 @@ class _Collectives(Differentiable):
             return [total[starts[n] : starts[n] + rows[n]] for n, total in enumerate(totals)]
 
         return self._flow("allgather", lambda prepare, arrays: prepare.allgather(arrays, list), adjoint, values)
+
+    def _times(self, value: Any, factor: float) -> Any:
+        return times(value, factor)
 
     def exchange(self, tensor: Any, splits: Any) -> _Tensors:
         """Send rows to each rank, so many as a tensor says, None: equal parts; return what came, and how many rows."""
@@ -175,7 +179,8 @@ def allreduce(
 
     Args:
         tensor: a tensor, a variable, or what can become one, of any shape; shape and dtype must agree on all ranks. Or
-            `tf.IndexedSlices`, of which the ranks may have different numbers: they are gathered.
+            `tf.IndexedSlices`, of which the ranks may have different numbers: they are gathered, and rows of equal
+            index become one. By Horovod's conventions they do not, and averages of integers are floats.
         average: deprecated; use ``op``.
         compression: of `Compression`, but not ``powersgd`` and ``topk``; must agree.
         op: `Average` (also if None), `Sum`, `Min`, `Max`, `Product`, `Adasum` or `ReproducibleSum`; must agree.
@@ -227,9 +232,18 @@ def _gather_slices(slices: Sequence[Any], op: Op, name: str | None, process_set:
     parts = [*(each.values for each in slices), *(each.indices for each in slices)]
     gathered = grouped_allgather(parts, name and f"{name}, slices", process_set=process_set)
     values, indices = gathered[: len(slices)], gathered[len(slices) :]
-    if op is AVERAGE:
-        size = _asked(process_set.size)
-        values = [tf.cast(each / tf.cast(size, each.dtype), each.dtype) for each in values]
+    size = _asked(process_set.size) if op is AVERAGE else 1
+    if runtime.config().conventions.adds_up_slices:
+
+        def find(arrays: list[Host]) -> list[Host]:
+            return [each for array in arrays for each in places_of(array, alone=process_set.size() == 1)]
+
+        found = run(find, indices, lambda: [(dtype, [None]) for each in indices for dtype in (each.dtype, tf.int64)])
+        indices = found[::2]
+        rows = zip(values, found[1::2], map(tf.size, indices), strict=True)
+        values = [added_up(each, places, count, size) for each, places, count in rows]
+    elif op is AVERAGE:
+        values = [each / tf.cast(size, each.dtype) for each in values]
     return [
         tf.IndexedSlices(*each) for each in zip(values, indices, (each.dense_shape for each in slices), strict=True)
     ]

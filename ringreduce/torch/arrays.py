@@ -183,6 +183,8 @@ def _resizable_flag() -> int | None:
     return changed[0] if storage.resizable() else None
 
 
+_HALVES = torch.float16, torch.bfloat16
+
 #: The only instance.
 TENSORS = Tensors()
 
@@ -229,9 +231,34 @@ REDUCERS[torch.Tensor] = _reduced
 
 
 def sparse_entries(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the indices, one row for each entry, and the values of a sparse COO tensor."""
-    mine = tensor.detach().coalesce()
-    return [mine.indices().t().contiguous(), mine.values().contiguous()]
+    """Return the indices, one row for each entry, and the values of a sparse COO tensor.
+
+    Each index comes once, but of floats of 16 bits, which are added up in float32 when all are there.
+    """
+    mine = tensor.detach()
+    if tensor.dtype not in _HALVES:
+        mine = mine.coalesce()
+    return [mine._indices().t().contiguous(), mine._values().contiguous()]
+
+
+def of_entries(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int = 1) -> torch.Tensor:
+    """Return a sparse COO tensor, coalesced: sums of entries of equal index, divided by a number.
+
+    Args:
+        indices: one row for each entry.
+        values: of them. Those of 16 bits are added up in float32, and rounded once.
+        shape: of the tensor.
+        divisor: integers are divided toward zero.
+    """
+    wide = values.float() if values.dtype in _HALVES else values
+    total = torch.sparse_coo_tensor(indices.t(), wide, shape, check_invariants=False).coalesce()
+    if divisor != 1:
+        rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
+        total = torch.div(total, divisor, rounding_mode=rounding)
+    if wide is not values:
+        found, sums = total.indices(), total.values().to(values.dtype)
+        total = torch.sparse_coo_tensor(found, sums, shape, check_invariants=False, is_coalesced=True)
+    return total
 
 
 def sum_entries(
@@ -246,8 +273,4 @@ def sum_entries(
         op: SUM or AVERAGE; integers are averaged toward zero.
     """
     indices, values = (communicator.allgather(each) for each in entries)
-    total = torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce()
-    if op is SUM:
-        return total
-    rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
-    return torch.div(total, communicator.size, rounding_mode=rounding)
+    return of_entries(indices, values, shape, 1 if op is SUM else communicator.size)

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.torch.arrays import of_entries, sparse_entries
 from ringreduce.torch.streams import TorchStreams, as_tensor, tensor_like
 from ringreduce.training.framework import Found, Hooks, InPlace, Look, Memory, Sparse, Watcher
 
@@ -169,16 +170,14 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
             return places, parameter.new_empty(0, parameter.shape[sparse_dims:].numel())
         if not (gradient.is_sparse and gradient.sparse_dim() == sparse_dims):
             gradient = gradient.to_dense().to_sparse(sparse_dims)
-        mine = gradient.detach().coalesce()
-        values = mine.values().reshape(mine.values().shape[0], parameter.shape[sparse_dims:].numel())
-        return mine.indices().t().contiguous(), values.contiguous()
+        places, values = sparse_entries(gradient)
+        return places, values.view(len(values), parameter.shape[sparse_dims:].numel())
 
     def of_rows(
         self, parameter: torch.Tensor, places: torch.Tensor, values: torch.Tensor, divisor: int
     ) -> torch.Tensor:
         values = values.view(len(values), *parameter.shape[places.shape[1] :])
-        total = torch.sparse_coo_tensor(places.t(), values, parameter.shape, check_invariants=False).coalesce()
-        return total / divisor if divisor != 1 else total
+        return of_entries(places, values, parameter.shape, divisor)
 
     def after_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
         if not _is_added_to(parameter):

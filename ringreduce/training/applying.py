@@ -13,6 +13,7 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.requests import dtype_name
 
 
 class ListReduction(ABC):
@@ -102,7 +103,15 @@ class Distribution:
             yield [self._ops.convert_to_tensor(each, dtype=variable.dtype) for each, variable in pairs], variables
 
     def _scaled(self, gradient: Any, factor: float) -> Any:
-        return gradient if gradient is None or factor == 1.0 else self._ops.multiply(gradient, factor)
+        """Return a gradient times a number. Those of 16 bits are multiplied in float32, and sparse ones stay sparse."""
+        if gradient is None or factor == 1.0:
+            return gradient
+        if hasattr(gradient, "dense_shape"):
+            return type(gradient)(self._scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+        name, ops = dtype_name(gradient.dtype), self._ops
+        if name not in ("float16", "bfloat16"):
+            return ops.multiply(gradient, factor)
+        return ops.cast(ops.multiply(ops.cast(gradient, "float32"), factor), name)
 
     def reduced_with_earlier(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients as they are until a step is due; then reduce their sum with those before.
@@ -116,6 +125,10 @@ class Distribution:
         due = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
         # A gradient that this pass lacks on this rank may be there in an earlier one, or on another rank.
         dense = [ops.zeros_like(old) if each is None else each for each, old in zip(gradients, sums, strict=True)]
+        dense = [
+            ops.add(ops.zeros_like(old), each) if hasattr(each, "dense_shape") else each
+            for each, old in zip(dense, sums, strict=True)
+        ]
 
         def together() -> tuple[list[Any], list[Any]]:
             whole = [ops.add(each, old) for each, old in zip(dense, sums, strict=True)]

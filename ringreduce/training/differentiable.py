@@ -121,7 +121,7 @@ class Differentiable:
             factor = real_number("prescale_factor", prescale) * real_number("postscale_factor", postscale)
             factor *= self._conventions.scattered_gradient_factor(size) / (size if ReduceOp.parse(op) is AVERAGE else 1)
             wholes = back._joined(grads, shapes)
-            return wholes if factor == 1.0 else [whole * factor for whole in wholes]
+            return wholes if factor == 1.0 else [self._times(whole, factor) for whole in wholes]
 
         return self._flow("reducescatter", prepared, adjoint, values, op=op, prescale=prescale, postscale=postscale)
 
@@ -160,6 +160,10 @@ class Differentiable:
         else:
             name = f"gradient {next(_numbers.setdefault(self._process_set.engine, itertools.count(1)))}"
         return type(self)(self._arrays, name, self._process_set, backwards=True)
+
+    def _times(self, value: Any, factor: float) -> Any:
+        """Return an array times a number, which is not rounded to 16 bits before."""
+        return value * factor
 
     def _joined(self, parts: _Values, shapes: Sequence[Any]) -> _Values:
         """Return arrays of these shapes of which each rank has a part, as of `reducescatter`."""

@@ -37,8 +37,10 @@ class HostArrays(Arrays):
     def scale(self, source: Any, factor: float, target: Any) -> None:
         if factor == 1.0:
             np.copyto(target, source)
-        elif DType.of(source.dtype).integral:
+        elif (dtype := DType.of(source.dtype)).integral:
             np.copyto(target, source.astype(np.float64) * factor, casting="unsafe")
+        elif dtype.half:  # in which the factor itself would be rounded
+            np.multiply(source, np.float32(factor), out=target, dtype=np.float32, casting="unsafe")
         else:
             np.multiply(source, source.dtype.type(factor), out=target)
 

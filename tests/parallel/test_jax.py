@@ -50,6 +50,34 @@ def test_every_dtype_travels(called: Any, dtype: str) -> None:
     np.testing.assert_array_equal(np.asarray(made), np.asarray(values) * (SIZE if dtype == "complex64" else 1))
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_factors_are_not_rounded_to_16_bits(called: Any, dtype: str) -> None:
+    """What goes in, and what comes out, is multiplied in float32 and rounded once."""
+
+    def function(values: Any) -> Any:
+        most = rj.allreduce(values, rj.Max, prescale_factor=1 / 3)
+        part = rj.reducescatter(values, rj.Max, prescale_factor=1 / 3)
+        total = rj.allreduce({"a": values}, rj.Sum, postscale_factor=0.3)["a"]
+
+        def scattered(given: Any) -> Any:
+            made = rj.reducescatter(given, rj.Sum, postscale_factor=0.3)
+            return made.sum(), made
+
+        gradient, mine = jax.grad(scattered, has_aux=True)(values)
+        return most, total, part, mine, gradient
+
+    def rounded(values: Any) -> Any:
+        return np.asarray(jnp.asarray(values, dtype)).astype(np.float64)
+
+    numbers = np.arange(1.0, 48.0, dtype=np.float32)
+    most, total = rounded(numbers * np.float32(1 / 3)), rounded(SIZE * numbers * np.float32(0.3))
+    mine = [np.array_split(each, SIZE)[RANK] for each in (most, total)]
+    made = called(function)(jnp.asarray(numbers, dtype))
+    for each, right in zip(made, [most, total, *mine, np.full(47, rounded(0.3))], strict=True):
+        np.testing.assert_array_equal(np.asarray(each).astype(np.float64), right)
+
+
 def test_rows_are_gathered_scattered_and_exchanged(called: Any) -> None:
     mine = jnp.full((2, 3), float(RANK))
     np.testing.assert_array_equal(called(rj.allgather)(mine), np.repeat(np.arange(SIZE), 2)[:, None] * np.ones(3))

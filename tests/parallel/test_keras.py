@@ -219,6 +219,54 @@ def test_embeddings_train_as_one_process() -> None:
     assert_equal(model, reference)
 
 
+EMBEDDED = ["SGD", "RMSprop", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion", "Adafactor"]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("Adam", marks=pytest.mark.smoke), *EMBEDDED])
+def test_the_same_words_on_all_ranks_make_the_steps_of_one_process(kind: str) -> None:
+    """Whatever the optimizer does with rows of equal index, of which the backend tensorflow has one for each rank."""
+    x = np.array([[1, 5, 9], [0, 3, 10]] * 3, np.int32)
+    y = np.random.default_rng(8).normal(size=(6, 6)).astype(np.float32)
+
+    def words(wrap: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [keras.Input((3,), dtype="int32"), keras.layers.Embedding(11, 2), keras.layers.Flatten()]
+        )
+        model.compile(wrap(getattr(keras.optimizers, kind)(0.05)), loss="mse")
+        model.fit(x, y, batch_size=2, **STEADY)
+        return model
+
+    model = words(hvd.DistributedOptimizer)
+    assert_same_everywhere(model)
+    assert_equal(model, words(lambda optimizer: optimizer))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_factors_are_not_rounded_to_16_bits(dtype: str) -> None:
+    """What goes in, and what comes out, is multiplied in float32 and rounded once; gradients of an optimizer, too."""
+
+    def rounded(values: Any) -> Any:
+        return as_numpy(keras.ops.cast(keras.ops.cast(values, dtype), "float32"))
+
+    numbers = np.arange(1.0, 48.0, dtype=np.float32)
+    values = keras.ops.cast(numbers, dtype)
+    most = hvd.allreduce(values, op=hvd.Max, prescale_factor=1 / 3)
+    np.testing.assert_array_equal(rounded(most), rounded(numbers * np.float32(1 / 3)))
+    total = hvd.allreduce(values, op=hvd.Sum, postscale_factor=0.3)
+    np.testing.assert_array_equal(rounded(total), rounded(SIZE * numbers * np.float32(0.3)))
+    weight = keras.Variable(np.zeros(47), dtype=dtype)
+    local = hvd.DistributedOptimizer(SGD(1.0))
+    local.register_local_var(weight)
+    local.apply([values], [weight])
+    np.testing.assert_array_equal(rounded(weight), -rounded(numbers * np.float32(1 / SIZE)))
+    divided = keras.Variable(np.zeros(47), dtype=dtype)
+    hvd.DistributedOptimizer(SGD(1.0), gradient_predivide_factor=3.0).apply([values], [divided])
+    third = rounded(numbers * np.float32(1 / 3))
+    np.testing.assert_array_equal(rounded(divided), -rounded(third * np.float32(3.0)))
+
+
 @keras.saving.register_keras_serializable("tests")
 class Branched(keras.Model):
     """One of its layers is used by some ranks only."""

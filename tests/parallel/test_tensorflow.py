@@ -75,6 +75,32 @@ def test_every_dtype_travels(called: Any, dtype: str) -> None:
         np.testing.assert_array_equal(made.numpy(), values.numpy() * (SIZE if dtype == "complex64" else 1))
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_factors_are_not_rounded_to_16_bits(called: Any, dtype: str) -> None:
+    """What goes in, and what comes out, is multiplied in float32 and rounded once."""
+
+    def function(values: Any) -> Any:
+        most = hvd.allreduce(values, op=hvd.Max, prescale_factor=1 / 3)
+        total, again = hvd.grouped_allreduce([values, values], op=hvd.Sum, postscale_factor=0.3)
+        part = hvd.reducescatter(values, op=hvd.Max, prescale_factor=1 / 3)
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            (scattered,) = hvd.grouped_reducescatter([values], op=hvd.Sum, postscale_factor=0.3)
+        gradient = tape.gradient(scattered, values)
+        return [tf.cast(each, tf.float64) for each in (most, total, again, part, scattered, gradient)]
+
+    def rounded(values: Any) -> Any:
+        return np.asarray(tf.cast(tf.cast(values, dtype), tf.float64))
+
+    numbers = np.arange(1.0, 48.0, dtype=np.float32)
+    most, total = rounded(numbers * np.float32(1 / 3)), rounded(SIZE * numbers * np.float32(0.3))
+    mine = [np.array_split(each, SIZE)[RANK] for each in (most, total)]
+    made = called(function)(tf.cast(numbers, dtype))
+    for each, right in zip(made, [most, total, total, *mine, np.full(47, rounded(0.3))], strict=True):
+        np.testing.assert_array_equal(each, right)
+
+
 def test_a_group_is_one_operation(called: Any) -> None:
     def function(first: Any, second: Any) -> Any:
         return hvd.grouped_allreduce([first, second], op=hvd.Sum, name="group")
@@ -114,11 +140,12 @@ def test_few_rows_travel_as_slices(called: Any) -> None:
         return alone.values, alone.indices, dense, tf.convert_to_tensor(grouped)
 
     values, indices, dense, whole = called(function)(tf.ones([RANK + 1, 2]))
-    rows = [row for rank in range(SIZE) for row in range(rank + 1)]
-    np.testing.assert_array_equal(indices, rows)
-    np.testing.assert_allclose(values, np.full((len(rows), 2), 1.0 / SIZE))
+    counts = SIZE - np.arange(SIZE)  # of the ranks that have a row
+    np.testing.assert_array_equal(indices, np.arange(SIZE))
+    np.testing.assert_allclose(values, np.repeat(counts[:, None] / SIZE, 2, axis=1))
     np.testing.assert_array_equal(dense, np.full(2, SIZE))
-    np.testing.assert_array_equal(whole[:, 0], np.bincount(rows, minlength=7))
+    np.testing.assert_array_equal(whole[:SIZE, 0], counts)
+    assert not np.any(whole[SIZE:])
 
 
 def test_slices_are_neither_scaled_nor_compared() -> None:

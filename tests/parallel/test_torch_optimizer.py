@@ -224,6 +224,53 @@ def test_gradients_that_the_user_assigns_are_used() -> None:
     assert model[2].weight.grad is None
 
 
+SPARSE: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "SparseAdam": lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # of Adagrad itself
+@pytest.mark.parametrize("kind", SPARSE)
+def test_the_same_rows_on_all_ranks_make_the_step_of_one_process(kind: str) -> None:
+    """Also where a row comes twice, or none comes at all."""
+
+    def embedding() -> Model:
+        torch.manual_seed(3)
+        return torch.nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
+
+    alone, together = pair(embedding)
+    single, many = SPARSE[kind](alone.parameters()), distributed(SPARSE[kind], together)
+    for rows in ([0, 2, 2], [4], [], [2, 0, 1]):
+        for model, optimizer in ((alone, single), (together, many)):
+            optimizer.zero_grad()
+            model(torch.tensor(rows, dtype=torch.long)).square().sum().backward()
+            optimizer.step()
+    assert_same(alone, together)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sparse_gradients_of_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
+    """They are added up in float32, whatever the ranks have of a row."""
+    table = torch.nn.Parameter(torch.zeros(3, 2, dtype=dtype))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=1.0))
+    large = [0.1 + 300.0 * (rank % 2) for rank in everyone()]
+    values = torch.tensor([[1.0, 0.3], [1.0, 0.3], [large[rr.rank()], 2.0]], dtype=dtype)
+    table.grad = torch.sparse_coo_tensor([[1, 1, 1]], values, (3, 2), check_invariants=False)
+    optimizer.step()
+    rows = [torch.tensor([1.0, 1.0, each], dtype=dtype).double().sum() for each in large]
+    expected = torch.stack([torch.stack(rows).mean(), 2 * values[0, 1].double() + 2.0])
+    if rr.size() > 1:
+        assert table.grad.is_coalesced()
+        assert table[1].equal(-expected.to(torch.float32).to(dtype))
+        summed = hvd.sparse_allreduce_async(
+            torch.sparse_coo_tensor([[1, 1, 1]], values, (3, 2), check_invariants=False)
+        )()
+        assert summed.to_dense()[1].equal(expected.to(torch.float32).to(dtype))
+        assert_equal_on_ranks(table)
+
+
 @pytest.mark.parametrize("sparse_as_dense", [True, False])
 def test_sparse_gradients(sparse_as_dense: bool) -> None:
     """Sparse gradients train like dense ones, whatever rows each rank has, made dense before or gathered."""

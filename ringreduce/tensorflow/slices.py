@@ -1,0 +1,60 @@
+"""Rows of `tf.IndexedSlices`: those of equal index become one, their sum or average.
+
+Each rank may have some for an index, and gathered slices have them all. Keras 3 does not add them up, as earlier ones
+did: its optimizers, but SGD, then make another step than for their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.tensorflow.calls import Host
+
+HALVES = tf.float16, tf.bfloat16
+
+
+def times(tensor: Any, factor: float) -> Any:
+    """Return a tensor times a number; one of 16 bits is multiplied in float32, and rounded once."""
+    if tensor.dtype in HALVES:
+        return tf.cast(tf.cast(tensor, tf.float32) * factor, tensor.dtype)
+    return tensor * tf.cast(factor, tensor.dtype)
+
+
+def places_of(indices: Host, *, alone: bool) -> Sequence[Host]:
+    """Return the indices, each once, and for each row its place among them.
+
+    Args:
+        indices: of rows.
+        alone: whether there is one rank. Its rows then keep places of their own, and an optimizer makes the step that
+            it makes without ringreduce.
+    """
+    if alone:
+        return np.copy(indices), np.arange(len(indices))
+    return np.unique(indices, return_inverse=True)
+
+
+def added_up(values: Any, places: Any, count: Any, divisor: Any, factors: Any = None) -> Any:
+    """Return sums of rows, divided by a number; those of 16 bits are added up in float32, and rounded once.
+
+    Rows are added in their order, so that ranks with the same rows get the same bits.
+
+    Args:
+        values: the rows.
+        places: of each row, which sum it belongs to; int32 or int64.
+        count: how many sums there are, a number or a tensor.
+        divisor: the same. Integers are divided toward zero.
+        factors: what rows are multiplied by, one for each row or one for all; None: by nothing.
+    """
+    dtype = values.dtype
+    wide = tf.float32 if dtype in HALVES else tf.int64 if dtype.is_integer and dtype != tf.uint64 else dtype
+    with tf.device("CPU"):  # a GPU adds in any order
+        rows = tf.cast(values, wide)
+        if factors is not None:
+            rows *= tf.reshape(tf.cast(factors, wide), [-1, *[1] * (rows.shape.rank - 1)])
+        total = tf.math.unsorted_segment_sum(rows, places, count)
+        divide = tf.truncatediv if wide.is_integer else tf.divide
+        return tf.cast(divide(total, tf.cast(divisor, wide)), dtype)

@@ -1,0 +1,270 @@
+"""TensorFlow: gradients of some rows, as `tf.IndexedSlices`, make the steps of one process, with every optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+tf = pytest.importorskip("tensorflow")
+
+import ringreduce as rr  # noqa: E402
+import ringreduce.tensorflow as hvd  # noqa: E402
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+SEVERAL = pytest.mark.skipif(SIZE == 1, reason="one rank has only its own rows")
+v1 = tf.compat.v1
+optimizers = tf.keras.optimizers
+ROWS = 11
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "SGD": lambda: optimizers.SGD(0.1, momentum=0.9),
+    "RMSprop": lambda: optimizers.RMSprop(0.1),
+    "Adam": lambda: optimizers.Adam(0.1, amsgrad=True),
+    "AdamW": lambda: optimizers.AdamW(0.1),
+    "Adadelta": lambda: optimizers.Adadelta(0.1),
+    "Adagrad": lambda: optimizers.Adagrad(0.1),
+    "Adamax": lambda: optimizers.Adamax(0.1),
+    "Nadam": lambda: optimizers.Nadam(0.1),
+    "Ftrl": lambda: optimizers.Ftrl(0.1),
+    "Lion": lambda: optimizers.Lion(0.1),
+    "Adafactor": lambda: optimizers.Adafactor(0.1),
+    "Lamb": lambda: optimizers.Lamb(0.1),
+    "clipped": lambda: optimizers.Adam(0.1, global_clipnorm=0.5),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.1), initial_scale=4.0),
+    "passes": lambda: optimizers.Adam(0.1, gradient_accumulation_steps=2),
+}
+FIRST = {
+    "momentum": lambda: v1.train.MomentumOptimizer(0.1, 0.9),
+    "adam": lambda: v1.train.AdamOptimizer(0.1),
+    "adagrad": lambda: v1.train.AdagradOptimizer(0.1),
+    "rmsprop": lambda: v1.train.RMSPropOptimizer(0.1),
+}
+
+
+@pytest.fixture(params=["eager", "function"])
+def step(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """What calls a function as it is, or as a `tf.function`."""
+    return {"eager": lambda function: function, "function": tf.function}[request.param]
+
+
+def start() -> Any:
+    return np.random.default_rng(1).normal(size=(ROWS, 3)).astype(np.float32)
+
+
+def batch(rank: int, number: int, *, repeated: bool) -> tuple[Any, Any]:
+    """Return which rows a rank uses in a step, and the gradients of these."""
+    draw = np.random.default_rng([rank, number])
+    rows = draw.integers(0, ROWS, 7) if repeated else draw.permutation(ROWS)[:5]
+    return rows, draw.normal(size=(len(rows), 3)).astype(np.float32)
+
+
+def dense(rows: Any, values: Any) -> Any:
+    total = np.zeros((ROWS, 3))
+    np.add.at(total, rows, values.astype(np.float64))
+    return total
+
+
+def slices_of(rows: Any, values: Any) -> Any:
+    return tf.IndexedSlices(values, rows, tf.constant([ROWS, 3]))
+
+
+def trained(optimizer: Any, gradients: Any, step: Any = lambda function: function) -> Any:
+    """Return a table after some steps, for gradients of each step."""
+    table = tf.Variable(start())
+    optimizer.build([table])
+
+    @step
+    def apply(*parts: Any) -> None:
+        optimizer.apply([parts[0] if len(parts) == 1 else slices_of(*parts)], [table])
+
+    for each in gradients:
+        apply(*map(tf.constant, each))
+    return table.numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_rows_on_all_ranks_make_the_step_of_one_process(kind: str) -> None:
+    """The average is then what each rank has, though every row is there once for each rank."""
+    step = tf.function if kind in ("Adam", "loss scale", "passes") else lambda function: function
+    same = [batch(0, number, repeated=False) for number in range(4)]
+    made = trained(hvd.DistributedOptimizer(KINDS[kind]()), same, step)
+    np.testing.assert_allclose(made, trained(KINDS[kind](), same), rtol=1e-5, atol=1e-6)
+
+
+@SEVERAL
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_rows_on_each_rank_make_the_step_of_their_average(kind: str) -> None:
+    """Of the average as one whole table, in float64, whatever rows come how often on which ranks."""
+    everyone = [[batch(rank, number, repeated=True) for rank in range(SIZE)] for number in range(4)]
+    made = trained(hvd.DistributedOptimizer(KINDS[kind]()), [each[RANK] for each in everyone])
+    averages = [(np.mean([dense(*each) for each in ranks], axis=0).astype(np.float32),) for ranks in everyone]
+    np.testing.assert_allclose(made, trained(KINDS[kind](), averages), rtol=2e-5, atol=2e-6)
+    assert all(theirs == made.tobytes() for theirs in rr.allgather_object(made.tobytes()))
+
+
+@pytest.mark.sizes(1)
+def test_one_rank_makes_the_steps_of_keras(step: Any) -> None:
+    """Which does not add up rows of equal index."""
+    own = [batch(0, number, repeated=True) for number in range(3)]
+    made = trained(hvd.DistributedOptimizer(KINDS["Adam"]()), own, step)
+    np.testing.assert_array_equal(made, trained(KINDS["Adam"](), own))
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
+@pytest.mark.parametrize("kind", [pytest.param("Adam", marks=pytest.mark.smoke), "Adagrad"])
+def test_tapes_make_the_step_of_one_process(kind: str, step: Any, partial: bool) -> None:
+    rows = tf.constant([1, 4, 9])
+
+    def moved(wrap: Callable[[Any], Any], step: Any) -> Any:
+        table, optimizer = tf.Variable(start()), KINDS[kind]()
+        optimizer.build([table])
+
+        @step
+        def train() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(tf.gather(table, rows)))
+            gradients = wrap(tape).gradient(loss, [table])
+            assert isinstance(gradients[0], tf.IndexedSlices)
+            optimizer.apply(gradients, [table])
+
+        for _ in range(3):
+            train()
+        return table.numpy()
+
+    wrap = hvd.PartialDistributedGradientTape if partial else hvd.DistributedGradientTape
+    expected = moved(lambda tape: tape, lambda function: function)
+    np.testing.assert_allclose(moved(wrap, step), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_optimizers_of_tensorflow_1_make_the_step_of_one_process(kind: str) -> None:
+    def moved(optimizer: Any) -> Any:
+        with tf.Graph().as_default(), v1.Session() as session:
+            table = v1.get_variable("table", initializer=start())
+            loss = tf.reduce_sum(tf.square(tf.gather(table, [1, 4, 4, 9])))
+            train = optimizer.apply_gradients(optimizer.compute_gradients(loss, [table]))
+            session.run(v1.global_variables_initializer())
+            for _ in range(3):
+                session.run(train)
+            return session.run(table)
+
+    made = moved(hvd.DistributedOptimizer(FIRST[kind]()))
+    np.testing.assert_allclose(made, moved(FIRST[kind]()), rtol=1e-5, atol=1e-6)
+
+
+def test_local_tables_keep_their_rows() -> None:
+    """Gradients of local variables stay sparse, and are divided by the number of ranks."""
+    table = tf.Variable(start())
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0))
+    optimizer.build([table])
+    optimizer.register_local_var(table)
+    rows, values = batch(RANK, 0, repeated=True)
+    optimizer.apply([slices_of(rows, values)], [table])
+    np.testing.assert_allclose(table, start() - dense(rows, values) / SIZE, rtol=1e-5, atol=1e-6)
+
+
+def counted(samples: bool) -> list[float]:
+    """Return the ranks' parts of the samples of a step."""
+    counts = [1 + samples * (rank % 3) for rank in range(SIZE)]
+    return [each / sum(counts) for each in counts]
+
+
+@pytest.mark.parametrize("samples", [False, True], ids=["plain", "samples"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "complex64"])
+def test_rows_are_added_up_once(step: Any, dtype: str, samples: bool) -> None:
+    """Each index comes once. Floats of 16 bits are added up in float32 and rounded once, to the nearest."""
+
+    def mine(rank: int) -> tuple[Any, Any]:
+        rows, values = batch(rank, 8, repeated=True)
+        return rows, np.asarray(tf.cast(values, dtype))
+
+    table = tf.Variable(tf.zeros([ROWS, 3], dtype))
+    rows, values = mine(RANK)
+
+    @step
+    def gradient() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, rows) * values)
+        how = {"samples": 1 + RANK % 3} if samples else {}
+        return hvd.DistributedGradientTape(tape).gradient(loss, [table], **how)[0]
+
+    made = gradient()
+    assert made.values.dtype == dtype
+    wide = np.complex128 if dtype == "complex64" else np.float64
+    expected = np.zeros((ROWS, 3), wide)
+    for rank, part in enumerate(counted(samples)):
+        theirs = mine(rank)
+        np.add.at(expected, theirs[0], theirs[1].astype(wide) * part)
+    if dtype == "complex64":
+        expected = expected.conj()  # as TensorFlow has it
+    if SIZE > 1:
+        np.testing.assert_array_equal(made.indices, sorted({row for rank in range(SIZE) for row in mine(rank)[0]}))
+    tolerance = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float64": 1e-13, "complex64": 1e-6}[dtype]
+    whole = np.asarray(tf.convert_to_tensor(made)).astype(wide)
+    if SIZE > 1 or dtype in ("float64", "complex64"):  # TensorFlow itself adds up what one rank has
+        np.testing.assert_allclose(whole, expected, rtol=1.01 * tolerance, atol=1e-6)
+    same = np.asarray(made.values).tobytes()
+    assert all(theirs == same for theirs in rr.allgather_object(same))
+
+
+# ---- allreduce ----
+
+
+@pytest.fixture(params=["chain_rule", "horovod"])
+def by_horovod(request: pytest.FixtureRequest, no_world: None, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Start a world of either conventions; say whether they are Horovod's."""
+    monkeypatch.setenv("RINGREDUCE_CONVENTIONS", request.param)
+    rr.init()
+    return bool(request.param == "horovod")
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int32", "uint8", "int64"])
+def test_an_allreduce_of_slices(step: Any, by_horovod: bool, dtype: str, op: Any) -> None:
+    """Rows of equal index become one; by Horovod's conventions all stay, and averages of integers are floats."""
+    own = [3, 1, 1 + RANK]
+    values = np.array([[-7.0 if dtype != "uint8" else 7.0], [2.0], [1.0 + RANK]]).astype(np.int64)
+    made = step(lambda each: hvd.allreduce(tf.IndexedSlices(each, own, tf.constant([9, 1])), op=op))(
+        tf.cast(values, dtype)
+    )
+    everyone = [([3, 1, 1 + rank], [values[0, 0], 2, 1 + rank]) for rank in range(SIZE)]
+    rows, terms = (np.concatenate(each) for each in zip(*everyone, strict=True))
+    whole = np.zeros(9)
+    np.add.at(whole, rows, terms)
+    if op is hvd.Average:
+        whole /= SIZE
+    np.testing.assert_array_equal(made.dense_shape, [9, 1])
+    if by_horovod:
+        np.testing.assert_array_equal(made.indices, rows)
+        integers = {"int8": "float32", "uint8": "float32", "int32": "float64", "int64": "float64"}
+        assert made.values.dtype == (integers.get(dtype, dtype) if op is hvd.Average else dtype)
+        expected = terms / SIZE if op is hvd.Average else terms
+        np.testing.assert_allclose(tf.cast(made.values, "float64")[:, 0], expected, rtol=2**-8)
+    else:
+        assert made.values.dtype == dtype
+        if SIZE > 1:
+            np.testing.assert_array_equal(made.indices, np.unique(rows))
+        total = np.asarray(tf.cast(tf.math.unsorted_segment_sum(made.values, made.indices, 9), "float64"))[:, 0]
+        expected = np.trunc(whole) if "int" in dtype else whole
+        np.testing.assert_allclose(total, expected, rtol=2**-8)
+
+
+def test_gradients_flow_through_an_allreduce_of_slices(step: Any) -> None:
+    """Those of the sum of all ranks' losses."""
+    weights = [1.0 + rank for rank in range(SIZE)]
+
+    @step
+    def gradient(values: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            made = hvd.allreduce(tf.IndexedSlices(values, tf.constant([2, RANK]), tf.constant([9, 1])))
+            loss = weights[RANK] * tf.reduce_sum(tf.convert_to_tensor(made) * tf.range(1.0, 10.0)[:, None])
+        return tape.gradient(loss, values)
+
+    made = gradient(tf.ones([2, 1]))
+    np.testing.assert_allclose(made[:, 0], np.array([3.0, 1.0 + RANK]) * sum(weights) / SIZE, rtol=1e-6)
