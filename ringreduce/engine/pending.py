@@ -31,6 +31,8 @@ class PendingOperations:
         lock: guards what follows; held for moments.
         count: how many operations have not ended.
         waiters: how many threads wait for one.
+        awaited: what the last of them has begun to wait for; None: nobody waits.
+        crowded: whether several have waited at the same time, or may: then others may go on while one waits.
         join: the join that has not ended.
         tally: what was done so far.
     """
@@ -41,6 +43,8 @@ class PendingOperations:
         self.queues: defaultdict[str, deque[Operation]] = defaultdict(deque)
         self.count = 0
         self.waiters = 0
+        self.awaited: Operation | None = None
+        self.crowded = False
         self._sleepers = 0  # those of them that do not drive
         self.join: Operation | None = None
         self.tally = EngineTally()
