@@ -814,7 +814,7 @@ def test_where_several_threads_wait_another_one_may_submit_what_a_rank_lacks() -
 
         def clock() -> float:
             tick = next(ticks)
-            if tick == 500:
+            if tick == 60:  # six seconds
                 gates[rank].open()
             return tick * 0.1
 
