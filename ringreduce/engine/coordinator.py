@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ringreduce.buffers import DType
 from ringreduce.engine.decisions import Kind, Named, Note, OperationSignature, Waiting
@@ -118,7 +118,8 @@ class Coordinator:
         if kind == "withdraw":
             return self._withdraw(rank, *said)
         assert kind == "detach", note
-        return self._detach(rank, *said)
+        self._end()
+        return [["detached", rank, tuple(said[0])]]
 
     def waiting(self) -> list[Waiting]:
         """Return what ranks wait for, in the order of first submission under each name; if nothing, a join."""
@@ -275,8 +276,11 @@ class Coordinator:
     def _cross(self) -> list[Note]:
         """Return the note that ends what all ranks wait for, if none of that can run."""
         expected = self._expected()
-        if any(rank not in self._blocked or not self._waits_for(rank) for rank in expected):
-            return []
+        for rank in expected:
+            name, *_ = self._blocked.get(rank, ("",))
+            number = self._whole_of.get(name)
+            if rank not in self._claims.get(name, ()) and (number is None or rank not in self._whole[number]):
+                return []  # it goes on, or will once it hears that this has run
         names = tuple(dict.fromkeys(self._blocked[rank][0] for rank in expected))
         for name in names:
             self._open(name)
@@ -284,12 +288,6 @@ class Coordinator:
         values, places = ({rank: self._blocked[rank][part] for rank in expected} for part in (1, 2))
         self._blocked.clear()
         return [["crossed", names, values, places]]
-
-    def _waits_for(self, rank: int) -> bool:
-        """Return whether the operation that a rank is blocked in has not run."""
-        name = self._blocked[rank][0]
-        number = self._whole_of.get(name)
-        return rank in self._claims.get(name, ()) or (number is not None and rank in self._whole[number])
 
     # ---- the plan ----
 
@@ -346,10 +344,6 @@ class Coordinator:
             return []
         self._take(name, [rank])
         return [["withdrawn", rank, name]]
-
-    def _detach(self, rank: int, why: Sequence[Any]) -> list[Note]:
-        self._end()
-        return [["detached", rank, tuple(why)]]
 
     def _end(self) -> None:
         self._over = True

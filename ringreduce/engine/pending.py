@@ -143,6 +143,19 @@ class PendingOperations:
                     del self.queues[name]
         return taken
 
+    @property
+    def sole_wait(self) -> Operation | None:
+        """The operation without whose end the program does not go on; None: it does not wait, or may go on."""
+        awaited = self.awaited
+        goes_on = awaited is None or awaited.done or self.crowded or isinstance(awaited, Join)
+        return None if goes_on else awaited
+
+    def waits_for(self) -> str:
+        """Return what this rank waits for, in words."""
+        operations = [queue[0].title for queue in self.queues.values()]
+        more = f" and {len(operations) - 1} more" * (len(operations) > 1)
+        return f"this rank waits for {operations[0] if operations else 'a join'}{more}"
+
     def take_all(self) -> list[Operation]:
         """Take all operations that were read from the inbox and have not ended."""
         operations = [operation for queue in self.queues.values() for operation in queue]

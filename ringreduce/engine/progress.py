@@ -272,7 +272,7 @@ class Progress:
         title = mine[0].title if mine else repr(expired.name)
         if self._communicator.rank not in expired.present:
             what = "join or submit anything" if expired.is_join else f"submit {title}"
-            own = f"; {self._waits_for()}" if self._pending.queues else ""
+            own = f"; {self._pending.waits_for()}" if self._pending.queues else ""
             raise CollectiveTimeoutError(f"{present} {waited} for this rank to {what}{own}")
         if expired.is_join:
             raise CollectiveTimeoutError(f"{waited} since {missing} last submitted anything, and has not joined")
@@ -341,30 +341,23 @@ class Progress:
     # ---- time ----
 
     def _check_timeouts(self, now: float) -> None:
-        """Warn about operations that wait for long; end those that have waited for too long."""
-        if self._pending.count and (failed := self._find_failed(self._waits_for())) is not None:
-            raise failed
-        self._say_blocked(now)
-        self._exchange.check_timeouts(now)
-        silent_s = now - self.news_s
-        if silent_s > self._communicator.config.timeout_s + _GRACE_S and self._expects_answer():
-            raise PeerLostError(COORDINATOR, f"it has sent nothing for {silent_s:.0f} s")
+        """Warn about operations that wait for long, end those that have for too long; say what the program waits for.
 
-    def _say_blocked(self, now: float) -> None:
-        """Let the coordinator know that the program has waited for one operation for a while, and submits no other."""
-        operation = self._pending.awaited
-        if operation is None or operation.done or operation is self._blocked_in or self._pending.crowded:
-            return
-        if now - self.news_s >= _BLOCKED_S and self._detached is None and not isinstance(operation, Join):
+        That is, if it has waited for it for a while, and has submitted nothing since.
+        """
+        if self._pending.count and (failed := self._find_failed(self._pending.waits_for())) is not None:
+            raise failed
+        operation = self._pending.sole_wait
+        quiet = self._detached is None and now - self.news_s >= _BLOCKED_S
+        if quiet and operation is not None and operation is not self._blocked_in:
             self._blocked_in, named = operation, repr(operation.name)
             described = operation.title if operation.title == named else f"{operation.title} ({named})"
             place = place_of(operation.stack).rpartition("/")[2]
             self._exchange.send(self._exchange.participant.block(operation.name, f"waits for {described}", place))
-
-    def _waits_for(self) -> str:
-        operations = [queue[0].title for queue in self._pending.queues.values()]
-        more = f" and {len(operations) - 1} more" * (len(operations) > 1)
-        return f"this rank waits for {operations[0] if operations else 'a join'}{more}"
+        self._exchange.check_timeouts(now)
+        silent_s = now - self.news_s
+        if silent_s > self._communicator.config.timeout_s + _GRACE_S and self._expects_answer():
+            raise PeerLostError(COORDINATOR, f"it has sent nothing for {silent_s:.0f} s")
 
     def _expects_answer(self) -> bool:
         """Return whether another rank, which decides, must answer: to speculative operations it need not.
