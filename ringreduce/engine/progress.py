@@ -352,7 +352,7 @@ class Progress:
         if quiet and operation is not None and operation is not self._blocked_in:
             self._blocked_in, named = operation, repr(operation.name)
             described = operation.title if operation.title == named else f"{operation.title} ({named})"
-            place = place_of(operation.stack).rpartition("/")[2]
+            place = place_of(operation.stack).rpartition("/")[2] if operation.stack else ""
             self._exchange.send(self._exchange.participant.block(operation.name, f"waits for {described}", place))
         self._exchange.check_timeouts(now)
         silent_s = now - self.news_s

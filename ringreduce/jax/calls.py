@@ -304,7 +304,7 @@ def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory) -> None:
 def _read(text: bytes) -> Call:
     kind, name, ranks, *rest, identity = json.loads(text)
     of = None if identity is None else Identity(identity[0], tuple(identity[1]))
-    return Call(kind, name, None if ranks is None else tuple(ranks), *rest, of)
+    return Call(kind, name, None if ranks is None else tuple(ranks), *rest)._replace(identity=of)
 
 
 ffi.register(_handle)

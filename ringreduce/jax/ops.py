@@ -230,8 +230,9 @@ def allreduce(
         postscale_factor: multiplies the result; must agree.
         process_set: the ranks that take part.
     """
-    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return allreduce_of(tree, op, name=name, compression=compression, **scales, process_set=process_set)
+    how: dict[str, Any] = {"name": name, "compression": compression, "process_set": process_set}
+    how |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return allreduce_of(tree, op, **how)
 
 
 def allreduce_of(
