@@ -70,7 +70,7 @@ class MismatchError(CollectiveError, ValueError):
     Attributes:
         values: what each rank called, rank -> description.
         in_step: whether later calls work.
-        places: where the program made the calls, rank -> ``file:line``; empty if the ranks are in step.
+        places: where the program made the calls, rank -> ``file:line``; empty where that does not matter.
         remedy: what the program can do to go on if the ranks are not in step.
         advice: what to change in the program; empty: the values say it.
     """

@@ -75,6 +75,9 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
     ``update(grads, state, params, samples=n)`` weights averages by n, the number of samples (a number or a scalar) of
     which this rank's gradients are means; on all ranks or none.
 
+    Gradients are averaged with those of the same transformation and of the same tree (paths and shapes), whatever the
+    order in which ranks step several models. Models with equal trees need a transformation each.
+
     Late or weighted gradients are reduced on the host, and `vmap` refuses them. The process keeps the averages that are
     under way; the state does not have them. So use a transformation with ``staleness`` for one model, and save its
     state after ``synchronize``.
@@ -86,7 +89,7 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
             What it loses is added to the next gradients; the state holds it, each rank its own. Must agree.
         process_set: the ranks that train together.
         gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
-        name: of the operation, as for `ringreduce.jax.allreduce`.
+        name: of the operation; None: by transformation and tree. Must agree.
         staleness: by how many steps averages are applied late; must agree. The first steps apply zeros, and the process
             keeps the rounding errors of wire formats, too. See docs/recipes/staleness.md.
 

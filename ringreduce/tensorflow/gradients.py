@@ -294,7 +294,9 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
     """Return a tape of what another one has recorded, whose gradients are averaged over the ranks.
 
     Its ``gradient`` is collective; see `GradientReduction.reduce` for None. ``tape.register_local_source(variable)``
-    lets the gradient of a variable stay this rank's own. ``tape.gradient(loss, sources, samples=n)`` weights averages
+    lets the gradient of a variable stay this rank's own. Gradients are averaged with those of the same variables, by
+    their names, and of equal names by the order in which they were used first; see docs/errors.md for ranks that step
+    two models in different orders. ``tape.gradient(loss, sources, samples=n)`` weights averages
     by n, the number of samples (a number or a tensor) of which this rank's gradients are means; on all ranks or none.
 
     Args:

@@ -326,8 +326,8 @@ def test_ranks_that_have_built_more_layers_train_with_the_others(step: Any) -> N
     for _ in range(RANK + 1):
         tf.keras.layers.Dense(3)
     model = tf.keras.Sequential([tf.keras.Input((5,)), tf.keras.layers.Dense(2, use_bias=False)])
-    local = hvd.LocalSGD(model.trainable_variables, period=2)
     hvd.broadcast_variables(model.variables, 0)
+    local = hvd.LocalSGD(model.trainable_variables, period=2)
     before = model.get_weights()[0]
 
     @step
