@@ -70,18 +70,25 @@ class MismatchError(CollectiveError, ValueError):
     Attributes:
         values: what each rank called, rank -> description.
         in_step: whether later calls work.
-        places: where the program made the calls, rank -> ``file:line``; empty if the ranks are in step.
+        places: where the program made the calls, rank -> ``file:line``; empty where that does not matter.
         remedy: what the program can do to go on if the ranks are not in step.
+        advice: what to change in the program; empty: the values say it.
     """
 
     remedy = "call shutdown() and init() on all ranks"
 
     def __init__(
-        self, values: Mapping[int, str], *, in_step: bool = True, places: Mapping[int, str] | None = None
+        self,
+        values: Mapping[int, str],
+        *,
+        in_step: bool = True,
+        places: Mapping[int, str] | None = None,
+        advice: str = "",
     ) -> None:
         self.values: dict[int, str] = dict(sorted(values.items()))
         self.in_step = in_step
         self.places: dict[int, str] = dict(places or {})
+        self.advice = advice
         super().__init__(self.values)
 
     def __str__(self) -> str:
@@ -90,6 +97,8 @@ class MismatchError(CollectiveError, ValueError):
             place = self.places.get(rank)
             groups.setdefault(f"{value}, called at {place}" if place else value, []).append(rank)
         lines = ["the ranks disagree:", *(f"  {name_ranks(ranks)}: {value}" for value, ranks in groups.items())]
+        if self.advice:
+            lines.append(self.advice)
         if not self.in_step:
             lines.append(
                 "these calls come from different lines of the program, so it is unknown which of the later ones match, "

@@ -18,6 +18,9 @@ to all ranks. What both send depends only on what they receive, so that a test c
 * A rank that cannot make a call submits a refusal under its name, and all ranks refuse the operation.
 * A speculative operation may be submitted by some ranks only: no rank waits for it, and it can be withdrawn until it
   runs.
+* A rank that has waited for an operation for a while says so. If every rank waits for one that others have not
+  submitted, none can go on, and these operations end at once. That is certain where one thread of each rank submits
+  what it waits for. A rank of which several threads have waited at the same time never says so.
 * Operations without a name share one name for each kind, under which they match in order.
 
 If a rank does not submit an operation within the time limit, all operations end: it may be late or have skipped the
@@ -28,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ringreduce.buffers import DType
 from ringreduce.engine.decisions import Kind, Named, Note, OperationSignature, Waiting
@@ -73,6 +76,7 @@ class Coordinator:
         self._breaks: Counter[int] = Counter()
         self._last_number = 0
         self._joined: list[int] = []
+        self._blocked: dict[int, tuple[str, str, str]] = {}  # by rank, what it waited for when it last said something
         self._paces = Paces(size)
         self._last_note_s = 0.0  # when a rank last submitted something or joined
         self._over = False  # a rank takes part in nothing any more, or did not come: nothing can run then
@@ -89,6 +93,8 @@ class Coordinator:
             return []
         kind, *said = note
         self._last_note_s = now
+        if self._blocked:
+            self._blocked.pop(rank, None)
         if kind == "known":
             notes: list[Note] = []
             for number in said:
@@ -104,12 +110,16 @@ class Coordinator:
             return self._ungroup(said[0])
         if kind == "pace":
             return self._paces.receive(rank, *said)
+        if kind == "blocked":
+            self._blocked[rank] = (said[0], said[1], said[2])
+            return self._cross()
         if kind == "join":
             return self._join(rank)
         if kind == "withdraw":
             return self._withdraw(rank, *said)
         assert kind == "detach", note
-        return self._detach(rank, *said)
+        self._end()
+        return [["detached", rank, tuple(said[0])]]
 
     def waiting(self) -> list[Waiting]:
         """Return what ranks wait for, in the order of first submission under each name; if nothing, a join."""
@@ -263,6 +273,22 @@ class Coordinator:
         notes.append(["number", number, named.name, named.signature.encode()])
         return number
 
+    def _cross(self) -> list[Note]:
+        """Return the note that ends what all ranks wait for, if none of that can run."""
+        expected = self._expected()
+        for rank in expected:
+            name, *_ = self._blocked.get(rank, ("",))
+            number = self._whole_of.get(name)
+            if rank not in self._claims.get(name, ()) and (number is None or rank not in self._whole[number]):
+                return []  # it goes on, or will once it hears that this has run
+        names = tuple(dict.fromkeys(self._blocked[rank][0] for rank in expected))
+        for name in names:
+            self._open(name)
+            self._take(name, list(self._claims[name]))
+        values, places = ({rank: self._blocked[rank][part] for rank in expected} for part in (1, 2))
+        self._blocked.clear()
+        return [["crossed", names, values, places]]
+
     # ---- the plan ----
 
     def _plan(self, numbers: Sequence[int]) -> list[Note]:
@@ -318,10 +344,6 @@ class Coordinator:
             return []
         self._take(name, [rank])
         return [["withdrawn", rank, name]]
-
-    def _detach(self, rank: int, why: Sequence[Any]) -> list[Note]:
-        self._end()
-        return [["detached", rank, tuple(why)]]
 
     def _end(self) -> None:
         self._over = True

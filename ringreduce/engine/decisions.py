@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ringreduce.common.call_sites import AbortReason
 
 __all__ = [
+    "Crossed",
     "Decision",
     "Detached",
     "Expired",
@@ -172,6 +173,20 @@ class Expired(NamedTuple):
     instead: Mapping[int, str] = {}
 
 
+class Crossed(NamedTuple):
+    """Operations end: each rank waits for one of them, which a rank that waits itself has not submitted.
+
+    Attributes:
+        names: of the operations.
+        values: what each rank waits for, in words.
+        places: the line of its program.
+    """
+
+    names: tuple[str, ...]
+    values: dict[int, str]
+    places: dict[int, str]
+
+
 class Withdrawn(NamedTuple):
     """``rank`` has withdrawn its speculative operation of this name; that did not run and will not."""
 
@@ -186,7 +201,7 @@ class Detached(NamedTuple):
     why: AbortReason
 
 
-Decision = Run | Refuse | Joined | Late | Paced | Stalled | Expired | Withdrawn | Detached
+Decision = Run | Refuse | Crossed | Joined | Late | Paced | Stalled | Expired | Withdrawn | Detached
 
 
 class Waiting(NamedTuple):

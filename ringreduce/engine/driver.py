@@ -121,6 +121,9 @@ class Driver:
     def wait(self, operation: Operation) -> None:
         """Return when an operation is done; this thread, which is counted as a waiter, drives unless another does."""
         pending = self._pending
+        pending.awaited = operation
+        if pending.waiters > 1:
+            pending.crowded = True
         if self._waits_since is None:
             self._waits_since = self._clock()
         try:
@@ -138,6 +141,7 @@ class Driver:
                 if pending.waiters:
                     pending.wake_sleepers()
                 else:
+                    pending.awaited = None
                     self._active_s = self._clock()
                     if self._waits_since is not None:
                         self.ended_waits_s += self._active_s - self._waits_since

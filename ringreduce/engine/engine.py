@@ -154,6 +154,13 @@ class Engine:
                 self.wait(operation)
         return not operation.withdrawn
 
+    def expect_any_order(self) -> None:
+        """Say that several threads of this rank wait for operations, in orders that may differ between ranks. Local.
+
+        What they wait for then ends only by the time limit, if the ranks wait for different operations for good.
+        """
+        self._pending.crowded = True
+
     def new_name(self, kind: str) -> str:
         """Return a name that begins with a kind and is new; the same on ranks that ask for names in the same order."""
         self._names[kind] += 1

@@ -7,6 +7,7 @@ from typing import Any
 
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.engine.decisions import (
+    Crossed,
     Decision,
     Detached,
     Expired,
@@ -26,6 +27,7 @@ __all__ = ["Participant"]
 
 #: The decisions that a note spells out, by its kind.
 _SPELLED_OUT: dict[str, Callable[..., Decision]] = {
+    "crossed": Crossed,
     "expired": Expired,
     "joined": Joined,
     "late": Late,
@@ -109,6 +111,10 @@ class Participant:
     def withdraw(self, name: str) -> list[Note]:
         """Return the notes to send when the program withdraws a speculative operation."""
         return [["withdraw", name]]
+
+    def block(self, name: str, described: str, place: str) -> list[Note]:
+        """Return the notes to send when the program submits nothing before an operation of this name has ended."""
+        return [["blocked", name, described, place]]
 
     def detach(self, why: AbortReason) -> list[Note]:
         """Return the notes to send when this rank takes part in no further operation."""

@@ -31,6 +31,8 @@ class PendingOperations:
         lock: guards what follows; held for moments.
         count: how many operations have not ended.
         waiters: how many threads wait for one.
+        awaited: what the last of them has begun to wait for; None: nobody waits.
+        crowded: whether several have waited at the same time, or may: then others may go on while one waits.
         join: the join that has not ended.
         tally: what was done so far.
     """
@@ -41,6 +43,8 @@ class PendingOperations:
         self.queues: defaultdict[str, deque[Operation]] = defaultdict(deque)
         self.count = 0
         self.waiters = 0
+        self.awaited: Operation | None = None
+        self.crowded = False
         self._sleepers = 0  # those of them that do not drive
         self.join: Operation | None = None
         self.tally = EngineTally()
@@ -138,6 +142,19 @@ class PendingOperations:
                 if not queue:
                     del self.queues[name]
         return taken
+
+    @property
+    def sole_wait(self) -> Operation | None:
+        """The operation without whose end the program does not go on; None: it does not wait, or may go on."""
+        awaited = self.awaited
+        goes_on = awaited is None or awaited.done or self.crowded or isinstance(awaited, Join)
+        return None if goes_on else awaited
+
+    def waits_for(self) -> str:
+        """Return what this rank waits for, in words."""
+        operations = [queue[0].title for queue in self.queues.values()]
+        more = f" and {len(operations) - 1} more" * (len(operations) > 1)
+        return f"this rank waits for {operations[0] if operations else 'a join'}{more}"
 
     def take_all(self) -> list[Operation]:
         """Take all operations that were read from the inbox and have not ended."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.call_sites import AbortReason, CallSite, disagreement, is_refusal
+from ringreduce.common.call_sites import AbortReason, CallSite, disagreement, is_refusal, place_of
 from ringreduce.common.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -23,6 +23,7 @@ from ringreduce.common.errors import (
     name_ranks,
 )
 from ringreduce.engine.decisions import (
+    Crossed,
     Decision,
     Detached,
     Expired,
@@ -54,6 +55,7 @@ __all__ = ["Progress"]
 _log = logging.getLogger(__name__)
 
 _CHECK_S = 0.1
+_BLOCKED_S = 1.0  # after so long without news, a rank says that it waits: no other thread of it has submitted anything
 _GRACE_S = 10.0  # how long after the time limit a rank waits for the coordinator to say so
 
 
@@ -90,11 +92,13 @@ class Progress:
         self._pending = pending
         self._find_failed = find_failed
         self._clock = clock
+        self._blocked_in: Operation | None = None  # the coordinator knows that this rank waits for it
         self._intact = False  # whether `end` came before any failure
         self._detached: Detached | None = None  # a rank that takes part in nothing any more: nothing can run then
         self._methods: dict[type[Decision], Callable[[Any], None]] = {
             Run: self._run,
             Refuse: self._refuse,
+            Crossed: self._cross,
             Joined: self._end_join,
             Withdrawn: self._end_withdrawn,
             Late: self._count_late,
@@ -116,7 +120,7 @@ class Progress:
                 self._methods[type(decision)](decision)
             now = self._clock()
             if moved:
-                self.news_s = now
+                self.news_s, self._blocked_in = now, None
             if now - self._checked_s >= _CHECK_S:
                 self._checked_s = now
                 self._check_timeouts(now)
@@ -220,6 +224,22 @@ class Progress:
                 self._communicator.barrier()
             raise error
 
+    def _cross(self, crossed: Crossed) -> None:
+        """End the operations that the ranks wait for, each for another one; all, if one of these has no name."""
+        in_step = not any(map(is_unnamed, crossed.names))
+        error = MismatchError(
+            crossed.values,
+            in_step=in_step,
+            places=crossed.places,
+            advice="each rank waits for what another one has not submitted: make these calls in one order on all ranks,"
+            " or submit all of them before you wait for one",
+        )
+        self._pending.end(self._pending.take(crossed.names), error)
+        if not in_step:
+            with suppress(Exception):  # as in `_refuse`
+                self._communicator.barrier()
+            raise error
+
     def _end_join(self, joined: Joined) -> None:
         self.joins += 1
         if (join := self._pending.join) is not None:
@@ -252,7 +272,7 @@ class Progress:
         title = mine[0].title if mine else repr(expired.name)
         if self._communicator.rank not in expired.present:
             what = "join or submit anything" if expired.is_join else f"submit {title}"
-            own = f"; {self._waits_for()}" if self._pending.queues else ""
+            own = f"; {self._pending.waits_for()}" if self._pending.queues else ""
             raise CollectiveTimeoutError(f"{present} {waited} for this rank to {what}{own}")
         if expired.is_join:
             raise CollectiveTimeoutError(f"{waited} since {missing} last submitted anything, and has not joined")
@@ -321,18 +341,23 @@ class Progress:
     # ---- time ----
 
     def _check_timeouts(self, now: float) -> None:
-        """Warn about operations that wait for long; end those that have waited for too long."""
-        if self._pending.count and (failed := self._find_failed(self._waits_for())) is not None:
+        """Warn about operations that wait for long, end those that have for too long; say what the program waits for.
+
+        That is, if it has waited for it for a while, and has submitted nothing since.
+        """
+        if self._pending.count and (failed := self._find_failed(self._pending.waits_for())) is not None:
             raise failed
+        operation = self._pending.sole_wait
+        quiet = self._detached is None and now - self.news_s >= _BLOCKED_S
+        if quiet and operation is not None and operation is not self._blocked_in:
+            self._blocked_in, named = operation, repr(operation.name)
+            described = operation.title if operation.title == named else f"{operation.title} ({named})"
+            place = place_of(operation.stack).rpartition("/")[2] if operation.stack else ""
+            self._exchange.send(self._exchange.participant.block(operation.name, f"waits for {described}", place))
         self._exchange.check_timeouts(now)
         silent_s = now - self.news_s
         if silent_s > self._communicator.config.timeout_s + _GRACE_S and self._expects_answer():
             raise PeerLostError(COORDINATOR, f"it has sent nothing for {silent_s:.0f} s")
-
-    def _waits_for(self) -> str:
-        operations = [queue[0].title for queue in self._pending.queues.values()]
-        more = f" and {len(operations) - 1} more" * (len(operations) > 1)
-        return f"this rank waits for {operations[0] if operations else 'a join'}{more}"
 
     def _expects_answer(self) -> bool:
         """Return whether another rank, which decides, must answer: to speculative operations it need not.

@@ -24,6 +24,7 @@ from ringreduce.jax import ffi
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.failures import raise_unseen
+from ringreduce.training.names import Identity, name_in
 from ringreduce.training.requests import Request, RequestBuilder, in_words
 
 Host = npt.NDArray[Any]
@@ -60,6 +61,7 @@ class Call(NamedTuple):
         root: the rank of the set that sends or receives; -1: there is none.
         function: the key of a function of `FUNCTIONS` or `LISTS`, which carries out the collective.
         part: of a collective on more arrays, in words.
+        identity: an `Identity`, by which operations are named before ``name``; None: they have none.
     """
 
     kind: str
@@ -72,6 +74,16 @@ class Call(NamedTuple):
     root: int = -1
     function: str | None = None
     part: str = ""
+    identity: Identity | None = None
+
+    @property
+    def operation(self) -> str | None:
+        """The name of the operation among the ranks there are now."""
+        process_set = _sets[self.ranks]
+        if self.identity is None or not (process_set.included() and process_set.connected):
+            return self.name
+        named = name_in(process_set.engine, self.identity)
+        return named if self.name is None else f"{named}, {self.name}"
 
 
 #: Functions of programs that were traced in this process, by text that is the same in all processes. They take arrays,
@@ -98,7 +110,7 @@ ALIKE = ("allreduce", "broadcast", "compressed allreduce", "reduce")
 
 def request_of(call: Call, sources: Sequence[Host], targets: Sequence[Host] | None = None) -> Request:
     """Return a collective of arrays of the host, whose results are new arrays, or ``targets``."""
-    with RequestBuilder(call.kind, call.name, _sets[call.ranks]) as prepare:
+    with RequestBuilder(call.kind, call.operation, _sets[call.ranks]) as prepare:
         outs: Sequence[Any] = targets or []
         if targets is None:
             outs = prepare.new_like(sources) if call.kind in ALIKE else [None] * len(sources)
@@ -149,6 +161,14 @@ _trace_state = getattr(core, "get_opaque_trace_state", None) or jax.core.get_opa
 
 #: The traces that are under way, each with its number of collectives, which numbers those of one line.
 _traces: deque[tuple[Any, list[int]]] = deque(maxlen=16)
+
+
+_AT_ONCE = _trace_state(convention="ringreduce")
+
+
+def is_tracing() -> bool:
+    """Return whether a program is being traced, whatever it does with arrays."""
+    return bool(_trace_state(convention="ringreduce") != _AT_ONCE)
 
 
 def name_here(kind: str, leaves: Sequence[Any]) -> str | None:
@@ -263,7 +283,7 @@ def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory) -> None:
         listed = LISTS.get(str(call.function))
         if listed is None:
             raise ConfigError("the transformation that this program was compiled with does not exist any more")
-        listed.carry_out(call.name, arguments.views(), results.views())
+        listed.carry_out(call.operation, arguments.views(), results.views())
         return
     if max(arguments.nbytes, results.nbytes) > _LARGEST_REPEATED_NBYTES:
         targets = results.views()
@@ -282,8 +302,9 @@ def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory) -> None:
 
 @lru_cache(4096)
 def _read(text: bytes) -> Call:
-    kind, name, ranks, *rest = json.loads(text)
-    return Call(kind, name, None if ranks is None else tuple(ranks), *rest)
+    kind, name, ranks, *rest, identity = json.loads(text)
+    of = None if identity is None else Identity(identity[0], tuple(identity[1]))
+    return Call(kind, name, None if ranks is None else tuple(ranks), *rest)._replace(identity=of)
 
 
 ffi.register(_handle)

@@ -22,6 +22,7 @@ from ringreduce.jax.calls import LISTED, LISTS, Call, Host, is_traced, name_here
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.failures import raise_unseen
 from ringreduce.training.host import ArraySpec
+from ringreduce.training.names import Identity
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.requests import RequestBuilder
 from ringreduce.training.shares import is_by_speed
@@ -64,6 +65,7 @@ class HostReduction:
         leaves: the first list; all lists have its shapes and dtypes.
         process_set: the ranks that train together.
         samples: returns the number of samples of a step whose `reduce` gets none.
+        identity: of the lists.
         **options: of `ListTraining`.
     """
 
@@ -73,9 +75,11 @@ class HostReduction:
         leaves: Sequence[Any],
         process_set: ProcessSet,
         samples: Callable[[], Any] = lambda: None,
+        identity: Identity | None = None,
         **options: Any,
     ) -> None:
         self._kind, self._process_set, self._samples, self._options = kind, process_set, samples, options
+        self._identity = identity
         self._specs = [ArraySpec(each.shape, each.dtype) for each in leaves]
         self._key = f"{kind} {next(_numbers)}"
         self._training: ListTraining | None = None
@@ -93,10 +97,10 @@ class HostReduction:
         arrays = [*leaves, *([] if samples is None else [_scalar(samples)])]
         # The name of an allreduce: a rank without numbers of samples makes one, so that both get an error.
         name = name or name_here("allreduce", arrays)
+        call = Call(LISTED, name, ranks_of(self._process_set), function=self._key, identity=self._identity)
         if not is_traced(arrays):
-            reduced = self._reduced(name, list(map(np.asarray, arrays)))
+            reduced = self._reduced(call.operation, list(map(np.asarray, arrays)))
             return [jnp.array(each) for each in reduced]  # copies
-        call = Call(LISTED, name, ranks_of(self._process_set), function=self._key)
         shapes = [each.shape for each in arrays]
         run = unmapped(lambda *given: ffi.call(json.dumps(call), given, shapes, batched=None, always=True))
         return list(run(*arrays)[: len(leaves)])
@@ -118,7 +122,8 @@ class HostReduction:
                 request = prepare.call("late gradients, or numbers of samples", lambda ranks: None)
             request.carry_out()
             named = [(f"array {place}", each) for place, each in enumerate(self._specs)]
-            self._training = ListTraining(self._kind, named, self._process_set, **self._options)
+            how = {"identity": self._identity, **self._options}
+            self._training = ListTraining(self._kind, named, self._process_set, **how)
         return self._training.reduce(arrays[:number], arrays[number] if len(arrays) > number else self._samples())
 
 
@@ -133,14 +138,18 @@ class HostTrees:
         self._kind, self._process_set, self._options = kind, process_set, options
         self._known: dict[Any, HostReduction] = {}
 
-    def reduce(self, tree: Any, name: str | None, samples: Any) -> Any:
-        """Return the averages, or sums, of a tree of arrays. Collective; see `HostReduction.reduce`."""
+    def reduce(self, tree: Any, name: str | None, samples: Any, identity: Identity | None = None) -> Any:
+        """Return the averages, or sums, of a tree of arrays. Collective; see `HostReduction.reduce`.
+
+        The identity of the tree tells it from others of its shapes; those of a structure have the same each time.
+        """
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         if not leaves:
             return tree
         key = structure, *((each.shape, each.dtype) for each in leaves)
         if key not in self._known:
-            self._known[key] = HostReduction(self._kind, leaves, self._process_set, **self._options)
+            how = {"identity": identity, **self._options}
+            self._known[key] = HostReduction(self._kind, leaves, self._process_set, **how)
         return jax.tree.unflatten(structure, self._known[key].reduce(leaves, name, samples))
 
     def pending(self, like: Any) -> Iterator[Any]:

@@ -34,6 +34,7 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.failures import error_of, raise_unseen
 from ringreduce.training.host import HOST
+from ringreduce.training.names import Identity
 from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.requests import Op, RequestBuilder, chosen_op
 
@@ -58,7 +59,17 @@ _LEAST_PUT_NBYTES = 1 << 20
 
 
 class _Collectives(Differentiable):
-    """Collectives on arrays of JAX, at once or in the program that is being traced: there, ranks have equal shapes."""
+    """Collectives on arrays of JAX, at once or in the program that is being traced: there, ranks have equal shapes.
+
+    Attributes:
+        identity: of the arrays; None: they have none.
+    """
+
+    __slots__ = ("identity",)
+
+    def __init__(self, *given: Any, identity: Identity | None = None, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self.identity = identity
 
     def exchange(self, values: Sequence[Any]) -> Sequence[Any]:
         """Send an equal part of each array to every rank."""
@@ -115,7 +126,8 @@ class _Collectives(Differentiable):
         word = chosen.value if isinstance(chosen, ReduceOp) else chosen
         scales = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
         sender = -1 if root is None else self._process_set.rank_of(root)
-        return Call(kind, self._name, ranks_of(self._process_set), word, *scales, wire, sender)
+        made = Call(kind, self._name, ranks_of(self._process_set), word, *scales, wire, sender)
+        return made._replace(identity=self.identity)
 
 
 def _run_at_once(call: Call, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -162,6 +174,7 @@ def _on_leaves(
     name: str | None,
     process_set: ProcessSet,
     *given: Any,
+    identity: Identity | None = None,
 ) -> Any:
     """Carry out a collective on all arrays of a tree, now or in the program that is being traced.
 
@@ -169,6 +182,7 @@ def _on_leaves(
         collective: of `_Collectives`.
         kind, tree, name, process_set: as usual.
         *given: the other arguments of the collective.
+        identity: of the tree, if it has one.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
@@ -177,7 +191,9 @@ def _on_leaves(
     name = name or name_here(kind, leaves)
     with RequestBuilder(kind, name, process_set):
         leaves = list(map(_usable, leaves))
-    return jax.tree.unflatten(structure, collective(_Collectives(HOST, name, process_set), leaves, *given))
+    return jax.tree.unflatten(
+        structure, collective(_Collectives(HOST, name, process_set, identity=identity), leaves, *given)
+    )
 
 
 def _usable(leaf: Any) -> Any:
@@ -218,8 +234,25 @@ def allreduce(
         postscale_factor: multiplies the result; must agree.
         process_set: the ranks that take part.
     """
+    how: dict[str, Any] = {"name": name, "compression": compression, "process_set": process_set}
+    how |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return allreduce_of(tree, op, **how)
+
+
+def allreduce_of(
+    tree: Any,
+    op: Op,
+    *,
+    name: str | None = None,
+    compression: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    identity: Identity | None = None,
+) -> Any:
+    """Do what `allreduce` does for arrays that have an identity, which tells them from others on all ranks."""
     how = op, prescale_factor, postscale_factor, compression
-    return _on_leaves(_Collectives.allreduce, "allreduce", tree, name, process_set, *how)
+    return _on_leaves(_Collectives.allreduce, "allreduce", tree, name, process_set, *how, identity=identity)
 
 
 def reducescatter(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -18,9 +18,9 @@ from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.jax.calls import FUNCTIONS, Call, name_here, ranks_of, run_compiled
+from ringreduce.jax.calls import FUNCTIONS, Call, is_tracing, name_here, ranks_of, run_compiled
 from ringreduce.jax.lists import HostTrees, needs_host, unmapped
-from ringreduce.jax.ops import allreduce
+from ringreduce.jax.ops import allreduce_of
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import (
@@ -32,6 +32,7 @@ from ringreduce.training.compression import (
     signature_of,
     wire_format,
 )
+from ringreduce.training.names import Identity, identity_of, numbers
 from ringreduce.training.options import Options, averaging
 from ringreduce.training.requests import Op, RequestBuilder
 
@@ -74,6 +75,9 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
     ``update(grads, state, params, samples=n)`` weights averages by n, the number of samples (a number or a scalar) of
     which this rank's gradients are means; on all ranks or none.
 
+    Gradients are averaged with those of the same transformation and of the same tree (paths and shapes), whatever the
+    order in which ranks step several models. Models with equal trees need a transformation each.
+
     Late or weighted gradients are reduced on the host, and `vmap` refuses them. The process keeps the averages that are
     under way; the state does not have them. So use a transformation with ``staleness`` for one model, and save its
     state after ``synchronize``.
@@ -85,7 +89,7 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
             What it loses is added to the next gradients; the state holds it, each rank its own. Must agree.
         process_set: the ranks that train together.
         gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
-        name: of the operation, as for `ringreduce.jax.allreduce`.
+        name: of the operation; None: by transformation and tree. Must agree.
         staleness: by how many steps averages are applied late; must agree. The first steps apply zeros, and the process
             keeps the rounding errors of wire formats, too. See docs/recipes/staleness.md.
 
@@ -110,18 +114,25 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
     trees = HostTrees("DistributedGradientTransformation", process_set, **how)
     inner = optax.with_extra_args_support(tx)
 
+    # One that is made in each trace is the same each time: a rank may trace more often than others.
+    number = 0 if is_tracing() else next(numbers)
+
+    def identified(updates: Any) -> Identity | None:
+        return None if name is not None else _identity(number, updates)
+
     def reduce(updates: Any) -> Any:
-        scales: dict[str, Any] = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
-        return allreduce(updates, kind, name=name, process_set=process_set, **scales)
+        how: dict[str, Any] = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
+        how |= {"name": name, "identity": identified(updates), "process_set": process_set}
+        return allreduce_of(updates, kind, **how)
 
     if wanted is not None and not staleness:
         assert isinstance(kind, ReduceOp)
-        compressing = _Compressing(inner, reduce, wanted, kind, name, process_set)
+        compressing = _Compressing(inner, reduce, identified, wanted, kind, name, process_set)
         return DistributedTransformation(compressing.init, compressing.update)
 
     def update(updates: Any, state: Any, params: Any = None, *, samples: Any = None, **extra: Any) -> Any:
         if staleness or samples is not None or needs_host(process_set, updates):
-            updates = trees.reduce(updates, name, samples)
+            updates = trees.reduce(updates, name, samples, identified(updates))
         else:
             updates = reduce(updates)
         return inner.update(updates, state, params, **extra)
@@ -130,6 +141,19 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
     if staleness:
         made.late = trees, inner.update
     return made
+
+
+@lru_cache(256)
+def _known_identity(number: int, structure: Any, shapes: tuple[tuple[int, ...], ...]) -> Identity:
+    paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(structure, range(len(shapes))))
+    arrays = [(jax.tree_util.keystr(path), shapes[place]) for path, place in paths]
+    return identity_of("DistributedGradientTransformation", arrays, (number,))
+
+
+def _identity(number: int, tree: Any) -> Identity:
+    """Return what tells the gradients that a transformation, by its number, gets of a tree from all others."""
+    leaves, structure = jax.tree.flatten(tree)
+    return _known_identity(number, structure, tuple([jnp.shape(each) for each in leaves]))
 
 
 class DistributedTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -166,11 +190,13 @@ class _Compressing(NamedTuple):
     Attributes:
         inner: what the reduced gradients go to.
         reduce: reduces those that are not float32, as they are.
+        identified: returns the identity of a tree.
         compression, op, name, process_set: as given.
     """
 
     inner: Any
     reduce: Callable[[Any], Any]
+    identified: Callable[[Any], Identity | None]
     compression: BucketCompression
     op: ReduceOp
     name: str | None
@@ -191,20 +217,22 @@ class _Compressing(NamedTuple):
             raise ConfigError("compressed gradients cannot be weighted: use no compression with numbers of samples")
         leaves, structure = jax.tree.flatten(updates)
         chosen = [each for each in leaves if _is_compressed(each)]
-        made, residual = self._compress(chosen, state.lost.arrays)
+        made, residual = self._compress(chosen, state.lost.arrays, self.identified(updates))
         compressed = iter(made)
         others = iter(self.reduce([each for each in leaves if not _is_compressed(each)]))
         reduced = [next(compressed if _is_compressed(each) else others) for each in leaves]
         updates, inner = self.inner.update(jax.tree.unflatten(structure, reduced), state.inner, params, **extra)
         return updates, DistributedState(inner, RankState(residual))
 
-    def _compress(self, leaves: Sequence[Any], residual: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def _compress(
+        self, leaves: Sequence[Any], residual: dict[str, Any], identity: Identity | None
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return reduced gradients, and what compression leaves of them."""
         names = sorted(residual)
         arrays = [*leaves, *(residual[each] for each in names)]
         compressed, kind = _Compressed(self.compression, [each.shape for each in leaves], names), "compressed allreduce"
         name = name_here(kind, arrays) if self.name is None else f"{self.name}, compressed"
-        call = Call(kind, name, ranks_of(self.process_set), self.op.value, function=compressed.key)
+        call = Call(kind, name, ranks_of(self.process_set), self.op.value, function=compressed.key, identity=identity)
         made = run_compiled(call, [each.shape for each in arrays], _refuse_gradients, arrays, unmapped)
         return made[: len(leaves)], dict(zip(names, made[len(leaves) :], strict=True))
 

@@ -12,6 +12,7 @@ import numpy as np
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.applying import ListReduction
+from ringreduce.training.names import Identity, ScopedName, identity_of
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options
 
@@ -21,6 +22,18 @@ _KIND = "DistributedOptimizer"
 def _how(options: Options) -> dict[str, Any]:
     names = "op", "compression", "predivide_factor", "staleness"
     return {name: getattr(options, name) for name in names}
+
+
+def named_as(variable: Any, number: int) -> str:
+    """Return the name of a variable, which is the same on all ranks; of what has none, its number in a list."""
+    path = getattr(variable, "path", None) or getattr(variable, "name", None)
+    return ScopedName(str(path)) if path else f"variable {number}"
+
+
+def _identity(number: int, variables: Sequence[Any]) -> Identity:
+    """Return what tells the gradients of an optimizer, by its number, from those of others."""
+    arrays = [(named_as(each, place), tuple(each.shape)) for place, each in enumerate(variables)]
+    return identity_of(_KIND, arrays, (number,))
 
 
 def as_numpy(value: Any) -> Any:
@@ -37,8 +50,9 @@ def settle(model: Any) -> None:
 if keras.backend.backend() == "jax":
     import jax
 
-    from ringreduce.jax import allreduce, error_of
+    from ringreduce.jax import error_of
     from ringreduce.jax.lists import HostReduction, needs_host
+    from ringreduce.jax.ops import allreduce_of
 
     class _CompiledReduction(ListReduction):
         """Reduces gradients in the compiled program; late or weighted ones on the host."""
@@ -59,13 +73,14 @@ if keras.backend.backend() == "jax":
             if self.staleness or self.samples is not None or needs_host(self._process_set, gradients):
                 return self._listed(gradients, variables)
             self._plain, options = True, self._options
-            made: list[Any] = allreduce(
+            made: list[Any] = allreduce_of(
                 list(gradients),
                 options.op,
                 compression=options.compression and options.compression.wire,
                 prescale_factor=1.0 / options.predivide_factor,
                 postscale_factor=options.predivide_factor,
                 process_set=self._process_set,
+                identity=_identity(self.number, variables),
             )
             return made
 
@@ -74,8 +89,9 @@ if keras.backend.backend() == "jax":
             given, made = [gradients[number] for number in there], list(gradients)
             key = tuple(id(variables[number]) for number in there)
             if key not in self.known:
-                reduction = HostReduction(_KIND, given, self._process_set, lambda: self.samples, **_how(self._options))
-                self.known[key] = reduction, [variables[number] for number in there]
+                known = [variables[number] for number in there]
+                how = {"identity": _identity(self.number, known), **_how(self._options)}
+                self.known[key] = HostReduction(_KIND, given, self._process_set, lambda: self.samples, **how), known
             for number, each in zip(there, self.known[key][0].reduce(given), strict=True):
                 made[number] = each
             return made
@@ -115,8 +131,9 @@ elif keras.backend.backend() == "torch":
         def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
             key = tuple(map(id, variables))
             if key not in self.known:
-                named = [(f"variable {number}", each.value) for number, each in enumerate(variables)]
-                made = ListTraining(_KIND, named, self._process_set, overlap=False, **self._how)
+                named = [(named_as(each, number), each.value) for number, each in enumerate(variables)]
+                how = {"identity": _identity(self.number, variables), **self._how}
+                made = ListTraining(_KIND, named, self._process_set, overlap=False, **how)
                 self.known[key] = made, variables
             reduced: Sequence[Any] = self.known[key][0].reduce(gradients, self.samples)
             return reduced

@@ -12,13 +12,14 @@ from typing import Any, Literal
 import keras
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.keras.backends import as_numpy, prepare, settle
+from ringreduce.keras.backends import as_numpy, named_as, prepare, settle
 from ringreduce.keras.functions import broadcast_variables
 from ringreduce.runtime import rank, size
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.averages import weighted_average
 from ringreduce.training.combinations import LOCAL, SAMPLES, STALENESS, refusal
 from ringreduce.training.host import ArraySpec
+from ringreduce.training.names import agreed_names
 from ringreduce.training.replicas import Replicas, checking, is_averaged
 
 _log = logging.getLogger(__name__)
@@ -97,8 +98,11 @@ class MetricAverageCallback(DistributedCallback):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if logs is not None:
-            logs.update(weighted_average(logs, 1.0))
+        if logs is None:
+            return
+        names = agreed_names(logs)  # Keras counts metrics, too: one rank's "auc_1" is another's "auc"
+        averages = weighted_average({names[each]: value for each, value in logs.items()}, 1.0)
+        logs.update({each: averages[names[each]] for each in logs})
 
 
 class LearningRateScheduleCallback(DistributedCallback):
@@ -319,7 +323,7 @@ class DiLoCoCallback(DistributedCallback):
         found = [*parameters, *buffers]
         if list(map(id, found)) != list(map(id, self._variables)):
             self._variables = found
-            named = [(f"variable {number}", ArraySpec(each.shape, each.dtype)) for number, each in enumerate(found)]
+            named = [(named_as(each, number), ArraySpec(each.shape, each.dtype)) for number, each in enumerate(found)]
             self._replicas.bind(named[: len(parameters)], self._read, self._write, named[len(parameters) :])
             if self._saved is not None:
                 self._replicas.load_state_dict(self._saved)

@@ -14,7 +14,7 @@ import keras
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.keras.backends import as_numpy
+from ringreduce.keras.backends import as_numpy, named_as
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training import ops
@@ -126,8 +126,8 @@ def broadcast_variables(
     """Overwrite variables with the root's. Collective; outside of compiled functions.
 
     Args:
-        variables: of a model (``model.weights``) or an optimizer (``optimizer.variables``); the same number, shapes and
-            dtypes on all ranks, in the same order.
+        variables: of a model (``model.weights``) or an optimizer (``optimizer.variables``); the same names, shapes and
+            dtypes on all ranks, in the same order. Numbers by which Keras tells layers apart (``dense_1``) may differ.
         root_rank: whose values count, as a rank of the world; must agree.
         process_set: the ranks that take part. Nothing is done on the others.
 
@@ -135,7 +135,7 @@ def broadcast_variables(
         MismatchError: the variables differ between ranks in more than their values; nothing was overwritten then.
     """
     known = list(variables)
-    named = [(f"variable {number}", array) for number, array in enumerate(map(as_numpy, known))]
+    named = [(named_as(each, number), as_numpy(each)) for number, each in enumerate(known)]
     broadcast_parameters(HOST, named, root_rank, process_set)
     for variable, (_, array) in zip(known, named, strict=True):
         variable.assign(array)

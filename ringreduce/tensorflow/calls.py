@@ -19,6 +19,7 @@ from tensorflow.python.ops import control_flow_util
 
 from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError, UnsupportedBufferError
 from ringreduce.training.failures import described, original
+from ringreduce.training.names import ScopedName, counters
 
 Host = npt.NDArray[Any]
 #: Dtype and shape of a result.
@@ -108,10 +109,25 @@ def _array(tensor: tf.Tensor) -> Host:
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())  # a scalar of bfloat16 has no other way
 
 
+def is_variable(value: Any) -> bool:
+    """Return whether this is a variable of TensorFlow or Keras, and no tensor."""
+    return hasattr(value, "assign")
+
+
+def path_of(variable: Any) -> str:
+    """Return the name of a variable, which may differ between ranks in what each process has counted."""
+    return str(getattr(variable, "path", None) or variable.name)
+
+
+def made_as(variable: Any) -> tuple[int, ...]:
+    """Return numbers that are greater for a variable that was made later, of two of the same name."""
+    own = str(getattr(variable, "_unique_id", "")).rpartition("_")[2]
+    return (*counters(path_of(variable)), int(own) if own.isdigit() else 0)
+
+
 def name_of(variable: Any, number: int) -> str:
     """Return the name of a variable, which is the same on all ranks; of a tensor, its number."""
-    named = hasattr(variable, "assign")
-    return str(getattr(variable, "path", None) or variable.name) if named else f"tensor {number}"
+    return ScopedName(path_of(variable)) if is_variable(variable) else f"tensor {number}"
 
 
 def any_rows(tensor: tf.Tensor) -> tf.TensorShape:

@@ -36,7 +36,7 @@ def broadcast_variables(
 
     Args:
         variables: of TensorFlow or Keras; names, shapes and dtypes must agree on all ranks, values count at the root
-            only.
+            only. Numbers by which processes tell equal names apart (``dense_1``) may differ.
         root_rank: whose values count, as a rank of the world; must agree.
         process_set: the ranks that take part. Nothing is done on the others.
         inplace: without meaning here, taken for Horovod's sake.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, name_of, run, traced_name
+from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, is_variable, made_as, name_of, run, traced_name
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.slices import added_up, places_of
 from ringreduce.training.applying import Distribution, ListReduction, variables_of, with_methods
@@ -21,6 +23,7 @@ from ringreduce.training.combinations import ADASUM, SAMPLES, SHARES, refusal
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.host import ArraySpec
+from ringreduce.training.names import Identity, identity_of, name_in, numbers
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options, averaging
 from ringreduce.training.requests import Adasum, Op, RequestBuilder
@@ -73,6 +76,7 @@ class GradientReduction(ListReduction):
         self._sparse_as_dense, self._groups = sparse_as_dense, groups
         self._process_set = process_set
         self._saved: dict[int, Any] = {}
+        self._identities: dict[Any, Identity] = {}  # by variables
 
     @entry
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], samples: Any = None) -> _Gradients:
@@ -104,7 +108,8 @@ class GradientReduction(ListReduction):
         plain = not self.staleness and samples is None and self.samples is None
         if (dense or sparse) and not (eager and self._alone and plain):
             given = [made[n] for n in [*dense, *sparse]]
-            reduced = self._reduce_together(given, [variables[n] for n in dense], samples)
+            together = [variables[n] for n in [*dense, *sparse]]
+            reduced = self._reduce_together(given, together, len(dense), samples)
             for number, each in zip([*dense, *sparse], reduced, strict=True):
                 made[number] = each
         return made
@@ -128,22 +133,25 @@ class GradientReduction(ListReduction):
     def _alone(self) -> bool:
         return not self._process_set.included() or self._process_set.size() == 1
 
-    def _reduce_together(self, gradients: _Gradients, variables: Sequence[Any], samples: Any) -> _Gradients:
-        """Reduce dense gradients, those of ``variables``, and `tf.IndexedSlices` behind them."""
-        dense, slices = gradients[: len(variables)], gradients[len(variables) :]
+    def _reduce_together(self, gradients: _Gradients, variables: Sequence[Any], count: int, samples: Any) -> _Gradients:
+        """Reduce so many dense gradients, and `tf.IndexedSlices` behind them."""
+        dense, slices, identity = gradients[:count], gradients[count:], self._identity(variables)
         if slices and self._op == Adasum:
             raise NotImplementedError("Adasum looks at whole tensors: use sparse_as_dense=True")
         compressor = NoneCompressor if has_reducers(self._compression) else self._compression
         pairs = [(None, None) if each is None else compressor.compress(each) for each in dense]
-        sent, name = [each for each, _ in pairs if each is not None], traced_name(self._kind)
+        sent, traced = [each for each, _ in pairs if each is not None], traced_name(self._kind)
+        if not (self._alone or traced is None or tf.compat.v1.get_default_graph().building_function):
+            self._process_set.engine.expect_any_order()  # that of a session's threads
         parts = [*(each.values for each in slices), *(each.indices for each in slices)]
         counted = [] if samples is None else [tf.convert_to_tensor(samples)]
 
         def carry_out(arrays: list[Host]) -> list[Host]:
             found = iter(arrays)
-            count = next(found) if counted else self.samples
+            of = next(found) if counted else self.samples
             each_dense = [None if each is None else next(found) for each, _ in pairs]
-            reduced, weights = self._reduce_dense(each_dense, variables, name, count)
+            name = self._name(identity, traced)
+            reduced, weights = self._reduce_dense(each_dense, variables[:count], name, of)
             return [*reduced, *self._gather(list(found), name, weights)]
 
         def specs() -> list[Spec]:
@@ -152,7 +160,7 @@ class GradientReduction(ListReduction):
             return [*((each.dtype, each.shape) for each in sent), *gathered, *added, *[(tf.float64, [])][: len(slices)]]
 
         made = run(carry_out, [*counted, *sent, *parts], specs, in_order=False)
-        count, reduced = len(dense), made[: len(dense)]
+        reduced = made[:count]
         for number, (_, context) in enumerate(pairs):
             if reduced[number] is not None:
                 reduced[number] = compressor.decompress(reduced[number], context)
@@ -163,7 +171,7 @@ class GradientReduction(ListReduction):
         return reduced
 
     def _reduce_dense(
-        self, gradients: list[Host | None], variables: Sequence[Any], name: str | None, samples: Any
+        self, gradients: list[Host | None], variables: Sequence[Any], name: str, samples: Any
     ) -> tuple[list[Any], Weights | None]:
         """Return reduced dense gradients, possibly none, and the weights of their averages."""
         if self._op == Adasum:
@@ -178,7 +186,7 @@ class GradientReduction(ListReduction):
         reduced, training = lists.reduce(gradients, samples), lists.training
         return list(map(np.copy, reduced)) if training.alone else reduced, training.reducer.buckets.weights
 
-    def _gather(self, parts: list[Host], name: str | None, weights: Weights | None) -> list[Host]:
+    def _gather(self, parts: list[Host], name: str, weights: Weights | None) -> list[Host]:
         """Gather slices, of which ``parts`` are the values and the indices.
 
         Returns:
@@ -194,7 +202,7 @@ class GradientReduction(ListReduction):
         else:
             if weights is not None:  # how many rows are which rank's
                 parts = [*parts, np.array([[len(each) for each in parts[:count]]])]
-            with RequestBuilder(f"{self._kind}, slices", name and f"{name}, slices", self._process_set) as prepare:
+            with RequestBuilder(f"{self._kind}, slices", f"{name}, slices", self._process_set) as prepare:
                 request = prepare.allgather(parts, list)
             parts = request.carry_out()
             if weights is not None:
@@ -209,10 +217,12 @@ class GradientReduction(ListReduction):
         """Return what reduces gradients of these shapes, and with state of these variables. Collective if it is new."""
         specs = tuple([_spec(*each) for each in zip(gradients, variables, strict=True)])
         named = has_reducers(self._compression) or isinstance(self._groups, (list, tuple)) or self.staleness
-        key = specs, tuple(map(id, variables)) if named else ()
+        identity, of = self._identity(variables), _ids(variables)
+        key = specs, of
         if key not in self.known:
-            if len(self.known) == _MOST_TRAININGS and not self.staleness:
-                del self.known[next(iter(self.known))]
+            alike = [each for each in list(self.known) if each[1] == of]
+            if len(alike) == _MOST_TRAININGS and not self.staleness:
+                del self.known[alike[0]]
             parameters = [ArraySpec(*each) for each in specs]
             by_variable = {id(variable): each for variable, each in zip(variables, parameters, strict=True)}
             groups = self._groups
@@ -228,12 +238,48 @@ class GradientReduction(ListReduction):
                 groups=groups,
                 skip_unused=None if self.staleness else True,
                 staleness=self.staleness,
+                identity=identity,
             )
             if (saved := self._saved.pop(len(self.known), None)) is not None:
                 made.training.load_state_dict(**saved)
             self.known[key] = made, list(variables) if named else ()
         training: ListTraining = self.known[key][0]
         return training
+
+    def _identity(self, variables: Sequence[Any]) -> Identity:
+        """Return what tells the gradients of these variables from those of others, as long as they are there."""
+        key = _ids(variables)
+        if key not in self._identities:
+            first = next(filter(is_variable, variables), None)
+            made = self.number, *(() if first is None else made_as(first)), next(numbers)
+            shapes = [str(each.shape) if is_variable(each) else "" for each in variables]
+            arrays = [(name_of(each, n), shape) for n, (each, shape) in enumerate(zip(variables, shapes, strict=True))]
+            self._identities[key] = identity_of(self._kind, arrays, made)
+            if first is not None:
+                with suppress(TypeError):  # it cannot be watched: then it stays known
+                    weakref.finalize(first, _forget, weakref.ref(self), key).atexit = False
+        return self._identities[key]
+
+    def _forget(self, key: Any) -> None:
+        """Forget variables that are gone; their ids may be those of others from now on."""
+        del self._identities[key]
+        for each in [each for each in list(self.known) if each[1] == key]:
+            del self.known[each]
+
+    def _name(self, identity: Identity, traced: str | None) -> str:
+        """Return the name of the operations of a step besides those of dense gradients."""
+        name = self._kind if self._alone else name_in(self._process_set.engine, identity)
+        return name if traced is None else f"{traced}, {name}"
+
+
+def _forget(reduction: Callable[[], GradientReduction | None], key: Any) -> None:
+    if (known := reduction()) is not None:
+        known._forget(key)
+
+
+def _ids(variables: Sequence[Any]) -> tuple[int, ...]:
+    """Return what is equal for the same variables; tensors, new in each step, are told apart by their shapes alone."""
+    return tuple([id(each) if is_variable(each) else 0 for each in variables])
 
 
 def _spec(gradient: Host | None, variable: Any) -> tuple[tuple[int, ...], Any]:
@@ -266,7 +312,9 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
     """Return a tape of what another one has recorded, whose gradients are averaged over the ranks.
 
     Its ``gradient`` is collective; see `GradientReduction.reduce` for None. ``tape.register_local_source(variable)``
-    lets the gradient of a variable stay this rank's own. ``tape.gradient(loss, sources, samples=n)`` weights averages
+    lets the gradient of a variable stay this rank's own. Gradients are averaged with those of the same variables, by
+    their names, and of equal names by the order in which they were used first; see docs/errors.md for ranks that step
+    two models in different orders. ``tape.gradient(loss, sources, samples=n)`` weights averages
     by n, the number of samples (a number or a tensor) of which this rank's gradients are means; on all ranks or none.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.names import numbers
 from ringreduce.training.requests import dtype_name
 
 
@@ -26,12 +27,14 @@ class ListReduction(ABC):
         staleness: the argument.
         samples: of how many samples this rank's gradients are means from now on, on all ranks; None: all ranks have the
             same weight. Read when a step runs.
+        number: greater than those that were made earlier.
         known: by a key, the reducer of the gradients of some variables, and these variables.
     """
 
     def __init__(self, staleness: int = 0) -> None:
         self.staleness = staleness
         self.samples: Any = None
+        self.number = next(numbers)
         self.known: dict[Any, tuple[Any, Sequence[Any]]] = {}
 
     @abstractmethod

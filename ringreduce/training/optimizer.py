@@ -26,6 +26,7 @@ from ringreduce.training.buckets import Buckets
 from ringreduce.training.compression import State
 from ringreduce.training.framework import Arrays, Hooks, Memory, Named, Removable
 from ringreduce.training.host import HOST, HostMemory
+from ringreduce.training.names import Identity, meet
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
 from ringreduce.training.parameters import require_same_arrays
@@ -185,6 +186,7 @@ class Training:
 
     Attributes:
         communicator: the ranks; for what is done before the first step.
+        identity: as for `GradientReducer`, if it is set before `begin`.
         described: what errors call the optimizer; from `begin` on.
     """
 
@@ -192,6 +194,7 @@ class Training:
 
     def __init__(self, kind: str, process_set: object, arrays: Arrays, bind: Callable[[Communicator], Memory]) -> None:
         self._kind = kind
+        self.identity: Identity | None = None
         self._process_set = set_to_notify(process_set)
         self._arrays, self._bind = arrays, bind
         self._reducer: GradientReducer | None = None
@@ -232,7 +235,7 @@ class Training:
         settled, memory = options.settled(communicator, on_device=on_device), self._bind(communicator)
         if self._alone:
             settled = replace(settled, staleness=0)
-        reducer = GradientReducer(memory, self._engine, named, optimizer, over, settled, settings)
+        reducer = GradientReducer(memory, self._engine, named, optimizer, over, settled, settings, self.identity)
         if reducer.sharding is not None and not self._alone:
             reducer.sharding.connect(self._process_set.ranks or ())
         if reducer.late is not None and self.late is not None:
@@ -394,6 +397,7 @@ class ListTraining:
         named: names and specs; equal on all ranks.
         process_set: the ranks that train together.
         arrays, bind: as for `Training`; those of NumPy.
+        identity: of the lists; None: all ranks make those of equal names in one order.
         options: of `Options`. Nothing overlaps, and ``reduce_in="backward"`` is the same as ``"step"``.
 
     Raises:
@@ -408,9 +412,13 @@ class ListTraining:
         process_set: ProcessSet = global_process_set,
         arrays: Arrays = HOST,
         bind: Callable[[Communicator], Memory] = lambda _: HostMemory(),
+        identity: Identity | None = None,
         **options: Any,
     ) -> None:
         self.training = Training(kind, process_set, arrays, bind)
+        self.training.identity = identity
+        if identity is not None:
+            meet(kind, identity, process_set)
         self._zeros, self._specs = arrays.zeros_like, [each for _, each in named]
         with self.training.checking(kind):
             checked = Options(**options).checked(self.training.communicator.config, self._specs)

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays, Named
+from ringreduce.training.names import ScopedName, agree
 from ringreduce.training.objects import gather
 from ringreduce.training.requests import RequestBuilder, dtype_name
 
@@ -33,6 +34,8 @@ def require_same_arrays(
 ) -> None:
     """Check that the named arrays have equal names, shapes and dtypes, in equal order, on all ranks. Collective.
 
+    Names that are `ScopedName`s agree, too, if some ranks lack outer scopes.
+
     Args:
         arrays: the framework's.
         communicator: the ranks to compare.
@@ -44,17 +47,35 @@ def require_same_arrays(
     Raises:
         MismatchError: something differs. Raised on all ranks, with the first difference.
     """
-    mine = [f"{name}={value}" for name, value in (options or {}).items()]
+    mine = [_Line(f"{name}={value}") for name, value in (options or {}).items()]
     for index, (name, array) in enumerate(named):
         place = f", on {arrays.place(array)}" if devices else ""
-        mine.append(f"tensor {index} is {name}, shape {tuple(array.shape)}, {dtype_name(array.dtype)}{place}")
-    digest = np.frombuffer(hashlib.sha256("\n".join(mine).encode()).digest(), np.uint8)
+        rest = f", shape {tuple(array.shape)}, {dtype_name(array.dtype)}{place}"
+        mine.append(_Line(f"tensor {index} is ", str(name), rest, isinstance(name, ScopedName)))
+    digest = np.frombuffer(hashlib.sha256(repr(list(map(tuple, mine))).encode()).digest(), np.uint8)
     digests = communicator.allgather(digest[None])
     if (digests == digests[0]).all():
         return
-    everyone = list(zip_longest(*gather(communicator, mine), fillvalue="a tensor is missing"))
-    different = next(lines for lines in everyone if len(set(lines)) > 1)
-    raise MismatchError({rank: f"{caller}: {line}" for rank, line in enumerate(different)})
+    for lines in zip_longest(*gather(communicator, mine), fillvalue=_Line("a tensor is missing")):
+        others = {(each.begin, each.end, each.scoped) for each in lines}
+        if len(others) > 1 or not agree([each.name for each in lines], lines[0].scoped):
+            said = {rank: f"{caller}: {''.join(each[:3])}" for rank, each in enumerate(lines)}
+            raise MismatchError(said)
+
+
+class _Line(NamedTuple):
+    """What must agree between ranks, in words.
+
+    Attributes:
+        begin, end: the words before a name and after it.
+        name: of an array.
+        scoped: whether the name may lack scopes on some ranks.
+    """
+
+    begin: str
+    name: str = ""
+    end: str = ""
+    scoped: bool = False
 
 
 def broadcast_parameters(arrays: Arrays, params: Any, root_rank: int, process_set: ProcessSet) -> None:

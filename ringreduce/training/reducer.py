@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,37 +22,19 @@ from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBuff
 from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM
 from ringreduce.engine import Engine, InPlaceAllreduce, Operation
 from ringreduce.training.agreement import Ranks, Record
-from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.buckets import Buckets
 from ringreduce.training.checks import Checks
 from ringreduce.training.combinations import ADASUM, BACKWARD, SAMPLES, STALENESS, refusal, require_together
 from ringreduce.training.compression import State
-from ringreduce.training.framework import Found, Look, Memory, Named, Slot
+from ringreduce.training.framework import Found, Look, Memory, Named
+from ringreduce.training.names import Identity, name_in
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
+from ringreduce.training.repeats import Repeat
 from ringreduce.training.sharding import Sharding
 from ringreduce.training.shares import counts_of
 from ringreduce.training.staleness import LateAverages
 from ringreduce.training.weights import Weights
-
-
-class _Repeat(NamedTuple):
-    """A step that can be made again without an agreement.
-
-    Attributes:
-        found: what every rank must find, again.
-        parameters: all of them.
-        buckets: all of them.
-        flats: their memory.
-        slots: all of these, with the number of the parameter.
-        text: says all of this, to compare it between ranks.
-    """
-
-    found: bytes
-    parameters: Sequence[Any]
-    buckets: Sequence[Bucket]
-    flats: Sequence[Any]
-    slots: Sequence[tuple[int, Slot]]
-    text: str
 
 
 class GradientReducer:
@@ -69,6 +51,7 @@ class GradientReducer:
         options: settled; the same on all ranks.
         settings: returns this rank's hyper-parameters, as text by name. The ranks compare theirs in steps 1, 2, 4, 8
             and so on, as that takes a while.
+        identity: of the optimizer, for names of operations; None: it is made in the same order on all ranks.
 
     Attributes:
         memory, named, options: the arguments.
@@ -91,9 +74,10 @@ class GradientReducer:
         over: str,
         options: Options,
         settings: Callable[[], Mapping[str, str]] | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self.memory, self.named, self.options = memory, named, options
-        name = engine.new_name(f"DistributedOptimizer over {over},")
+        name = name_in(engine, identity or f"DistributedOptimizer over {over},")
         self.ranks = Ranks(engine, name, f"{kind} over {over}", "backward pass" if options.in_backward else "step")
         self.buckets = Buckets(memory, self.ranks, named, options)
         self.checks = Checks(memory, self.ranks, named)
@@ -117,7 +101,7 @@ class GradientReducer:
         self._record: Record | None = None
         self._found = b""  # what the last agreement has found
         self._alike, self._patience = 0, 1  # so many agreements have found the same; so many are needed to repeat it
-        self._last: _Repeat | None = None
+        self._last: Repeat | None = None
         self._refused = False  # whether the ranks have come to this step in different ways
 
     def reduce(self, gradients: Sequence[Any], fresh: Sequence[bool] | None = None) -> list[Any]:
@@ -305,7 +289,7 @@ class GradientReducer:
         ):
             alike = zlib.crc32(found + repr(self._counts).encode(), self.buckets.layout)
             text = f"a step of {self.ranks.name} like the last, {alike:08x}"
-            self._last = _Repeat(found, parameters, buckets, [each.flat for each in buckets], slots, text)
+            self._last = Repeat(found, parameters, buckets, [each.flat for each in buckets], slots, text)
 
     # ---- any other step ----
 

@@ -345,6 +345,80 @@ def test_small_results_of_many_calls_are_all_right(called: Any) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("how", ["plain", "samples", "int8", "late"])
+@pytest.mark.parametrize("trees", ["equal", "named"])
+def test_models_that_ranks_step_in_another_order_are_never_mixed(called: Any, how: str, trees: str) -> None:
+    """With transformations of their own, or parameters of other names; ranks that wait for different ones get an error.
+
+    Late averages of equal gradients are these as well; no rank waits for the others there.
+    """
+    options = {"int8": {"compression": "int8"}, "late": {"staleness": 1}}.get(how, {})
+    keys, scales = ("w", "w") if trees == "equal" else ("actor", "critic"), [1.0, 10.0]
+    made = [rj.DistributedGradientTransformation(optax.sgd(1.0), **options) for _ in keys]
+    shared = trees == "named" and how != "late"
+    made = [made[0], made[0] if shared else made[1]]
+    params = [{key: jnp.zeros(4)} for key in keys]
+    states = [each.init(tree) for each, tree in zip(made, params, strict=True)]
+
+    def stepping(number: int) -> Any:
+        def change(tree: Any, state: Any, scale: Any) -> Any:
+            gradients = jax.tree.map(lambda each: each * 0 + scale, tree)
+            more = {"samples": 2} if how == "samples" else {}
+            updates, state = made[number].update(gradients, state, tree, **more)
+            return optax.apply_updates(tree, updates), state
+
+        return called(change)
+
+    steps = [stepping(number) for number in range(2)]
+
+    def make_step(number: int) -> None:
+        scale = jnp.float32(scales[number] * (RANK + 1))
+        params[number], states[number] = steps[number](params[number], states[number], scale)
+        jax.block_until_ready(params[number])
+
+    for number in (0, 1, 1, 0, 1):
+        make_step(number)
+    mean, late = (TRIANGLE + SIZE) / SIZE, how == "late" and SIZE > 1
+    if SIZE > 1 and how != "late":
+        with pytest.raises((rr.MismatchError, RuntimeError, ValueError)) as caught:
+            make_step(int(RANK > 0))
+        found = rj.error_of(caught.value)
+        assert isinstance(found, rr.MismatchError)
+        assert sorted(found.values) == list(range(SIZE))
+        for key in keys:
+            assert key in str(found)
+    make_step(0)  # the ranks go on
+    if late:
+        make_step(RANK % 2)
+        make_step(1 - RANK % 2)
+    for number in range(2):
+        value = np.asarray(params[number][keys[number]])
+        np.testing.assert_allclose(value, np.full(4, -3 * scales[number] * mean), rtol=2e-2 if how == "int8" else 1e-6)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_a_rank_may_make_transformations_and_trace_programs_that_others_do_not(called: Any) -> None:
+    """What was used first decides, and a transformation that is made in each trace is the same in all of them."""
+    for _ in range(RANK):
+        rj.DistributedGradientTransformation(optax.sgd(1.0))
+
+    def change(scale: Any) -> Any:
+        tx = rj.DistributedGradientTransformation(optax.sgd(1.0))
+        return tx.update({"w": scale}, tx.init({"w": scale}))[0]["w"]
+
+    outer, made = rj.DistributedGradientTransformation(optax.sgd(1.0)), called(change)
+    if RANK == 0:
+        jax.make_jaxpr(lambda each: outer.update({"w": each}, outer.init({"w": each}))[0])(jnp.ones(2))
+    for step in range(3):
+        again = jax.jit(lambda each: change(each)) if RANK == 0 and called is jax.jit else made
+        np.testing.assert_allclose(
+            again(jnp.full(2, float(RANK + step))), np.full(2, -step - TRIANGLE / SIZE), rtol=1e-6
+        )
+        update, _ = outer.update({"w": jnp.full(2, float(RANK))}, outer.init({"w": jnp.ones(2)}))
+        np.testing.assert_allclose(update["w"], np.full(2, -TRIANGLE / SIZE), rtol=1e-6)
+
+
+@pytest.mark.smoke
 @pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
 def test_ranks_that_disagree_hear_the_same_error_and_go_on(called: Any) -> None:
     reduce = called(lambda each: rj.allreduce(each, rj.Sum))

@@ -362,6 +362,88 @@ def test_models_that_differ_raise_on_all_ranks() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("names", [("agent0", "agent1"), ("same", "same")], ids=["other names", "equal names"])
+def test_models_that_ranks_step_in_another_order_are_never_mixed(names: tuple[str, str]) -> None:
+    """Each is averaged with itself, for any number of steps; ranks that wait for different ones all get an error."""
+    variables = [keras.Variable([0.0, 0.0], name=name) for name in names]
+    optimizers, scales = [hvd.DistributedOptimizer(SGD(1.0)) for _ in names], [1.0, 10.0]
+
+    def make_step(number: int) -> None:
+        gradient = keras.ops.convert_to_tensor(np.full(2, scales[number] * (RANK + 1), np.float32))
+        optimizers[number].apply([gradient], [variables[number]])
+
+    for number in (0, 1, 1, 0, 1):
+        make_step(number)
+    if SIZE > 1:
+        with pytest.raises(rr.MismatchError) as caught:
+            make_step(int(RANK > 0))
+        assert sorted(caught.value.values) == list(range(SIZE))
+        for name in names:
+            assert name in str(caught.value)
+    mean = (sum(range(SIZE)) + SIZE) / SIZE
+    make_step(0)  # the ranks go on
+    for variable, scale in zip(variables, scales, strict=True):
+        np.testing.assert_allclose(as_numpy(variable), np.full(2, -3 * scale * mean), rtol=1e-6)
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_optimizers_that_ranks_use_first_in_another_order_are_an_error() -> None:
+    """Where names tell nothing, the order in which they were made does: at the latest with the second of them."""
+    variables = [keras.Variable([0.0, 0.0], name="same") for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(SGD(1.0)) for _ in range(2)]
+    gradient = keras.ops.convert_to_tensor(np.ones(2, np.float32))
+    first = int(RANK > 0)
+    optimizers[first].apply([gradient], [variables[first]])
+    with pytest.raises(rr.MismatchError, match="made before 1 of these"):
+        optimizers[1 - first].apply([gradient], [variables[1 - first]])
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("how", ["built more", "loaded"])
+def test_ranks_whose_layers_have_other_numbers_train_as_one_process(how: str, tmp_path: Path) -> None:
+    """Keras numbers layers by a counter of the process: a rank may have built others, or have loaded the model."""
+    for _ in range(RANK if how == "built more" else 0):
+        keras.layers.Dense(3)
+        keras.metrics.AUC()
+
+    def model_and_optimizer() -> Any:
+        keras.utils.set_random_seed(100)
+        layers = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(3, "sigmoid")]
+        made = keras.Sequential([keras.Input((6,)), *layers])
+        made.compile(hvd.DistributedOptimizer(Adam(0.01)), loss="mse", metrics=[keras.metrics.AUC()])
+        return made
+
+    model = model_and_optimizer()
+    if how == "loaded" and RANK == 0:
+        model.save(tmp_path / "model.keras")
+        model = hvd.load_model(tmp_path / "model.keras")
+    x, y = data()
+    y = (y > 0).astype(np.float32)
+    hvd.broadcast_variables(model.weights, 0)
+    local = hvd.callbacks.LocalSGDCallback(period=3, replica=[hvd.global_process_set])
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(), local]
+    state = hvd.elastic.KerasState(model, epoch=0)
+    state.sync()
+    model.fit(mine(x), mine(y), batch_size=ROWS, epochs=2, callbacks=callbacks, **STEADY)
+    assert_same_everywhere(model)
+    reference = model_and_optimizer()
+    reference.compile(Adam(0.01), loss="mse")
+    reference.fit(x, y, batch_size=ROWS * SIZE, epochs=2, **STEADY)
+    assert_equal(model, reference)
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_names_that_differ_in_more_than_numbers_are_an_error_that_shows_both() -> None:
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, name="probe" if RANK == 0 else "head")])
+    with pytest.raises(rr.MismatchError) as caught:
+        hvd.broadcast_variables(model.weights, 0)
+    assert "probe/kernel" in str(caught.value)
+    assert "head/kernel" in str(caught.value)
+
+
+@pytest.mark.smoke
 @pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
 def test_a_step_that_fails_raises_our_error_from_fit_and_a_state_goes_on() -> None:
     """Though `fit` shows nothing, and on the backend jax has used up the weights."""

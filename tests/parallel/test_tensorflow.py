@@ -295,6 +295,88 @@ def test_compressed_tensors_travel(step: Any) -> None:
         hvd.allreduce(tf.ones(3), compression=hvd.Compression.powersgd)
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("names", [(None, None), ("actor", "critic")], ids=["unnamed", "named"])
+def test_models_that_ranks_step_in_another_order_are_never_mixed(step: Any, names: Any) -> None:
+    """Each is averaged with itself, for any number of steps; ranks that wait for different ones all get an error."""
+    variables = [tf.Variable([0.0, 0.0], name=name) for name in names]
+
+    def stepping(variable: Any) -> Any:
+        @step
+        def make_step(weight: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * weight)
+            (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [variable])
+            variable.assign_sub(gradient)
+
+        return make_step
+
+    steps, scales = [stepping(each) for each in variables], [1.0, 10.0]
+    for number in (0, 1, 1, 0, 1):
+        steps[number](tf.constant(scales[number] * (RANK + 1.0)))
+    mean = (TRIANGLE + SIZE) / SIZE
+    expected = [[-2.0 * mean] * 2, [-30.0 * mean] * 2]
+    if SIZE > 1:
+        with pytest.raises(rr.MismatchError) as caught:
+            steps[RANK > 0](tf.constant(1.0))
+        assert sorted(caught.value.values) == list(range(SIZE))
+        for name in names if names[0] else ():
+            assert name in str(caught.value)
+    steps[0](tf.constant(RANK + 1.0))  # the ranks go on
+    expected[0] = [-3.0 * mean] * 2
+    for variable, each in zip(variables, expected, strict=True):
+        np.testing.assert_allclose(variable.numpy(), each)
+
+
+@SEVERAL
+def test_slices_of_models_that_ranks_step_in_another_order_are_never_mixed() -> None:
+    """Rows of embeddings of one size, in eager steps."""
+    tables = [tf.Variable(tf.zeros([3, 2])) for _ in range(2)]
+
+    def make_step(number: int) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(tables[number], [RANK % 3])) * (number + 1.0)
+        (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [tables[number]])
+        return tf.convert_to_tensor(gradient).numpy().sum()
+
+    for number in (1, 0, 1):
+        np.testing.assert_allclose(make_step(number), 2.0 * (number + 1))
+    with pytest.raises(rr.MismatchError):
+        make_step(int(RANK > 0))
+    np.testing.assert_allclose(make_step(1), 4.0)
+
+
+@pytest.mark.smoke
+@SEVERAL
+def test_ranks_that_have_built_more_layers_train_with_the_others(step: Any) -> None:
+    """Keras numbers layers by a counter of the process; names that differ otherwise are errors that show both."""
+    for _ in range(RANK + 1):
+        tf.keras.layers.Dense(3)
+    model = tf.keras.Sequential([tf.keras.Input((5,)), tf.keras.layers.Dense(2, use_bias=False)])
+    hvd.broadcast_variables(model.variables, 0)
+    local = hvd.LocalSGD(model.trainable_variables, period=2)
+    before = model.get_weights()[0]
+
+    @step
+    def make_step(x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(gradient)
+
+    make_step(tf.ones((4, 5)) * (RANK + 1.0))
+    local.step()
+    np.testing.assert_allclose(
+        before - model.get_weights()[0], np.full((5, 2), 4 * (TRIANGLE + SIZE) / SIZE), rtol=1e-5
+    )
+    other = tf.Variable([0.0], name="probe" if RANK == 0 else "head")
+    with pytest.raises(rr.MismatchError) as caught:
+        hvd.broadcast_variables([other], 0)
+    assert "probe" in str(caught.value)
+    assert "head" in str(caught.value)
+
+
 # ---- errors ----
 
 

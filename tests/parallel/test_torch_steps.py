@@ -294,3 +294,63 @@ def test_sparse_gradients_show_whether_the_ranks_have_the_same_data(
     assert len([each for each in caplog.records if "DistributedSampler" in each.getMessage()]) == (
         2 if same and rr.rank() == 0 else 0
     )
+
+
+@several
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard": "node"}, {"shard": "all"}, {"reduce_in": "backward"}, {"overlap": False}],
+    ids=["plain", "shard node", "shard all", "in backward", "no overlap"],
+)
+def test_optimizers_that_ranks_step_in_another_order_get_an_error_at_once(options: dict[str, Any]) -> None:
+    """All ranks hear what each of them waits for, and can go on in one order."""
+    models = [torch.nn.Linear(3, 2) for _ in range(2)]
+    for each in models:
+        torch.nn.init.zeros_(each.weight)
+        torch.nn.init.zeros_(each.bias)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(each.parameters(), lr=1.0),
+            [(f"{name}.{key}", value) for key, value in each.named_parameters()],
+            **options,
+        )
+        for name, each in zip(("actor", "critic"), models, strict=True)
+    ]
+
+    def step(number: int) -> None:
+        optimizers[number].zero_grad()
+        (models[number](torch.full((1, 3), 1.0 + rr.rank())) * 10.0**number).sum().backward()
+        optimizers[number].step()
+
+    for number in (0, 1, 1, 0):
+        step(number)
+    with pytest.raises(rr.MismatchError) as caught:
+        step(int(rr.rank() > 0))
+    assert sorted(caught.value.values) == list(range(rr.size()))
+    assert "actor" in str(caught.value)
+    assert "critic" in str(caught.value)
+    assert "in one order on all ranks" in str(caught.value)
+    step(1)
+    mean = 1.0 + (rr.size() - 1) / 2
+    assert torch.allclose(models[1].weight, torch.full((2, 3), -30.0 * mean))
+
+
+@several
+def test_local_training_of_two_models_in_another_order_gets_an_error_at_once() -> None:
+    """Their exchanges are those of different models."""
+    models = [torch.nn.Linear(3, 2) for _ in range(2)]
+    for each in models:
+        hvd.broadcast_parameters(each.state_dict(), 0)
+    inner = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    named = [each.named_parameters() for each in models]
+    optimizers = [hvd.LocalSGD(*each, period=1, replica="rank") for each in zip(inner, named, strict=True)]
+
+    def step(number: int) -> None:
+        optimizers[number].zero_grad()
+        models[number](torch.full((1, 3), 1.0 + rr.rank())).sum().backward()
+        optimizers[number].step()
+
+    for number in (0, 1, 1, 0):
+        step(number)
+    with pytest.raises(rr.MismatchError, match="in one order on all ranks"):
+        step(int(rr.rank() > 0))

@@ -771,6 +771,72 @@ def test_the_time_limit_names_who_is_missing(submitter: int, missing: str) -> No
     with_engines(3, program, clocks=clocks({0: 0.2}))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_wait_in_different_orders_get_an_error_long_before_the_time_limit(size: int) -> None:
+    """It names what each waits for. Later operations match again; what was submitted besides goes on."""
+
+    def program(engine: Engine) -> str:
+        rank = engine.communicator.rank
+        beside = submitted(engine, reduction("beside", np.ones(3)))
+        error = caught(engine.run, reduction("b" if rank == 1 else "a", np.ones(3)))
+        assert isinstance(error, MismatchError)
+        assert error.in_step
+        assert error.values == {each: f"waits for {'b' if each == 1 else 'a'!r}" for each in range(size)}
+        assert total(engine, "a") == size
+        assert engine.wait(beside)[0].tolist() == [size] * 3
+        return str(error)
+
+    (text,) = set(run_engines(size, program, config=Config(timeout_s=600.0)))
+    assert text.count("test_engine.py:") == 2
+    assert "in one order on all ranks" in text
+
+
+def test_unnamed_operations_that_wait_in_different_orders_end_everything() -> None:
+    """Of calls without a name nobody knows which of the later ones match."""
+
+    def program(engine: Engine) -> None:
+        name = unnamed("allreduce" if engine.communicator.rank else "broadcast")
+        error = caught(engine.run, reduction(name, np.ones(3)), unique=False)
+        assert isinstance(error, MismatchError)
+        assert not error.in_step
+        with pytest.raises(TransportError, match="out of step"):
+            total(engine, "named")
+
+    run_engines(3, program, config=Config(timeout_s=600.0))
+
+
+def test_where_several_threads_wait_another_one_may_submit_what_a_rank_lacks() -> None:
+    """Nothing ends early then, however long the ranks wait for different operations by the clock."""
+    gates = [Gate(), Gate()]
+
+    def clock_of(rank: int) -> Callable[[], float]:
+        ticks = itertools.count()
+
+        def clock() -> float:
+            tick = next(ticks)
+            if tick == 60:  # six seconds
+                gates[rank].open()
+            return tick * 0.1
+
+        return clock
+
+    def program(engine: Engine) -> list[float]:
+        rank, totals = engine.communicator.rank, list[float]()
+        engine.expect_any_order()
+
+        def follow() -> None:
+            gates[rank].wait()
+            totals.append(total(engine, "ba"[rank]))
+
+        other = threading.Thread(target=follow)
+        other.start()
+        totals.append(total(engine, "ab"[rank]))
+        other.join()
+        return totals
+
+    assert with_engines(2, program, clocks=clock_of, config=Config(timeout_s=1e9)) == [[2.0, 2.0]] * 2
+
+
 @pytest.mark.parametrize("submitter", [0, 1])
 def test_after_a_time_out_nothing_runs(submitter: int) -> None:
     """The missing rank may be late or have left something out, so what belongs together is not known any more."""

@@ -17,6 +17,7 @@ from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.config import Config
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.decisions import (
+    Crossed,
     Detached,
     Expired,
     Joined,
@@ -418,6 +419,44 @@ def test_a_rank_that_leaves_ends_everything(size: int, leaver: int) -> None:
         ranks = Conversation(programs, random.Random(seed)).play()
         assert {rank.detached for rank in ranks} == {leaver}
         assert sum(name == "b" for names in ranks[0].runs for name in names) == 4
+
+
+def test_ranks_that_all_wait_for_what_others_have_not_submitted_end_at_once() -> None:
+    """Each rank has said that it waits, and for what: these operations end on all ranks, and all others go on."""
+    ranks = [Participant(3, plans=number == 0) for number in range(3)]
+    coordinator = Coordinator(3, BIG)
+    for number, name in enumerate(["a", "b", "b"]):
+        for note in ranks[number].submit(name, summed()):
+            assert coordinator.receive(number, _sent(note)) == []
+    assert coordinator.receive(1, ranks[1].submit("other", summed())[0]) == []
+    said = [ranks[number].block(name, f"waits for {name}", f"x.py:{number}")[0] for number, name in enumerate("abb")]
+    assert coordinator.receive(0, said[0]) == coordinator.receive(2, said[2]) == []
+    (note,) = coordinator.receive(1, said[1])
+    assert ranks[2].receive(_sent(note)) == Crossed(
+        ("a", "b"),
+        {0: "waits for a", 1: "waits for b", 2: "waits for b"},
+        {0: "x.py:0", 1: "x.py:1", 2: "x.py:2"},
+    )
+    assert [each.name for each in coordinator.waiting()] == ["other"]
+
+
+def test_a_rank_that_goes_on_does_not_wait_any_more() -> None:
+    """What it waited for may have run, or it has submitted something else since: then nothing is known of it."""
+    ranks = [Participant(2, plans=number == 0) for number in range(2)]
+    coordinator = Coordinator(2, BIG)
+
+    def submit(rank: int, name: str) -> list[Any]:
+        return [each for note in ranks[rank].submit(name, summed()) for each in coordinator.receive(rank, note)]
+
+    def block(rank: int, name: str) -> list[Any]:
+        return coordinator.receive(rank, ranks[rank].block(name, name, "x.py:1")[0])
+
+    assert submit(0, "a") == block(0, "a") == []
+    assert submit(1, "a") != []  # both run it
+    assert submit(1, "b") == block(1, "b") == []  # rank 0 computes
+    assert submit(0, "c") == []
+    assert block(1, "b") == []
+    assert [note[0] for note in block(0, "c")] == ["crossed"]
 
 
 def test_nothing_that_was_said_before_a_rank_left_runs_after() -> None:
