@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from ringreduce.common.errors import ConfigError, ShutdownError, since
 
-Event = Literal["failed", "forking", "forked"]
+Event = Literal["failed", "closed", "forking", "forked"]
 
 
 class Lifetime:
@@ -17,8 +17,8 @@ class Lifetime:
     Lifetimes form a tree: a world is above its communicators, engines and groups. A fork concerns all that is below. A
     failure ends only what has failed; its owner ends what depends on it.
 
-    Events call listeners: ``"failed"``, with the error; ``"forking"``, with the `Forked` of processes that this one is
-    forking or has just forked; ``"forked"``, in such a process.
+    Events call listeners: ``"failed"``, with the error; ``"closed"``; ``"forking"``, with the `Forked` of processes
+    that this one is forking or has just forked; ``"forked"``, in such a process.
 
     Args:
         when_closed: what the error of a call says that comes after `close`.
@@ -91,6 +91,7 @@ class Lifetime:
         if self.closed or self.forked:
             return False
         self.open, self.closed = False, True
+        self._notify("closed")
         return True
 
     def forking(self, processes: object) -> None:

@@ -10,6 +10,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.arrays import TENSORS
+from ringreduce.torch.sharded import Stepper
 from ringreduce.torch.wrapping import parameters_of
 from ringreduce.training import parameters
 from ringreduce.training.objects import allgather_object, broadcast_object
@@ -72,7 +73,10 @@ def broadcast_optimizer_state(
         had_no_state = not optimizer.state
         included = process_set.included()
         is_root = included and process_set.rank() == root
-        state = optimizer.state_dict() if is_root else None  # which may fail, in somebody's optimizer
+        # Where ranks have parts of the state, each of them takes part in this; it may fail, in somebody's optimizer.
+        stepper = vars(optimizer).get("_stepper")
+        together = included and isinstance(stepper, Stepper) and stepper.begin()
+        state = optimizer.state_dict() if is_root or together else None
     if not included:
         return
     state = broadcast_object(state, root_rank, process_set=process_set)

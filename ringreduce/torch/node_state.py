@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from ringreduce.common.errors import ConfigError
 from ringreduce.torch.streams import tensor_like
 from ringreduce.training.framework import Slot
 from ringreduce.training.sharding import Shard, Sharding
@@ -240,8 +242,8 @@ class NodeState:
                 whole = tensor_like(parameter, memory, description.dtype)
             else:
                 whole = torch.from_numpy(memory).view(description.dtype).view(description.shape)
-            piece = self._pieces[parameter]
-            mine = piece.of(whole) if piece.has_part(name, whole) else whole
+            piece = self._pieces.get(parameter)
+            mine = whole if piece is None or not piece.has_part(name, whole) else piece.of(whole)
             self._places[parameter, name] = _Place(common, whole, mine, is_number)
             self._optimizer.state[parameter][name] = description.value if is_number else whole
 
@@ -259,6 +261,30 @@ class NodeState:
     def release(self) -> None:
         """Let the optimizer have no more state than it needs. Local."""
 
+    def make_own(self) -> None:
+        """Let the optimizer have all state in memory of its own, as far as this rank knows it. Local."""
+        self.complete()
+        for (parameter, name), place in self._places.items():
+            if not place.is_number:
+                self._optimizer.state[parameter][name] = place.whole.clone()
+        self._places.clear()
+
+    def hand_over(self, sharding: Sharding, parameters: Sequence[torch.Tensor], size: int) -> None:
+        """Let the optimizer have all state, in a world that comes after that of this state. Collective.
+
+        Args:
+            sharding: of the new world.
+            parameters: all of the optimizer's.
+            size: of the world of this state; 0: there was none, or this rank's state is not to be used.
+
+        Raises:
+            ConfigError: ranks with a part of the state are gone.
+        """
+        if size:
+            self.complete()
+        if sharding.divides_state:
+            _holders(sharding, 0)
+
 
 class DividedState(NodeState):
     """The state of an optimizer of which each rank has that of its pieces, in memory of its own.
@@ -266,7 +292,9 @@ class DividedState(NodeState):
     The optimizer has state between `complete` and `release` alone.
     """
 
-    _state: State
+    def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding) -> None:
+        super().__init__(optimizer, sharding)
+        self._state: State = {}
 
     def load(self, parameters: Sequence[torch.Tensor], pieces: Mapping[torch.Tensor, Piece], state: State) -> None:
         """See `NodeState.load`."""
@@ -296,11 +324,35 @@ class DividedState(NodeState):
             _bytes_of(self._places[self._parameters[number], name].whole)[start : start + data.nbytes] = data
         self._sharding.meet("put together")
 
+    def hand_over(self, sharding: Sharding, parameters: Sequence[torch.Tensor], size: int) -> None:
+        """See `NodeState.hand_over`."""
+        holders = _holders(sharding, size)
+        if not holders:
+            return
+        if len(holders) != max(holders):
+            gone = f"{max(holders) - len(holders)} of the {max(holders)} ranks"
+            raise ConfigError(
+                f'with shard="all" ranks have parts of the state of an optimizer, and {gone} of the last world are '
+                "gone, or have loaded another state: load a state dict on all ranks, one that was saved before"
+            )
+        self._sharding, self._parameters = sharding, parameters
+        self.complete()
+        self._places.clear()
+
+    def make_own(self) -> None:
+        """See `NodeState.make_own`; this rank knows its own part only, which is of no use."""
+
     def release(self) -> None:
         """See `NodeState.release`."""
         self._places.clear()
         for parameter in self._pieces:
             self._optimizer.state.pop(parameter, None)
+
+
+def _holders(sharding: Sharding, size: int) -> list[int]:
+    """Return the size of an earlier world, once for each rank with state of it; 0: this has none. Collective."""
+    said = sharding.ranks.allgather(np.array([[size]], np.int64))
+    return [each for each in said[:, 0].tolist() if each]
 
 
 def _described(piece: Piece, value: Any) -> tuple[int, _Description]:

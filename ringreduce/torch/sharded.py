@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ringreduce.torch.wrapping import STEPPING, parameters_of
 from ringreduce.training.node_commit import NodeCommit
 from ringreduce.training.optimizer import Training
 from ringreduce.training.reducer import GradientReducer
+from ringreduce.training.sharding import Sharding
 
 #: Optimizers that treat each element by itself, so that parameters may be cut anywhere.
 _ELEMENTWISE = (
@@ -115,28 +118,42 @@ class Stepper:
 
     def require_unchanged(self) -> None:
         """See `ShardedStep.require_unchanged`."""
-        if (sharded := self._current()) is not None:
+        if (sharded := self._current()) is not None and sharded.is_open:
             sharded.require_unchanged()
 
     def writing(self) -> AbstractContextManager[None]:
         """See `DistributedOptimizer.writing`."""
         sharded = self._current()
-        return nullcontext() if sharded is None else sharded.writing()
+        return nullcontext() if sharded is None or sharded.is_own else sharded.writing()
 
     def load_state(self) -> None:
         """See `ShardedStep.load_state`."""
-        if (sharded := self._current()) is not None:
+        sharded = self._current()
+        if sharded is not None and sharded.is_open:
             sharded.load_state()
+        else:
+            self._sharded = None  # its state is not to come back in the next world
 
     def whole_state(self) -> AbstractContextManager[None]:
         """See `ShardedStep.whole_state`."""
+        if self._sharded is not None and self._sharded.lacks_state:
+            self._training.rejoin()
+            self._begun()
         sharded = self._current()
         return nullcontext() if sharded is None else sharded.whole_state()
 
+    def begin(self) -> bool:
+        """Return whether ranks have different parts of the state; make it so that each of them can ask. Collective."""
+        if self._training.options.shard != "all":
+            return False
+        self._training.rejoin()
+        sharding = self._training.reducer.sharding
+        return sharding is not None and not sharding.has_all_state and self._begun() is not None
+
     def _begun(self) -> ShardedStep | None:
-        """Return what makes steps on shared parameters; None: each rank has its own."""
+        """Return what makes steps on shared parameters; None: each rank has its own. Collective."""
         if self._training.reducer.sharding is not None and self._current() is None:
-            self._sharded = ShardedStep(self._optimizer, self._training.reducer)
+            self._sharded = ShardedStep(self._optimizer, self._training.reducer, self._sharded)
         return self._current()
 
     def _current(self) -> ShardedStep | None:
@@ -154,15 +171,19 @@ class ShardedStep:
     Args:
         optimizer: whose steps.
         reducer: of the gradients.
+        earlier: made them in an earlier world, with a state that goes on; None: there was none.
 
     Attributes:
         reducer: the same.
+        is_own: whether parameters are each rank's own again, as the world has ended.
         number: greater than those that were made earlier.
         commit: of what the ranks of the node have in common.
         copy: the optimizer of this rank's pieces.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, reducer: GradientReducer, earlier: ShardedStep | None = None
+    ) -> None:
         assert reducer.sharding is not None
         self.number = next(_numbers)
         self._optimizer, self.reducer, self._sharding = optimizer, reducer, reducer.sharding
@@ -170,10 +191,33 @@ class ShardedStep:
         self._pieces: dict[torch.Tensor, Piece] = {}
         self._versions: list[int] = []
         self._state = (NodeState if self._sharding.has_all_state else DividedState)(optimizer, self._sharding)
+        _hand_over(earlier, optimizer, self._sharding)
         self.commit = NodeCommit(self._sharding)
-        self._writing = self._detached = False
+        self._writing = self._detached = self.is_own = False
         self.copy = _copy_of(optimizer)
         STEPS.add(self)
+        self._lifetime = reducer.ranks.engine.communicator.lifetime
+        self._lifetime.listen("closed", partial(_notify, weakref.WeakMethod(self._world_ended)))
+
+    def __del__(self) -> None:
+        # Other optimizers may train what is left; nobody does when the program ends.
+        if hasattr(self, "_lifetime") and not (self.is_own or self._detached or sys.is_finalizing()):
+            self._make_own()
+            self._state.make_own()
+
+    def _world_ended(self) -> None:
+        """Let parameters be this rank's own from now on. Local."""
+        self._make_own()
+        if self._sharding.has_all_state:
+            self._state.complete()
+
+    def _make_own(self) -> None:
+        if self.is_own:
+            return
+        self.is_own = True
+        for piece in self._pieces.values():
+            if piece.parameter.data_ptr() == piece.address:
+                piece.parameter.data = piece.parameter.detach().clone()
 
     def step(self, *closure: Callable[[], Any]) -> Any:
         """Make a step with the reduced gradients, and meet the other ranks. Collective."""
@@ -281,7 +325,12 @@ class ShardedStep:
     @property
     def is_open(self) -> bool:
         """Whether the ranks still make steps on what they have in common."""
-        return not self._detached and self.reducer.ranks.engine.communicator.lifetime.open
+        return not self._detached and self._lifetime.open
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether the world has ended in which the ranks had the state together."""
+        return not (self._lifetime.open or self._detached or self._sharding.has_all_state)
 
     def has_any(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether some of these are parameters that the ranks have in common."""
@@ -297,8 +346,7 @@ class ShardedStep:
         if self._writing or self._detached:
             return
         self._detached = True
-        for piece in self._pieces.values():
-            piece.parameter.data = piece.parameter.detach().clone()
+        self._make_own()
 
     # ---- gradients ----
 
@@ -344,6 +392,21 @@ class ShardedStep:
         ]
         self.load_state()
         self._remember()
+
+
+def _notify(method: Callable[[], Callable[[], object] | None]) -> None:
+    if (found := method()) is not None:
+        found()
+
+
+def _hand_over(earlier: ShardedStep | None, optimizer: torch.optim.Optimizer, sharding: Sharding) -> None:
+    """Let an optimizer have its state of an earlier world. Collective, also where there was none."""
+    parameters = parameters_of(optimizer)
+    if earlier is not None and not earlier._detached:
+        earlier._make_own()
+        earlier._state.hand_over(sharding, parameters, earlier.reducer.ranks.size)
+    elif sharding.divides_state:
+        DividedState(optimizer, sharding).hand_over(sharding, parameters, 0)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,8 @@ class Sharding:
         elementwise: whether parts may end inside of parameters.
         is_disjoint: whether all ranks have different parts; if not, those of different nodes have the same.
         has_all_state: whether a node has all state.
+        divides_state: whether that is so by chance alone, as all ranks are on one node.
+        ranks: the argument.
         is_first: whether this rank is the first of its node.
         node_index, node_size: this rank among those of its node, and how many they are.
         shards: of the buckets that there are.
@@ -106,12 +108,13 @@ class Sharding:
 
     def __init__(self, memory: Memory, ranks: Ranks, buckets: Buckets, options: Options) -> None:
         assert isinstance(memory, InPlace)
-        self._memory, self._ranks, self._buckets = memory, ranks, buckets
+        self._memory, self.ranks, self._buckets = memory, ranks, buckets
         self.elementwise = options.elementwise
         communicator = ranks.engine.communicator
         topology = communicator.topology
         members = topology.node_of(communicator.rank)
         self.has_all_state = options.shard == "node" or topology.single_node
+        self.divides_state = options.shard == "all"
         self.is_disjoint = options.shard == "all" or topology.single_node
         owners = range(ranks.size) if self.is_disjoint else members
         self._index, self._loads = owners.index(ranks.rank), [0] * len(owners)
@@ -213,7 +216,7 @@ class Sharding:
 
     def refuse(self, error: Exception) -> None:
         """Let the step fail on the other ranks, with this error as the reason."""
-        self._ranks.engine.refuse(Refusal(f"{self._ranks.name}, step", "step", error))
+        self.ranks.engine.refuse(Refusal(f"{self.ranks.name}, step", "step", error))
 
     def allocate(self, needed: Mapping[_Key, tuple[int, Any]]) -> tuple[_Bytes, dict[_Key, tuple[_Bytes, Any]]]:
         """Return memory of the node for state that some rank has made. Collective.
@@ -225,8 +228,8 @@ class Sharding:
             Memory for all that any rank has made; and for each its part of that, with the description.
         """
         mine = np.frombuffer(pickle.dumps(needed), np.uint8)
-        everyone, wanted = BytesIO(self._ranks.allgather(mine.reshape(-1, 1))), dict[_Key, tuple[int, Any]]()
-        for _ in range(self._ranks.size):
+        everyone, wanted = BytesIO(self.ranks.allgather(mine.reshape(-1, 1))), dict[_Key, tuple[int, Any]]()
+        for _ in range(self.ranks.size):
             wanted |= pickle.load(everyone)
         lengths = [padded(nbytes) for nbytes, _ in wanted.values()]
         memory = self.node_memory(sum(lengths)) if any(lengths) else np.empty(0, np.uint8)
@@ -280,7 +283,8 @@ class Sharding:
     def exchange(self, mine: Mapping[_Key, tuple[int, _Bytes]]) -> list[tuple[_Key, int, _Bytes]]:
         """Return what the ranks of the lane pass: by a key, where something begins, and bytes. Collective."""
         lane = self._lane
-        assert lane is not None
+        if lane is None:
+            return []  # the ranks of the node have stored all
         headers = pickle.dumps([(key, start, part.nbytes) for key, (start, part) in mine.items()])
         data = np.concatenate([np.empty(0, np.uint8), *(part for _, part in mine.values())])
 
@@ -302,8 +306,8 @@ class Sharding:
         Raises:
             ConfigError: other ranks do not make it within 5 s, or make a step; these get a `MismatchError`.
         """
-        engine, name, until_s = self._ranks.engine, f"{self._ranks.name}, step", perf_counter() + _PATIENCE_S
-        operation = InPlaceAllreduce(name, f"{call} of {self._ranks.name}", MAX, [self._flag], speculative=True)
+        engine, name, until_s = self.ranks.engine, f"{self.ranks.name}, step", perf_counter() + _PATIENCE_S
+        operation = InPlaceAllreduce(name, f"{call} of {self.ranks.name}", MAX, [self._flag], speculative=True)
         engine.submit(operation)
         while not engine.poll(operation) and perf_counter() < until_s:
             sleep(_NAP_S)
@@ -323,8 +327,8 @@ class Sharding:
 
     def _run(self, what: str, run: Callable[[Communicator], Any], argument: str = "") -> Any:
         """Make calls of all ranks, in the order of the program; ``argument`` must agree. Collective."""
-        name = f"{self._ranks.name}, {what}"
-        return self._ranks.run(CollectiveOp(name, f"{name} {argument}".rstrip(), run))
+        name = f"{self.ranks.name}, {what}"
+        return self.ranks.run(CollectiveOp(name, f"{name} {argument}".rstrip(), run))
 
     def operation(
         self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]
