@@ -12,8 +12,6 @@ import pickle
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
@@ -113,14 +111,7 @@ class SamplerStateHandler(StateHandler):
 
     def sync(self) -> None:
         """Put together what the ranks have processed of rank 0's epoch. Collective."""
-        mine = np.zeros(len(self.value.dataset), bool)
-        mine[list(self.value.processed_indices)] = True
-        # A bit for each index: millions of them go to thousands of ranks.
-        everyone = allgather_object((self.value.epoch, np.packbits(mine).tobytes()))
-        epoch = everyone[0][0]
-        bits = [np.frombuffer(each, np.uint8) for number, each in everyone if number == epoch]
-        processed = np.unpackbits(np.bitwise_or.reduce(bits), count=len(mine))
-        self.value.load_state_dict({"epoch": epoch, "processed_indices": set(np.flatnonzero(processed).tolist())})
+        self.value.load_state_dict(self.value.together(allgather_object(self.value.progress())))
 
     def reset(self) -> None:
         self.value.reset()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from ringreduce.common.files import replace_file
 from ringreduce.runtime import rank_and_size
 from ringreduce.torch.elastic.generators import Generators
 from ringreduce.torch.functions import allgather_object, broadcast_object
+from ringreduce.training.epochs import EpochDivision
 
 _log = logging.getLogger(__name__)
 
@@ -29,23 +31,34 @@ T = TypeVar("T")
 def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     """Write what a training needs to go on to a file, whole or not at all. Collective.
 
-    The random numbers of every rank, of Python, NumPy and torch, are kept with it. Rank 0 writes; the others wait
-    until the file is there. `load_checkpoint` reads it; so does ``torch.load``.
+    The random numbers of every rank, of Python, NumPy and torch, are kept with it, and what each rank has processed of
+    an epoch that an `ElasticSampler` divides. Rank 0 writes; the others wait until the file is there. `load_checkpoint`
+    reads it; so does ``torch.load``.
 
     Args:
         path: of the file, on rank 0; its folder is made if need be.
         **parts: models, optimizers, schedulers, samplers and whatever else has a ``state_dict``; and plain values that
             ``torch.load(weights_only=True)`` reads again: numbers, text, tensors, lists and dicts of these. Used on
-            rank 0 alone.
+            rank 0 alone, but for `ElasticSampler`s and optimizers that share state (``shard``): all ranks pass these.
 
     Raises:
-        ConfigError: on all ranks: the file cannot be written, or holds what could not be read again.
+        ConfigError: on all ranks: the file cannot be written, or holds what could not be read again; or a rank lacks a
+            sampler, or has one of another dataset.
     """
-    generators = _everyone(Generators().state_dict(), _SAVING)
+    complaint = f"the checkpoint {os.fspath(path)} cannot be written"
+    samplers = {name: each for name, each in sorted(parts.items()) if isinstance(each, EpochDivision)}
+    mine = {name: each.progress() for name, each in samplers.items()}
+    generators, progress = zip(*_everyone((Generators().state_dict(), mine), _SAVING), strict=True)
+    known = _joined(samplers, progress, complaint)
+    with suppress(Exception):  # rank 0 raises it below, if it concerns the file
+        for each in parts.values() if rank_and_size()[0] else ():
+            if getattr(each, "needs_whole_commits", False):
+                each.state_dict()  # for rank 0, where it is collective
 
     def write() -> None:
         states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in parts.items()}
-        content = {"format": _FORMAT, "parts": states, "generators": generators}
+        states |= known
+        content = {"format": _FORMAT, "parts": states, "generators": list(generators)}
         buffer = io.BytesIO()
         torch.save(content, buffer)
         buffer.seek(0)
@@ -54,7 +67,7 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, lambda file: file.write(buffer.getbuffer()))
 
-    _on_rank_0(write, f"the checkpoint {os.fspath(path)} cannot be written", _SAVING)
+    _on_rank_0(write, complaint, _SAVING)
 
 
 def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
@@ -107,6 +120,31 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
             ranks,
         )
     return values
+
+
+def _joined(
+    samplers: Mapping[str, EpochDivision], everyone: Sequence[Mapping[str, tuple[int, bytes]]], complaint: str
+) -> dict[str, Any]:
+    """Return the states of samplers that know what all ranks have processed, and let these know it.
+
+    Raises:
+        ConfigError: a rank lacks a sampler, or has one of another dataset. On all ranks.
+    """
+    for number, progress in enumerate(everyone):
+        for name in sorted({name for each in everyone for name in each} - set(progress)):
+            raise ConfigError(
+                f"{complaint}: rank {number} passes no sampler {name}, and what it has processed would be lost; "
+                "pass it on all ranks"
+            )
+    states = {}
+    for name, sampler in samplers.items():
+        try:
+            states[name] = sampler.together([progress[name] for progress in everyone])
+        except ConfigError as error:
+            raise ConfigError(f"{complaint}: {name}: {error}") from None
+        if sampler.epoch == states[name]["epoch"]:
+            sampler.learn(states[name]["processed_indices"])
+    return states
 
 
 def _on_rank_0(do: Callable[[], T], complaint: str, call: str) -> T:

@@ -203,7 +203,7 @@ def step_and_combine(parameters: Iterable[torch.Tensor], training: Training, ste
 def apply_late(parameters: Sequence[torch.Tensor], late: LateAverages, step: Callable[[], Any]) -> None:
     """Make the steps whose averages are still to be applied. Collective."""
     while late.pending:
-        for parameter, average in zip(parameters, late.next(len(parameters)), strict=True):
+        for parameter, average in zip(parameters, late.next(), strict=True):
             parameter.grad = average
         step()
 

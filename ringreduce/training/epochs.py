@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
+
+import numpy as np
 
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
@@ -14,8 +16,8 @@ class EpochDivision:
     """Divides the rest of an epoch among the present ranks.
 
     Every rank gets the same number of indices: the last few may be given out twice. The program records which it has
-    processed, with `record_batch`; a `ringreduce.elastic.handlers.HandlingState` collects these from all ranks. Without
-    a world there is one rank. Subclasses say how an epoch is shuffled.
+    processed, with `record_batch`; a `ringreduce.elastic.handlers.HandlingState` and `ringreduce.torch.save_checkpoint`
+    collect these from all ranks. Without a world there is one rank. Subclasses say how an epoch is shuffled.
 
     Args:
         dataset: has a length; the same on all ranks.
@@ -79,6 +81,30 @@ class EpochDivision:
         """Record what other ranks have processed; the rest stays divided as it is."""
         self.processed_indices |= processed
         self._known = len(self.processed_indices)
+
+    def progress(self) -> tuple[int, bytes]:
+        """Return the epoch, and a bit for each index: whether it was processed, as far as is known here.
+
+        Millions of them go to thousands of ranks.
+        """
+        processed = np.zeros(len(self.dataset), bool)
+        processed[list(self.processed_indices)] = True
+        return self.epoch, np.packbits(processed).tobytes()
+
+    def together(self, everyone: Sequence[tuple[int, bytes]]) -> dict[str, Any]:
+        """Return the state to load of what ranks have processed, given the progress of all: of rank 0's epoch.
+
+        Raises:
+            ConfigError: their datasets have different lengths.
+        """
+        epoch = everyone[0][0]
+        bits = [np.frombuffer(each, np.uint8) for number, each in everyone if number == epoch]
+        lengths = {len(each) for each in bits}
+        if len(lengths) > 1:
+            raise ConfigError(f"the ranks have datasets of different lengths: about {sorted(8 * n for n in lengths)}")
+        processed = np.unpackbits(np.bitwise_or.reduce(bits), count=len(self.dataset))
+        indices = set(np.flatnonzero(processed).tolist())
+        return {"epoch": epoch, "processed_indices": indices, "processed_num": len(indices)}
 
     def reset(self) -> None:
         """Divide the rest among the present ranks."""

@@ -451,7 +451,7 @@ class ListTraining:
         self.training.rejoin()
         late = self.training.late
         while late is not None and late.pending:
-            yield self._whole(late.next(len(self._specs)))
+            yield self._whole(late.next())
 
     def _whole(self, averages: Sequence[Any]) -> list[Any]:
         return [self._zeros(spec) if each is None else each for each, spec in zip(averages, self._specs, strict=True)]

@@ -88,7 +88,7 @@ class GradientReducer:
             self.buckets.parts = self.sharding.operation
         self.late: LateAverages | None = None
         if options.staleness:
-            self.late = LateAverages(options.staleness, memory, self.ranks, self.buckets)
+            self.late = LateAverages(options.staleness, memory, self.ranks, self.buckets, named)
         self.stepped = 0
         self.samples: Any = None
         self._counted_in = -1  # the step for which a sampler was last asked

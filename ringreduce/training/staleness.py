@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ringreduce.common.errors import ConfigError, RingReduceError
 from ringreduce.engine import InPlaceAllreduce, Refusal
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.buckets import Bucket, Buckets
-from ringreduce.training.framework import Found, Look, Memory
+from ringreduce.training.framework import Found, Look, Memory, Named
 
 #: Averages of gradients, oldest first: each by the number of the parameter.
 Averages = Sequence[Mapping[int, Any]]
@@ -45,12 +45,20 @@ class _Exchange(NamedTuple):
     """Gradients of one step, under way or averaged.
 
     Attributes:
-        gradients: by the number of the parameter.
+        parameters: all of the optimizer's then, in registration order.
+        gradients: by the number of the parameter, among these.
         operations: which reduce them; none if they are known to be averages on all ranks.
     """
 
+    parameters: Sequence[Any]
     gradients: Mapping[int, Any]
     operations: Sequence[InPlaceAllreduce]
+
+    def of(self, parameters: Sequence[Any]) -> dict[int, Any]:
+        """Return the gradients by the number of the parameter among those that there are now."""
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        now = ((numbers.get(id(self.parameters[number])), each) for number, each in self.gradients.items())
+        return {number: each for number, each in now if number is not None}
 
 
 class LateAverages:
@@ -61,10 +69,14 @@ class LateAverages:
         memory: the gradients'.
         ranks: carry operations out.
         buckets: of the gradients.
+        named: returns names and parameters.
     """
 
-    def __init__(self, staleness: int, memory: Memory, ranks: Ranks, buckets: Buckets) -> None:
+    def __init__(
+        self, staleness: int, memory: Memory, ranks: Ranks, buckets: Buckets, named: Callable[[], Named]
+    ) -> None:
         self._staleness, self._memory, self._ranks, self._buckets = staleness, memory, ranks, buckets
+        self._named = named
         self._rings: dict[int, deque[Bucket]] = {}  # by the id of a bucket: it and others in turn, the next one first
         self._pending: deque[_Exchange] = deque()
         self._steps = 0
@@ -91,21 +103,22 @@ class LateAverages:
         self._pending.append(self._submitted(parameters, gradients, found, error))
         if len(self._pending) <= self._staleness:
             return [None] * len(parameters)
-        return self.next(len(parameters))
+        return self.next()
 
-    def next(self, count: int) -> list[Any]:
-        """Return the oldest averages that are to be applied, for so many parameters; waits for them."""
+    def next(self) -> list[Any]:
+        """Return the oldest averages that are to be applied, one for each parameter or None; waits for them."""
         exchange = self._pending.popleft()
         self._wait(exchange)
-        return [exchange.gradients.get(number) for number in range(count)]
+        parameters = self._parameters()
+        gradients = exchange.of(parameters)
+        return [gradients.get(number) for number in range(len(parameters))]
 
     def state(self) -> list[dict[int, Any]]:
         """Return copies of all averages that are to be applied; waits for them, and no new world ends them then."""
         for exchange in self._pending:
             self._wait(exchange)
         self._pending = deque(exchange._replace(operations=()) for exchange in self._pending)
-        clone = self._memory.clone
-        return [{number: clone(each) for number, each in exchange.gradients.items()} for exchange in self._pending]
+        return [{number: self._memory.clone(each) for number, each in those.items()} for those in self.loaded()]
 
     def load(self, averages: Averages) -> None:
         """Go on from averages, which nobody else changes, in place of those that there are; waits for these."""
@@ -113,11 +126,16 @@ class LateAverages:
             for operation in exchange.operations:
                 with suppress(RingReduceError):
                     self._ranks.engine.wait(operation)
-        self._pending = deque(_Exchange(each, ()) for each in averages)
+        parameters = self._parameters()
+        self._pending = deque(_Exchange(parameters, each, ()) for each in averages)
 
     def loaded(self) -> Averages:
         """Return the averages that `state` has waited for or `load` has got, and that are still to be applied."""
-        return [exchange.gradients for exchange in self._pending if not exchange.operations]
+        parameters = self._parameters()
+        return [exchange.of(parameters) for exchange in self._pending if not exchange.operations]
+
+    def _parameters(self) -> list[Any]:
+        return [parameter for _, parameter in self._named()]
 
     def _submitted(
         self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes, error: ConfigError | None
@@ -142,9 +160,10 @@ class LateAverages:
         for bucket in self._buckets:
             target, mine = self._free(bucket, gradients), list(gradients)
             target.fill(mine, wanted)
-            placed |= {number: mine[number] for number in target.numbers}
+            placed |= {number: mine[number] for number in target.numbers if wanted[number]}
             filled.append(target)
-        return _Exchange(placed, self._operations(name, filled))
+        used = f"{len(wanted) - wanted.count(0)} of {len(wanted)} parameters, {zlib.crc32(wanted):08x}"
+        return _Exchange(parameters, placed, self._operations(name, filled, used))
 
     def _free(self, bucket: Bucket, gradients: Sequence[Any]) -> Bucket:
         """Return the next bucket of the ring; a new one, if the program still holds a gradient in it."""
@@ -158,14 +177,20 @@ class LateAverages:
         ring.rotate(-1)
         return target
 
-    def _operations(self, name: str, filled: Sequence[Bucket]) -> list[InPlaceAllreduce]:
-        """Submit the reduction of buckets: together, but those of another format or place by themselves."""
+    def _operations(self, name: str, filled: Sequence[Bucket], used: str) -> list[InPlaceAllreduce]:
+        """Submit the reduction of buckets: together, but those of another format or place by themselves.
+
+        Args:
+            name: of the operations.
+            filled: the buckets.
+            used: which parameters are trained, in words; must agree.
+        """
         operations = []
         for number, kind in enumerate(dict.fromkeys(bucket.travels for bucket in filled)):
             these = [bucket for bucket in filled if bucket.travels == kind]
-            used = self._buckets.weights
-            weights = "" if used is None else f", weights {zlib.crc32(repr(used.of_ranks).encode()):08x}"
-            text = f"{len(these)} buckets of {self._ranks.name}, {self._buckets.layout:08x}{weights}"
+            shares = self._buckets.weights
+            weights = "" if shares is None else f", weights {zlib.crc32(repr(shares.of_ranks).encode()):08x}"
+            text = f"{len(these)} buckets of {self._ranks.name}, {self._buckets.layout:08x}, of {used}{weights}"
             made = self._buckets.operation(f"{name}, {number}", text, these, [bucket.flat for bucket in these])
             made.title = f"late gradients of {self._ranks.described}"
             self._ranks.engine.submit(made)

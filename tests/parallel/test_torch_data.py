@@ -231,6 +231,79 @@ def test_training_goes_on_from_a_checkpoint(world: rr.Communicator, path: Path) 
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again[0].parameters(), strict=True))
 
 
+def test_a_checkpoint_has_what_every_rank_has_processed(world: rr.Communicator, path: Path) -> None:
+    """No sample of an epoch comes again, and none is left out, with as many ranks or one; nor in the saving run."""
+    count, processed = 23, set[int]()
+    sampler = hvd.elastic.ElasticSampler(range(count), seed=5)
+    sampler.set_epoch(2)
+    for _ in range(2):  # also what was processed since the last checkpoint
+        mine = list(sampler)[: 1 + world.rank]
+        sampler.record_indices(mine)
+        processed |= set(chain.from_iterable(everyone(mine)))
+        hvd.save_checkpoint(path, sampler=sampler)
+        assert sampler.processed_indices == processed
+        assert sampler.processed_num == len(processed)
+        sampler.reset()
+    same = hvd.elastic.ElasticSampler(range(count), seed=5)
+    hvd.load_checkpoint(path, sampler=same)
+    assert list(same) == list(sampler)
+    assert set(chain.from_iterable(everyone(list(same)))) == set(range(count)) - processed
+    rr.shutdown()
+    alone = hvd.elastic.ElasticSampler(range(count), seed=5)
+    hvd.load_checkpoint(path, sampler=alone)  # one rank, as there is no world
+    rr.init()
+    assert sorted(alone) == sorted(set(range(count)) - processed)
+    assert alone.epoch == 2
+
+
+def test_ranks_as_far_as_each_other_go_on_with_the_same_samples(world: rr.Communicator, path: Path) -> None:
+    """As if nothing had happened: each with its own."""
+    sampler = hvd.elastic.ElasticSampler(range(8 * world.size + 3), seed=1)
+    given = list(sampler)
+    sampler.record_batch(0, 3)
+    hvd.save_checkpoint(path, sampler=sampler)
+    again = hvd.elastic.ElasticSampler(range(8 * world.size + 3), seed=1)
+    hvd.load_checkpoint(path, sampler=again)
+    assert list(again)[:5] == given[3:8]
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_samplers_of_a_checkpoint_must_be_on_all_ranks(world: rr.Communicator, path: Path) -> None:
+    """The error names what is missing, on all ranks, and the last checkpoint stays."""
+    hvd.save_checkpoint(path, epoch=1)
+    sampler = hvd.elastic.ElasticSampler(range(9))
+    with pytest.raises(ConfigError, match="rank 1 passes no sampler rest"):
+        hvd.save_checkpoint(path, **({} if world.rank == 1 else {"rest": sampler}))
+    other = hvd.elastic.ElasticSampler(range(9 + 30 * (world.rank == 1)))
+    with pytest.raises(ConfigError, match="rest: the ranks have datasets of different lengths"):
+        hvd.save_checkpoint(path, rest=other)
+    assert hvd.load_checkpoint(path) == {"epoch": 1}
+
+
+def test_a_checkpoint_of_state_that_nodes_share(nodes_of_one: None, path: Path) -> None:
+    """With ``shard="all"`` all of it is in the file, and training goes on with the same bits."""
+
+    def begin() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3)
+        return model, hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model, shard="all")
+
+    def train(model: Any, optimizer: Any) -> list[float]:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 5), 1.0 + step + rr.rank())).square().mean().backward()
+            optimizer.step()
+        return [value for each in model.parameters() for value in each.detach().flatten().tolist()]
+
+    model, optimizer = begin()
+    train(model, optimizer)
+    hvd.save_checkpoint(path, model=model, optimizer=optimizer)
+    wanted = train(model, optimizer)
+    again = begin()
+    hvd.load_checkpoint(path, model=again[0], optimizer=again[1])
+    assert train(*again) == wanted
+
+
 def test_a_failed_save_leaves_the_last_checkpoint(world: rr.Communicator, path: Path) -> None:
     """All ranks get the error, and what was there is there."""
     hvd.save_checkpoint(path, epoch=1)

@@ -256,6 +256,83 @@ def test_parameters_that_are_added() -> None:
         torch.testing.assert_close(one, other)
 
 
+class Quadratics(torch.nn.ParameterList):
+    """Parameters of odd lengths, each with a gradient of its own for each rank and step."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__([torch.nn.Parameter(torch.ones(3 + n, dtype=torch.float64)) for n in range(count)])
+
+    @staticmethod
+    def gradient(number: int, value: Any, rank: int, step: int) -> Any:
+        return (0.1 + 0.05 * number) * value + 0.01 * (rank + 1) * (number + 1) + 0.003 * step
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize("reload", [False, True])
+def test_parameters_that_are_frozen_thawed_added_and_removed(staleness: int, reload: bool) -> None:
+    """Averages are those of their parameters, in saved states, too; the last of a frozen one come late.
+
+    Others of the list have gone or come since; a removed parameter stays as it is.
+    """
+    model = Quadratics(5)
+    groups = [{"params": [model[0], model[1]]}, {"params": [model[2], model[3]]}]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), staleness=staleness, bucket_nbytes=64)
+    values, waiting = [each.detach().clone() for each in model], deque[dict[int, Any]]()
+    there, frozen = {0, 1, 2, 3}, set[int]()
+    for step in range(14):
+        if step == 3:
+            frozen = {0, 3}
+        elif step == 6:
+            frozen = {3}
+        elif step == 8:
+            optimizer.add_param_group({"params": [model[4]]})
+            there.add(4)
+        elif step == 10:
+            optimizer.param_groups[0]["params"].pop(0)
+            there.remove(0)
+        elif step == 11:
+            frozen = set()
+        for number, each in enumerate(model):
+            each.requires_grad_(number not in frozen)
+        optimizer.zero_grad()
+        for number in there - frozen:
+            model[number].grad = model.gradient(number, model[number].detach(), rr.rank(), step)
+        optimizer.step()
+        ranks = range(rr.size())
+        waiting.append(
+            {n: sum(model.gradient(n, values[n], rank, step) for rank in ranks) / rr.size() for n in there - frozen}
+        )
+        if len(waiting) > staleness:
+            for number, average in waiting.popleft().items():
+                if number in there:
+                    values[number] = values[number] - 0.1 * average
+        for each, value in zip(model, values, strict=True):
+            torch.testing.assert_close(each.detach(), value, rtol=1e-13, atol=1e-14)
+        state = copy.deepcopy(optimizer.state_dict())
+        assert all(average is not None for late in state["late"] for average in late.values())
+        if reload:
+            optimizer.load_state_dict(state)
+    assert_same_bits_everywhere(model)
+    optimizer.synchronize()
+    for late in waiting:
+        for number, average in late.items():
+            values[number] = values[number] - 0.1 * average
+    for each, value in zip(model, values, strict=True):
+        torch.testing.assert_close(each.detach(), value, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_parameter_that_one_rank_freezes_is_an_error_on_all() -> None:
+    """It would move on the others alone."""
+    model = mlp()
+    optimizer = wrap(model, 1)
+    train(model, optimizer, range(3))
+    if rr.rank() == 1:
+        model[0].weight.requires_grad_(False)
+    with pytest.raises(rr.MismatchError, match="of 3 of 4 parameters"):
+        train(model, optimizer, range(3, 5))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
