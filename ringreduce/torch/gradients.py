@@ -188,10 +188,9 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
                 _passes.notify_end(mine)
                 mine.added(record)
 
-        return [
-            parameter.register_hook(before),  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
-        ]
+        handle = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        _call_first(parameter, handle)
+        return [parameter.register_hook(before), handle]  # type: ignore[no-untyped-call]
 
     def checksum(self, parameters: Sequence[torch.Tensor]) -> int:
         return _checksum(parameters)
@@ -272,6 +271,16 @@ def shape_in_memory(tensor: torch.Tensor) -> torch.Size:
     """Return a tensor's dimensions in the order that they have in memory."""
     strides = tensor.stride()
     return torch.Size(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+
+
+def _call_first(parameter: torch.Tensor, handle: RemovableHandle) -> None:
+    """Let a hook of a parameter be called before those of the program, which may make a step there."""
+    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)  # private to torch
+    if hooks is not None and handle.id in hooks:
+        later = {number: hook for number, hook in hooks.items() if number != handle.id}
+        for number in later:
+            del hooks[number]
+        hooks.update(later)
 
 
 def _is_added_to(parameter: torch.Tensor) -> bool:

@@ -440,7 +440,7 @@ class DistributedOptimizer(wrapping.Wrapper):
 
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
-        if self._training.alone or self._skipping or self._reduced.is_taken():
+        if self._training.alone or self._skipping or self._training.is_reduced or self._reduced.is_taken():
             return
         self._unwatch()
         warn_of_own_step(self._training.described)

@@ -260,6 +260,11 @@ class Training:
         return self._gradients
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether the backward pass has reduced all gradients that there are."""
+        return self._gradients is not None and not self._gradients.pending
+
+    @property
     def late(self) -> LateAverages | None:
         """The averages that later steps apply; None: each step applies its own, or nothing has begun yet."""
         return None if self._reducer is None else self._reducer.late
