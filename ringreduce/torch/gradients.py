@@ -29,8 +29,10 @@ _storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", la
 
 _NESTED = 64  # so many passes may be nested
 
-#: What runs a backward pass; private to torch. Without it passes within others count like those.
+#: What runs a backward pass, and what evaluates a node that is written in Python; private to torch. Without the first,
+#: passes within others count like those; without the second, these others do not end what is within them.
 _RUN = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+_EVALUATE = getattr(torch.autograd.function.BackwardCFunction.apply, "__code__", None)
 
 
 class Slot:
@@ -203,10 +205,9 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
                 _passes.notify_end(mine)
                 mine.added(record)
 
-        return [
-            parameter.register_hook(before),  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
-        ]
+        handle = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        _call_first(parameter, handle)
+        return [parameter.register_hook(before), handle]  # type: ignore[no-untyped-call]
 
     def checksum(self, parameters: Sequence[torch.Tensor]) -> int:
         return _checksum(parameters)
@@ -237,7 +238,12 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
 
 
 class _Passes:
-    """The backward passes under way, and the watchers to notify at their end."""
+    """The backward passes under way, and the watchers to notify at their end.
+
+    A pass may be made within another one, as reentrant checkpoints make them: while the outer one evaluates a node.
+    Watchers of the inner one are notified at the end of the outer one then, in which the nodes that follow are
+    evaluated. Where a hook makes the inner pass, the outer one is unknown, and they are notified at the end of theirs.
+    """
 
     def __init__(self) -> None:
         self._watchers: dict[int, list[weakref.ref[Watcher]]] = {}  # by the number of the pass
@@ -252,22 +258,45 @@ class _Passes:
             watchers = self._watchers[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         if all(each() is not watcher for each in watchers):
-            watchers.append(weakref.ref(watcher))
+            watching = weakref.ref(watcher)
+            watchers.append(watching)
+            self._notify_in(_following_in_outer_pass() or (), watching)
+
+    def _notify_in(self, nodes: Sequence[Any], watching: weakref.ref[Watcher]) -> None:
+        """Tell a watcher when the pass ends in which these nodes are evaluated."""
+        handles: list[RemovableHandle] = []
+
+        def evaluated(_: object) -> None:
+            for handle in handles:
+                handle.remove()
+            if (watcher := watching()) is not None:
+                self.notify_end(watcher)
+
+        handles += [node.register_prehook(evaluated) for node in nodes]
 
     def _end(self, task: int) -> None:
         found = [watcher for each in self._watchers.pop(task, ()) if (watcher := each()) is not None]
-        nested = _passes_on_the_stack() > 1
+        following = _following_in_outer_pass()
+        if following:  # these watchers are notified there
+            return
         for watcher in sorted(found, key=lambda each: each.number):
-            watcher.pass_ended(nested)
+            watcher.pass_ended(nested=following is not None)
 
 
-def _passes_on_the_stack() -> int:
-    """Return how many backward passes this thread is in: one within another, as checkpoints make them."""
-    count = 0
+def _following_in_outer_pass() -> list[Any] | None:
+    """Return the nodes that follow the one of which the evaluation has made this thread's pass.
+
+    None if that was not made within another pass. Empty if it is not known which node has made it.
+    """
+    inside = False
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        count, frame = count + (frame.f_code is _RUN), frame.f_back
-    return count
+        if frame.f_code is _RUN and inside:
+            return []
+        if frame.f_code is _EVALUATE and inside:
+            return [node for node, _ in frame.f_locals["self"].next_functions if node is not None]
+        inside, frame = inside or frame.f_code is _RUN, frame.f_back
+    return None
 
 
 _passes = _Passes()
@@ -287,6 +316,16 @@ def shape_in_memory(tensor: torch.Tensor) -> torch.Size:
     """Return a tensor's dimensions in the order that they have in memory."""
     strides = tensor.stride()
     return torch.Size(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+
+
+def _call_first(parameter: torch.Tensor, handle: RemovableHandle) -> None:
+    """Let a hook of a parameter be called before those of the program, which may make a step there."""
+    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)  # private to torch
+    if hooks is not None and handle.id in hooks:
+        later = {number: hook for number, hook in hooks.items() if number != handle.id}
+        for number in later:
+            del hooks[number]
+        hooks.update(later)
 
 
 def _is_added_to(parameter: torch.Tensor) -> bool:

@@ -59,8 +59,7 @@ class DistributedOptimizer(wrapping.Wrapper):
     (``overlap``). It begins after two steps with the declared number of passes in which nobody changed gradients before
     the step. A program that changes them gets a warning and no overlap; if it begins to do so later, `step` raises a
     `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not count, show only in the
-    comparison of weights. A program that looks at gradients before the step calls `synchronize` first. Where a whole
-    model is made of reentrant checkpoints, passes cannot be counted: use `no_sync`.
+    comparison of weights. A program that looks at gradients before the step calls `synchronize` first.
 
     A reduction writes into ``p.grad``, and so into all references to it. After ``zero_grad()`` a gradient that the
     program still holds, or a view of it, keeps its values, as in torch; bare ``p.grad.data_ptr()`` does not.
@@ -441,7 +440,7 @@ class DistributedOptimizer(wrapping.Wrapper):
 
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
-        if self._training.alone or self._skipping or self._reduced.is_taken():
+        if self._training.alone or self._skipping or self._training.is_reduced or self._reduced.is_taken():
             return
         self._unwatch()
         warn_of_own_step(self._training.described)

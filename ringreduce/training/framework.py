@@ -212,7 +212,7 @@ class Watcher(Protocol):
         """Called at the end of a pass that called `added`; several watchers are called in the order of their numbers.
 
         Args:
-            nested: whether the pass was made within another one.
+            nested: whether the pass was made within another one, of which the end is not heard.
         """
 
 

@@ -83,8 +83,8 @@ class Gradients:
         """See `Watcher`; with ``in_backward``, reduce the gradients after the last declared pass.
 
         Args:
-            nested: whether it was made within another one, as by a checkpoint. The end of that one may go unheard, so
-                where one pass makes a step, what this one has added is reduced at once.
+            nested: whether it was made within another one, whose end may go unheard. Where one pass makes a step, what
+                this one has added is reduced at once.
         """
         passes, declared = self.overlap.pass_ended(nested), self.overlap.declared
         complete = declared == 1 if nested else passes >= declared
@@ -269,6 +269,11 @@ class Training:
             _ = self.reducer
             assert self._gradients is not None, "its framework has Hooks"
         return self._gradients
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the backward pass has reduced all gradients that there are."""
+        return self._gradients is not None and not self._gradients.pending
 
     @property
     def late(self) -> LateAverages | None:

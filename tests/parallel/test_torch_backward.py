@@ -290,6 +290,24 @@ def test_sums_that_a_second_pass_adds_to_are_refused() -> None:
     torch.testing.assert_close(model[0].weight.grad, 2 * hvd.size() * own)
 
 
+@pytest.mark.sizes(2, 3, 4)
+def test_the_wrapped_optimizer_may_step_by_itself(recwarn: pytest.WarningsRecorder) -> None:
+    """With averages, as under torch's DDP, without a warning; in a hook, before they are averages, there is one."""
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), reduce_in="backward")
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model, mine(x), mine(y)).backward()
+        sgd.step()
+    assert_equal_on_ranks([parameter.detach() for parameter in model.parameters()])
+    assert not [each for each in recwarn if "DistributedOptimizer" in str(each.message)]
+    hook = model[0].weight.register_post_accumulate_grad_hook(lambda _: sgd.step())
+    with pytest.warns(UserWarning, match="this rank's own"):
+        loss_of(model, mine(x), mine(y)).backward()
+    hook.remove()
+
+
 def test_adasum_keeps_local_gradients() -> None:
     """What it combines is what the steps change."""
     model = make_model()
