@@ -105,6 +105,44 @@ def test_the_end_of_a_job_is_told_in_one_line(death: str, status: int, last: str
     assert "write" not in death or "-" * 80 + "\nMPI_ABORT\n\0\n" in done.stderr
 
 
+def test_a_traceback_of_all_ranks_is_shown_once_and_horovodrun_named() -> None:
+    """Of a program that imports Horovod, which is not there: with the ranks' numbers, and what starts it here."""
+    done = run("run", "-np", 3, sys.executable, "-c", "import horovod.torch")
+    assert done.returncode == 1
+    assert (
+        done.stderr.count("Traceback") == done.stderr.count("    import horovod") + done.stderr.count("<string>") == 1
+    )
+    assert "ranks 0-2 have written this traceback, which is shown once: ModuleNotFoundError" in done.stderr
+    assert "ringreduce: the program imports horovod: start it by `horovodrun`" in done.stderr
+
+
+def test_a_rank_that_ends_without_init_has_not_failed() -> None:
+    """It has ended with status 0, and a line says what is missing."""
+    program = "import os, ringreduce as rr; os.environ['OMPI_COMM_WORLD_RANK'] == '1' or rr.init()"
+    done = run("run", "-np", 2, sys.executable, "-c", program)
+    assert done.returncode == 1
+    assert "rank 1 failed" not in done.stderr
+    said = [
+        "rank 1 has ended, with status 0, without init() or by os._exit()",
+        "rank 0 of 2 ends: rank 1 ended before init()",
+    ]
+    assert any(each in done.stderr for each in said), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"), [("ringredcue", "did you mean 'ringreduce'?"), ("gloo", "RANK, WORLD_SIZE")]
+)
+def test_a_backend_that_finds_no_ranks_here_is_named(backend: str, words: str) -> None:
+    """One that there is not, or that asks for variables of another launcher: in one error, shown once."""
+    done = run(
+        "run", "-np", 2, sys.executable, "-c", f"import torch.distributed as d; d.init_process_group({backend!r})"
+    )
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("ringreduce.ConfigError")]
+    assert f"init_process_group({backend!r}): " in said
+    assert words in said
+
+
 def test_what_an_mpirun_of_a_rank_says_passes(tmp_path: Path) -> None:
     """Where it names itself, while the same notice of the job's own does not."""
     program = """
