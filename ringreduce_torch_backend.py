@@ -8,6 +8,7 @@ has not loaded, starts nothing, and never raises. The package itself is imported
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 import logging
@@ -47,6 +48,8 @@ def _register() -> None:
 
 def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
     """Return ``init_process_group`` with this backend's rendezvous as the default for this backend."""
+    import torch.distributed as dist
+
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -60,11 +63,39 @@ def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
         if unnamed and not {"RANK", "MASTER_ADDR"} & os.environ.keys() and _is_launched():
             given["backend"] = _NAME  # nothing else finds the ranks of mpirun without those variables
         ours = _NAME in str(given.get("backend")).lower().replace(",", ":").split(":")
-        if ours and given.get("init_method") is None and given.get("store") is None:
-            given["init_method"] = f"{_NAME}://"
+        if given.get("init_method") is None and given.get("store") is None:
+            if ours:
+                given["init_method"] = f"{_NAME}://"
+            elif "RANK" not in os.environ and _is_launched():
+                _refuse(str(given.get("backend")), [each.lower() for each in dist.Backend.backend_list])
         return init(*bound.args, **bound.kwargs)
 
     return init_process_group
+
+
+def _refuse(backend: str, known: list[str]) -> None:
+    """Raise a `ConfigError` if a backend is unknown, or finds ranks by variables that no launcher of MPI sets.
+
+    Args:
+        backend: as it was given, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
+        known: the names of all backends.
+    """
+    from ringreduce.common.errors import ConfigError
+
+    names = [part.rpartition(":")[2].strip().lower() for part in backend.split(",")]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(
+                f"init_process_group({backend!r}): torch.distributed has no backend {name!r}; "
+                + (f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}")
+            )
+    if "mpi" not in names:
+        raise ConfigError(
+            f"init_process_group({backend!r}): {backend} finds its ranks by RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT, which `ringreduce run` and mpirun do not set; use init_process_group({_NAME!r}) here, or "
+            "start the program by torchrun"
+        )
 
 
 def _is_launched() -> bool:

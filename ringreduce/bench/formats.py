@@ -60,7 +60,7 @@ def cells_of(row: Row, peers: Sequence[str]) -> dict[str, Any]:
     """Return what tables show of a row, by column: of the form in place, where there is one."""
     best, time = row.best, row.best.time
     cells = {"size": format_nbytes(best.case.nbytes), "time (us)": _time(time.median)}
-    cells |= {"busbw (GB/s)": f"{best.bus_bw:.2f}", "#wrong": _or_na(best.nwrong, "{}")}
+    cells |= {"busbw (GB/s)": _bus_bw(best), "#wrong": _or_na(best.nwrong, "{}")}
     cells |= {"algorithm": best.algorithm, "transport": best.transport, "bound": _or_na(best.bound_share, "{:.0%}")}
     cells |= {"i_min": _time(time.min), "i_max": _time(time.max), "i_p99": _time(time.p99)}
     cells |= {f"vs {peer}": _or_na(best.speedup(peer), "{:.2f}x") for peer in peers}
@@ -141,7 +141,8 @@ class NcclWriter(Writer):
     def foot(self, report: Report) -> str:
         nwrong = report.nwrong
         verdict = "N/A" if nwrong is None else f"{nwrong} {'OK' if nwrong == 0 else 'FAILED'}"
-        lines = [f"Out of bounds values : {verdict}", f"Avg bus bandwidth    : {report.mean_bus_bw:g}"]
+        mean = "N/A" if report.machine.nranks == 1 else f"{report.mean_bus_bw:g}"
+        lines = [f"Out of bounds values : {verdict}", f"Avg bus bandwidth    : {mean}"]
         if report.bounds:
             bound = report.bounds[-1]
             work = f"read and write {format_nbytes(bound.nbytes)} in place on every rank at once ({bound.method})"
@@ -249,8 +250,13 @@ def to_json(report: Report) -> str:
 def _half(result: Result | None) -> str:
     if result is None:
         return _HALF.format_map(defaultdict(lambda: "N/A"))
-    cells = {"time": _time(result.time.median), "algbw": f"{result.alg_bw:.2f}", "busbw": f"{result.bus_bw:.2f}"}
+    cells = {"time": _time(result.time.median), "algbw": f"{result.alg_bw:.2f}", "busbw": _bus_bw(result)}
     return _HALF.format_map({**cells, "#wrong": _or_na(result.nwrong, "{:g}")})
+
+
+def _bus_bw(result: Result) -> str:
+    """Write a bus bandwidth; one rank has none."""
+    return "N/A" if result.case.nranks == 1 else f"{result.bus_bw:.2f}"
 
 
 def _time(us: float) -> str:

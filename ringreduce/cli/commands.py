@@ -24,6 +24,7 @@ from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.results import Report, Settings
 from ringreduce.cli.run import Parsed
+from ringreduce.cli.usage import RankCommand
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import parse_nbytes
 
@@ -49,6 +50,15 @@ def _say_if_busy(name: str, busy: str) -> None:
     """Let rank 0 say that figures are those of a busy machine."""
     if busy and ringreduce.rank() == 0:
         click.echo(f"bench {name}: {busy}: these are not the times of this machine at rest", err=True)
+
+
+def _say_if_alone(name: str, form: str) -> None:
+    """Say, in a table, that one rank moves nothing, and how several are started."""
+    if ringreduce.size() == 1 and form not in ("json", "csv"):
+        click.echo(
+            "# one rank, which moves nothing, so busbw is N/A; for several: "
+            f"ringreduce run -np 2 python -m ringreduce bench {name}"
+        )
 
 
 class Progress:
@@ -94,7 +104,7 @@ Examples:
 """
 
 
-@click.command(epilog=_EXAMPLES, short_help="Measure a collective.")
+@click.command(cls=RankCommand, epilog=_EXAMPLES, short_help="Measure a collective.")
 @click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all", *MODES]))
 @click.option("-b", "--minbytes", "min_nbytes", type=_NBYTES, default="32M", help="First size; takes K, M, G.")
 @click.option(
@@ -233,6 +243,7 @@ def bench(**options: Any) -> int:
     ringreduce.init()
     _require_writable([path for path in (settings.output_file, plot, page) if path])
     reports = _reports(settings)
+    _say_if_alone(name, settings.format)
     if ringreduce.rank() == 0:
         if settings.output_file:
             Path(settings.output_file).write_text(to_json(reports[0]), encoding="utf-8")
@@ -262,7 +273,7 @@ def _reports(settings: Settings) -> list[Report]:
     return reports
 
 
-@click.command(short_help="Say what would run, and why.")
+@click.command(cls=RankCommand, short_help="Say what would run, and why.")
 @click.argument("collective", metavar="[COLLECTIVE]", type=click.Choice(_WITH_ALGORITHMS), default="allreduce")
 @click.option("-b", "--minbytes", type=_NBYTES, default="8", help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, show_default="64M, or --minbytes", help="Last size.")
@@ -346,7 +357,7 @@ def _last_size(first: int, last: int | None, usual: int) -> int:
     return last
 
 
-@click.command("tune", short_help="Find out what is the fastest here.")
+@click.command("tune", cls=RankCommand, short_help="Find out what is the fastest here.")
 @click.option(
     "--directory",
     type=click.Path(file_okay=False, path_type=Path),

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ringreduce.cli.usage import ProgramCommand
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import Cooldown, Hosts
@@ -55,6 +56,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 @click.command(
     "run",
+    cls=ProgramCommand,
     epilog=_EXAMPLES,
     short_help="Start a job.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},

@@ -17,6 +17,7 @@ from ringreduce.bench.simulation.cluster import WIRES, Cluster, Parts, links_of,
 from ringreduce.bench.simulation.report import figure, scaling, simulate, to_dict, to_text
 from ringreduce.bench.simulation.training import Training
 from ringreduce.cli.run import Parsed
+from ringreduce.cli.usage import Command
 from ringreduce.common.launch import launch
 from ringreduce.common.quantities import parse_nbytes, parse_rate, parse_seconds
 
@@ -66,7 +67,7 @@ Examples:
 """
 
 
-@click.command("simulate", epilog=_EXAMPLES, short_help="Predict times on a cluster that need not exist.")
+@click.command("simulate", cls=Command, epilog=_EXAMPLES, short_help="Predict times on a cluster that need not exist.")
 @click.option("--nodes", type=click.IntRange(1), default=2, help="How many.")
 @click.option("--ranks-per-node", "ranks", type=Parsed("counts", _nodes), default="1", help="Or of each: 8,8,4.")
 @click.option("--link", "rates", type=_RATE, multiple=True, help="Rate of a node's link: 100Gbit/s, 100G, 12.5GB/s.")

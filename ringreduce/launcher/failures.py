@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["KEPT_NBYTES", "find", "find_in_files", "find_killed", "is_told"]
+__all__ = ["KEPT_NBYTES", "find", "find_in_files", "find_killed", "find_unfinished", "is_told", "lacks_horovod"]
 
 #: So much of the end of what is written is looked at.
 KEPT_NBYTES = 1 << 16
@@ -18,6 +18,9 @@ _BLAMED = re.compile(
     r"Abort\([0-9]+\) on node [0-9]+ \(rank )([0-9]+)"
 )
 _KILLED = re.compile(r"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+exited on\s+signal ([0-9]+)")
+#: Of Open MPI's mpirun: a rank that has ended with status 0 before or after the others, and not by MPI's end.
+_UNFINISHED = re.compile(r"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+exiting\s+improperly")
+_NO_HOROVOD = re.compile(r"^ModuleNotFoundError: No module named 'horovod[.']", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):\n"
 #: In front of a traceback, another one belongs to it.
 _CHAINED = re.compile(r"(?:During handling of the above|The above exception was)[^\n]*\s*\Z")
@@ -44,6 +47,17 @@ def find_killed(text: str) -> tuple[int, int] | None:
     """Return the first rank that a signal has ended, and the number of that signal, as Open MPI's mpirun says it."""
     found = _KILLED.search(text)
     return None if found is None else (int(found[1]), int(found[2]))
+
+
+def find_unfinished(text: str) -> int | None:
+    """Return the rank that has ended with status 0, but without `init`, or without the end of MPI; None: none has."""
+    found = None if _ENDING.search(text) or _TRACEBACK in text else _UNFINISHED.search(text)
+    return None if found is None else int(found[1])
+
+
+def lacks_horovod(text: str) -> bool:
+    """Return whether a rank has failed for it imports Horovod, which is not there."""
+    return _NO_HOROVOD.search(text) is not None
 
 
 def is_told(text: str) -> bool:

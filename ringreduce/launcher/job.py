@@ -23,6 +23,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import end_with_parent
 from ringreduce.launcher.chains import Chains
 from ringreduce.launcher.failures import KEPT_NBYTES
+from ringreduce.launcher.tracebacks import Tracebacks
 
 __all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "Output", "say"]
 
@@ -142,6 +143,12 @@ def say(text: str) -> None:
         print(f"ringreduce: {text}", file=sys.stderr, flush=True)
 
 
+def _ranks_of(line: Sequence[str]) -> int | None:
+    """Return how many ranks a command line of mpirun starts; None: it does not say so, as with one without mpirun."""
+    number = line[line.index("-np") + 1] if "-np" in line[:-1] else ""
+    return int(number) if number.isdigit() else None
+
+
 def _timeout_s(environment: Mapping[str, str]) -> float:
     try:
         return Config.from_environ(environment).timeout_s
@@ -187,6 +194,7 @@ class Job:
             preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # then it ends its ranks
         )
         self._output = Output(None if verbose else self._process.pid)
+        self._tracebacks = Tracebacks(_ranks_of(line))
         has_shells = SUPERVISOR[-1] in line
         self._chains = Chains(
             self._process.pid,
@@ -300,7 +308,7 @@ class Job:
                     break
                 self.written = (self.written + chunk)[-KEPT_NBYTES:]
                 text, marks = self._output.feed(chunk)
-                self._show(text)
+                self._show(self._tracebacks.feed(text))
                 for mark in marks:
                     if mark.what in ("has ended well", "has died"):
                         self._chains.has_told(mark.rank)
@@ -308,8 +316,8 @@ class Job:
             elif has_ended:
                 break
             else:
-                self._show(self._output.idle())
-        self._show(self._output.rest())
+                self._show(self._tracebacks.feed(self._output.idle()) + self._tracebacks.idle())
+        self._show(self._tracebacks.feed(self._output.rest()) + self._tracebacks.rest())
 
     def end_line(self) -> None:
         """End the line that the job has written last, if it has not."""

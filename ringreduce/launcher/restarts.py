@@ -196,14 +196,24 @@ class Restarts:
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             hint = "; if nobody sent that, memory ran out: see dmesg" * (number == signal.SIGKILL)
             say(f"rank {rank} was ended by {name}, {ended}{hint}")
+        elif (unfinished := failures.find_unfinished(written)) is not None:
+            say(
+                f"rank {unfinished} has ended, with status 0, without init() or by os._exit(), {ended}: all ranks call "
+                "ringreduce.init(), and leave by the end of the program or sys.exit()"
+            )
         elif self._spec.folder is not None and (found := failures.find_in_files(Path(self._spec.folder))) is not None:
             failed, words = found
             shown = words.rpartition("\n")[2] in written
             say(f"rank {failed} failed, {ended}" + ("" if shown else f":\n{words}"))
+            written += words
         elif (failed_rank := failures.find(written)) is not None:
             say(f"rank {failed_rank} failed, {ended}")
         elif failures.is_told(written):
             say(f"a rank failed, {ended}")
+        if failures.lacks_horovod(written):
+            say(
+                "the program imports horovod: start it by `horovodrun`, where that is ringreduce, with the same options"
+            )
 
     def _wait_for_slots(self) -> Mapping[str, int]:
         policy, limit_s = self._policy, self._spec.start_timeout_s

@@ -13,6 +13,9 @@ from ringreduce.launcher.hosts import Cooldown, parse_host_file, parse_hosts
 
 __all__ = ["LaunchSpec"]
 
+#: How hosts are named in a file, and on the command line.
+_EXAMPLE = ("a line is like: localhost slots=2", "give it as in -H localhost:2")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
@@ -108,7 +111,18 @@ class LaunchSpec:
         return found
 
     def named_hosts(self) -> dict[str, int]:
-        """Return the slots by host that users name."""
+        """Return the slots by host that users name; none if they name no hosts.
+
+        Raises:
+            ConfigError: there is no host in what they name, or something else.
+        """
+        found: dict[str, int] = {}
         if self.hostfile is not None:
-            return parse_host_file(Path(self.hostfile).read_text(encoding="utf-8", errors="replace"), self.slots or 1)
-        return parse_hosts(self.hosts or "", self.slots or 1)
+            text = Path(self.hostfile).read_text(encoding="utf-8", errors="replace")
+            found = parse_host_file(text, self.slots or 1)
+        elif self.hosts is not None:
+            found = parse_hosts(self.hosts, self.slots or 1)
+        if not sum(found.values()) and (self.hostfile is not None or self.hosts is not None):
+            where = f"--hostfile {self.hostfile}" if self.hostfile is not None else f"-H {self.hosts!r}"
+            raise ConfigError(f"{where} has no host with slots; {_EXAMPLE[self.hostfile is None]}")
+        return found

@@ -24,6 +24,9 @@ __all__ = ["UNNAMED", "Start", "make_folder", "prepare"]
 #: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
 UNNAMED = ""
 
+#: By which Open MPI is set to start more ranks than there are slots.
+_MAPPING = ("PRTE_MCA_rmaps_default_mapping_policy", "OMPI_MCA_rmaps_base_mapping_policy")
+
 #: The shell that lets the ranks of a host know which process a rank is, and becomes it. mpirun does not end a job for a
 #: rank that ends well before it has started MPI, and misses some that fail there: the others look by themselves.
 _KNOWN = (
@@ -169,6 +172,8 @@ def prepare(spec: LaunchSpec) -> Start:
     allocation = None if named or spec.script else Allocation.find(os.environ)
     granted = named or (allocation.slots if allocation is not None else {})
     ranks = _ranks(spec, granted)
+    if named and not spec.growth:
+        _require_slots(spec, ranks, named)
     name = os.uname().nodename
     here = frozenset({name, name.partition(".")[0], *(() if named else (UNNAMED,))})
     elsewhere = not all(is_here(host, here) for host in granted)
@@ -213,6 +218,20 @@ def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
         starts = "-np" if most is None else "--max-np"
         raise ConfigError(f"--min-np {spec.least} is more than the {most or ranks} ranks that {starts} starts")
     return ranks
+
+
+def _require_slots(spec: LaunchSpec, ranks: int, named: Mapping[str, int]) -> None:
+    """Raise a `ConfigError` if the hosts that users name have fewer slots than ranks, and mpirun keeps to those."""
+    settings = "".join(os.environ.get(name, "") for name in _MAPPING) + " ".join(spec.more)
+    there = sum(named.values())
+    if ranks <= there or "oversubscribe" in settings:
+        return
+    first, where = next(iter(named)), f"--hostfile {spec.hostfile}" if spec.hostfile else f"-H {spec.hosts}"
+    count = named[first] + ranks - there
+    example = f"{first} slots={count}" if spec.hostfile else f"-H {first}:{count}" + ",..." * (len(named) > 1)
+    raise ConfigError(
+        f"-np {ranks} is more than the {there} slots of {where}; give more, as in {example}, or start fewer ranks"
+    )
 
 
 def _startable(program: tuple[str, ...], *, checks: bool) -> tuple[str, ...]:

@@ -105,6 +105,44 @@ def test_the_end_of_a_job_is_told_in_one_line(death: str, status: int, last: str
     assert "write" not in death or "-" * 80 + "\nMPI_ABORT\n\0\n" in done.stderr
 
 
+def test_a_traceback_of_all_ranks_is_shown_once_and_horovodrun_named() -> None:
+    """Of a program that imports Horovod, which is not there: with the ranks' numbers, and what starts it here."""
+    done = run("run", "-np", 3, sys.executable, "-c", "import horovod.torch")
+    assert done.returncode == 1
+    assert (
+        done.stderr.count("Traceback") == done.stderr.count("    import horovod") + done.stderr.count("<string>") == 1
+    )
+    assert "ranks 0-2 have written this traceback, which is shown once: ModuleNotFoundError" in done.stderr
+    assert "ringreduce: the program imports horovod: start it by `horovodrun`" in done.stderr
+
+
+def test_a_rank_that_ends_without_init_has_not_failed() -> None:
+    """It has ended with status 0, and a line says what is missing."""
+    program = "import os, ringreduce as rr; os.environ['OMPI_COMM_WORLD_RANK'] == '1' or rr.init()"
+    done = run("run", "-np", 2, sys.executable, "-c", program)
+    assert done.returncode == 1
+    assert "rank 1 failed" not in done.stderr
+    said = [
+        "rank 1 has ended, with status 0, without init() or by os._exit()",
+        "rank 0 of 2 ends: rank 1 ended before init()",
+    ]
+    assert any(each in done.stderr for each in said), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"), [("ringredcue", "did you mean 'ringreduce'?"), ("gloo", "RANK, WORLD_SIZE")]
+)
+def test_a_backend_that_finds_no_ranks_here_is_named(backend: str, words: str) -> None:
+    """One that there is not, or that asks for variables of another launcher: in one error, shown once."""
+    done = run(
+        "run", "-np", 2, sys.executable, "-c", f"import torch.distributed as d; d.init_process_group({backend!r})"
+    )
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("ringreduce.ConfigError")]
+    assert f"init_process_group({backend!r}): " in said
+    assert words in said
+
+
 def test_what_an_mpirun_of_a_rank_says_passes(tmp_path: Path) -> None:
     """Where it names itself, while the same notice of the job's own does not."""
     program = """
@@ -397,6 +435,17 @@ def test_wrong_arguments_end_with_status_2() -> None:
         (("-np", "2", "/etc/passwd", "true"), "/etc/passwd can be read, but not run"),
         (("-np", "2", "-H", "localhost:2", "not-a-program", "true"), "there is no program not-a-program"),
         (("-np", "2", "/", "true"), "/ is a folder, and no program"),
+        (("-npp", "2", "true"), "No such option '-npp'"),
+        (("true", "-np", "2"), "-np 2 comes after the name of the program"),
+        (("python", "train.py", "--num-proc=2"), "write --num-proc=2 in front of python, or -- if it is the program's"),
+        (("python", "train.py", "--elastic"), "--elastic comes after the name of the program"),
+        (("-np", "2", "train.py", "-H", "h1:2,h2:2"), "-H h1:2,h2:2 comes after the name of the program"),
+        (
+            ("--hostfile", "/dev/null", "-np", "2", "true"),
+            "--hostfile /dev/null has no host with slots; a line is like:",
+        ),
+        (("-H", ",", "-np", "2", "true"), "-H ',' has no host with slots; give it as in -H localhost:2"),
+        (("-H", "localhost:0", "-np", "2", "true"), "-H 'localhost:0' has no host with slots"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: tuple[str, ...], said: str) -> None:
@@ -407,6 +456,35 @@ def test_wrong_arguments_are_named(arguments: tuple[str, ...], said: str) -> Non
     message = error.format_message() if isinstance(error, click.UsageError) else str(error)
     assert said in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("hosts", "more"), [("localhost:2", "-H localhost:8"), ("localhost:2,h2:3", "-H localhost:5,...")]
+)
+def test_more_ranks_than_slots_are_refused(monkeypatch: pytest.MonkeyPatch, hosts: str, more: str) -> None:
+    """In our words, before Open MPI says that in its own; unless that is set to start more."""
+    monkeypatch.delenv("PRTE_MCA_rmaps_default_mapping_policy", raising=False)
+    slots = sum(int(each.partition(":")[2]) for each in hosts.split(","))
+    with pytest.raises(ConfigError) as refused:
+        main(["run", "-H", hosts, "-np", "8", "true"], standalone_mode=False)
+    said = f"-np 8 is more than the {slots} slots of -H {hosts}; give more, as in {more}, or start fewer ranks"
+    assert str(refused.value) == said
+    asked = ["--mpi-args", "--map-by :oversubscribe", "--dry-run"]
+    assert main(["run", "-H", hosts, "-np", "8", *asked, "true"], standalone_mode=False) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-np", "1", "python", "train.py", "-np", "2"],
+        ["--", "python", "train.py", "-np", "2", "--elastic"],
+        ["python", "train.py", "-np", "many", "-H", "0.1", "--hosts", "all", "--elastic=1", "-n", "2"],
+        ["mpirun", "-np", "2", "true"],
+    ],
+)
+def test_a_program_may_have_options_of_these_names(arguments: list[str]) -> None:
+    """Where ours are given before, or values differ; behind --; and where it is a launcher itself."""
+    assert main(["run", "--dry-run", *arguments], standalone_mode=False) == 0
 
 
 @pytest.mark.parametrize("setting", ["pml=ucx", "pml=cm", "pml=^ob1", "mtl=ofi"])

@@ -50,6 +50,25 @@ def test_the_last_size_is_measured():
     assert "measured too where the steps jump over it" in " ".join(invoke("bench", "--help").stdout.split())
 
 
+def test_one_rank_has_no_bus_bandwidth():
+    """It is N/A, not 0, and a line says how several ranks are started."""
+    shown = invoke("bench", "allreduce", "-b", "1K", "-e", "1K", *FAST).stdout
+    assert "ringreduce run -np 2 python -m ringreduce bench allreduce" in shown.splitlines()[-1]
+    row = next(line.split() for line in shown.splitlines() if not line.startswith("#"))
+    assert (row[7], row[11]) == ("N/A", "N/A")
+    assert "# Avg bus bandwidth    : N/A" in shown
+
+
+@pytest.mark.parametrize("command", ["bench", "tune", "explain"])
+@pytest.mark.parametrize("option", ["-np", "-npp", "--np", "--num-proc"])
+def test_ranks_are_started_in_front_of_a_command(command: str, option: str):
+    """It has no option for that, whatever click makes of -np; the error says what to write."""
+    result = invoke(command, option, "2")
+    assert result.exit_code == 2
+    assert f"{command} has no option {option}: it measures the ranks that run it. Start them in front" in result.stderr
+    assert "ringreduce run -np N" in result.stderr
+
+
 def test_bench_writes_json(tmp_path):
     """-J writes the report beside the table."""
     path = tmp_path / "report.json"

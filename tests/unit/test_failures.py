@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.launcher.failures import find, find_in_files, is_told
+from ringreduce.launcher.failures import find, find_in_files, find_unfinished, is_told, lacks_horovod
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"t.py\", line 5, in <module>\n    f()\nKeyError: 'why'"
 NOISE = "-" * 74 + "\nMPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + "-" * 74
@@ -33,6 +33,22 @@ MISSING = "/my env/bin/python3.11: can't open file '/t.py': [Errno 2] No such fi
 def test_the_rank_that_failed_is_named(text: str, rank: int | None) -> None:
     """By itself, if it ends the job, whatever the others and mpirun have written before and after; else by mpirun."""
     assert find(text) == rank
+
+
+def test_a_rank_that_has_ended_with_status_0_is_none_that_failed() -> None:
+    """Mpirun names it as having exited improperly; unless a rank says why it ends the job, or shows a traceback."""
+    box = "prterun has exited due to process rank 1 with PID 7 on node vm exiting\nimproperly. There are three reasons"
+    assert find_unfinished(f"other ends\n{box}") == 1
+    assert find_unfinished(f"{TRACEBACK}\n{box}") is None
+    assert find_unfinished(f"{ENDING}\n{box}") is None
+    assert find_unfinished("prterun has exited due to process rank 1 with PID 7 on node vm exited on signal 9") is None
+
+
+def test_a_program_that_imports_horovod_is_seen() -> None:
+    """Where Horovod is not there; in the line of the exception alone."""
+    assert lacks_horovod("Traceback\nModuleNotFoundError: No module named 'horovod'\n")
+    assert lacks_horovod("ModuleNotFoundError: No module named 'horovod.torch'")
+    assert not lacks_horovod("print: No module named 'horovod'\nModuleNotFoundError: No module named 'horovodrun'")
 
 
 @pytest.mark.parametrize(
