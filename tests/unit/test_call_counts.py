@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from types import FrameType
 
 import numpy as np
 import pytest
+from documents import ROOT
 
 import ringreduce as rr
 from ringreduce.testing import run_process_sets, run_ranks
@@ -95,3 +97,24 @@ def test_a_training_step_goes_through_few_functions() -> None:
     for _ in range(6):
         run_process_sets(2, train)
     assert min(counts) <= STEP_LIMIT
+
+
+def test_the_documents_state_these_limits() -> None:
+    """The table of docs/benchmarks.md has the limits of this file, no count above them, and no other page has counts."""
+    engine = (ROOT / "tests" / "unit" / "test_engine.py").read_text(encoding="utf-8")
+    (asynchronous,) = re.findall(r"^    limit = (\d+)  # docs/benchmarks.md has it, too$", engine, re.MULTILINE)
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition("\n## Functions per call\n")[2]
+    page = next(part for part in page.split("\n\n") if part.startswith("|"))
+    stated = {name: int(limit) for name, limit in re.findall(r"^\| (.+?) \| \d+ \| (\d+) \|", page, re.MULTILINE)}
+    assert stated == {
+        "the first one of a communicator": LIMITS[None]["first"],
+        "the same array again": LIMITS[None]["again"],
+        "another array of the same shape and dtype": LIMITS[None]["other"],
+        "the same array again, two nodes": LIMITS[1]["again"],
+        "an asynchronous operation, repeated": int(asynchronous),
+        "a training step like the last one": STEP_LIMIT,
+    }
+    counts = re.findall(r"^\| .+? \| (\d+) \| (\d+) \|", page, re.MULTILINE)
+    assert all(int(count) <= int(limit) for count, limit in counts)
+    others = [path.name for path in (ROOT / "docs").rglob("*.md") if "| the same array again |" in path.read_text()]
+    assert others == ["benchmarks.md"]

@@ -61,6 +61,12 @@ def test_examples_run(page: Path, name: str, source: str, caplog: pytest.LogCapt
     assert warnings_of(caplog.records) == []
 
 
+def test_the_readme_has_each_command() -> None:
+    """One row for each command there is."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `ringreduce (\w+)` \|", page, re.MULTILINE)) == set(command_line.commands)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_exist(page: Path) -> None:
     """Every `ringreduce ...` in the documents names a command and options that there are."""

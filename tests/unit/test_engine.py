@@ -1056,4 +1056,5 @@ def test_an_operation_that_comes_again_takes_few_calls() -> None:
         return counts
 
     counts = run_engines(2, program, config=SETTINGS)[0]
-    assert min(counts[3:]) <= 55  # more where this rank waits for the other one
+    limit = 55  # docs/benchmarks.md has it, too
+    assert min(counts[3:]) <= limit  # more where this rank waits for the other one
