@@ -239,7 +239,8 @@ class Training:
 
     def _step_alone(self) -> None:
         if self.way == "late":
-            self.late.append({name: zeros_if_none(p) for name, p in self._named(self.alone) if p.requires_grad})
+            there = [(name, p) for name, p in self._named(self.alone) if p.requires_grad or p.grad is not None]
+            self.late.append({name: zeros_if_none(p) for name, p in there})
             staleness = self.options["staleness"]
             due = self.late.popleft() if len(self.late) > staleness else {}
             for name, p in self._named(self.alone):
