@@ -412,6 +412,7 @@ def test_ranks_whose_layers_have_other_numbers_train_as_one_process(how: str, tm
         layers = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(3, "sigmoid")]
         made = keras.Sequential([keras.Input((6,)), *layers])
         made.compile(hvd.DistributedOptimizer(Adam(0.01)), loss="mse", metrics=[keras.metrics.AUC()])
+        made.optimizer.build(made.trainable_variables)
         return made
 
     model = model_and_optimizer()
