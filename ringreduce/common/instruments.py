@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from operator import add, sub
 from typing import Any
 
@@ -193,6 +194,15 @@ class EngineTally:
         if not self.before or not self.before[0]:
             return self.paces
         return [new - old for new, old in zip(self.paces, self.before[0], strict=True)]
+
+    @property
+    def windows(self) -> list[list[Pace]]:
+        """`paces` in the steps of each of the last eight reports, oldest first."""
+        known = [*self.before, self.paces] if self.before else []
+        return [
+            [new - old for new, old in zip(after, before, strict=True)] if before else after
+            for before, after in pairwise(known)
+        ]
 
     def add_paces(self, more: Sequence[Sequence[Any]]) -> None:
         """Count some more steps, given the arguments of a `Pace` for each rank."""

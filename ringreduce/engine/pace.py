@@ -57,6 +57,8 @@ class Pacemaker:
         shares: what is kept of samples by speed; None: nothing.
         unweighted: whether a program was compiled whose averages have no weights.
         warned: whether rank 0 has said that a rank is slow.
+        lasting: what rank 0 knows of a rank that was slow for some time; None: nothing.
+        seen: so many reports went into that.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Pacemaker:
         self.reported = self.warned = self.lags = False
         self.shares: Any = None
         self.unweighted = False
+        self.lasting: Any = None
+        self.seen = 0
         self._waited_s, self._send, self._clock, self._usage = waited_s, send, clock, usage
         self._cores = tuple(cores) if len(cores) <= _FEW_CORES else ()
         self._joins = self.number = 0

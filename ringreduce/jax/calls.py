@@ -21,6 +21,8 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine.coordinator import fuse
 from ringreduce.jax import ffi
+from ringreduce.jax.steps import Step, steps_of
+from ringreduce.runtime import count as tell
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.failures import raise_unseen
@@ -61,6 +63,9 @@ class Call(NamedTuple):
         root: the rank of the set that sends or receives; -1: there is none.
         function: the key of a function of `FUNCTIONS` or `LISTS`, which carries out the collective.
         part: of a collective on more arrays, in words.
+        step: whose gradients it reduces: the key of `ringreduce.jax.steps.Steps`, and the name of the operation, or of
+            the first of several; None: these are no gradients.
+        first, last: whether it is the first or the last part of the step.
         identity: an `Identity`, by which operations are named before ``name``; None: they have none.
     """
 
@@ -74,6 +79,9 @@ class Call(NamedTuple):
     root: int = -1
     function: str | None = None
     part: str = ""
+    step: Sequence[str] | None = None
+    first: bool = True
+    last: bool = True
     identity: Identity | None = None
 
     @property
@@ -97,8 +105,10 @@ LISTED = "listed"
 class Listed(Protocol):
     """Reduces arrays with what this process keeps."""
 
-    def carry_out(self, name: str | None, sources: Sequence[Host], targets: Sequence[Host]) -> None:
-        """Reduce arrays into others, as the compiled program's operation of a name."""
+    def carry_out(
+        self, name: str | None, sources: Sequence[Host], targets: Sequence[Host], others: Callable[[], ffi.Memory]
+    ) -> None:
+        """Reduce arrays into others, as the compiled program's operation of a name, which has others beside them."""
 
 
 #: By a key that is the same in all processes. Transformations keep them alive.
@@ -199,6 +209,7 @@ def run_compiled(
     adjoint: Callable[[Sequence[Any]], Sequence[Any]],
     leaves: Sequence[Any],
     wrap: Callable[[Any], Any] = lambda function: function,
+    step: Step | None = None,
 ) -> Sequence[Any]:
     """Return what a call of the compiled program makes of arrays.
 
@@ -208,8 +219,15 @@ def run_compiled(
         adjoint: takes the gradients of the results, and returns those of the arrays.
         leaves: the arrays.
         wrap: changes how the function that calls is transformed.
+        step: whose gradients the arrays are; the first of them, if there are others.
     """
-    run = jax.custom_vjp(wrap(partial(_in_buckets if call.kind == "allreduce" else _at_once, call, shapes)))
+    beside: Sequence[Any] = ()
+    if step is not None and call.name is not None:
+        call, beside = call._replace(step=(step.owner.key, call.name)), step.weights
+        step.owner.note(call.name, step)
+    else:
+        step = None
+    run = jax.custom_vjp(wrap(partial(_in_buckets if call.kind == "allreduce" else _at_once, call, shapes, step)))
     dtypes = [each.dtype for each in leaves]
 
     def backward(_: None, cotangents: Sequence[Any]) -> Sequence[Any]:
@@ -218,32 +236,39 @@ def run_compiled(
             jnp.zeros(shape, dtype) if each.dtype == jax.dtypes.float0 else each
             for shape, dtype, each in zip(shapes, dtypes, cotangents, strict=True)
         ]
-        return tuple(adjoint(given))
+        return *adjoint(given), *(None for _ in beside)
 
     run.defvjp(lambda *given: (run(*given), None), backward)
-    return run(*leaves)  # type: ignore[no-any-return]
+    return run(*leaves, *beside)  # type: ignore[no-any-return]
 
 
-def _at_once(call: Call, shapes: Sequence[Shape], *leaves: Any) -> Sequence[Any]:
+def _at_once(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays: Any) -> Sequence[Any]:
     batched = "broadcast_all" if call.kind in ALIKE else "sequential"
-    return ffi.call(json.dumps(call), leaves, shapes, batched=batched)
+    leaves, beside = arrays[: len(shapes)], arrays[len(shapes) :]
+    if step is not None:
+        step.owner.note_part(str(call.name), call.part, step.names())
+    return ffi.call(json.dumps(call), leaves, shapes, batched=batched, after=beside)
 
 
-def _in_buckets(call: Call, shapes: Sequence[Shape], *leaves: Any) -> Sequence[Any]:
+def _in_buckets(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays: Any) -> Sequence[Any]:
     """Reduce one bucket of arrays after the other, the last arrays first: in the order of most backward passes.
 
     XLA then has memory for few gradients at a time, which it uses again and again, and not for all of them, which it
     would get anew from the system in every step. All ranks have the buckets in the same order, as a bucket waits for a
     result of the one before.
     """
+    leaves, after = arrays[: len(shapes)], list(arrays[len(shapes) :])
     numbers = list(reversed(range(len(leaves))))
     items = [(None, leaves[number].size * leaves[number].dtype.itemsize) for number in numbers]
     buckets = fuse(items, _BUCKETS_AT_ONCE * _sets[call.ranks].communicator.config.bucket_nbytes)
-    made, after = list(leaves), list[Any]()
+    made, names = list(leaves), [] if step is None else step.names()
     for count, bucket in enumerate(buckets):
         members = [numbers[index] for index in bucket]
         name = call.name if count == 0 else f"{call.name}, bucket {count}"  # the first compares how many there are
         part = call._replace(name=name, part=f", bucket {count} of {len(buckets)}" if len(buckets) > 1 else "")
+        if step is not None:
+            part = part._replace(first=count == 0, last=count == len(buckets) - 1)
+            step.owner.note_part(str(call.name), part.part, [names[number] for number in members])
         given, own = [leaves[each] for each in members], [shapes[each] for each in members]
         results = ffi.call(json.dumps(part), given, own, batched="broadcast_all", in_place=True, after=after)
         for number, each in zip(members, results, strict=True):
@@ -275,15 +300,17 @@ class _Repeated(NamedTuple):
 _repeated: OrderedDict[tuple[Any, ...], _Repeated] = OrderedDict()
 
 
-def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory) -> None:
+def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory, others: Callable[[], ffi.Memory]) -> None:
     """Carry out a call of a compiled program."""
     raise_unseen()
     call = _read(text)
+    if call.step is not None:
+        _look(call, arguments, others)
     if call.kind == LISTED:
         listed = LISTS.get(str(call.function))
         if listed is None:
             raise ConfigError("the transformation that this program was compiled with does not exist any more")
-        listed.carry_out(call.operation, arguments.views(), results.views())
+        listed.carry_out(call.operation, arguments.views(), results.views(), others)
         return
     if max(arguments.nbytes, results.nbytes) > _LARGEST_REPEATED_NBYTES:
         targets = results.views()
@@ -298,6 +325,17 @@ def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory) -> None:
     _repeated[key] = repeated
     if len(_repeated) > _KEPT:
         _repeated.popitem(last=False)
+
+
+def _look(call: Call, arguments: ffi.Memory, others: Callable[[], ffi.Memory]) -> None:
+    """Count a step, and look at what it is about to reduce, if anything is due."""
+    assert call.step is not None
+    if call.first:
+        tell(steps=1)
+    key, name = call.step
+    if (steps := steps_of(key)) is not None:
+        parts = {"first": call.first, "last": call.last}
+        steps.look(name, lambda: str(call.operation), call.part, arguments, others, **parts)
 
 
 @lru_cache(4096)

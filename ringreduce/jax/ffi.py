@@ -27,8 +27,9 @@ _API_VERSION = 1  # of the interface to JAX, not of XLA's
 _METADATA = 1  # the type of the extension that asks what a target was made for
 _INTERNAL = 13  # the code of errors, as of absl
 
-#: Takes the text of a `call`, the memory of its arguments, and that of its results.
-Handler = Callable[[bytes, "Memory", "Memory"], None]
+#: Takes the text of a `call`, the memory of its arguments, that of its results, and what returns the memory of the
+#: arrays that the call is ``after``.
+Handler = Callable[[bytes, "Memory", "Memory", Callable[[], "Memory"]], None]
 
 # All structures begin with their size and the address of an extension.
 _FRAME = Struct("@NP PPi NPqPP NPqPP NPqPPP")  # API, context, stage; arguments, results, attributes: see `Memory.of`
@@ -47,6 +48,9 @@ _DTYPES: dict[int, npt.DTypeLike] = {
     **{9: np.uint64, 10: np.float16, 11: np.float32, 12: np.float64, 15: np.complex64, 16: jnp.bfloat16},
     **{18: np.complex128},
 }
+
+
+_READABLE = frozenset(np.dtype(each).name for each in _DTYPES.values())
 
 
 class Memory(NamedTuple):
@@ -100,6 +104,11 @@ def _described(number: int, dims: bytes) -> tuple[tuple[int, ...], np.dtype[Any]
     return shape, dtype, ctypes.c_byte * (prod(shape) * dtype.itemsize)
 
 
+def is_readable(array: Any) -> bool:
+    """Return whether a handler can read such an array."""
+    return isinstance(array, (jax.Array, np.ndarray)) and getattr(array.dtype, "name", None) in _READABLE
+
+
 def _read(structure: Struct, address: int) -> tuple[Any, ...]:
     return structure.unpack(ctypes.string_at(address, structure.size))
 
@@ -120,10 +129,13 @@ def register(handler: Handler) -> None:
                 ctypes.memmove(metadata + _MADE_FOR_OFFSET, api + _VERSION_OFFSET, _VERSION_NBYTES)
                 return None
         try:
-            _, _, _, _, arguments, _, _, results_count, _, results, *_, attributes = spans
+            _, _, count, _, arguments, _, _, results_count, _, results, *_, attributes = spans
             text = ctypes.string_at(*_read(_TEXT, *_read(_ADDRESS, attributes)))
-            # Any other arguments, of which a call says `after`, had to be there first, and no more.
-            handler(text, Memory.of(results_count, arguments), Memory.of(results_count, results))
+
+            def others() -> Memory:
+                return Memory.of(count - results_count, arguments + results_count * _ADDRESS.size)
+
+            handler(text, Memory.of(results_count, arguments), Memory.of(results_count, results), others)
         except BaseException as error:
             awaited = sys._getframe().f_back is not None  # else this is a thread of XLA
             message = ctypes.create_string_buffer(described(error, awaited=awaited).encode(errors="replace"))
@@ -163,7 +175,7 @@ def call(
         shapes: of as many results.
         batched: as `jax.ffi.ffi_call` has ``vmap_method``.
         in_place: whether results are in the memory of the arguments, which JAX copies if they are needed afterwards.
-        after: arrays that are there when the handler is called.
+        after: arrays that are there when the handler is called, which may read those that are `is_readable`.
         always: whether JAX may neither drop this call nor merge it with an equal one.
     """
     results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]

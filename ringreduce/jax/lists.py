@@ -19,11 +19,14 @@ from jax.custom_batching import custom_vmap
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.jax import ffi
 from ringreduce.jax.calls import LISTED, LISTS, Call, Host, is_traced, name_here, ranks_of
+from ringreduce.jax.steps import ADVICE, Step
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.checks import Model
 from ringreduce.training.failures import raise_unseen
-from ringreduce.training.host import ArraySpec
+from ringreduce.training.framework import Advice
+from ringreduce.training.host import ArraySpec, HostMemory
+from ringreduce.training.lists import ListTraining
 from ringreduce.training.names import Identity
-from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.requests import RequestBuilder
 from ringreduce.training.shares import is_by_speed
 
@@ -66,6 +69,7 @@ class HostReduction:
         process_set: the ranks that train together.
         samples: returns the number of samples of a step whose `reduce` gets none.
         identity: of the lists.
+        advice: for warnings.
         **options: of `ListTraining`.
     """
 
@@ -76,6 +80,7 @@ class HostReduction:
         process_set: ProcessSet,
         samples: Callable[[], Any] = lambda: None,
         identity: Identity | None = None,
+        advice: Advice = ADVICE,
         **options: Any,
     ) -> None:
         self._kind, self._process_set, self._samples, self._options = kind, process_set, samples, options
@@ -83,48 +88,61 @@ class HostReduction:
         self._specs = [ArraySpec(each.shape, each.dtype) for each in leaves]
         self._key = f"{kind} {next(_numbers)}"
         self._training: ListTraining | None = None
+        self._advice, self._weight_names = advice, list[str]
         LISTS[self._key] = self
 
-    def reduce(self, leaves: Sequence[Any], name: str | None = None, samples: Any = None) -> list[Any]:
+    def reduce(
+        self, leaves: Sequence[Any], name: str | None = None, samples: Any = None, step: Step | None = None
+    ) -> list[Any]:
         """Return the averages, or sums, of arrays. Collective.
 
         Args:
             leaves: the arrays.
             name: of the operation; None: as `ringreduce.jax.allreduce` names one.
             samples: of how many samples this rank's arrays are means, a number or a scalar; on all ranks or none.
+            step: whose gradients the arrays are.
         """
         raise_unseen()
+        weights = [] if step is None else list(step.weights)
+        self._weight_names = list if step is None else step.weight_names
         arrays = [*leaves, *([] if samples is None else [_scalar(samples)])]
         # The name of an allreduce: a rank without numbers of samples makes one, so that both get an error.
         name = name or name_here("allreduce", arrays)
         call = Call(LISTED, name, ranks_of(self._process_set), function=self._key, identity=self._identity)
         if not is_traced(arrays):
-            reduced = self._reduced(call.operation, list(map(np.asarray, arrays)))
+            concrete = () if is_traced(weights) else weights
+            values = lambda: list(map(np.asarray, concrete))  # noqa: E731
+            reduced = self._reduced(call.operation, list(map(np.asarray, arrays)), values)
             return [jnp.array(each) for each in reduced]  # copies
         shapes = [each.shape for each in arrays]
-        run = unmapped(lambda *given: ffi.call(json.dumps(call), given, shapes, batched=None, always=True))
-        return list(run(*arrays)[: len(leaves)])
+        count = len(arrays)
+        how: dict[str, Any] = {"batched": None, "always": True}
+        run = unmapped(lambda *given: ffi.call(json.dumps(call), given[:count], shapes, after=given[count:], **how))
+        return list(run(*arrays, *weights)[: len(leaves)])
 
     def pending(self) -> Iterator[list[Any]]:
         """Yield the averages that are still to be applied, oldest first. Collective."""
         for averages in () if self._training is None else self._training.pending():
             yield [jnp.array(each) for each in averages]
 
-    def carry_out(self, name: str | None, sources: Sequence[Host], targets: Sequence[Host]) -> None:
-        """Reduce arrays into others, as the compiled program's operation of a name."""
-        for target, each in zip(targets, self._reduced(name, sources), strict=False):
+    def carry_out(
+        self, name: str | None, sources: Sequence[Host], targets: Sequence[Host], others: Callable[[], ffi.Memory]
+    ) -> None:
+        """Reduce arrays into others, as the compiled program's operation of a name; ``others`` are the weights."""
+        for target, each in zip(targets, self._reduced(name, sources, lambda: others().views()), strict=False):
             np.copyto(target, each)
 
-    def _reduced(self, name: str | None, arrays: Sequence[Host]) -> list[Host]:
+    def _reduced(self, name: str | None, arrays: Sequence[Host], weights: Callable[[], Sequence[Host]]) -> list[Host]:
         number = len(self._specs)
         if self._training is None:
             with RequestBuilder("allreduce", name, self._process_set) as prepare:
                 request = prepare.call("late gradients, or numbers of samples", lambda ranks: None)
             request.carry_out()
             named = [(f"array {place}", each) for place, each in enumerate(self._specs)]
-            how = {"identity": self._identity, **self._options}
+            how = {"identity": self._identity, "bind": lambda _: HostMemory(self._advice), **self._options}
             self._training = ListTraining(self._kind, named, self._process_set, **how)
-        return self._training.reduce(arrays[:number], arrays[number] if len(arrays) > number else self._samples())
+        samples = arrays[number] if len(arrays) > number else self._samples()
+        return self._training.reduce(arrays[:number], samples, Model(self._weight_names(), weights))
 
 
 class HostTrees:
@@ -138,7 +156,9 @@ class HostTrees:
         self._kind, self._process_set, self._options = kind, process_set, options
         self._known: dict[Any, HostReduction] = {}
 
-    def reduce(self, tree: Any, name: str | None, samples: Any, identity: Identity | None = None) -> Any:
+    def reduce(
+        self, tree: Any, name: str | None, samples: Any, identity: Identity | None = None, step: Step | None = None
+    ) -> Any:
         """Return the averages, or sums, of a tree of arrays. Collective; see `HostReduction.reduce`.
 
         The identity of the tree tells it from others of its shapes; those of a structure have the same each time.
@@ -150,7 +170,7 @@ class HostTrees:
         if key not in self._known:
             how = {"identity": identity, **self._options}
             self._known[key] = HostReduction(self._kind, leaves, self._process_set, **how)
-        return jax.tree.unflatten(structure, self._known[key].reduce(leaves, name, samples))
+        return jax.tree.unflatten(structure, self._known[key].reduce(leaves, name, samples, step))
 
     def pending(self, like: Any) -> Iterator[Any]:
         """Yield the averages that are still to be applied, oldest first, of trees of a structure. Collective."""

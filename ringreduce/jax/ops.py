@@ -29,6 +29,7 @@ from ringreduce.common.arguments import real_number
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.jax.calls import ALIKE, Call, Shape, is_traced, name_here, ranks_of, request_of, run_compiled
+from ringreduce.jax.steps import Step
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.differentiable import Differentiable
@@ -63,13 +64,14 @@ class _Collectives(Differentiable):
 
     Attributes:
         identity: of the arrays; None: they have none.
+        step: whose gradients the arrays are; None: they are no gradients.
     """
 
-    __slots__ = ("identity",)
+    __slots__ = ("identity", "step")
 
-    def __init__(self, *given: Any, identity: Identity | None = None, **how: Any) -> None:
+    def __init__(self, *given: Any, identity: Identity | None = None, step: Step | None = None, **how: Any) -> None:
         super().__init__(*given, **how)
-        self.identity = identity
+        self.identity, self.step = identity, step
 
     def exchange(self, values: Sequence[Any]) -> Sequence[Any]:
         """Send an equal part of each array to every rank."""
@@ -109,7 +111,9 @@ class _Collectives(Differentiable):
             traced = is_traced(values)
             shapes = shapes or [_result_shape(kind, each.shape, self._process_set, traced) for each in values]
         if traced:
-            return run_compiled(call, shapes, partial(adjoint, self._back()), values)
+            return run_compiled(call, shapes, partial(adjoint, self._back()), values, step=self.step)
+        if self.step is not None:
+            self.step.look(values, call.operation)
         return _run_at_once(call, values)
 
     def _call(
@@ -175,6 +179,7 @@ def _on_leaves(
     process_set: ProcessSet,
     *given: Any,
     identity: Identity | None = None,
+    step: Step | None = None,
 ) -> Any:
     """Carry out a collective on all arrays of a tree, now or in the program that is being traced.
 
@@ -183,6 +188,7 @@ def _on_leaves(
         kind, tree, name, process_set: as usual.
         *given: the other arguments of the collective.
         identity: of the tree, if it has one.
+        step: whose gradients the arrays are; None: they are no gradients.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
@@ -191,9 +197,8 @@ def _on_leaves(
     name = name or name_here(kind, leaves)
     with RequestBuilder(kind, name, process_set):
         leaves = list(map(_usable, leaves))
-    return jax.tree.unflatten(
-        structure, collective(_Collectives(HOST, name, process_set, identity=identity), leaves, *given)
-    )
+    collectives = _Collectives(HOST, name, process_set, identity=identity, step=step)
+    return jax.tree.unflatten(structure, collective(collectives, leaves, *given))
 
 
 def _usable(leaf: Any) -> Any:
@@ -253,6 +258,28 @@ def allreduce_of(
     """Do what `allreduce` does for arrays that have an identity, which tells them from others on all ranks."""
     how = op, prescale_factor, postscale_factor, compression
     return _on_leaves(_Collectives.allreduce, "allreduce", tree, name, process_set, *how, identity=identity)
+
+
+def reduce_gradients(
+    step: Step,
+    tree: Any,
+    op: Op,
+    *,
+    name: str | None = None,
+    compression: str | None = None,
+    predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    identity: Identity | None = None,
+) -> Any:
+    """Do what `allreduce` does for the gradients of a step. Collective.
+
+    Args:
+        step: which.
+        tree, op, name, compression, process_set, identity: as for `allreduce_of`.
+        predivide_factor: divides the gradients before they are summed, and multiplies the sums.
+    """
+    how = op, 1.0 / predivide_factor, predivide_factor, compression
+    return _on_leaves(_Collectives.allreduce, "allreduce", tree, name, process_set, *how, identity=identity, step=step)
 
 
 def reducescatter(

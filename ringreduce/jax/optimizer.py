@@ -18,9 +18,10 @@ from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.jax.calls import FUNCTIONS, Call, is_tracing, name_here, ranks_of, run_compiled
+from ringreduce.jax.calls import FUNCTIONS, Call, is_traced, is_tracing, name_here, ranks_of, run_compiled
 from ringreduce.jax.lists import HostTrees, needs_host, unmapped
-from ringreduce.jax.ops import allreduce_of
+from ringreduce.jax.ops import allreduce_of, reduce_gradients
+from ringreduce.jax.steps import Steps
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import (
@@ -112,7 +113,7 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
             how |= {"compression": late, "staleness": staleness}
             Options(**how).checked(config(), [])
     trees = HostTrees("DistributedGradientTransformation", process_set, **how)
-    inner = optax.with_extra_args_support(tx)
+    inner, steps = optax.with_extra_args_support(tx), Steps("DistributedGradientTransformation", process_set)
 
     # One that is made in each trace is the same each time: a rank may trace more often than others.
     number = 0 if is_tracing() else next(numbers)
@@ -127,14 +128,16 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
 
     if wanted is not None and not staleness:
         assert isinstance(kind, ReduceOp)
-        compressing = _Compressing(inner, reduce, identified, wanted, kind, name, process_set)
+        compressing = _Compressing(inner, reduce, identified, steps, wanted, kind, name, process_set)
         return DistributedTransformation(compressing.init, compressing.update)
 
     def update(updates: Any, state: Any, params: Any = None, *, samples: Any = None, **extra: Any) -> Any:
+        step = steps.of_trees(updates, params)
         if staleness or samples is not None or needs_host(process_set, updates):
-            updates = trees.reduce(updates, name, samples, identified(updates))
+            updates = trees.reduce(updates, name, samples, identified(updates), step)
         else:
-            updates = reduce(updates)
+            how: dict[str, Any] = {"name": name, "identity": identified(updates), "process_set": process_set}
+            updates = reduce_gradients(step, updates, kind, predivide_factor=factor, **how)
         return inner.update(updates, state, params, **extra)
 
     made = DistributedTransformation(inner.init, update)
@@ -191,12 +194,14 @@ class _Compressing(NamedTuple):
         inner: what the reduced gradients go to.
         reduce: reduces those that are not float32, as they are.
         identified: returns the identity of a tree.
+        steps: those of the transformation.
         compression, op, name, process_set: as given.
     """
 
     inner: Any
     reduce: Callable[[Any], Any]
     identified: Callable[[Any], Identity | None]
+    steps: Steps
     compression: BucketCompression
     op: ReduceOp
     name: str | None
@@ -217,7 +222,7 @@ class _Compressing(NamedTuple):
             raise ConfigError("compressed gradients cannot be weighted: use no compression with numbers of samples")
         leaves, structure = jax.tree.flatten(updates)
         chosen = [each for each in leaves if _is_compressed(each)]
-        made, residual = self._compress(chosen, state.lost.arrays, self.identified(updates))
+        made, residual = self._compress(chosen, state.lost.arrays, updates, params)
         compressed = iter(made)
         others = iter(self.reduce([each for each in leaves if not _is_compressed(each)]))
         reduced = [next(compressed if _is_compressed(each) else others) for each in leaves]
@@ -225,15 +230,21 @@ class _Compressing(NamedTuple):
         return updates, DistributedState(inner, RankState(residual))
 
     def _compress(
-        self, leaves: Sequence[Any], residual: dict[str, Any], identity: Identity | None
+        self, leaves: Sequence[Any], residual: dict[str, Any], tree: Any, params: Any
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return reduced gradients, and what compression leaves of them."""
+        """Return reduced gradients, those of a tree that are compressed, and what compression leaves of them."""
         names = sorted(residual)
         arrays = [*leaves, *(residual[each] for each in names)]
         compressed, kind = _Compressed(self.compression, [each.shape for each in leaves], names), "compressed allreduce"
         name = name_here(kind, arrays) if self.name is None else f"{self.name}, compressed"
+        identity = self.identified(tree)
         call = Call(kind, name, ranks_of(self.process_set), self.op.value, function=compressed.key, identity=identity)
-        made = run_compiled(call, [each.shape for each in arrays], _refuse_gradients, arrays, unmapped)
+        step = self.steps.of_trees(tree, params, _is_compressed)
+        traced = is_traced(arrays)
+        if not traced:
+            step.look(leaves, call.operation)
+        of = step if traced else None
+        made = run_compiled(call, [each.shape for each in arrays], _refuse_gradients, arrays, unmapped, of)
         return made[: len(leaves)], dict(zip(names, made[len(leaves) :], strict=True))
 
 

@@ -12,11 +12,20 @@ import numpy as np
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.applying import ListReduction
+from ringreduce.training.framework import Advice
+from ringreduce.training.lists import ListTraining
 from ringreduce.training.names import Identity, ScopedName, identity_of
-from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options
 
 _KIND = "DistributedOptimizer"
+
+_ADVICE = Advice(
+    "give fit() the callback BroadcastGlobalVariablesCallback(0), or call broadcast_variables(model.weights, "
+    "root_rank=0) before the first step",
+    "arrays as x[rank()::size()], dataset.shard(size(), rank()) of a tf.data.Dataset, or a keras.utils.PyDataset that "
+    "divides its batches, for example",
+    first=1,
+)
 
 
 def _how(options: Options) -> dict[str, Any]:
@@ -52,7 +61,8 @@ if keras.backend.backend() == "jax":
 
     from ringreduce.jax import error_of
     from ringreduce.jax.lists import HostReduction, needs_host
-    from ringreduce.jax.ops import allreduce_of
+    from ringreduce.jax.ops import reduce_gradients
+    from ringreduce.jax.steps import Step, Steps
 
     class _CompiledReduction(ListReduction):
         """Reduces gradients in the compiled program; late or weighted ones on the host."""
@@ -60,6 +70,7 @@ if keras.backend.backend() == "jax":
         def __init__(self, options: Options, process_set: ProcessSet) -> None:
             super().__init__(options.staleness)
             self._options, self._process_set, self._plain = options, process_set, False
+            self._steps = Steps(_KIND, process_set, _ADVICE)
 
         def count(self, samples: Any) -> None:
             if self._plain and samples is not None:
@@ -70,29 +81,36 @@ if keras.backend.backend() == "jax":
             super().count(samples)
 
         def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+            step = self._step(gradients, variables)
             if self.staleness or self.samples is not None or needs_host(self._process_set, gradients):
-                return self._listed(gradients, variables)
+                return self._listed(gradients, variables, step)
             self._plain, options = True, self._options
-            made: list[Any] = allreduce_of(
+            made: list[Any] = reduce_gradients(
+                step,
                 list(gradients),
                 options.op,
                 compression=options.compression and options.compression.wire,
-                prescale_factor=1.0 / options.predivide_factor,
-                postscale_factor=options.predivide_factor,
+                predivide_factor=options.predivide_factor,
                 process_set=self._process_set,
                 identity=_identity(self.number, variables),
             )
             return made
 
-        def _listed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+        def _step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Step:
+            given = [each for each, gradient in zip(variables, gradients, strict=True) if gradient is not None]
+            values = [each.value for each in variables] if self.values is None else self.values
+            paths = [each.path for each in variables]
+            return self._steps.of_lists(lambda: [each.path for each in given], values, lambda: paths)
+
+        def _listed(self, gradients: Sequence[Any], variables: Sequence[Any], step: Step) -> Sequence[Any]:
             there = [number for number, each in enumerate(gradients) if each is not None]
             given, made = [gradients[number] for number in there], list(gradients)
             key = tuple(id(variables[number]) for number in there)
             if key not in self.known:
                 known = [variables[number] for number in there]
-                how = {"identity": _identity(self.number, known), **_how(self._options)}
+                how = {"advice": _ADVICE, "identity": _identity(self.number, known), **_how(self._options)}
                 self.known[key] = HostReduction(_KIND, given, self._process_set, lambda: self.samples, **how), known
-            for number, each in zip(there, self.known[key][0].reduce(given), strict=True):
+            for number, each in zip(there, self.known[key][0].reduce(given, step=step), strict=True):
                 made[number] = each
             return made
 
@@ -126,7 +144,8 @@ elif keras.backend.backend() == "torch":
         def __init__(self, options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> None:
             super().__init__(options.staleness)
             self._process_set, self._how = process_set, _how(options)
-            self._how |= {"arrays": TENSORS, "bind": partial(TorchParameters, sparse_as_dense=sparse_as_dense)}
+            bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense, advice=_ADVICE)
+            self._how |= {"arrays": TENSORS, "bind": bind}
 
         def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
             key = tuple(map(id, variables))
@@ -159,6 +178,7 @@ elif keras.backend.backend() == "tensorflow":
             predivide=options.predivide_factor,
             process_set=process_set,
             staleness=options.staleness,
+            advice=_ADVICE,
         )
 
     def prepare(model: Any) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from statistics import fmean
 from typing import NamedTuple
 
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.instruments import Pace
 
-__all__ = ["Slow", "find_slow"]
+__all__ = ["Lasting", "Slow", "find_slow"]
 
 _ENOUGH = 64  # steps: with fewer, no rank is called slow
 _COSTS = 0.1  # of a step's time: shorter waits are not reported
@@ -19,11 +21,24 @@ _CROWDED = 0.1  # who wants a core has more of one, even if others want it, too
 _PREEMPTED_S = 0.02  # the longest that others have a core before the system gives it back
 _FAULT_S = 1e-6  # what the system takes for one, if not for reading a disk
 
-_REMEDIES = {
-    "always": 'give it fewer samples, by DistributedSampler(..., shares="speed")',
-    "sometimes": "let ranks wait less often: by LocalSGD or DiLoCo, or by staleness=1",
-    "rarely": "nothing need be done",
+# What makes slowness last. Two ranks of which either is last by chance have one of them last in three of four of 128
+# steps once in 10^8 times; more ranks, more rarely. What else a machine does for some seconds is no property of a rank.
+_REPORTS, _LONG_S = 8, 10.0
+_MOST, _OF_A_REPORT = 0.75, 0.5  # of the steps of all reports, of each one
+_SUBSTANTIAL = 0.2  # of a step's time
+
+_FEWER = "give it fewer samples"
+#: What helps against each cause.
+_CURES = {
+    "data": "let its loader read further ahead, with more workers, or from faster storage",
+    "faults": "reuse memory instead of allocating it in each step, and see whether the machine swaps",
+    "shared": "give each rank cores of its own (--bind-to core), or start fewer ranks there",
+    "crowded": "stop what else runs on its cores, or limit its threads (OMP_NUM_THREADS)",
+    "waiting": "find what it waits for, as with a profiler",
+    "work": _FEWER,
+    "unknown": _FEWER,
 }
+_RARER = "let ranks wait less often, by LocalSGD, DiLoCo or staleness, where these go with the optimizer"
 
 
 class Slow(NamedTuple):
@@ -36,6 +51,8 @@ class Slow(NamedTuple):
         part: in which part of the steps this rank is last.
         late_s: how long the others wait for it then (seconds).
         reason: why it is late, as far as can be seen.
+        cause: the same in a word: ``"data"``, ``"faults"``, ``"shared"`` and ``"crowded"`` (its cores), ``"waiting"``,
+            ``"work"``, or ``"unknown"``.
     """
 
     rank: int
@@ -43,11 +60,12 @@ class Slow(NamedTuple):
     part: float
     late_s: float
     reason: str
+    cause: str = "unknown"
 
     @property
     def remedy(self) -> str:
         """What helps, in words."""
-        return _REMEDIES[self.kind]
+        return {"always": _CURES[self.cause], "sometimes": _RARER}.get(self.kind, "nothing need be done")
 
     @property
     def lateness(self) -> str:
@@ -57,6 +75,70 @@ class Slow(NamedTuple):
     def __str__(self) -> str:
         helps = f"{self.kind.capitalize()} late: {self.remedy}; see docs/recipes/speeds.md"
         return f"rank {self.rank} is {self.lateness}. {helps}"
+
+    def warning(self, fewer: str | None) -> str:
+        """Return what is said of a rank that is late for long.
+
+        Args:
+            fewer: how a program gives a rank fewer samples; None: it cannot.
+        """
+        cure = _CURES[self.cause]
+        if cure == _FEWER:
+            cure = "give it less work" if fewer is None else f"{_FEWER}, by {fewer}"
+        return f"rank {self.rank} is {self.lateness}. To speed all ranks up, {cure}; see docs/recipes/speeds.md"
+
+
+class Lasting(NamedTuple):
+    """The rank that was last in most steps, report after report; of none after the first that differs.
+
+    Attributes:
+        rank: which; -1: none.
+        reports: how many reports in a row.
+        steps, last: the steps of these, and in how many of them it was last.
+        own_s, late_s: how long its own parts took, and how long the others have waited for it (seconds).
+    """
+
+    rank: int = -1
+    reports: int = 0
+    steps: int = 0
+    last: int = 0
+    own_s: float = 0.0
+    late_s: float = 0.0
+
+    def after(self, window: Sequence[Pace]) -> Lasting:
+        """Return what is known after one more report: the paces of all ranks in its steps."""
+        rank = max(range(len(window)), key=lambda each: window[each].late_s)
+        slow = window[rank]
+        if slow.last <= _OF_A_REPORT * slow.steps or slow.late_s < _COSTS * slow.own_s:
+            return Lasting()
+        before = self if rank == self.rank else Lasting(rank)
+        return Lasting(
+            rank,
+            before.reports + 1,
+            before.steps + slow.steps,
+            before.last + slow.last,
+            before.own_s + slow.own_s,
+            before.late_s + slow.late_s,
+        )
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether it is no chance, lasts, and costs the others a substantial part of their time."""
+        lasts = self.reports >= _REPORTS and self.own_s >= _LONG_S
+        return lasts and self.last >= _MOST * self.steps and self.late_s >= _SUBSTANTIAL * self.own_s
+
+    def slow(self, windows: Sequence[Sequence[Pace]], nodes: Sequence[Sequence[int]]) -> Slow | None:
+        """Return what to warn of, given the last reports; None: nothing, or the reason is unknown or changes."""
+        if not self.is_enough:
+            return None
+        half = len(windows) // 2
+        early, late, both = (_sum(each) for each in (windows[:half], windows[half:], windows))
+        causes = {_describe(self.rank, each, nodes, range(len(each))).cause for each in (early, late)}
+        return None if len(causes) > 1 or "unknown" in causes else _describe(self.rank, both, nodes, range(len(both)))
+
+
+def _sum(windows: Sequence[Sequence[Pace]]) -> list[Pace]:
+    return [reduce(add, each) for each in zip(*windows, strict=True)]
 
 
 def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> Slow | None:
@@ -72,6 +154,11 @@ def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]], ranks: Sequ
     if sum(each.late_s for each in paces) < _COSTS * max(each.own_s for each in paces):
         return None
     rank = max(range(len(paces)), key=lambda each: paces[each].late_s)
+    return _describe(rank, paces, nodes, range(len(paces)) if ranks is None else ranks)
+
+
+def _describe(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], names: Sequence[int]) -> Slow:
+    """Return how slow a rank is, which was last in some steps."""
     slow, steps = paces[rank], paces[rank].steps
     kind = "rarely"
     if slow.last >= _ALWAYS * steps:
@@ -79,42 +166,43 @@ def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]], ranks: Sequ
     elif sum(each.last for each in paces) >= _SOMETIMES * steps:
         kind = "sometimes"
     late_s = slow.late_s / slow.last
-    names = range(len(paces)) if ranks is None else ranks
-    reason = _reason(rank, paces, nodes, late_s * slow.last / steps, names)
-    return Slow(names[rank], kind, slow.last / steps, late_s, reason)
+    cause, reason = _reason(rank, paces, nodes, late_s * slow.last / steps, names)
+    return Slow(names[rank], kind, slow.last / steps, late_s, reason, cause)
 
 
 def _reason(
     rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], late_s: float, names: Sequence[int]
-) -> str:
-    """Return why a rank is late, by so much per step."""
+) -> tuple[str, str]:
+    """Return why a rank is late, by so much per step: in a word, and in words."""
     slow, others = paces[rank], [each for number, each in enumerate(paces) if number != rank]
     loading, usual = slow.loading_s / slow.steps, fmean(each.loading_s / each.steps for each in others)
     if loading - usual > late_s / 2:
-        return f"it waits {loading * 1e3:.0f} ms a step for data, the others {usual * 1e3:.0f} ms"
+        return "data", f"it waits {loading * 1e3:.0f} ms a step for data, the others {usual * 1e3:.0f} ms"
     if not all(each.sampled_s > 0.0 for each in paces):
-        return "why, was not measured"
+        return "unknown", "why, was not measured"
     faults, usual = _faults(slow), fmean(map(_faults, others))
     if (faults - usual) * _FAULT_S > late_s / 2:
-        return f"it has {faults:.0f} page faults a step, the others {usual:.0f}"
+        return "faults", f"it has {faults:.0f} page faults a step, the others {usual:.0f}"
     cores, most = _cores(slow), max(map(_cores, others))
     if cores >= _LESS * most:
-        return f"it computes all the time, with {cores:.0%} of a core: it has more work, or a slower core"
+        return "work", f"it computes all the time, with {cores:.0%} of a core: it has more work, or a slower core"
     if cores < _CROWDED or slow.switches * _PREEMPTED_S < slow.sampled_s - slow.processor_s:
-        return f"it used {cores:.0%} of a core, the others up to {most:.0%}: it waits for a disk, a device or a lock"
-    return f"it had {cores:.0%} of a core, {_sharing(rank, paces, nodes, names)}"
+        used = f"it used {cores:.0%} of a core, the others up to {most:.0%}"
+        return "waiting", f"{used}: it waits for a disk, a device or a lock"
+    cause, why = _sharing(rank, paces, nodes, names)
+    return cause, f"it had {cores:.0%} of a core, {why}"
 
 
-def _sharing(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], names: Sequence[int]) -> str:
-    """Return who else wants the cores of a rank."""
+def _sharing(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], names: Sequence[int]) -> tuple[str, str]:
+    """Return who else wants the cores of a rank: in a word, and in words."""
     cores = paces[rank].cores
     node = next(node for node in nodes if rank in node)
     sharing = [each for each in node if each != rank and paces[each].cores == cores]
     if not cores or len(sharing) < len(cores):
-        return "as other processes, or its own threads, use the rest"
+        return "crowded", "as other processes, or its own threads, use the rest"
     same = "one" if len(cores) == 1 else str(len(cores))
     named = name_ranks([names[each] for each in sharing])
-    return f"as {named} {'has' if len(sharing) == 1 else 'have'} the same {same}"
+    return "shared", f"as {named} {'has' if len(sharing) == 1 else 'have'} the same {same}"
 
 
 def _cores(pace: Pace) -> float:

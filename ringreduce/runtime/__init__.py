@@ -270,7 +270,8 @@ def follow_timelines(follow: Callable[[Program | None], object]) -> None:
 def count(steps: int = 0, samples: int = 0) -> None:
     """Tell `ringreduce top` what this rank has done since the last time. Local.
 
-    Steps of torch's optimizers, and samples of `ringreduce.torch.DistributedSampler`, are counted without this.
+    Steps of torch's optimizers, reductions of gradients in TensorFlow, Keras and JAX, and samples of
+    `ringreduce.torch.DistributedSampler`, are counted without this.
     """
     own = _process.own()
     if own is not None:

@@ -23,6 +23,7 @@ from ringreduce.observe.timeline import Program
 from ringreduce.runtime.bootstrap import Connection, Limit, ParentRank, connect, job_connection
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.runtime.termination import Termination
+from ringreduce.runtime.usage import Usage
 from ringreduce.runtime.worlds import OwnWorld, World
 from ringreduce.transport.waiting import Waiter
 
@@ -66,6 +67,7 @@ class Process:
         self.termination: Termination | None = None
         self.recoveries = 0
         self.followers: list[Callable[[Program | None], object]] = []
+        self._usage = Usage()
         self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
         self._entrance = ReentrancyGuard()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
@@ -160,6 +162,7 @@ class Process:
             self.recoveries += 1  # now: where one fails on some ranks, all of them try again
             own, self.world = self.own(), None
             if own is not None:
+                self._usage.reduced = True  # or it was not: that a rank has failed is what matters
                 own.abandon(error)
             connection = self._connection
             if connection is None:
@@ -221,6 +224,7 @@ class Process:
             if own is None:
                 return
             self.world = None
+            self._usage.add(own)
             try:
                 own.close()
             finally:
@@ -229,10 +233,12 @@ class Process:
 
     def _at_exit(self) -> None:
         if self.termination is None or self.termination.at_exit():
-            own = self.own()
-            if own is not None and getattr(sys, "last_value", None) is not None:
+            own, failed = self.own(), getattr(sys, "last_value", None) is not None
+            if own is not None and failed:
                 own.flush()  # of a process that is alone; the termination reports the failures of others
             self.shut_down()
+            if not failed and (warning := self._usage.warning()) is not None:
+                _log.warning("%s", warning)
 
     def _before_fork(self) -> None:
         own = self.own()

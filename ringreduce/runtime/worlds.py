@@ -218,6 +218,11 @@ class OwnWorld(World):
 
     # ---- process sets ----
 
+    @property
+    def divided(self) -> bool:
+        """Whether it has, or had, groups or more process sets than that of all ranks."""
+        return bool(self._numbers) or self._last_set > 0
+
     def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         try:
             made, refused = _as_set(process_set), None

@@ -130,6 +130,35 @@ def name_of(variable: Any, number: int) -> str:
     return ScopedName(path_of(variable)) if is_variable(variable) else f"tensor {number}"
 
 
+def reader_of(variables: Sequence[Any]) -> Callable[[], list[Host | None]]:
+    """Return what returns the values of variables whenever a function of `run` asks; None for tensors.
+
+    Nothing is read before. In a graph of TensorFlow 1 values are those of a session; see `values_when`.
+    """
+    return lambda: [np.asarray(each.numpy()) if hasattr(each, "assign") else None for each in variables]
+
+
+def is_of_session() -> bool:
+    """Return whether what is called now becomes a part of a graph of TensorFlow 1."""
+    return not (tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function)
+
+
+def values_when(due: Callable[[], bool], variables: Sequence[Any]) -> list[tf.Tensor]:
+    """Return tensors of the values of variables in a graph of TensorFlow 1; without elements unless they are due.
+
+    Args:
+        due: is asked whenever the graph runs.
+        variables: or tensors.
+    """
+    asked = tf.numpy_function(lambda: np.array(due()), [], tf.bool, stateful=True)
+    asked.set_shape([])
+    given = tensors_of(variables)
+    made = tf.cond(
+        asked, lambda: [tf.identity(each) for each in given], lambda: [tf.zeros([0], each.dtype) for each in given]
+    )
+    return list(made) if isinstance(made, (list, tuple)) else [made]
+
+
 def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
     """Return the shape of a tensor with any number of rows."""
     return tf.TensorShape([None]).concatenate(tensor.shape[1:])

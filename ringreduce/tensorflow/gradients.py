@@ -14,23 +14,45 @@ import tensorflow as tf
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.runtime import config, global_process_set
+from ringreduce.runtime import count as tell
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.tensorflow.calls import Host, Spec, any_rows, entry, is_variable, made_as, name_of, run, traced_name
+from ringreduce.tensorflow.calls import (
+    Host,
+    Spec,
+    any_rows,
+    entry,
+    is_of_session,
+    is_variable,
+    made_as,
+    name_of,
+    reader_of,
+    run,
+    traced_name,
+    values_when,
+)
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.slices import added_up, places_of
 from ringreduce.training.applying import Distribution, ListReduction, variables_of, with_methods
+from ringreduce.training.checks import Model
 from ringreduce.training.combinations import ADASUM, SAMPLES, SHARES, refusal
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
-from ringreduce.training.host import ArraySpec
+from ringreduce.training.framework import Advice
+from ringreduce.training.host import ArraySpec, HostMemory
+from ringreduce.training.lists import ListTraining
 from ringreduce.training.names import Identity, identity_of, name_in, numbers
-from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options, averaging
 from ringreduce.training.requests import Adasum, Op, RequestBuilder
 from ringreduce.training.shares import is_by_speed
 from ringreduce.training.weights import Weights
 
 _Gradients = list[Any]
+
+ADVICE = Advice(
+    "call broadcast_variables(model.variables, root_rank=0) before the first step, or right after it",
+    "dataset.shard(size(), rank()) of a tf.data.Dataset, for example",
+    first=1,
+)
 
 _MOST_TRAININGS = 16  # of a reduction: gradients may have other shapes in each step
 
@@ -47,6 +69,7 @@ class GradientReduction(ListReduction):
         groups: lists of variables, or a number of lists: the gradients of each are reduced together.
         process_set: the ranks that train together.
         staleness: by how many steps averages are applied late.
+        advice: for warnings.
 
     Raises:
         ConfigError: an argument is wrong; the other ranks get a `MismatchError`.
@@ -63,6 +86,7 @@ class GradientReduction(ListReduction):
         groups: Any = None,
         process_set: ProcessSet = global_process_set,
         staleness: int = 0,
+        advice: Advice = ADVICE,
     ) -> None:
         with RequestBuilder(kind, None, process_set):
             chosen, factor = averaging(op, predivide)
@@ -74,7 +98,7 @@ class GradientReduction(ListReduction):
         super().__init__(staleness)
         self._kind, self._op, self._compression, self._factor = kind, chosen, compression, factor
         self._sparse_as_dense, self._groups = sparse_as_dense, groups
-        self._process_set = process_set
+        self._process_set, self._advice = process_set, advice
         self._saved: dict[int, Any] = {}
         self._identities: dict[Any, Identity] = {}  # by variables
 
@@ -112,6 +136,8 @@ class GradientReduction(ListReduction):
             reduced = self._reduce_together(given, together, len(dense), samples)
             for number, each in zip([*dense, *sparse], reduced, strict=True):
                 made[number] = each
+        elif eager:
+            tell(steps=1)
         return made
 
     def pending(self) -> Iterator[tuple[_Gradients, Sequence[Any]]]:
@@ -141,7 +167,8 @@ class GradientReduction(ListReduction):
         compressor = NoneCompressor if has_reducers(self._compression) else self._compression
         pairs = [(None, None) if each is None else compressor.compress(each) for each in dense]
         sent, traced = [each for each, _ in pairs if each is not None], traced_name(self._kind)
-        if not (self._alone or traced is None or tf.compat.v1.get_default_graph().building_function):
+        names, read = [name_of(each, number) for number, each in enumerate(variables)], reader_of(variables)
+        if (in_session := is_of_session()) and not self._alone:
             self._process_set.engine.expect_any_order()  # that of a session's threads
         parts = [*(each.values for each in slices), *(each.indices for each in slices)]
         counted = [] if samples is None else [tf.convert_to_tensor(samples)]
@@ -150,16 +177,20 @@ class GradientReduction(ListReduction):
             found = iter(arrays)
             of = next(found) if counted else self.samples
             each_dense = [None if each is None else next(found) for each, _ in pairs]
-            name = self._name(identity, traced)
-            reduced, weights = self._reduce_dense(each_dense, variables[:count], name, of)
-            return [*reduced, *self._gather(list(found), name, weights)]
+            name, rest = self._name(identity, traced), list(found)
+            sparse, values = rest[: len(parts)], rest[len(parts) :]
+            weights_now = (lambda: values) if in_session else read
+            model = Model(names, weights_now, list(zip(names[count:], sparse, strict=False)))
+            reduced, weights = self._reduce_dense(each_dense, variables[:count], name, of, model)
+            return [*reduced, *self._gather(sparse, name, weights)]
 
         def specs() -> list[Spec]:
             gathered = [(each.dtype, any_rows(each)) for each in parts]
             added = [(dtype, [None]) for dtype in (tf.int64, tf.float64) for _ in slices]
             return [*((each.dtype, each.shape) for each in sent), *gathered, *added, *[(tf.float64, [])][: len(slices)]]
 
-        made = run(carry_out, [*counted, *sent, *parts], specs, in_order=False)
+        values = values_when(self._compares_weights, variables) if in_session else []
+        made = run(carry_out, [*counted, *sent, *parts, *values], specs, in_order=False)
         reduced = made[:count]
         for number, (_, context) in enumerate(pairs):
             if reduced[number] is not None:
@@ -171,7 +202,7 @@ class GradientReduction(ListReduction):
         return reduced
 
     def _reduce_dense(
-        self, gradients: list[Host | None], variables: Sequence[Any], name: str, samples: Any
+        self, gradients: list[Host | None], variables: Sequence[Any], name: str, samples: Any, model: Model
     ) -> tuple[list[Any], Weights | None]:
         """Return reduced dense gradients, possibly none, and the weights of their averages."""
         if self._op == Adasum:
@@ -183,8 +214,13 @@ class GradientReduction(ListReduction):
                 request = prepare.allreduce(gradients, prepare.new_like(gradients), Adasum, 1.0, 1.0)
             return list(request.carry_out()), None
         lists = self._training(gradients, variables)
-        reduced, training = lists.reduce(gradients, samples), lists.training
+        reduced, training = lists.reduce(gradients, samples, model), lists.training
         return list(map(np.copy, reduced)) if training.alone else reduced, training.reducer.buckets.weights
+
+    def _compares_weights(self) -> bool:
+        """Return whether some of the next steps compare weights."""
+        reducers = [each.training.reducer for each, _ in self.known.values()]
+        return any(each.checks.compares_weights(each.stepped) for each in reducers)
 
     def _gather(self, parts: list[Host], name: str, weights: Weights | None) -> list[Host]:
         """Gather slices, of which ``parts`` are the values and the indices.
@@ -232,6 +268,7 @@ class GradientReduction(ListReduction):
                 self._kind,
                 [(name_of(variables[number], number), each) for number, each in enumerate(parameters)],
                 self._process_set,
+                bind=lambda _: HostMemory(self._advice),
                 op=self._op,
                 compression=self._compression if has_reducers(self._compression) else None,
                 predivide_factor=self._factor,

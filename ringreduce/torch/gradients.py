@@ -20,12 +20,18 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.torch.arrays import of_entries, sparse_entries
 from ringreduce.torch.streams import TorchStreams, as_tensor, tensor_like
-from ringreduce.training.framework import Found, Hooks, InPlace, Look, Memory, Sparse, Watcher
+from ringreduce.training.framework import Advice, Found, Hooks, InPlace, Look, Memory, Sparse, Watcher
 
 _log = logging.getLogger(__name__)
 
 #: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.
 _storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+
+ADVICE = Advice(
+    "call broadcast_parameters(model.state_dict(), root_rank=0) before the first step",
+    "DataLoader(data, sampler=ringreduce.torch.DistributedSampler(data)), for example",
+    fewer='DistributedSampler(..., shares="speed")',
+)
 
 _NESTED = 64  # so many passes may be nested
 
@@ -111,10 +117,11 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
     Args:
         communicator: knows which GPU this process can use.
         sparse_as_dense: whether sparse gradients are made dense when they are found.
+        advice: of the framework, which may have torch below it.
     """
 
-    def __init__(self, communicator: Communicator, *, sparse_as_dense: bool = False) -> None:
-        self._communicator, self._sparse_as_dense = communicator, sparse_as_dense
+    def __init__(self, communicator: Communicator, *, sparse_as_dense: bool = False, advice: Advice = ADVICE) -> None:
+        self._communicator, self._sparse_as_dense, self.advice = communicator, sparse_as_dense, advice
         self.streams = TorchStreams(communicator)
 
     def found(self, gradients: list[Any]) -> bytes:

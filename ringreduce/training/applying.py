@@ -29,7 +29,10 @@ class ListReduction(ABC):
             same weight. Read when a step runs.
         number: greater than those that were made earlier.
         known: by a key, the reducer of the gradients of some variables, and these variables.
+        values: of the variables of the next step, where these do not hold them; None: they do.
     """
+
+    values: Sequence[Any] | None = None
 
     def __init__(self, staleness: int = 0) -> None:
         self.staleness = staleness
@@ -202,7 +205,9 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
 
     def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         if hasattr(self, "inner_optimizer"):  # then the base does not call `apply`
+            distribution.reduction.values = list(trainable_variables)
             grads = distribution.reduced(grads, self._trainable_variables)
+            distribution.reduction.values = None
         return base.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     def set_attribute(self: Any, name: str, value: Any) -> None:

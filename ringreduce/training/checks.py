@@ -6,20 +6,38 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
-from ringreduce.observe.pace import find_slow
+from ringreduce.common.reduce_ops import AVERAGE
+from ringreduce.observe.pace import Lasting
+from ringreduce.runtime import global_process_set
 from ringreduce.training.agreement import Ranks
+from ringreduce.training.combinations import ADASUM, SHARES, are_refused
 from ringreduce.training.framework import Memory, Named
+from ringreduce.training.options import Options
 
 _log = logging.getLogger(__name__)
 
 _FIRST_STEPS = 3  # that compare the ranks' gradients
 _SHOWN = 3  # differences in a warning
+
+
+class Model(NamedTuple):
+    """What the gradients of a step are of, for checks: where a `Memory` knows gradients alone.
+
+    Attributes:
+        names: of the weights, in an order that is the same on all ranks.
+        values: returns the weights as NumPy arrays, None for what has no value; called only if they are compared.
+        sparse: names and arrays of gradients that are reduced apart from the others of the step.
+    """
+
+    names: Sequence[str]
+    values: Callable[[], Sequence[Any]]
+    sparse: Sequence[tuple[str, Any]] = ()
 
 
 class Checks:
@@ -29,6 +47,9 @@ class Checks:
         memory: the gradients'.
         ranks: whose allgather gives all ranks what each has found.
         named: returns names and parameters, the same ones on all ranks.
+
+    Attributes:
+        model: of the next step; None: weights are the parameters, or unknown.
     """
 
     def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named]) -> None:
@@ -36,11 +57,14 @@ class Checks:
         config = ranks.engine.communicator.config
         self._weights_every, self._finite_every = config.check_weights_every, config.check_finite_every
         self._compares_data = config.check_data and ranks.size > 1
+        self._begins = memory.advice.first is not None and ranks.size > 1  # weights are still to be compared once
+        self.model: Model | None = None
 
     @property
     def idle(self) -> bool:
         """Whether nothing is to be looked at any more."""
-        return self._weights_every is None and self._finite_every is None and not self._compares_data
+        looks = self._weights_every is not None or self._finite_every is not None
+        return not (looks or self._compares_data or self._begins)
 
     @property
     def needs_own_gradients(self) -> bool:
@@ -55,41 +79,83 @@ class Checks:
         """Compare no data any more: ranks that had joined have made fewer steps."""
         self._compares_data = False
 
-    def look(self, step: int, gradients: Sequence[Any]) -> None:
+    def look(self, step: int, gradients: Sequence[Any], *, more: bool = False) -> None:
         """Look at what is due before a step. Collective.
 
         Args:
             step: how many came before it; the same on all ranks.
             gradients: of all parameters, in order.
+            more: whether others of the same step follow.
 
         Raises:
             MismatchError: on all ranks, if weights differ between them.
             NotFiniteError: on all ranks, if a gradient of any of them holds NaN or infinity.
         """
-        if self._weights_every is not None and step % self._weights_every == 0:
+        if self.compares_weights(step):
             self._compare(step)
+        self.look_at_gradients(step, gradients, more=more)
+
+    def look_at_gradients(self, step: int, gradients: Sequence[Any], *, more: bool) -> None:
+        """Look at further gradients of a step, as of a compiled program that reduces them in parts; see `look`."""
         if self._finite_every is not None and step % self._finite_every == 0:
             self._require_finite(step, gradients)
         if self._compares_data:
-            self._compare_data(step, gradients)
+            self._compare_data(step, gradients, more=more)
+
+    def compares_weights(self, step: int) -> bool:
+        """Return whether weights are compared before a step; the same on all ranks."""
+        first, every = self._memory.advice.first, self._weights_every
+        if first is None:
+            return every is not None and step % every == 0
+        if self._begins:
+            return step >= first
+        return every is not None and step > first and step % every == 0
 
     def _compare(self, step: int) -> None:
-        named = self._named()
-        mine = np.array([[self._memory.checksum([parameter]) for _, parameter in named]], np.int64)
-        everyone: npt.NDArray[np.int64] = self._ranks.allgather(mine)
-        differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
-        if differing.size:
-            name, sums = named[differing[0]][0], everyone[:, differing[0]].tolist()
-            usual, times = Counter(sums).most_common(1)[0]
-            text = f"before step {step} of {self._described}, the values of {name} have the checksum"
-            said = {
-                rank: f"{text} {each:08x}" + " (unlike most)" * (each != usual and times > len(sums) / 2)
-                for rank, each in enumerate(sums)
-            }
-            raise MismatchError(said)
+        """Raise, or warn of the weights that programs begin with, if those of the ranks differ."""
+        first, self._begins = self._begins, False
+        named = self._weights()
+        everyone = self._checksums([value for _, value in named], len(named))
+        if (everyone == everyone[0]).all():
+            return
+        count = everyone[:, :1]
+        if (count == count[0]).all():
+            everyone = self._ranks.allgather(self._checksum_of_each(named))
+        else:
+            named, everyone = [("all weights together", None)], everyone[:, 1:]
+        different = np.flatnonzero((everyone != everyone[0]).any(axis=0))
+        name, sums = named[different[0]][0], everyone[:, different[0]].tolist()
+        if first and self._weights_every is None:
+            self.warn_of_weights(0, name)
+            return
+        usual, times = Counter(sums).most_common(1)[0]
+        text = f"before step {step} of {self._described}, the values of {name} have the checksum"
+        said = {
+            rank: f"{text} {each:08x}" + " (unlike most)" * (each != usual and times > len(sums) / 2)
+            for rank, each in enumerate(sums)
+        }
+        raise MismatchError(said)
+
+    def _weights(self) -> Named:
+        if self.model is None:
+            return self._named()
+        return list(zip(self.model.names, self.model.values(), strict=True))
+
+    def _checksums(self, values: Sequence[Any], count: int) -> npt.NDArray[np.int64]:
+        """Return for each rank a number that it gives, and a checksum of its values. Collective."""
+        everyone: npt.NDArray[np.int64] = self._ranks.allgather(
+            np.array([[count, self._memory.checksum(values)]], np.int64)
+        )
+        return everyone
+
+    def _checksum_of_each(self, named: Named) -> npt.NDArray[np.int64]:
+        return np.array([[self._memory.checksum([value]) for _, value in named]], np.int64)
 
     def _require_finite(self, step: int, gradients: Sequence[Any]) -> None:
-        finite = self._memory.is_finite
+        finite, names = self._memory.is_finite, [name for name, _ in self._named()]
+        if self.model is not None and self.model.sparse:
+            names += [name for name, _ in self.model.sparse]
+            gradients = [*gradients, *(each for _, each in self.model.sparse)]
         wrong = [number for number, each in enumerate(gradients) if each is not None and not finite(each)]
         everyone = self._ranks.allgather(np.array([[wrong[0] if wrong else -1]], np.int64))[:, 0].tolist()
         found = [(number, rank) for rank, number in enumerate(everyone) if number >= 0]
@@ -97,40 +163,53 @@ class Checks:
             first = min(found)[0]
             ranks = [rank for number, rank in found if number == first]
             raise NotFiniteError(
-                f"the gradient of {self._named()[first][0]} holds NaN or infinity on {name_ranks(ranks)}, before it "
+                f"the gradient of {names[first]} holds NaN or infinity on {name_ranks(ranks)}, before it "
                 f"was reduced for step {step} of {self._described}"
             )
 
-    def _compare_data(self, step: int, gradients: Sequence[Any]) -> None:
+    def _compare_data(self, step: int, gradients: Sequence[Any], *, more: bool) -> None:
         """Let rank 0 warn if the gradients of all ranks have been equal in each of the first steps."""
+        if self.model is not None:
+            gradients = [*gradients, *(each for _, each in self.model.sparse)]
         mine = self._memory.checksum_of_gradients(gradients)
         everyone: npt.NDArray[np.int64] = self._ranks.allgather(np.array([[mine]], np.int64))
         self._compares_data = len(everyone) == self._ranks.size and bool((everyone == everyone[0]).all())
-        if self._compares_data and step == _FIRST_STEPS - 1:
+        if self._compares_data and step == _FIRST_STEPS - 1 and not more:
             self._compares_data = False
             if self._ranks.rank == 0:
                 _log.warning(
                     "%s: the gradients of all ranks were equal in each of the first %s steps, so all ranks seem to "
-                    "train on the same data. Give each rank a part of its own, as DataLoader(data, sampler="
-                    "ringreduce.torch.DistributedSampler(data)) does. RINGREDUCE_CHECK=data:0 ends this check",
+                    "train on the same data. Give each rank a part of its own: %s. RINGREDUCE_CHECK=data:0 ends this "
+                    "check",
                     self._described,
                     _FIRST_STEPS,
+                    self._memory.advice.data,
                 )
 
     # ---- what reducers find ----
 
-    def look_at_paces(self) -> None:
-        """Let rank 0 say, once, for whom the others wait; to be called after a step in which paces were reported."""
+    def look_at_paces(self, options: Options) -> None:
+        """Let rank 0 say, once, for whom the others wait; to be called after a step in which paces were reported.
+
+        Args:
+            options: of the optimizer, with which the advice must go together.
+        """
         engine = self._ranks.engine
-        pacemaker = engine.pacemaker
+        pacemaker, tally = engine.pacemaker, engine.tally
         pacemaker.reported = False
-        if self._ranks.rank or pacemaker.warned:
+        if self._ranks.rank or pacemaker.warned or pacemaker.shares is not None:
             return
-        slow = find_slow(engine.tally.recent, engine.communicator.topology.nodes)
-        if slow is None or slow.kind == "rarely" or (slow.kind == "always" and pacemaker.shares is not None):
-            return  # nothing need be done, or is done
-        pacemaker.warned = True
-        _log.warning("%s: %s", self._described, slow)
+        windows = tally.windows
+        lasting = pacemaker.lasting or Lasting()
+        for each in windows[len(windows) - min(tally.reports - pacemaker.seen, len(windows)) :]:
+            lasting = lasting.after(each)
+        pacemaker.lasting, pacemaker.seen = lasting, tally.reports
+        slow = lasting.slow(windows, engine.communicator.topology.nodes)
+        if slow is not None:
+            pacemaker.warned = True
+            weighs = options.op is AVERAGE and not (options.adasum and are_refused(ADASUM, SHARES))
+            divides = weighs and global_process_set.connected and engine is global_process_set.engine
+            _log.warning("%s: %s", self._described, slow.warning(self._memory.advice.fewer if divides else None))
 
     def warn_of_changes(self, *, in_backward: bool) -> None:
         """Let rank 0 say that the program changes gradients before they are averaged."""
@@ -142,12 +221,13 @@ class Checks:
                 self._described,
             )
 
-    def warn_of_weights(self, step: int) -> None:
-        """Let rank 0 say that the ranks' weights differ before a step."""
+    def warn_of_weights(self, step: int, name: str = "") -> None:
+        """Let rank 0 say that the ranks' weights differ before a step; ``name``: of the first that do."""
         if self._ranks.rank == 0 and step == 0:
             _log.warning(
-                "the ranks begin with different weights, and will end with different ones; call broadcast_parameters("
-                "model.state_dict(), root_rank=0) before the first step"
+                "the ranks begin with different weights%s, and will end with different ones; %s",
+                f" ({name} for one)" if name else "",
+                self._memory.advice.broadcast,
             )
         elif self._ranks.rank == 0:
             _log.warning(

@@ -96,6 +96,11 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 
 
+def are_refused(one: str, other: str) -> bool:
+    """Return whether two names do not go together."""
+    return (one, other) in REFUSED or (other, one) in REFUSED
+
+
 def refusal(one: str, other: str) -> ConfigError:
     """Return the error for two names that do not go together."""
     reason = REFUSED.get((one, other)) or REFUSED[other, one]
@@ -105,5 +110,5 @@ def refusal(one: str, other: str) -> ConfigError:
 def require_together(used: Collection[str]) -> None:
     """Raise the `ConfigError` of two names, if there are two that do not go together."""
     for one, other in combinations(used, 2):
-        if (one, other) in REFUSED or (other, one) in REFUSED:
+        if are_refused(one, other):
             raise refusal(one, other)

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy.typing as npt
 
@@ -269,6 +269,23 @@ class Streams:
         return None
 
 
+class Advice(NamedTuple):
+    """What helps against mistakes, in the words of a framework; and how its programs begin.
+
+    Attributes:
+        broadcast: what gives all ranks the weights of one: ``"call broadcast_parameters(...) ..."``.
+        data: what gives each rank a part of the data: ``"data[rank()::size()], for example"``.
+        first: the step, counted from 0, before which `Checks` compare weights: 1 where programs may broadcast after
+            their first step. None: the reducer compares them with its first agreement.
+        fewer: how a rank gets fewer samples.
+    """
+
+    broadcast: str
+    data: str
+    first: int | None = None
+    fewer: str = "taking the part of all samples that share() returns, in each epoch"
+
+
 class Memory(Protocol):
     """The operations of one framework on gradients.
 
@@ -277,9 +294,14 @@ class Memory(Protocol):
 
     Attributes:
         streams: the devices'.
+        advice: for warnings.
     """
 
     streams: Streams = Streams()
+    advice: Advice = Advice(
+        "call ringreduce.broadcast(array, 0, out=array) for each of them before the first step",
+        "data[ringreduce.rank()::ringreduce.size()], for example",
+    )
 
     def kind(self, parameter: Any) -> tuple[Any, int]:
         """Return what parameters that share a bucket have in common (dtype, device), and the bytes of the gradient."""
@@ -325,7 +347,11 @@ class Memory(Protocol):
     # What the checks of the settings ask for; not of values alone.
 
     def checksum(self, parameters: Sequence[Any]) -> int:
-        """Return a checksum of 32 bits of the parameters' values; 0 where only gradients are known."""
+        """Return a checksum of 32 bits of the parameters' values; 0 where only gradients are known.
+
+        Args:
+            parameters: or their values, where a `ringreduce.training.checks.Model` has them.
+        """
         return 0
 
     def checksum_of_gradients(self, gradients: Sequence[Any]) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ringreduce.buffers import DType, Operand, typed
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.training.framework import Arrays, Look, Memory
+from ringreduce.training.framework import Advice, Arrays, Look, Memory
 
 
 class HostArrays(Arrays):
@@ -87,7 +87,14 @@ class _Slot:
 
 
 class HostMemory(Memory):
-    """Gradients in NumPy arrays, as a `Memory`; the results are places in buckets."""
+    """Gradients in NumPy arrays, as a `Memory`; the results are places in buckets.
+
+    Args:
+        advice: of the framework whose gradients these are.
+    """
+
+    def __init__(self, advice: Advice = Memory.advice) -> None:
+        self.advice = advice
 
     def kind(self, parameter: ArraySpec) -> tuple[str, int]:
         return parameter.dtype.name, parameter.nbytes
@@ -112,6 +119,13 @@ class HostMemory(Memory):
 
     def scale(self, array: Any, factor: float) -> None:
         HOST.scale(array, factor, array)
+
+    def checksum(self, parameters: Sequence[Any]) -> int:
+        checksum = 0
+        for each in parameters:
+            if isinstance(each, np.ndarray):
+                checksum = zlib.crc32(each.tobytes(), checksum)
+        return checksum
 
     def checksum_of_gradients(self, gradients: Sequence[Any]) -> int:
         return zlib.crc32(b"".join(b"none" if each is None else each.tobytes() for each in gradients))

@@ -97,7 +97,7 @@ class GradientReducer:
         self._settings = settings
         self._steps = 0  # calls of `reduce` on this rank, from 0 again when all ranks have joined
         self._joins = engine.joins
-        self._compares = True  # weights, as long as they are equal
+        self._compares = memory.advice.first is None  # weights, as long as they are equal
         self._record: Record | None = None
         self._found = b""  # what the last agreement has found
         self._alike, self._patience = 0, 1  # so many agreements have found the same; so many are needed to repeat it
@@ -162,7 +162,7 @@ class GradientReducer:
         pacemaker = self.ranks.engine.pacemaker
         pacemaker.leave()
         if pacemaker.reported:
-            self.checks.look_at_paces()
+            self.checks.look_at_paces(self.options)
 
     def _reduce_late(self, late: LateAverages, gradients: list[Any], found: bytes) -> list[Any]:
         parameters, ranks = [parameter for _, parameter in self.named()], self.ranks

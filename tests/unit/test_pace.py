@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from ringreduce.common.instruments import EngineTally, Pace
 from ringreduce.engine import Engine
 from ringreduce.engine.pace import Pacemaker, Paces, Usage
 from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.pace import find_slow
+from ringreduce.observe.pace import Lasting, find_slow
 from ringreduce.testing import run_engines
 from ringreduce.training.host import ArraySpec, HostMemory
 from ringreduce.training.options import Options
@@ -121,29 +122,44 @@ SLOW = {"last": 85, "late_s": 3.4, "own_s": 13.4}
 
 
 @pytest.mark.parametrize(
-    ("slow", "reason"),
+    ("slow", "reason", "cure"),
     [
-        ({}, "it computes all the time, with 100% of a core: it has more work, or a slower core"),
-        ({"processor_s": 1.275, "switches": 300, "cores": (1,)}, "it had 51% of a core, as rank 2 has the same one"),
-        ({"processor_s": 1.275, "switches": 300}, "it had 51% of a core, as other processes, or its own threads"),
+        ({}, "it computes all the time, with 100% of a core: it has more work, or a slower core", "fewer samples"),
+        (
+            {"processor_s": 1.275, "switches": 300, "cores": (1,)},
+            "it had 51% of a core, as rank 2 has the same one",
+            "--bind-to core",
+        ),
+        (
+            {"processor_s": 1.275, "switches": 300},
+            "it had 51% of a core, as other processes, or its own threads",
+            "OMP_NUM_THREADS",
+        ),
         (
             {"processor_s": 0.5, "switches": 50, "cores": (1,)},
             "it used 20% of a core, the others up to 100%: it waits for a disk",
+            "find what it waits for",
         ),
-        ({"processor_s": 0.2, "switches": 900}, "it used 8% of a core, the others up to 100%: it waits for a disk"),
-        ({"loading_s": 3.0}, "it waits 30 ms a step for data, the others 0 ms"),
-        ({"faults": 1_500_000}, "it has 80400 page faults a step, the others 4"),
-        ({"sampled_s": 0.0}, "why, was not measured"),
+        (
+            {"processor_s": 0.2, "switches": 900},
+            "it used 8% of a core, the others up to 100%: it waits for a disk",
+            "find what it waits for",
+        ),
+        ({"loading_s": 3.0}, "it waits 30 ms a step for data, the others 0 ms", "more workers"),
+        ({"faults": 1_500_000}, "it has 80400 page faults a step, the others 4", "reuse memory"),
+        ({"sampled_s": 0.0}, "why, was not measured", "fewer samples"),
     ],
 )
-def test_a_rank_that_is_always_slow_is_named_with_the_reason(slow: dict[str, Any], reason: str) -> None:
-    """And with what helps: fewer samples."""
+def test_a_rank_that_is_always_slow_is_named_with_the_reason(slow: dict[str, Any], reason: str, cure: str) -> None:
+    """And with what helps against that: fewer samples only where it has too much work."""
     paces = [pace(), pace(), pace(cores=slow.get("cores", (2,))), pace(**{**SLOW, **slow})]
     found = find_slow(paces, [(0, 1), (2, 3)])
     assert found is not None
     assert (found.rank, found.kind) == (3, "always")
     assert str(found).startswith(f"rank 3 is last in 85% of steps, by 40 ms: {reason}")
-    assert 'shares="speed"' in str(found)
+    assert cure in str(found)
+    assert cure in found.warning(None) or cure == "fewer samples"
+    assert ("give it fewer samples, by SAMPLER" in found.warning("SAMPLER")) == (cure == "fewer samples")
 
 
 @pytest.mark.parametrize(
@@ -181,24 +197,84 @@ def make_reducer(engine: Engine) -> GradientReducer:
     return GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", options)
 
 
+def reported(rank: int, *, last: int = 16, costs: float = 0.4, own_s: float = 2.0, **more: Any) -> list[Pace]:
+    """Return the paces of two ranks in a report of 16 steps: of one that is last in some of them, and of the other."""
+    slow = pace(last, costs * own_s, steps=16, own_s=own_s, **more)
+    other = pace(16 - last, 0.0, steps=16, own_s=own_s * (1 - costs))
+    return [other, slow] if rank else [slow, other]
+
+
+def test_lateness_is_reported_once_it_is_no_chance_and_lasts():
+    """The same rank last in more than half of each of eight reports' steps and three of four of all, for ten seconds,
+    at a cost of a fifth of the time.
+    """
+    table: list[tuple[str, list[list[Pace]], bool]] = [
+        ("lasts", [reported(1)] * 8, True),
+        ("lasts", [reported(0, last=12)] * 8, True),
+        ("too few reports", [reported(1, own_s=20.0)] * 7, False),
+        ("too short", [reported(1, own_s=1.2)] * 8, False),
+        ("long enough after more", [reported(1, own_s=1.2)] * 9, True),
+        ("another rank in between", [reported(1)] * 7 + [reported(0)] + [reported(1)] * 7, False),
+        ("another rank before", [reported(0)] * 7 + [reported(1)] * 8, True),
+        ("once not last in most steps", [reported(1)] * 7 + [reported(1, last=8)], False),
+        ("last in too few of all", [reported(1, last=11)] * 20, False),
+        ("last in 5 % of steps, by much", [reported(1, last=1, costs=0.5)] * 20, False),
+        ("costs little", [reported(1, costs=0.15)] * 20, False),
+        ("by turns", [reported(number % 2) for number in range(40)], False),
+    ]
+    for what, windows, enough in table:
+        assert reduce(Lasting.after, windows, Lasting()).is_enough is enough, what
+
+
+def test_ranks_that_are_late_by_chance_are_not_reported():
+    """Of 2, 3 and 8 ranks one, drawn in each step, is late by half a step: not in 100,000 steps, whatever the seed."""
+    for size in (2, 3, 8):
+        draw, lasting = np.random.default_rng(size), Lasting()
+        for _ in range(100_000 // 16):
+            last = np.bincount(draw.integers(size, size=16), minlength=size)
+            lasting = lasting.after([pace(int(each), each * 0.5, steps=16, own_s=24.0) for each in last])
+            assert not lasting.is_enough
+
+
+@pytest.mark.parametrize(
+    ("causes", "reason"),
+    [
+        ([{}] * 8, "it computes all the time"),
+        ([{"loading_s": 1.0}] * 8, "for data"),
+        ([{"loading_s": 1.0}] * 4 + [{}] * 4, None),
+        ([{"sampled_s": 0.0}] * 8, None),
+    ],
+    ids=["work", "data", "changes", "unknown"],
+)
+def test_lateness_without_a_reason_that_lasts_is_not_reported(causes: list[dict[str, Any]], reason: str | None) -> None:
+    """The reason of the first reports must be that of the last ones."""
+    windows = [reported(1, **each) for each in causes]
+    found = reduce(Lasting.after, windows, Lasting()).slow(windows, [(0, 1)])
+    assert (found is None) == (reason is None)
+    if found is not None and reason is not None:
+        assert reason in found.reason
+        assert found.rank == 1
+
+
 @pytest.mark.parametrize("by_speed", [False, True])
 def test_rank_0_warns_once(by_speed: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """After enough steps; not of one that is always slow, where samples are divided by speed."""
+    """After enough reports; not where samples are divided by speed."""
 
     def train(engine: Engine) -> None:
-        checks = make_reducer(engine).checks
+        reducer = make_reducer(engine)
         if by_speed:
             Shares.of(engine)
-        for number in range(9):
+        for number in range(12):
             said = [pace(steps=16, own_s=1.6), pace(16, 0.784, steps=16, own_s=2.4)]
             engine.tally.add_paces([astuple(each) for each in said])
-            checks.look_at_paces()
-            assert engine.pacemaker.warned is (number >= 3 and engine.communicator.rank == 0 and not by_speed)
+            reducer.checks.look_at_paces(reducer.options)
+            assert engine.pacemaker.warned is (number >= 7 and engine.communicator.rank == 0 and not by_speed)
 
     run_engines(2, train)
     found = [each.getMessage() for each in caplog.records]
     assert len(found) == (not by_speed)
     assert all("rank 1 is last in 100% of steps, by 49 ms" in each for each in found)
+    assert all("staleness" not in each for each in found)
 
 
 def test_a_rank_that_was_slow_is_forgotten():

@@ -1,0 +1,219 @@
+"""Steps of training whose gradients JAX reduces: counted, and looked at before that, as the settings ask for.
+
+A compiled program passes the addresses of its gradients, and of the weights that they are for, in calls that it makes
+anyway. What is there is read only in steps that look at it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.engine import Engine
+from ringreduce.jax import ffi
+from ringreduce.runtime import count
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.agreement import Ranks
+from ringreduce.training.checks import Checks, Model
+from ringreduce.training.framework import Advice
+from ringreduce.training.host import HostMemory
+
+ADVICE = Advice(
+    "begin with params = broadcast_parameters(params, root_rank=0)",
+    "arrays as x[rank()::size()], or a loader of grain with ShardOptions(rank(), size())",
+    first=0,
+)
+
+Arrays = Sequence[npt.NDArray[Any]]
+
+
+class Step(NamedTuple):
+    """A reduction of the gradients of one step, before it is carried out or while its program is traced.
+
+    Attributes:
+        owner: of the steps.
+        names: returns the names of the gradients.
+        weights: arrays, those that can be read.
+        weight_names: returns their names.
+    """
+
+    owner: Steps
+    names: Callable[[], Sequence[str]]
+    weights: Sequence[Any]
+    weight_names: Callable[[], Sequence[str]]
+
+    def look(self, gradients: Sequence[Any], operation: str | None) -> None:
+        """Look at gradients that are reduced now, by an operation of this name. Collective."""
+        count(steps=1)
+        watched = self.owner.watched(f"at once: {operation}", lambda: operation)
+        if watched is None or not watched.begin():
+            return
+        model = None
+        if not any(isinstance(each, jax.core.Tracer) for each in self.weights):
+            model = Model(self.weight_names(), lambda: list(map(np.asarray, self.weights)))
+        watched.look(list(map(np.asarray, gradients)), self.names(), model)
+
+
+class Steps:
+    """The steps of one optimizer.
+
+    Args:
+        kind: what errors call it.
+        process_set: the ranks that train together.
+        advice: for warnings.
+
+    Attributes:
+        key: by which compiled programs find this, as long as it lives; new in this process.
+    """
+
+    def __init__(self, kind: str, process_set: ProcessSet, advice: Advice = ADVICE) -> None:
+        self.key = f"{kind} {next(_numbers)}"
+        self._kind, self._process_set, self._advice = kind, process_set, advice
+        self._names: dict[tuple[str, str], Sequence[str]] = {}
+        self._weight_names: dict[str, Sequence[str]] = {}
+        self._watched: WeakKeyDictionary[Engine, dict[str, _Watched]] = WeakKeyDictionary()
+        _all[self.key] = self
+
+    def of_trees(self, gradients: Any, params: Any, wanted: Callable[[Any], bool] = lambda leaf: True) -> Step:
+        """Return a step, given the trees of its gradients and of the parameters; None: they are not known.
+
+        Args:
+            gradients, params: the trees.
+            wanted: which leaves of the gradients are reduced.
+        """
+        return self.of_lists(
+            lambda: _names_of(gradients, wanted), jax.tree.leaves(params), lambda: _names_of(params, lambda leaf: True)
+        )
+
+    def of_lists(
+        self, names: Callable[[], Sequence[str]], weights: Sequence[Any], weight_names: Callable[[], Sequence[str]]
+    ) -> Step:
+        """Return a step, given the names of its gradients, and weights with their names."""
+        readable = [number for number, each in enumerate(weights) if ffi.is_readable(each)]
+
+        def names_of_readable() -> list[str]:
+            known = weight_names()
+            return [known[number] for number in readable]
+
+        return Step(self, names, [weights[number] for number in readable], names_of_readable)
+
+    def watched(self, place: str, operation: Callable[[], str | None]) -> _Watched | None:
+        """Return what looks at the steps of a place in the program; None: there are no other ranks.
+
+        Args:
+            place: in words.
+            operation: returns the name of what reduces the gradients there; None: such calls match in their order.
+        """
+        process_set = self._process_set
+        if not process_set.connected or process_set.size() == 1:
+            return None
+        engine = process_set.engine
+        known = self._watched.setdefault(engine, {})
+        if place not in known:
+            name = operation() or engine.new_name(self._kind)
+            known[place] = _Watched(engine, name, f"{self._kind}, {place}", self._advice)
+        return known[place]
+
+    # ---- compiled programs ----
+
+    def note(self, name: str, step: Step) -> None:
+        """Note what is known of the steps at a place of a program, which is being traced."""
+        self._weight_names[name] = step.weight_names()
+
+    def note_part(self, name: str, part: str, names: Sequence[str]) -> None:
+        """Note the names of the gradients that a call of the program reduces: a part of the step."""
+        self._names[name, part] = names
+
+    def look(
+        self,
+        name: str,
+        operation: Callable[[], str],
+        part: str,
+        gradients: ffi.Memory,
+        weights: Callable[[], ffi.Memory],
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        """Look at what a compiled program is about to reduce. Collective.
+
+        Args:
+            name: of the place in the program.
+            operation: returns the name of the first operation of the step.
+            part: which part of the step this is, in words.
+            gradients: of this part.
+            weights: returns those that come with the first part.
+            first, last: whether it is the first or last part of a step.
+        """
+        watched = self.watched(name, operation)
+        if watched is None or not (watched.begin() if first else watched.looks):
+            return
+        names = self._names[name, part]
+        arrays = gradients.views()[: len(names)]
+        if first:
+            watched.look(arrays, names, Model(self._weight_names[name], lambda: weights().views()), last=last)
+        else:
+            watched.look_further(arrays, names, last=last)
+
+
+_numbers = itertools.count()
+_all: WeakValueDictionary[str, Steps] = WeakValueDictionary()
+
+
+def steps_of(key: str) -> Steps | None:
+    """Return the steps of a key; None: they are gone."""
+    return _all.get(key)
+
+
+def _names_of(tree: Any, wanted: Callable[[Any], bool]) -> list[str]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, leaf in found if wanted(leaf)]
+
+
+class _Watched:
+    """Looks at the steps of one optimizer, or of one place of a compiled program.
+
+    Args:
+        engine: of the ranks that train together.
+        name: of the steps, the same on all ranks.
+        shown: what errors call the steps.
+        advice: for warnings.
+    """
+
+    def __init__(self, engine: Engine, name: str, shown: str, advice: Advice) -> None:
+        self._names: Sequence[str] = ()
+        self._joins, self._step = engine.joins, -1
+        self._ranks = Ranks(engine, f"{name}, checks", shown, "step")
+        self._checks = Checks(HostMemory(advice), self._ranks, lambda: [(each, None) for each in self._names])
+
+    def begin(self) -> bool:
+        """Take note that a step begins; return whether something may have to be looked at."""
+        self._step += 1
+        if self._joins != self._ranks.engine.joins:  # ranks that had joined have made fewer steps
+            self._joins, self._step = self._ranks.engine.joins, 0
+            self._checks.after_join()
+        return self.looks
+
+    @property
+    def looks(self) -> bool:
+        """Whether something may have to be looked at."""
+        return not self._checks.idle
+
+    def look(self, gradients: Arrays, names: Sequence[str], model: Model | None, *, last: bool = True) -> None:
+        """Look at the first gradients of a step, and at the weights. Collective."""
+        self._names, self._checks.model = names, model
+        try:
+            self._checks.look(self._step, gradients, more=not last)
+        finally:
+            self._checks.model = None
+
+    def look_further(self, gradients: Arrays, names: Sequence[str], *, last: bool) -> None:
+        """Look at further gradients of a step. Collective."""
+        self._names = names
+        self._checks.look_at_gradients(self._step, gradients, more=not last)

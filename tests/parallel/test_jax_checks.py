@@ -1,0 +1,230 @@
+"""JAX: weights that differ, gradients that are no numbers and data that all ranks share are found; steps count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+
+import jax.numpy as jnp  # noqa: E402
+
+import ringreduce as rr  # noqa: E402
+import ringreduce.jax as rj  # noqa: E402
+from ringreduce.runtime.process import PROCESS  # noqa: E402
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+several = pytest.mark.sizes(2, 3, 4)
+
+#: Ways of making a transformation.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "compressed": {"compression": "int8"},
+    "late": {"staleness": 1},
+    "weighted": {"samples": 3},
+}
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "compiled"])
+def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """What calls a function as it is, or compiled."""
+    return jax.jit if request.param else lambda function: function
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world in which a compiled program reduces each array by itself."""
+    yield from world(monkeypatch, RINGREDUCE_BUCKET="4")
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same, in which weights are compared every second step, and gradients looked at in each."""
+    yield from world(monkeypatch, RINGREDUCE_BUCKET="4", RINGREDUCE_CHECK="2,finite:1")
+
+
+def world(monkeypatch: pytest.MonkeyPatch, **settings: str) -> Iterator[None]:
+    rr.shutdown()
+    with monkeypatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        rr.init()
+        yield
+        rr.shutdown()
+    rr.init()
+
+
+def train(
+    called: Callable[[Any], Any],
+    *,
+    begin: float = 1.0,
+    data: Callable[[int], float] = lambda step: RANK + step,
+    before: Callable[[int, Any], Any] = lambda step, params: params,
+    steps: int = 5,
+    samples: Any = None,
+    params: bool = True,
+    **options: Any,
+) -> Any:
+    """Return parameters after steps with the gradients ``{"a": data, "b": [data, ...]}``; ``a`` begins as given."""
+    tx = rj.DistributedGradientTransformation(optax.sgd(1.0), **options)
+    weights = {"a": jnp.full(3, begin), "b": jnp.zeros((2, 5)), "key": jax.random.key(0)}
+
+    def grads_of(x: Any) -> Any:
+        return {"a": jnp.full(3, x), "b": jnp.full((2, 5), 2 * x)}
+
+    trained = {name: weights[name] for name in ("a", "b")}
+    state = tx.init(trained)
+    extra = {} if samples is None else {"samples": samples}
+
+    @called
+    def step(weights: Any, state: Any, x: Any) -> Any:
+        updates, state = tx.update(grads_of(x), state, weights if params else None, **extra)
+        return optax.apply_updates(weights, updates), state
+
+    for number in range(steps):
+        trained = before(number, trained)
+        trained, state = step(trained, state, jnp.float32(data(number)))
+    return trained
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [each.getMessage() for each in caplog.records if words in each.getMessage()]
+
+
+def raised(function: Callable[[], Any]) -> BaseException:
+    """Return our error."""
+    with pytest.raises(Exception) as error:  # noqa: PT011  # JAX raises its own, with ours
+        function()
+    return rj.error_of(error.value)
+
+
+@pytest.mark.smoke
+@several
+@pytest.mark.parametrize("way", WAYS)
+def test_rank_0_warns_if_the_ranks_begin_with_different_weights(
+    called: Any, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, before the first step, in the words of JAX; nothing is said if weights are equal, or none are given."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    train(called, begin=1.0, **WAYS[way])
+    train(called, begin=1.0 + RANK, params=False, **WAYS[way])
+    assert not said(caplog, "different weights")
+    train(called, begin=1.0 + RANK, **WAYS[way])
+    found = said(caplog, "begin with different weights (['a'] for one)")
+    assert len(found) == (RANK == 0)
+    assert all("params = broadcast_parameters(params, root_rank=0)" in each for each in found)
+
+
+@several
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("differ_in", [None, 0, 1, 2, 3])
+def test_ranks_that_train_on_the_same_data_are_told(
+    small_buckets: None, called: Any, way: str, differ_in: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 warns once if all gradients were equal in each of the first three steps, and names what divides data."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    train(called, data=lambda step: float(step + (RANK if step == differ_in else 0)), **WAYS[way])
+    found = said(caplog, "train on the same data")
+    assert len(found) == (RANK == 0 and differ_in in (None, 3))
+    assert all("x[rank()::size()]" in each and "DataLoader" not in each for each in found)
+
+
+@several
+def test_gradients_that_are_equal_in_a_part_alone_are_of_different_data(
+    small_buckets: None, called: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of frozen arrays, which have zeros on all ranks; each array is a part of its own here."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    tx = rj.DistributedGradientTransformation(optax.sgd(1.0))
+    for differing in ("a", "b", "c"):
+        params = {name: jnp.zeros(5) for name in ("a", "b", "c")}
+        state = tx.init(params)
+        step = called(lambda grads, state, params, tx=tx: tx.update(grads, state, params))
+        for _ in range(4):
+            step({name: jnp.full(5, float(RANK * (name == differing))) for name in params}, state, params)
+    assert not said(caplog, "train on the same data")
+
+
+@several
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_differ_name_the_array_and_the_rank(checked: None, called: Any, way: str) -> None:
+    """RINGREDUCE_CHECK=2: an error on all ranks before the third step, as weights have become different by then."""
+
+    def before(step: int, params: Any) -> Any:
+        other = step == 2 and RANK == SIZE - 1
+        return {**params, "b": params["b"].at[1, 3].add(1e-3)} if other else params
+
+    error = raised(lambda: train(called, before=before, **WAYS[way]))
+    assert isinstance(error, rr.MismatchError)
+    assert "before step 2" in str(error)
+    assert "the values of ['b'] have the checksum" in str(error)
+    odd = [rank for rank, text in error.values.items() if "unlike most" in text]
+    assert odd == ([SIZE - 1] if SIZE > 2 else [])
+
+
+@pytest.mark.smoke
+@several
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_no_number_names_gradient_and_rank(checked: None, called: Any, way: str) -> None:
+    """RINGREDUCE_CHECK=finite:1: an error on all ranks before it is reduced."""
+    error = raised(lambda: train(called, data=lambda step: np.nan if (step, RANK) == (1, 1) else 1.0, **WAYS[way]))
+    assert isinstance(error, rr.NotFiniteError)
+    assert "holds NaN or infinity on rank 1" in str(error)
+    assert "step 1" in str(error)
+    assert any(f"gradient of {name}" in str(error) for name in ("['a']", "['b']", "array "))
+
+
+@several
+def test_a_step_that_looks_at_nothing_communicates_its_gradients_alone(called: Any) -> None:
+    """After the first steps each step is one operation; what is looked at before that are operations of their own."""
+    counts = []
+
+    def before(step: int, params: Any) -> Any:
+        counts.append(rr.metrics().operations)
+        return params
+
+    train(called, before=before, steps=9, data=lambda step: 0.0)
+    per_step = np.diff(counts).tolist()
+    assert per_step[3:] == [1] * 5
+    assert all(each > 1 for each in per_step[:3])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_are_counted_for_top(called: Any, way: str) -> None:
+    """Each reduction of gradients is a step, whatever the number of ranks."""
+    recorder = PROCESS.rank_here().observer.recorder
+    before = recorder.steps
+    train(called, steps=7, **WAYS[way])
+    assert recorder.steps - before == 7
+
+
+def test_gradients_flow_through_a_step_with_weights(called: Any) -> None:
+    """Meta-learning: a step's result is differentiated by the weights it was given; the loss of all ranks together.
+
+    params - grads of all ranks averaged, where each rank's grads are 3 x params: the derivative is 1 - 3 = -2.
+    """
+    tx = rj.DistributedGradientTransformation(optax.sgd(1.0))
+
+    def after(params: Any) -> Any:
+        updates, _ = tx.update(3 * params, tx.init(params), params)
+        return jnp.sum(optax.apply_updates(params, updates))
+
+    np.testing.assert_allclose(called(jax.grad(after))(jnp.arange(4.0)), np.full(4, -2.0))
+
+
+def test_a_step_is_mapped_with_its_weights(called: Any) -> None:
+    """An ensemble: `vmap` over trees of gradients and weights, and over gradients alone."""
+    tx = rj.DistributedGradientTransformation(optax.sgd(1.0))
+    grads, params = jnp.arange(6.0).reshape(3, 2) + RANK, jnp.ones((3, 2))
+    average = np.arange(6.0).reshape(3, 2) + (SIZE - 1) / 2
+
+    def update(grads: Any, params: Any) -> Any:
+        return tx.update(grads, tx.init(params), params)[0]
+
+    np.testing.assert_allclose(called(jax.vmap(update))(grads, params), -average)
+    np.testing.assert_allclose(called(jax.vmap(update, in_axes=(0, None)))(grads, params[0]), -average)

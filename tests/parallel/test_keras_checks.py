@@ -1,0 +1,134 @@
+"""Keras: weights that differ, gradients that are no numbers and data that all ranks share are found; steps count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+keras = pytest.importorskip("keras")
+
+import ringreduce as rr  # noqa: E402
+import ringreduce.keras as hvd  # noqa: E402
+from ringreduce.runtime.process import PROCESS  # noqa: E402
+from ringreduce.testing import caught  # noqa: E402
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+several = pytest.mark.sizes(2, 3, 4)
+# Of Keras, when it reads variables.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn.t accept a copy:DeprecationWarning")
+ROWS, STEPS = 3, 6
+
+#: Ways of making an optimizer, and what `compile` gets besides.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "late": {"staleness": 1},
+    "in passes": {"backward_passes_per_step": 2},
+    "scaled": {},
+}
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world in which weights are compared every second step, and gradients looked at in each."""
+    rr.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setenv("RINGREDUCE_CHECK", "2,finite:1")
+        rr.init()
+        yield
+        rr.shutdown()
+    rr.init()
+
+
+def train(
+    way: str, *, begin: int = 5, data: int = RANK, spoil: Any = None, callbacks: Any = (), local: Any = ()
+) -> Any:
+    """Return a model after some steps, from the weights of a seed, on data of a seed.
+
+    Args:
+        way: of making the optimizer.
+        begin, data: the seeds.
+        spoil: rows of the data that are no numbers.
+        callbacks: of `fit`.
+        local: names of layers whose variables are this rank's own.
+    """
+    keras.utils.set_random_seed(begin)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="a"), keras.layers.Dense(2, name="b")])
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.01), local_layers=[model.get_layer(name) for name in local], **WAYS[way]
+    )
+    if way == "scaled":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+    model.compile(optimizer, loss="mse")
+    draw = np.random.default_rng(data)
+    x, y = draw.normal(size=(STEPS * ROWS, 4)).astype("f"), draw.normal(size=(STEPS * ROWS, 2)).astype("f")
+    if spoil is not None:
+        x[spoil] = np.nan
+    own = [hvd.callbacks.MetricAverageCallback(), *callbacks]
+    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=own)
+    return model
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [each.getMessage() for each in caplog.records if words in each.getMessage()]
+
+
+@pytest.mark.smoke
+@several
+@pytest.mark.parametrize("way", WAYS)
+def test_rank_0_warns_if_the_ranks_begin_with_different_weights(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, in the words of Keras; not if they were broadcast, nor of the weights of local layers."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    train(way, begin=RANK, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    if way != "scaled":  # losses are not scaled where some variables are local
+        train(way, begin=RANK, local=("a", "b"))
+    assert not said(caplog, "different weights")
+    train(way, begin=RANK)
+    found = said(caplog, "begin with different weights")
+    assert len(found) == (RANK == 0)
+    assert all("BroadcastGlobalVariablesCallback(0)" in each for each in found)
+
+
+@several
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_train_on_the_same_data_are_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 warns once, and names what divides data in Keras; not if data are different."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    train(way, data=RANK)
+    assert not said(caplog, "train on the same data")
+    train(way, data=1)
+    found = said(caplog, "train on the same data")
+    assert len(found) == (RANK == 0)
+    assert all("keras.utils.PyDataset" in each and "DataLoader" not in each for each in found)
+
+
+@several
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_differ_are_an_error(checked: None, way: str) -> None:
+    """RINGREDUCE_CHECK=2: on all ranks, before the second step of a program that has not broadcast."""
+    error = caught(lambda: train(way, begin=RANK))
+    assert isinstance(error, rr.MismatchError)
+    assert "have the checksum" in str(error)
+    assert "before step 1" in str(error)
+
+
+@pytest.mark.smoke
+@several
+@pytest.mark.parametrize("way", ["plain", "late", "in passes"])
+def test_what_is_no_number_names_gradient_and_rank(checked: None, way: str) -> None:
+    """RINGREDUCE_CHECK=finite:1: an error on all ranks before it is reduced."""
+    error = caught(lambda: train(way, spoil=slice(2 * ROWS, None) if RANK == 1 else None))
+    assert isinstance(error, rr.NotFiniteError)
+    assert "holds NaN or infinity on rank 1" in str(error)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_are_counted_for_top(way: str) -> None:
+    """Each step of the optimizer, whatever the number of ranks; passes that only add up are none."""
+    recorder = PROCESS.rank_here().observer.recorder
+    before = recorder.steps
+    train(way)
+    assert recorder.steps - before == STEPS // (2 if way == "in passes" else 1)

@@ -1,0 +1,199 @@
+"""TensorFlow: differing weights, gradients that are no numbers and data that all ranks share are found; steps count."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+tf = pytest.importorskip("tensorflow")
+
+import ringreduce as rr  # noqa: E402
+import ringreduce.tensorflow as hvd  # noqa: E402
+from ringreduce.runtime.process import PROCESS  # noqa: E402
+from ringreduce.testing import caught  # noqa: E402
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+several = pytest.mark.sizes(2, 3, 4)
+v1 = tf.compat.v1
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(params=["eager", "function"])
+def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """What calls a function as it is, or as a `tf.function`."""
+    return {"eager": lambda function: function, "function": tf.function}[request.param]
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world in which weights are compared every second step, and gradients looked at in each."""
+    rr.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setenv("RINGREDUCE_CHECK", "2,finite:1")
+        rr.init()
+        yield
+        rr.shutdown()
+    rr.init()
+
+
+def train(
+    called: Callable[[Any], Any],
+    *,
+    begin: float = 1.0,
+    data: Callable[[int], float] = lambda step: RANK + step,
+    after: Callable[[int, Any, Any], object] = lambda step, dense, table: None,
+    steps: int = 5,
+    local: bool = False,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Return a dense variable and an embedding after steps; the first begins as given.
+
+    Args:
+        called: makes a step of a function.
+        begin: of the dense variable.
+        data: what gradients are made of, for a step.
+        after: is called after each step.
+        steps: how many.
+        local: whether the dense variable is this rank's own.
+        **options: of the tape.
+    """
+    options.setdefault("num_groups", next(_numbers))  # so that its steps are not those of a tape before
+    dense, table = tf.Variable(tf.fill((3, 2), begin), name="dense"), tf.Variable(tf.zeros((5, 2)), name="table")
+
+    def step(x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(dense * x) + tf.reduce_sum(tf.gather(table, [1, 3]) * x)
+        distributed = hvd.DistributedGradientTape(tape, **options)
+        if local:
+            distributed.register_local_source(dense)
+        for variable, gradient in zip((dense, table), distributed.gradient(loss, [dense, table]), strict=True):
+            variable.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+
+    made = called(step)
+    for number in range(steps):
+        made(tf.constant(data(number), tf.float32))
+        after(number, dense, table)
+    return dense, table
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [each.getMessage() for each in caplog.records if words in each.getMessage()]
+
+
+@pytest.mark.smoke
+@several
+def test_rank_0_warns_if_the_ranks_begin_with_different_weights(called: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, in the words of TensorFlow; not where programs broadcast after the first step, as Horovod's examples do."""
+    caplog.set_level("WARNING", logger="ringreduce")
+
+    def broadcast(step: int, dense: Any, table: Any) -> None:
+        if step == 0:
+            hvd.broadcast_variables([dense, table], root_rank=0)
+
+    train(called, begin=1.0 + RANK, after=broadcast)
+    train(called, begin=1.0 + RANK, local=True)
+    train(called, begin=1.0)
+    assert not said(caplog, "different weights")
+    train(called, begin=1.0 + RANK)
+    found = said(caplog, "begin with different weights (dense:0 for one)")
+    assert len(found) == (RANK == 0)
+    assert all("broadcast_variables(model.variables, root_rank=0)" in each for each in found)
+
+
+@several
+@pytest.mark.parametrize("way", ["tape", "optimizer"])
+def test_weights_in_sessions_are_compared(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As in functions: a warning if no broadcast came before the second step, by either interface."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    for begin in (1.0, 1.0 + RANK):
+        assert not said(caplog, "different weights")
+        with tf.Graph().as_default(), v1.Session() as session:
+            weights = v1.get_variable("weights", initializer=np.full((3, 2), begin, np.float32), use_resource=True)
+            x = v1.placeholder(tf.float32, ())
+            optimizer = v1.train.GradientDescentOptimizer(0.1)
+            if way == "tape":
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(weights * x)
+                distributed = hvd.DistributedGradientTape(tape, num_groups=next(_numbers))
+                (gradient,) = distributed.gradient(loss, [weights])
+                step = optimizer.apply_gradients([(gradient, weights)])
+            else:
+                step = hvd.DistributedOptimizer(optimizer).minimize(tf.reduce_sum(weights * x))
+            session.run(v1.global_variables_initializer())
+            for number in range(4):
+                session.run(step, {x: RANK + number})
+    assert len(said(caplog, "begin with different weights (weights:0 for one)")) == (RANK == 0)
+
+
+@several
+@pytest.mark.parametrize("differ_in", [None, 0, 1, 2, 3])
+def test_ranks_that_train_on_the_same_data_are_told(
+    called: Any, differ_in: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 warns once if all gradients were equal in each of the first three steps, and names what divides data."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    train(called, data=lambda step: float(step + (RANK if step == differ_in else 0)))
+    found = said(caplog, "train on the same data")
+    assert len(found) == (RANK == 0 and differ_in in (None, 3))
+    assert all("shard(size(), rank()) of a tf.data.Dataset" in each and "DataLoader" not in each for each in found)
+
+
+@several
+def test_sparse_gradients_alone_show_whether_data_differ(caplog: pytest.LogCaptureFixture) -> None:
+    """A model of embeddings: its gradients count, though they are gathered."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    for same, warnings in ((False, 0), (True, int(RANK == 0))):
+        table = tf.Variable(tf.zeros((5, 2 + same)))
+        for _ in range(4):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(table, [1, 3])) * (1.0 if same else 1.0 + RANK)
+            hvd.DistributedGradientTape(tape, op=hvd.Sum if same else hvd.Average).gradient(loss, [table])
+        assert len(said(caplog, "train on the same data")) == warnings
+
+
+@several
+@pytest.mark.parametrize("number", [0, 1], ids=["dense", "sparse"])
+def test_weights_that_differ_name_the_variable_and_the_rank(checked: None, called: Any, number: int) -> None:
+    """RINGREDUCE_CHECK=2: an error on all ranks before the fifth step, as weights are different by then."""
+
+    def after(step: int, *variables: Any) -> None:
+        if step == 3 and RANK == SIZE - 1:
+            variables[number][1, 0].assign(7.0)
+
+    error = caught(lambda: train(called, after=after, steps=6))
+    assert isinstance(error, rr.MismatchError)
+    assert "before step 4" in str(error)
+    assert f"the values of {('dense', 'table')[number]}:0 have the checksum" in str(error)
+    odd = [rank for rank, text in error.values.items() if "unlike most" in text]
+    assert odd == ([SIZE - 1] if SIZE > 2 else [])
+
+
+@several
+def test_local_variables_may_differ(checked: None, called: Any) -> None:
+    """What a rank has of its own is not compared."""
+    dense, _ = train(called, begin=1.0 + RANK, local=True)
+    everyone = rr.allgather(dense.numpy()[None])
+    assert (everyone[0] != everyone[-1]).all()
+
+
+@pytest.mark.smoke
+@several
+def test_what_is_no_number_names_gradient_and_rank(checked: None, called: Any) -> None:
+    """RINGREDUCE_CHECK=finite:1: an error on all ranks before it is reduced, also where it is sparse."""
+    for local, name in ((False, "dense:0"), (True, "table:0")):
+        error = caught(lambda: train(called, data=lambda step: np.nan if RANK else 1.0, local=local))  # noqa: B023
+        assert isinstance(error, rr.NotFiniteError)
+        assert f"gradient of {name} holds NaN or infinity on rank" in str(error)
+
+
+def test_steps_are_counted_for_top(called: Any) -> None:
+    """Each reduction of gradients is a step, whatever the number of ranks."""
+    recorder = PROCESS.rank_here().observer.recorder
+    before = recorder.steps
+    train(called, steps=7)
+    assert recorder.steps - before == 7
