@@ -314,7 +314,8 @@ def _checksum(tensors: Sequence[torch.Tensor]) -> int:
     checksum = 0
     for tensor in tensors:
         if tensor.layout is torch.strided:
-            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            # Of one element, a tensor is contiguous with any stride.
+            values = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
             checksum = zlib.crc32(Operand.of(values).view.data, checksum)
     return checksum
 

@@ -65,12 +65,11 @@ class Piece(NamedTuple):
 
 def pieces_of(shard: Shard, *, elementwise: bool) -> Iterator[Piece]:
     """Return this rank's pieces of the parameters of a bucket."""
-    bucket, own = shard.bucket, shard.own
+    bucket = shard.bucket
     for number, (slot, place, view) in enumerate(zip(bucket.slots, bucket.places, shard.views, strict=True)):
         parameter, start = slot.parameter, place.start
         if not elementwise:
-            mine = own.start <= start and start < own.stop
-            value = view.detach().requires_grad_(parameter.requires_grad) if mine else None
+            value = view.detach().requires_grad_(parameter.requires_grad) if shard.owns(number) else None
             yield Piece(parameter, view, view.data_ptr(), slot, None, value, slot.place)
             continue
         part = shard.within(number)

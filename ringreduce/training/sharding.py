@@ -65,10 +65,11 @@ class Shard:
         own: this rank's part.
     """
 
-    __slots__ = ("bounds", "bucket", "counts", "memory", "own", "views")
+    __slots__ = ("_is_first", "bounds", "bucket", "counts", "memory", "own", "views")
 
     def __init__(self, bucket: Bucket, memory: _Bytes, views: Sequence[Any], bounds: Sequence[int], index: int) -> None:
         self.bucket, self.memory, self.views, self.bounds = bucket, memory, views, bounds
+        self._is_first = index == 0
         self.counts = [math.prod(view.shape) for view in views]
         self.own = slice(bounds[index], bounds[index + 1])
 
@@ -76,6 +77,14 @@ class Shard:
         """Return the memory of a part."""
         itemsize = self.bucket.itemsize
         return self.memory[self.bounds[index] * itemsize : self.bounds[index + 1] * itemsize]
+
+    def owns(self, number: int) -> bool:
+        """Return whether a parameter that is not cut is this rank's, given its number in the bucket.
+
+        One without elements at the end of the bucket is in no part; it is that of the first rank.
+        """
+        start = self.bucket.places[number].start
+        return self.own.start <= start < self.own.stop if start < self.bounds[-1] else self._is_first
 
     def within(self, number: int) -> slice:
         """Return this rank's part of a parameter, given its number in the bucket: elements in their order in memory."""
@@ -183,12 +192,16 @@ class Sharding:
         # Each rank gets what it lacks, so far as the ends of parameters allow.
         mean = (sum(self._loads) / bucket.itemsize + len(bucket.flat)) / size
         lacking = [max(mean - load / bucket.itemsize, 0.0) for load in self._loads]
+        if not sum(lacking):  # parameters without elements
+            return [0] * (size + 1)
         ends = [0, *(place.stop for place in bucket.places)]
         wanted = accumulate((each / sum(lacking) * len(bucket.flat) for each in lacking[:-1]), initial=0.0)
         return [*(min(ends, key=lambda end: abs(end - bound)) for bound in wanted), ends[-1]]
 
     def node_memory(self, nbytes: int) -> _Bytes:
-        """Return memory that the ranks of the node have in common. Collective."""
+        """Return memory that the ranks of the node have in common; maybe none. Collective."""
+        if not nbytes:
+            return np.empty(0, np.uint8)
         text = f"{nbytes} bytes of each node"
         return self._run("memory", lambda ranks: ranks.node_memory(nbytes), text)  # type: ignore[no-any-return]
 
