@@ -531,6 +531,54 @@ def test_a_rank_that_does_not_come_is_named(rank: int, size: int):
     dist.monitored_barrier(dist.new_group(backend="gloo"))
 
 
+@pytest.mark.parametrize("limit", [timedelta(seconds=30), 30.0, 30, float("inf"), None])
+def test_time_limits_are_timedeltas_or_seconds(limit: Any, rank: int, size: int):
+    """As torch's own backends take them."""
+    dist.monitored_barrier(None, limit)
+    dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
+    group: Any = dist.group.WORLD
+    group.barrier(timeout=limit).wait(limit)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work is not None
+    assert work.wait(limit)
+    sent = dist.isend(torch.ones(2), (rank + 1) % size)
+    received = dist.irecv(torch.empty(2), (rank - 1) % size)
+    assert sent is not None
+    assert received is not None
+    assert received.wait(limit)
+    assert sent.wait(limit)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_seconds_end_waits(rank: int, size: int):
+    """As fractions, and 0, of a barrier and of a message that does not come."""
+    for limit, words in ((0.3, "waited 0.3 s"), (0, "waited 0 s")):
+        group = dist.new_group()
+        if rank != size - 1:
+            with pytest.raises(CollectiveTimeoutError, match=words):
+                dist.monitored_barrier(group, limit)
+        dist.barrier()
+    work = dist.irecv(torch.empty(2), (rank - 1) % size)
+    assert work is not None
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait(0.2)
+    dist.barrier()
+    sent = dist.isend(torch.ones(2), (rank + 1) % size)
+    assert sent is not None
+    work.wait()
+    sent.wait()
+
+
+@pytest.mark.parametrize("limit", ["1", float("nan"), True, [1]])
+def test_what_is_no_time_limit(limit: Any):
+    with pytest.raises(ConfigError, match="timedelta or a number of seconds"):
+        dist.monitored_barrier(None, limit)
+    work: Any = dist.all_reduce(torch.ones(3), async_op=True)
+    with pytest.raises(ConfigError, match="timedelta or a number of seconds"):
+        work.wait(limit)
+    dist.barrier()
+
+
 @pytest.mark.sizes(2, 3)
 def test_groups_that_are_out_of_step_are_made_anew(rank: int, size: int):
     """The error says what a program of torch.distributed can do to go on, and that works."""

@@ -19,7 +19,7 @@ from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, Reduce
 from ringreduce.runtime import group_collectives
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.arrays import TENSORS, sparse_entries, sum_entries
-from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, end_span_with, seconds
+from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, Timeout, end_span_with, limit_of, seconds
 from ringreduce.transport.point_to_point import Transfer
 
 NAME = "ringreduce"
@@ -170,14 +170,15 @@ class GroupBackend:
         ranks = ", ".join(map(str, self._group.ranks))
         return profiler.record_function(f"{NAME}:{name} ({nbytes} bytes, group of ranks {ranks})")
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error names those that do not come, all of them.
 
         Args:
-            timeout: how long to wait at most, 0 too; None: as the group does.
+            timeout: how long to wait at most, 0 too, a timedelta or seconds; None: as the group does.
             wait_all_ranks: means nothing, as all are named in any case.
         """
-        limit_s = None if timeout is None else max(timeout.total_seconds(), 0.0)
+        limit_s = limit_of(timeout)
+        limit_s = None if limit_s is None else max(limit_s, 0.0)
         with self._shown("monitored_barrier", []):
             self._group.submit(partial(self._group.barrier, limit_s), "monitored_barrier", here=True).wait()
 
@@ -224,7 +225,7 @@ class GroupBackend:
 
     getBackendName = name  # noqa: N815
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: timedelta | float) -> None:
         limit_s = seconds(timeout)
         if limit_s is not None:
             self._group.set_timeout(limit_s)
@@ -261,7 +262,7 @@ class Collectives(GroupBackend):
 
     # ---- reductions ----
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> CollectiveWork:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> CollectiveWork:
         op, scaled = _reduction_of(opts)
         return self._run("allreduce", opts, _allreduce, [(each, each, op) for each in _listed(tensors)], scaled)
 
@@ -292,7 +293,7 @@ class Collectives(GroupBackend):
 
     # ---- moving ----
 
-    def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> CollectiveWork:
+    def broadcast(self, tensors: Any, opts: Any = 0, timeout: Timeout = None) -> CollectiveWork:
         root = opts if isinstance(opts, int) else opts.rootRank
         calls = [(each, each, root) for each in _listed(tensors)]
         return self._run("broadcast", opts, group_collectives.broadcast, calls)
@@ -309,9 +310,7 @@ class Collectives(GroupBackend):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> CollectiveWork:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> CollectiveWork:
         lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
         return self.all_gather_single_coalesced(lists, _listed(inputs), opts)
 
@@ -336,7 +335,7 @@ class Collectives(GroupBackend):
         output_split_sizes: Sequence[int] = (),
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
     ) -> CollectiveWork:
         call = output, input, list(output_split_sizes), list(input_split_sizes)
         return self._run("alltoall", opts, group_collectives.alltoall, [call])
@@ -344,12 +343,13 @@ class Collectives(GroupBackend):
     alltoall_base = all_to_all_single
 
     def alltoall(
-        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
+        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: Timeout = None
     ) -> CollectiveWork:
         return self._run("alltoall", opts, group_collectives.alltoall_list, [(list(outputs), list(inputs))])
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> CollectiveWork:
-        limit_s = seconds(timeout or getattr(opts, "timeout", None))
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> CollectiveWork:
+        given = opts if isinstance(opts, (timedelta, float)) else getattr(opts, "timeout", None)
+        limit_s = seconds(timeout or given)
         return self._run("barrier", opts, lambda *_: self._group.barrier(limit_s), [((), ())])
 
 

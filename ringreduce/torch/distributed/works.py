@@ -7,18 +7,24 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from math import inf, isnan
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 from torch.autograd import profiler
 
+from ringreduce.common.arguments import shown
+from ringreduce.common.errors import ConfigError
 from ringreduce.common.serial import Task
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.transport.point_to_point import Transfer
 
 _Tensors = Sequence[torch.Tensor]
+
+#: As torch takes them: floats are seconds.
+Timeout = timedelta | float | None
 
 # Futures that are made in Python hold a Python object, and torch's C++ hook for float16 takes a list of tensors alone.
 # TorchScript makes such futures, and runs their callbacks on a pool of threads: in no order that the ranks share.
@@ -49,11 +55,25 @@ def _called_by_autograd() -> bool:
     return frame.f_code.co_name == "_engine_run_backward"
 
 
-def seconds(timeout: timedelta | None) -> float | None:
-    """Return a time limit of torch's, None if it means no limit: torch writes those as 0 or less."""
-    if timeout is None or timeout <= timedelta(0):
+def limit_of(timeout: object) -> float | None:
+    """Return a time limit in seconds; None: none was given, or infinity.
+
+    Raises:
+        ConfigError: it is neither a timedelta nor a number of seconds.
+    """
+    if timeout is None:
         return None
-    return timeout.total_seconds()
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and not isnan(timeout):
+        return float(timeout) if timeout < inf else None
+    raise ConfigError(f"a timeout is a datetime.timedelta or a number of seconds, got {shown(timeout)}")
+
+
+def seconds(timeout: Timeout) -> float | None:
+    """Return a time limit of torch's as `limit_of` does, None if it means no limit: torch writes those as 0 or less."""
+    limit_s = limit_of(timeout)
+    return limit_s if limit_s is not None and limit_s > 0.0 else None
 
 
 # A span that waits for a future writes the time into the profiler's memory once the future is done, also where the
@@ -175,7 +195,7 @@ class CollectiveWork(_Work):
     def task(self) -> Task:
         return self._task
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         self._task.wait(seconds(timeout))
         return True
 
@@ -200,7 +220,7 @@ class MessageWork(_Work):
         task.when_done(self._release)
         return task
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         try:
             self._group.wait(self._transfer, seconds(timeout))
         finally:
