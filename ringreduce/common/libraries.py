@@ -25,7 +25,7 @@ class Framework(NamedTuple):
 
 #: By what is imported. The extras of pyproject.toml ask for the same versions.
 FRAMEWORKS = {
-    "torch": Framework("PyTorch", (2, 3), "pip install 'torch>=2.3'"),
+    "torch": Framework("PyTorch", (2, 3), "pip install torch --upgrade"),
     "tensorflow": Framework("TensorFlow", (2, 18), "pip install 'tensorflow>=2.18'"),
     "keras": Framework("Keras", (3, 12), "pip install 'keras>=3.12'"),
     "jax": Framework("JAX", (0, 5), "pip install 'jax>=0.5' 'optax>=0.2.4'"),
