@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,12 @@ from ringreduce.bench.formats import WRITERS, to_json
 from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.results import Report, Settings
+from ringreduce.cli.progress import Progress
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.usage import RankCommand
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import parse_nbytes
+from ringreduce.doctor.tables import print_table
 
 __all__ = ["Progress", "bench", "explain", "tune"]
 
@@ -61,35 +61,11 @@ def _say_if_alone(name: str, form: str) -> None:
         )
 
 
-class Progress:
-    """Says on standard error how much is done, a few seconds apart.
-
-    Args:
-        of: what the lines begin with.
-        clock: returns seconds since some time or other.
-    """
-
-    def __init__(self, of: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._of, self._clock = of, clock
-        self._began = self._said = clock()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Take note that so many parts of all are done."""
-        now = self._clock()
-        if now - self._said < _EVERY_S or done == total:
-            return
-        self._said = now
-        left_s = (now - self._began) / done * (total - done)
-        sys.stderr.write(f"ringreduce: {self._of}: {done} of {total} measured, about {left_s:.0f} s to go\n")
-        sys.stderr.flush()
-
-
 def _write(text: str) -> None:
     click.echo(text, nl=False)
 
 
 _NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
-_EVERY_S = 5.0  # between two lines about the progress
 _WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
 Examples:
@@ -299,18 +275,28 @@ def explain(
         ringreduce.allreduce(array, out=array)  # in which the ranks find out whether they can use what is asked for
     if ringreduce.rank() != 0:
         return
-    dtype, chosen = native_dtype(TYPES[datatype]), []
+    world, dtype = ringreduce.world(), native_dtype(TYPES[datatype])
+    chosen: list[dict[str, Any]] = []
     for nbytes in sizes(minbytes, last, None, stepfactor):
         reason = ringreduce.explain(nbytes, dtype, collective, device=device)
         said = {"size": nbytes, "collective": collective, "type": datatype, "device": device, "reason": reason}
         if device == "cpu":
-            choice = ringreduce.world().choose(collective, nbytes, dtype)
+            choice = world.choose(collective, nbytes, dtype)
             said |= {"algorithm": choice.algorithm, "transport": choice.transport, "reason": choice.reason}
         chosen.append(said)
-        if not as_json:
-            click.echo(f"{format_nbytes(nbytes):>10}  {reason}")
     if as_json:
         click.echo(json.dumps(chosen, indent=1))
+        return
+    where = "host" if device == "cpu" else "device"
+    click.echo(f"{collective} of {datatype} in {where} memory, {world.topology.describe()}")
+    if device != "cpu":
+        print_table(["size", "why"], [[format_nbytes(each["size"]), each["reason"]] for each in chosen], text=1)
+        return
+    rows = [[format_nbytes(each["size"]), each["algorithm"], each["transport"], each["reason"]] for each in chosen]
+    print_table(["size", "algorithm", "transport", "why"], rows, text=3)
+    click.echo(f"all that can run here: {', '.join(world.algorithms(collective))}")
+    remarks = ringreduce.explain(last, dtype, collective).splitlines()[1:]
+    click.echo("".join(f"{each}\n" for each in remarks), nl=False)
 
 
 def _settings(options: dict[str, Any]) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> None:
 
 
 @click.command("export", short_help="Write a committed model to a file of its own.")
-@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+@click.argument("folder", type=click.Path(file_okay=False))
 @click.argument("out", type=click.Path(dir_okay=False))
 @click.option("--name", default="model", help="What the state of the training calls it.")
 @click.option("--commit", "number", type=click.IntRange(0), show_default="the last whole one", help="Which commit.")
@@ -143,6 +144,8 @@ def export(folder: str, out: str, name: str, number: int | None, force: bool) ->
     if target.exists() and not force:
         raise ConfigError(f"{out} is there already; --force overwrites it")
     torch = _torch()
+    if not os.path.lexists(folder):
+        raise ConfigError(_no_commit(folder))
     try:
         require_own(Path(folder))
     except OSError as error:
@@ -166,6 +169,10 @@ def _torch() -> Any:
     return torch
 
 
+def _no_commit(folder: str | Path) -> str:
+    return f"there are no commits in {folder} yet: after state.keep_on_disk(FOLDER), the first commit() writes one"
+
+
 def _chosen(store: CommitStore, number: int | None) -> int:
     """Return which commit to take, and say which ones are none."""
     found = store.examine()
@@ -177,7 +184,7 @@ def _chosen(store: CommitStore, number: int | None) -> int:
             click.echo(f"commit {each} cannot be used: {why}", err=True)
     there = f"whole are {', '.join(map(str, whole))}" if whole else "none is whole"
     if not found:
-        raise ConfigError(f"there are no commits in {store.folder}; state.keep_on_disk(FOLDER) writes them")
+        raise ConfigError(_no_commit(store.folder))
     if number is not None:
         raise ConfigError(f"there is no commit {number} in {store.folder} that can be used; {there}")
     if not whole:

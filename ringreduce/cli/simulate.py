@@ -16,6 +16,7 @@ from ringreduce.bench.cases import sizes
 from ringreduce.bench.simulation.cluster import WIRES, Cluster, Parts, links_of, topology_of
 from ringreduce.bench.simulation.report import figure, scaling, simulate, to_dict, to_text
 from ringreduce.bench.simulation.training import Training
+from ringreduce.cli.progress import Progress
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.usage import Command
 from ringreduce.common.launch import launch
@@ -126,9 +127,10 @@ def command(**options: Any) -> int:
     cluster, algorithms = _cluster(options), options["algorithms"] or None
     wanted = sizes(options["minbytes"], options["maxbytes"], None, options["stepfactor"])
     training = None if options["compute_s"] is None else _made(Training, options)
-    report = simulate(cluster, wanted, algorithms, training)
+    report = simulate(cluster, wanted, algorithms, training, Progress("simulate", done="simulated"))
     if options["grows"]:
-        report = scaling(report, options["rates"] or [1 / cluster.links.between.beta], algorithms)
+        rates = options["rates"] or [1 / cluster.links.between.beta]
+        report = scaling(report, rates, algorithms, Progress("simulate, numbers of ranks", done="simulated"))
     click.echo(json.dumps(to_dict(report), indent=1) + "\n" if options["as_json"] else to_text(report), nl=False)
     if options["plot"]:
         plots.write(figure(report), options["plot"])

@@ -4,9 +4,58 @@ from __future__ import annotations
 
 import importlib
 import re
+from typing import NamedTuple
+
+__all__ = ["FRAMEWORKS", "Framework", "is_older", "require_framework", "require_library"]
 
 
-def require_library(module: str, name: str, needed_by: str, remedy: str, lowest: tuple[int, int] = (0, 0)) -> None:
+class Framework(NamedTuple):
+    """A library that a binding is for.
+
+    Attributes:
+        title: what people call it.
+        lowest: the first numbers of the lowest version that the tests were run with.
+        remedy: how to install it.
+    """
+
+    title: str
+    lowest: tuple[int, ...]
+    remedy: str
+
+
+#: By what is imported. The extras of pyproject.toml ask for the same versions.
+FRAMEWORKS = {
+    "torch": Framework("PyTorch", (2, 3), "pip install torch --upgrade"),
+    "tensorflow": Framework("TensorFlow", (2, 18), "pip install 'tensorflow>=2.18'"),
+    "keras": Framework("Keras", (3, 12), "pip install 'keras>=3.12'"),
+    "jax": Framework("JAX", (0, 5), "pip install 'jax>=0.5' 'optax>=0.2.4'"),
+    "optax": Framework("optax", (0, 2, 4), "pip install 'optax>=0.2.4'"),
+}
+
+
+def require_framework(module: str, needed_by: str, more: str = "") -> None:
+    """Raise ImportError unless a framework is installed, and new enough.
+
+    Args:
+        module: of `FRAMEWORKS`.
+        needed_by: our module, for the error.
+        more: what the error says besides.
+    """
+    title, lowest, remedy = FRAMEWORKS[module]
+    try:
+        require_library(module, title, needed_by, remedy + more, lowest)
+    except ModuleNotFoundError as error:
+        if module != "keras" or error.name not in FRAMEWORKS or error.name == module:
+            raise
+        backend = FRAMEWORKS[error.name]
+        raise ModuleNotFoundError(
+            f"{needed_by}: Keras is to run on {backend.title}, which is not installed: {backend.remedy}, or set "
+            "KERAS_BACKEND to tensorflow, jax or torch, as you have it",
+            name=error.name,
+        ) from None
+
+
+def require_library(module: str, name: str, needed_by: str, remedy: str, lowest: tuple[int, ...] = ()) -> None:
     """Raise ImportError unless a library is installed, and new enough.
 
     Args:
@@ -14,7 +63,7 @@ def require_library(module: str, name: str, needed_by: str, remedy: str, lowest:
         name: of the library, for the error.
         needed_by: our module, for the error.
         remedy: how to install it, for the error.
-        lowest: the first two numbers of its lowest version.
+        lowest: the first numbers of its lowest version.
     """
     try:
         version = str(getattr(importlib.import_module(module), "__version__", ""))
@@ -22,5 +71,11 @@ def require_library(module: str, name: str, needed_by: str, remedy: str, lowest:
         if error.name != module:
             raise
         raise ModuleNotFoundError(f"{needed_by} needs {name}, which is not installed: {remedy}", name=module) from None
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < lowest:
-        raise ImportError(f"{needed_by} needs {name} {lowest[0]}.{lowest[1]} or newer, and this is {version}: {remedy}")
+    if is_older(version, lowest):
+        needed = ".".join(map(str, lowest))
+        raise ImportError(f"{needed_by} needs {name} {needed} or newer, and this is {version}: {remedy}")
+
+
+def is_older(version: str, lowest: tuple[int, ...]) -> bool:
+    """Return whether a version is below the lowest one, given the first numbers of that."""
+    return tuple(map(int, re.findall(r"\d+", version)[: len(lowest)])) < lowest

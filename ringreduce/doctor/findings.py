@@ -10,6 +10,7 @@ from ringreduce.bench.cases import plural
 from ringreduce.buffers.device_arrays import INSTALL, install_command
 from ringreduce.common.config import ignored_variables
 from ringreduce.common.errors import name_ranks
+from ringreduce.common.libraries import FRAMEWORKS, is_older
 from ringreduce.doctor.facts import LIBRARIES, ROOT_ALLOWED, Facts
 from ringreduce.gpu.nccl import version_text
 from ringreduce.launcher.mpirun import clash, family
@@ -81,7 +82,7 @@ def by_rank(values: Mapping[int, str], of: int) -> str:
     return "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in groups.items())
 
 
-def _package(name: str, missing: str) -> _Check:
+def _package(name: str, missing: str) -> Callable[[Sequence[Facts]], Finding]:
     """Return a check of the version of a package, which should be the same everywhere."""
 
     def check(ranks: Sequence[Facts]) -> Finding:
@@ -89,6 +90,23 @@ def _package(name: str, missing: str) -> _Check:
         same = len(set(values.values())) == 1
         level, remedy = ("ok", "") if same else ("warning", "Install the same version for all ranks.")
         return Finding(name, by_rank(values, len(ranks)), level, remedy)
+
+    return check
+
+
+def _framework(name: str) -> _Check:
+    """Return a check of a framework: whether it is there, new enough and the same everywhere."""
+    title, lowest, remedy = FRAMEWORKS[name]
+    needed_by = "jax" if name == "optax" else name
+    compare = _package(name, f"not installed; ringreduce.{needed_by} needs it: {remedy}")
+
+    def check(ranks: Sequence[Facts]) -> Finding:
+        found = compare(ranks)
+        versions = [facts.packages[name] for facts in ranks if name in facts.packages]
+        if any(is_older(version, lowest) for version in versions):
+            needed = f"{title} {'.'.join(map(str, lowest))} or newer"
+            return replace(found, level="warning", remedy=f"ringreduce.{needed_by} needs {needed}: {remedy}")
+        return found
 
     return check
 
@@ -388,7 +406,7 @@ _SECTIONS: dict[str, tuple[_Check, ...]] = {
     "Software": (
         _package("Python", "?"),
         _package("numpy", "?"),
-        _package("torch", "not installed; ringreduce.torch needs it"),
+        *map(_framework, FRAMEWORKS),
         _package("mpi4py", "not installed"),
     ),
     "MPI": (_start, _remarks, _mpi_library, _launcher, _root, _thread_level, _faults),

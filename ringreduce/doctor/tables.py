@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["table"]
+__all__ = ["print_table", "table"]
+
+_WIDE = 1000  # columns, which no table takes
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], red: Sequence[bool] = (), text: int = 0) -> Table:
@@ -28,3 +31,17 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], red: Sequence[
     for number, row in enumerate(rows):
         made.add_row(*map(Text, row), style="red" if number < len(red) and red[number] else None)
     return made
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], text: int = 0) -> None:
+    """Print a table: as wide as its cells, or in a terminal as wide as that, with text in several lines.
+
+    Args:
+        headings: of the columns.
+        rows: the cells.
+        text: how many columns, the last ones, are text.
+    """
+    made, console = table(headings, rows, text=text), Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=max(Console(width=_WIDE).measure(made).maximum, 1))
+    console.print(made)

@@ -40,7 +40,7 @@ class CommitStore:
 
     Args:
         folder: `prepare` makes it if need be, for this user alone.
-        keep: how many commits stay; older ones are removed.
+        keep: how many commits stay; older ones are removed, with the parts of all ranks.
         write: writes content to an open file.
         read: reads it from one.
     """
@@ -173,7 +173,8 @@ class CommitStore:
         kept = sorted(each for each in self._numbers(part) if each <= number)[-self._keep :]
         for each in self.folder.iterdir():
             found = _NAME.fullmatch(each.name)
-            if found and found[2] == part and int(found[1]) < kept[0]:
+            # What is common to the ranks takes along the parts of all: those of ranks that have died, too.
+            if found and (found[2] == part or not part) and int(found[1]) < kept[0]:
                 each.unlink(missing_ok=True)
 
 

@@ -11,11 +11,12 @@ Import it before the first array is made: errors of compiled programs are then r
 reduced in host memory; a compiled program has to run on the CPU, outside of `jit` arrays of other devices are copied.
 """
 
-import jax
+from ringreduce.common.libraries import require_framework
 
-if jax.__version_info__ < (0, 5):
-    raise ImportError(f"ringreduce.jax needs JAX 0.5 or newer, and {jax.__version__} is installed")
+require_framework("jax", __name__)
+require_framework("optax", __name__)
 
+# ruff: noqa: E402  # what follows imports them
 from ringreduce.jax import elastic, ops
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.jax.local import DiLoCo, LocalSGD

@@ -10,10 +10,9 @@ Import it before the first model is made: on the backend jax, errors are then ra
 reduced in host memory; on the backend jax, the step has to run on the CPU.
 """
 
-from ringreduce.common.libraries import require_library
+from ringreduce.common.libraries import require_framework
 
-#: The lowest version that the tests were run with.
-require_library("keras", "Keras", __name__, "pip install 'keras>=3.12'", lowest=(3, 12))
+require_framework("keras", __name__)
 
 from ringreduce.keras import callbacks, elastic, functions, optimizer  # noqa: E402
 from ringreduce.keras.functions import *  # noqa: E402, F403  # what it exports is written down there

@@ -211,9 +211,7 @@ class Restarts:
         elif failures.is_told(written):
             say(f"a rank failed, {ended}")
         if failures.lacks_horovod(written):
-            say(
-                "the program imports horovod: start it by `horovodrun`, where that is ringreduce, with the same options"
-            )
+            say("the program imports horovod: start it by `horovodrun`, which gives it ringreduce by that name")
 
     def _wait_for_slots(self) -> Mapping[str, int]:
         policy, limit_s = self._policy, self._spec.start_timeout_s

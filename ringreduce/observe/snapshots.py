@@ -169,6 +169,7 @@ class FlightRecorder:
             ConfigError, OSError: there is no folder for it.
         """
         self._common = {"job": job, "command": sys.orig_argv, "began": time.time()}
+        self._common["process_began"] = processes.began(self._pid)  # or another of its number would seem to be this one
         self._metrics = metrics
         path = folder() / f"{job}.{self._rank}.json"
         if self._rank == 0:
@@ -253,7 +254,8 @@ def read_all() -> list[Snapshot]:
     for path in folder().glob("*.json"):
         try:
             status = json.loads(path.read_text(encoding="utf-8"))
-            alive = os.path.exists(f"/proc/{status['pid']}")
+            now = processes.began(status["pid"])
+            alive = now is not None and status.get("process_began", now) == now
         except (OSError, ValueError, KeyError, TypeError):
             continue  # it was removed meanwhile, or is none of ours
         if alive:

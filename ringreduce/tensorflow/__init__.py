@@ -11,9 +11,9 @@ Everything works at once, in a `tf.function`, and in graphs and sessions of Tens
 XLA cannot compile it (``jit_compile=True``).
 """
 
-from ringreduce.common.libraries import require_library
+from ringreduce.common.libraries import require_framework
 
-require_library("tensorflow", "TensorFlow", __name__, "pip install 'tensorflow>=2.18'", lowest=(2, 18))
+require_framework("tensorflow", __name__)
 
 # ruff: noqa: E402  # what follows imports TensorFlow
 import tensorflow

@@ -14,15 +14,10 @@ conventions: see `ringreduce.common.conventions`.
 
 import sys
 
-from ringreduce.common.libraries import require_library
+from ringreduce.common.libraries import require_framework
 
-require_library(
-    "torch",
-    "PyTorch",
-    __name__,
-    "pip install torch (for the builds that there are see https://pytorch.org/get-started); ringreduce itself takes "
-    "NumPy arrays without it",
-)
+_BUILDS = " (for the builds that there are see https://pytorch.org/get-started)"
+require_framework("torch", __name__, f"{_BUILDS}; ringreduce itself takes NumPy arrays without it")
 
 # ruff: noqa: E402  # what follows imports torch
 import ringreduce_torch_backend

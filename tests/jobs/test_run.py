@@ -106,13 +106,10 @@ def test_the_end_of_a_job_is_told_in_one_line(death: str, status: int, last: str
 
 
 def test_a_traceback_of_all_ranks_is_shown_once_and_horovodrun_named() -> None:
-    """Of a program that imports Horovod, which is not there: with the ranks' numbers, and what starts it here."""
+    """Of a program that imports Horovod, which is not there; then comes what starts it here."""
     done = run("run", "-np", 3, sys.executable, "-c", "import horovod.torch")
     assert done.returncode == 1
-    assert (
-        done.stderr.count("Traceback") == done.stderr.count("    import horovod") + done.stderr.count("<string>") == 1
-    )
-    assert "ranks 0-2 have written this traceback, which is shown once: ModuleNotFoundError" in done.stderr
+    assert done.stderr.count("Traceback") == done.stderr.count("<string>") == 1
     assert "ringreduce: the program imports horovod: start it by `horovodrun`" in done.stderr
 
 
@@ -134,9 +131,8 @@ def test_a_rank_that_ends_without_init_has_not_failed() -> None:
 )
 def test_a_backend_that_finds_no_ranks_here_is_named(backend: str, words: str) -> None:
     """One that there is not, or that asks for variables of another launcher: in one error, shown once."""
-    done = run(
-        "run", "-np", 2, sys.executable, "-c", f"import torch.distributed as d; d.init_process_group({backend!r})"
-    )
+    program = f"import torch.distributed as d; d.init_process_group({backend!r})"
+    done = run("run", "-np", 2, sys.executable, "-c", program)
     assert done.returncode == 1
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("ringreduce.ConfigError")]
     assert f"init_process_group({backend!r}): " in said

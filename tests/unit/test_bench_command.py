@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import ringreduce
+import ringreduce.testing
 from ringreduce.cli import main
 
 FAST = ["-n", "2", "-w", "0"]
@@ -126,6 +127,19 @@ def test_explain_says_what_would_run():
     assert [line.split("  ")[0].strip() or line.split()[0] for line in result.stdout.splitlines()]
     assert "4 KiB" in result.stdout
     assert "64 MiB" in result.stdout
+
+
+def test_explain_is_a_table():
+    """A row for each size, whole where no terminal is narrower; what could run is said once, and not in each row."""
+    shown = invoke("explain", "-b", "4K", "-e", "1M", "-f", "16").stdout.splitlines()
+    assert shown[0] == "allreduce of float in host memory, 1 rank on 1 node"
+    assert shown[1].split() == ["size", "algorithm", "transport", "why"]
+    rows = [line.split() for line in shown[2:-1]]
+    assert [row[:2] for row in rows] == [["4", "KiB"], ["64", "KiB"], ["1", "MiB"]]
+    names = ringreduce.testing.run_ranks(1, lambda world: world.algorithms("allreduce"))[0]
+    assert all(row[2] in names for row in rows)
+    assert shown[-1].startswith("all that can run here: ")
+    assert sum("can run here" in line for line in shown) == 1
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["explain"]])

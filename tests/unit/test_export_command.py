@@ -99,6 +99,9 @@ def test_folders_without_commits_are_refused(folder: Path) -> None:
     out = folder.parent / "model.pt"
     (folder.parent / "empty").mkdir()
     assert "there are no commits in " in export(folder.parent / "empty", out).stderr
+    not_yet = export(folder.parent / "not yet", out)
+    assert (not_yet.exit_code, not_yet.stderr.count("\n")) == (2, 1)
+    assert "not yet yet: after state.keep_on_disk(FOLDER), the first commit() writes one" in not_yet.stderr
     done = export(folder, folder.parent / "missing" / "model.pt")
     assert (done.exit_code, "cannot be written: No such file" in done.stderr) == (2, True), done.stderr
     store = CommitStore(folder.parent / "pickles", 3, pickle.dump, pickle.load)

@@ -75,3 +75,11 @@ def test_pages_install_into_no_environment_of_the_scripts(page: Path) -> None:
     own = set(re.findall(r"venv=(\S+)", (ROOT / "scripts" / "install").read_text(encoding="utf-8")))
     assert ".venv" in own
     assert own.intersection(made) == set()
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_what_fills_an_environment_says_what_it_is_and_ends_like_its_command(tmp_path: Path, status: int) -> None:
+    """Output of the command passes."""
+    command = [ROOT / "scripts" / "_progress", tmp_path, "some packages", "sh", "-c", f"echo hello; exit {status}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "  some packages\nhello\n", "")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from ringreduce.common.libraries import require_library
+from ringreduce.common.libraries import FRAMEWORKS, require_framework, require_library
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,63 @@ def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, versi
     text = f"^ringreduce.some needs Some Library 2.16 or newer, and this is {version}: pip install it$"
     with pytest.raises(ImportError, match=text):
         require_library("some_library", "Some Library", "ringreduce.some", "pip install it", lowest=(2, 16))
+
+
+def test_extras_ask_for_the_versions_that_imports_ask_for() -> None:
+    """Each framework has an extra, or is part of one, and the remedy names the same version."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    for module, framework in FRAMEWORKS.items():
+        version = f"{module}>={'.'.join(map(str, framework.lowest))}"
+        assert f'"{version}"' in text
+        assert f"'{version}'" in framework.remedy or framework.remedy == f"pip install {module} --upgrade"
+
+
+@pytest.mark.parametrize("module", FRAMEWORKS)
+def test_a_framework_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """With the lowest version, and how to install it."""
+    title, lowest, remedy = FRAMEWORKS[module]
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError):
+        require_framework(module, "ringreduce.some")
+    library = ModuleType(module)
+    library.__version__ = ".".join(map(str, [*lowest[:-1], lowest[-1] - 1, 99]))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module, library)
+    with pytest.raises(ImportError) as error:
+        require_framework(module, "ringreduce.some")
+    needed = ".".join(map(str, lowest))
+    said = f"ringreduce.some needs {title} {needed} or newer, and this is {library.__version__}: {remedy}"
+    assert str(error.value) == said
+    library.__version__ = f"{needed}.1"  # type: ignore[attr-defined]
+    require_framework(module, "ringreduce.some")
+
+
+@pytest.mark.parametrize("binding", ["torch", "tensorflow", "keras", "jax"])
+def test_a_binding_names_the_framework_that_is_not_installed(binding: str) -> None:
+    """And the command that installs it, in the last line of the traceback."""
+    hide = (
+        "import sys\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {binding!r}: raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
+        f"import ringreduce.{binding}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False, timeout=60)
+    title, _, remedy = FRAMEWORKS[binding]
+    said = f"ModuleNotFoundError: ringreduce.{binding} needs {title}, which is not installed: {remedy}"
+    assert done.stderr.splitlines()[-1].startswith(said)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_the_backend_that_keras_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str) -> None:
+    """Keras is there, and what it is to run on is not."""
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    (tmp_path / "keras.py").write_text(f"raise ModuleNotFoundError('no', name={backend!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError) as error:
+        require_framework("keras", "ringreduce.keras")
+    assert FRAMEWORKS[backend].remedy in str(error.value)
+    assert "KERAS_BACKEND" in str(error.value)
 
 
 def test_a_missing_library_is_told_from_one_that_lacks_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

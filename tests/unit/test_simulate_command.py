@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from ringreduce.algorithms import Collective, names
 from ringreduce.bench.simulation.clock import Links
 from ringreduce.bench.simulation.cluster import Cluster, Simulator, links_of, topology_of
+from ringreduce.bench.simulation.report import scaling, simulate
 from ringreduce.bench.simulation.training import Training, simulate_step
 from ringreduce.cli.simulate import command
 from ringreduce.collectives.tuning import Model
@@ -294,3 +295,13 @@ def test_wire_formats_have_an_algorithm_of_their_own():
 def test_wrong_use_is_refused(arguments: list[str], complaint: str):
     """With what is wrong, and what was expected."""
     assert complaint in refusal(*arguments)
+
+
+def test_progress_is_told():
+    """After each size, and after each number of ranks for each rate of links."""
+    sizes, ranks = [], []
+    training = Training(compute_s=0.01, nbytes=1 << 10)
+    report = simulate(FOUR, [8, 16, 24], ["ring"], training, lambda done, total: sizes.append((done, total)))
+    scaling(report, [1e9, 1e10], ["ring"], lambda done, total: ranks.append((done, total)))
+    assert sizes == [(1, 4), (2, 4), (3, 4)]
+    assert ranks == [(done, 6) for done in range(1, 7)]

@@ -208,3 +208,16 @@ def test_links_in_place_of_temporary_files_are_not_followed(tmp_path: Path) -> N
     put(store_in(tmp_path), 1)
     assert store.whole() == [1]
     assert other.read_text() == "keep"
+
+
+def test_parts_of_ranks_that_have_died_go_with_their_commits(tmp_path: Path) -> None:
+    """Nobody writes later ones in their place: what is common to the ranks takes along what is older than itself."""
+    store = store_in(tmp_path, keep=2)
+    store.prepare()
+    for number in (1, 2, 3, 4, 5):
+        for part in ("", ".rank-0", *([".rank-1", ".rank-2"] if number < 3 else [])):
+            store.put(number, number, part)
+            store.settle()
+    kept = sorted(each.name for each in store.folder.glob("*.pt"))
+    assert kept == [f"commit-{number:012}{part}.pt" for number in (4, 5) for part in ("", ".rank-0")]
+    assert len(list(store.folder.glob("*.json"))) == len(kept)

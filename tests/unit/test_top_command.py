@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from ringreduce.cli import main, reports
+from ringreduce.common import processes
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.doctor.top import prometheus_text, rows
@@ -154,6 +156,19 @@ def test_the_file_of_a_rank_holds_its_last_samples(place: Path):
     assert (place / "j.0.json").stat().st_mode & 0o777 == 0o600
     recorder.end_status()
     assert list(place.iterdir()) == []
+
+
+def test_files_that_a_killed_launcher_has_left_are_no_ranks(place: Path):
+    """A process of the same number is another one if it began later, and one that nobody has waited for has ended."""
+    mine = processes.began(os.getpid())
+    assert mine is not None
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    for job, pid, began in (("other", os.getpid(), mine - 1), ("zombie", ended.pid, None), ("mine", os.getpid(), mine)):
+        (place / f"{job}.0.json").write_text(json.dumps({**said(0, pid=pid), "job": job, "process_began": began}))
+    assert [each["job"] for each in snapshots.read_all()] == ["mine"]
+    assert [each.name for each in place.iterdir()] == ["mine.0.json"]
+    ended.wait()
 
 
 def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatch):

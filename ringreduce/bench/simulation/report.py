@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,11 @@ class Report:
 
 
 def simulate(
-    cluster: Cluster, sizes: Iterable[int], algorithms: Sequence[str] | None = None, training: Training | None = None
+    cluster: Cluster,
+    sizes: Iterable[int],
+    algorithms: Sequence[str] | None = None,
+    training: Training | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Report:
     """Simulate allreduces, and a training step.
 
@@ -62,36 +66,46 @@ def simulate(
         sizes: of the buffers of a rank, in bytes.
         algorithms: which; None: all that run there.
         training: what each rank does in a step; None: nothing.
+        progress: called with how many parts of how many are done.
 
     Raises:
         ConfigError: none of the algorithms can be simulated there.
     """
     algorithms = _executed(cluster, algorithms)
+    sizes = list(sizes)
     simulator = Simulator(cluster, algorithms)
-    times = {nbytes: simulator.times(nbytes) for nbytes in sizes}
-    reasons = {nbytes: simulator.explain(nbytes) for nbytes in times}
+    times, reasons = {}, {}
+    for number, nbytes in enumerate(sizes, 1):
+        times[nbytes], reasons[nbytes] = simulator.times(nbytes), simulator.explain(nbytes)
+        progress(number, len(sizes) + (training is not None))
     step = None if training is None else _step(training, cluster, algorithms)
     return Report(cluster, times, reasons, simulator.left_out, training, step)
 
 
-def scaling(report: Report, rates: Iterable[float], algorithms: Sequence[str] | None = None) -> Report:
+def scaling(
+    report: Report,
+    rates: Iterable[float],
+    algorithms: Sequence[str] | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Report:
     """Simulate the training of a report on one rank, on more and more ranks of a node, and on more and more nodes.
 
     Args:
         report: with a training, on nodes of equal size. Rank 0 is late where one is, and all links are equal.
         rates: of links, in bytes per second.
         algorithms: which; None: all that run there.
+        progress: called with how many parts of how many are done.
     """
     cluster, training = report.cluster, report.training
     assert training is not None
     late = {0: max(cluster.late.values())} if cluster.late else {}
-    found = {}
-    for rate in rates:
+    topologies, found = list(_growing(cluster)), dict[float, dict[int, Step]]()
+    parts = [(rate, topology) for rate in rates for topology in topologies]
+    for number, (rate, topology) in enumerate(parts, 1):
         links = replace(cluster.links, between=replace(cluster.links.between, beta=1 / rate), slow={})
-        found[rate] = {
-            topology.size: _step(training, replace(cluster, topology=topology, links=links, late=late), algorithms)
-            for topology in _growing(cluster)
-        }
+        there = replace(cluster, topology=topology, links=links, late=late)
+        found.setdefault(rate, {})[topology.size] = _step(training, there, algorithms)
+        progress(number, len(parts))
     return replace(report, scaling=found)
 
 
