@@ -100,7 +100,7 @@ def test_a_training_step_goes_through_few_functions() -> None:
 
 
 def test_the_documents_state_these_limits() -> None:
-    """The table of docs/benchmarks.md has the limits of this file, no count above them, and no other page has counts."""
+    """docs/benchmarks.md has the limits of this file and no count above them, and no other page has counts."""
     engine = (ROOT / "tests" / "unit" / "test_engine.py").read_text(encoding="utf-8")
     (asynchronous,) = re.findall(r"^    limit = (\d+)  # docs/benchmarks.md has it, too$", engine, re.MULTILINE)
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition("\n## Functions per call\n")[2]
