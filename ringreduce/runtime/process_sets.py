@@ -47,6 +47,12 @@ def _world_set() -> ProcessSet:
     return global_process_set
 
 
+def _registered_set(number: int | None) -> ProcessSet | None:
+    from ringreduce.runtime import registered_process_set
+
+    return None if number is None else registered_process_set(number)
+
+
 class ProcessSet:
     """Some ranks of the world, ascending, that work together; sets may overlap.
 
@@ -56,7 +62,9 @@ class ProcessSet:
         ranks: of the world, in any order, or an mpi4py communicator of them.
 
     Attributes:
-        process_set_id: 0 for all ranks, a number of its own for every other set, None while it is not registered.
+        process_set_id: 0 for all ranks, a number of its own for every other set, None while it is not registered. A set
+            that is not registered can be given the number of one that is, and stands for that then; with the number of
+            none it raises `ConfigError` wherever it is used.
 
     Raises:
         ConfigError: no rank, or one twice.
@@ -102,6 +110,22 @@ class ProcessSet:
     def process_set_id(self) -> int | None:
         self._look()
         return self._number
+
+    @process_set_id.setter
+    def process_set_id(self, number: int | None) -> None:
+        if self.registered:
+            if number == self._number:
+                return
+            raise ConfigError(f"this process set is registered as {self._number}: call remove_process_set first")
+        self._number = None if number is None else whole_number("process_set_id", number, 0)
+        if (registered := _registered_set(self._number)) is not None:
+            registered.share(self)
+
+    @property
+    def registered(self) -> bool:
+        """Whether it belongs to a world."""
+        self._look()
+        return self._number is not None and self._world_rank is not None
 
     @property
     def ranks(self) -> list[int] | None:
@@ -220,6 +244,8 @@ class ProcessSet:
             if self._ranks is None:
                 raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
             raise ConfigError(f"the process set of ranks {self._ranks} is not registered; call add_process_set first")
+        if self._world_rank is None:
+            raise ConfigError(f"there is no process set {self._number}; call add_process_set")
 
     def _look(self) -> None:
         """Find the world, if this set is all of it and is not registered."""

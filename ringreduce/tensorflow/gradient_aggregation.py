@@ -10,7 +10,10 @@ import tensorflow as tf
 
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import Host, Spec, entry, run
+from ringreduce.tensorflow.slices import times
 
 
 class LocalGradientAggregationHelper:
@@ -21,6 +24,8 @@ class LocalGradientAggregationHelper:
         allreduce_func: takes gradients and their variables; returns averages or sums.
         sparse_as_dense: whether `tf.IndexedSlices` become tensors; else they are refused.
         average_aggregated_gradients: whether the sum is divided by the number of passes.
+        process_set: the ranks that train together.
+        scale_local_gradients: whether sums of local variables are divided by the number of ranks.
         ignored: what Horovod has besides.
     """
 
@@ -30,6 +35,8 @@ class LocalGradientAggregationHelper:
         allreduce_func: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
         sparse_as_dense: bool = False,
         average_aggregated_gradients: bool = False,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
         **ignored: Any,
     ) -> None:
         self._passes = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
@@ -38,6 +45,12 @@ class LocalGradientAggregationHelper:
         self._sums: list[Host] = []
         self._made = 0
         self._due: Any = None
+        self._process_set, self._scale_local = process_set, scale_local_gradients
+        self._local: list[Any] = []
+
+    def register_local_var(self, var: Any) -> None:
+        """Let the gradient of a variable stay this rank's own."""
+        self._local.append(var)
 
     @entry
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
@@ -52,7 +65,7 @@ class LocalGradientAggregationHelper:
 
         *sums, self._due = run(self._add, given, specs, in_order=False)
         result = list(grads)
-        reduced = tf.cond(self._due, lambda: list(self._reduce(sums, variables)), lambda: sums)
+        reduced = tf.cond(self._due, lambda: self._reduced(sums, variables), lambda: sums)
         for number, each in zip(numbers, reduced, strict=True):
             result[number] = each
         return result
@@ -61,6 +74,16 @@ class LocalGradientAggregationHelper:
     def apply_gradients(self, apply_grads_closure: Callable[[], Any], *ignored: Any, **options: Any) -> Any:
         """Call a function that makes a step, if one is due after the last `compute_gradients`."""
         return tf.cond(self._due, lambda: tf.group(apply_grads_closure()), tf.no_op)
+
+    def _reduced(self, sums: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        local = set(map(id, self._local))
+        shared = [number for number, each in enumerate(variables) if id(each) not in local]
+        factor = 1.0 / self._process_set.size() if self._scale_local else 1.0
+        result = [times(each, factor) for each in sums] if local else list(sums)
+        reduced = self._reduce([sums[n] for n in shared], [variables[n] for n in shared]) if shared else ()
+        for number, each in zip(shared, reduced, strict=True):
+            result[number] = each
+        return result
 
     def _add(self, gradients: list[Host]) -> list[Host]:
         if self._made == 0:

@@ -35,6 +35,7 @@ from ringreduce.runtime.process import PROCESS
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import Host, Spec, any_rows, are_recorded, entry, run, tensors_of, traced_name
 from ringreduce.tensorflow.compression import Compression
+from ringreduce.tensorflow.functions import broadcast_ as broadcast_  # which Horovod has here, too
 from ringreduce.tensorflow.slices import added_up, places_of, times
 from ringreduce.training import built, ops, requests
 from ringreduce.training.built import *  # noqa: F403
@@ -52,6 +53,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "cuda_built",
+    "gpu_available",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
@@ -423,3 +425,8 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 def cuda_built() -> bool:
     """Return whether TensorFlow is built for CUDA. What is on a GPU goes through the host."""
     return bool(tf.test.is_built_with_cuda())
+
+
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
+    """Return whether TensorFlow has a GPU in this process; the arguments are taken for Horovod's sake."""
+    return bool(tf.config.list_physical_devices("GPU"))

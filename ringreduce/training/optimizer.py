@@ -314,7 +314,7 @@ class Training:
         process_set = self._process_set
         if process_set.connected and process_set.engine is self._engine and self._reducer is not None:
             return False
-        if process_set.process_set_id is None:
+        if not process_set.registered:
             return False
         in_place = process_set.engine is self._engine if process_set.included() else self._alone
         replaced = self._gradients

@@ -382,7 +382,7 @@ def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[...
 
 def set_to_notify(process_set: object) -> ProcessSet:
     """Return the set whose ranks are notified of wrong arguments: this one, or all if it is none or not registered."""
-    registered = isinstance(process_set, ProcessSet) and process_set.process_set_id is not None
+    registered = isinstance(process_set, ProcessSet) and process_set.registered
     return cast(ProcessSet, process_set) if registered else global_process_set
 
 

@@ -832,3 +832,26 @@ def test_the_last_rank_to_join_is_known() -> None:
     for _ in range(RANK):
         hvd.allreduce(tf.ones(3), op=hvd.Sum, name="while others have data")
     assert int(hvd.join()) in range(SIZE)
+
+
+def test_a_helper_sums_up_passes_and_leaves_local_variables() -> None:
+    """It reduces the sum of two passes; that of a local variable is divided by the number of ranks."""
+    from ringreduce.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
+
+    shared, local = tf.Variable([1.0]), tf.Variable([1.0])
+    helper = LocalGradientAggregationHelperEager(2, lambda gradients, _: list(map(hvd.allreduce, gradients)))
+    helper.register_local_var(local)
+    mine = [tf.constant([RANK + 1.0])] * 2
+    assert helper.compute_gradients(mine, [shared, local])[0] == RANK + 1.0
+    first, second = helper.compute_gradients(mine, [shared, local])
+    np.testing.assert_allclose(first, [2 * (TRIANGLE + SIZE) / SIZE])
+    np.testing.assert_allclose(second, [2 * (RANK + 1.0) / SIZE])
+
+
+def test_what_programs_find_beside_collectives() -> None:
+    assert (
+        hvd.gpu_available() == hvd.mpi_ops.gpu_available("tensorflow") == bool(tf.config.list_physical_devices("GPU"))
+    )
+    variables = [tf.Variable(1.0), tf.Variable(2.0)]
+    assert all(a is b for a, b in zip(hvd.util.refs_to_vars(hvd.util.vars_to_refs(variables)), variables, strict=True))
+    assert hvd.mpi_ops.broadcast_ is hvd.broadcast_

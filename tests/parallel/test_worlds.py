@@ -104,6 +104,29 @@ def test_starting_a_second_time_registers_what_is_new() -> None:
     assert rr.remove_process_set(other)
 
 
+@pytest.mark.sizes(2, 3, 4)
+def test_a_set_can_be_given_the_number_of_another() -> None:
+    """It stands for that one as long as there is one; a number that no set has is an error where it is used."""
+    first = rr.add_process_set([0, 1])
+    other = rr.ProcessSet([1])
+    other.process_set_id = first.process_set_id
+    assert (other.ranks, other.included()) == ([0, 1], RANK < 2)
+    if other.included():
+        assert total(other) == 3
+    with pytest.raises(rr.ConfigError, match="is registered as"):
+        other.process_set_id = 0
+    assert rr.remove_process_set(first)
+    assert other.process_set_id is None
+    other.process_set_id = 99
+    assert other.process_set_id == 99
+    for use in (other.included, other.size, other.rank, lambda: total(other)):
+        with pytest.raises(rr.ConfigError, match="there is no process set 99"):
+            use()
+    other.process_set_id = None
+    with pytest.raises(rr.ConfigError, match="is not registered"):
+        other.size()
+
+
 def test_many_threads_may_start_the_world(no_world: None) -> None:
     """One of them does, the others wait for it, and all find it started."""
     sizes: list[int] = []
