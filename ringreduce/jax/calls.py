@@ -335,7 +335,7 @@ def _look(call: Call, arguments: ffi.Memory, others: Callable[[], ffi.Memory]) -
     key, name = call.step
     if (steps := steps_of(key)) is not None:
         parts = {"first": call.first, "last": call.last}
-        steps.look(name, lambda: str(call.operation), call.part, arguments, others, **parts)
+        steps.look(name, lambda: str(call.operation), call.part, arguments.views, lambda: others().views(), **parts)
 
 
 @lru_cache(4096)

@@ -50,9 +50,6 @@ _DTYPES: dict[int, npt.DTypeLike] = {
 }
 
 
-_READABLE = frozenset(np.dtype(each).name for each in _DTYPES.values())
-
-
 class Memory(NamedTuple):
     """Arrays by their addresses; those of a compiled program are there as long as it waits for a call.
 
@@ -102,11 +99,6 @@ class Memory(NamedTuple):
 def _described(number: int, dims: bytes) -> tuple[tuple[int, ...], np.dtype[Any], Any]:
     shape, dtype = unpack(f"{len(dims) // 8}q", dims), np.dtype(_DTYPES[number])
     return shape, dtype, ctypes.c_byte * (prod(shape) * dtype.itemsize)
-
-
-def is_readable(array: Any) -> bool:
-    """Return whether a handler can read such an array."""
-    return isinstance(array, (jax.Array, np.ndarray)) and getattr(array.dtype, "name", None) in _READABLE
 
 
 def _read(structure: Struct, address: int) -> tuple[Any, ...]:
@@ -175,7 +167,7 @@ def call(
         shapes: of as many results.
         batched: as `jax.ffi.ffi_call` has ``vmap_method``.
         in_place: whether results are in the memory of the arguments, which JAX copies if they are needed afterwards.
-        after: arrays that are there when the handler is called, which may read those that are `is_readable`.
+        after: arrays that are there when the handler is called, which may read those of dtypes that collectives take.
         always: whether JAX may neither drop this call nor merge it with an equal one.
     """
     results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]

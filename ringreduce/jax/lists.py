@@ -25,8 +25,8 @@ from ringreduce.training.checks import Model
 from ringreduce.training.failures import raise_unseen
 from ringreduce.training.framework import Advice
 from ringreduce.training.host import ArraySpec, HostMemory
-from ringreduce.training.lists import ListTraining
 from ringreduce.training.names import Identity
+from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.requests import RequestBuilder
 from ringreduce.training.shares import is_by_speed
 

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.buffers import DType
+from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.engine import Engine
-from ringreduce.jax import ffi
 from ringreduce.runtime import count
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.agreement import Ranks
@@ -95,7 +96,7 @@ class Steps:
         self, names: Callable[[], Sequence[str]], weights: Sequence[Any], weight_names: Callable[[], Sequence[str]]
     ) -> Step:
         """Return a step, given the names of its gradients, and weights with their names."""
-        readable = [number for number, each in enumerate(weights) if ffi.is_readable(each)]
+        readable = [number for number, each in enumerate(weights) if _is_readable(each)]
 
         def names_of_readable() -> list[str]:
             known = weight_names()
@@ -135,8 +136,8 @@ class Steps:
         name: str,
         operation: Callable[[], str],
         part: str,
-        gradients: ffi.Memory,
-        weights: Callable[[], ffi.Memory],
+        gradients: Callable[[], Arrays],
+        weights: Callable[[], Arrays],
         *,
         first: bool,
         last: bool,
@@ -147,7 +148,7 @@ class Steps:
             name: of the place in the program.
             operation: returns the name of the first operation of the step.
             part: which part of the step this is, in words.
-            gradients: of this part.
+            gradients: returns those of this part.
             weights: returns those that come with the first part.
             first, last: whether it is the first or last part of a step.
         """
@@ -155,9 +156,9 @@ class Steps:
         if watched is None or not (watched.begin() if first else watched.looks):
             return
         names = self._names[name, part]
-        arrays = gradients.views()[: len(names)]
+        arrays = gradients()[: len(names)]
         if first:
-            watched.look(arrays, names, Model(self._weight_names[name], lambda: weights().views()), last=last)
+            watched.look(arrays, names, Model(self._weight_names[name], weights), last=last)
         else:
             watched.look_further(arrays, names, last=last)
 
@@ -169,6 +170,15 @@ _all: WeakValueDictionary[str, Steps] = WeakValueDictionary()
 def steps_of(key: str) -> Steps | None:
     """Return the steps of a key; None: they are gone."""
     return _all.get(key)
+
+
+def _is_readable(array: Any) -> bool:
+    """Return whether a weight can be compared: keys and some dtypes cannot."""
+    try:
+        DType.of(array.dtype)
+    except (AttributeError, UnsupportedBufferError):
+        return False
+    return isinstance(array, (jax.Array, np.ndarray))
 
 
 def _names_of(tree: Any, wanted: Callable[[Any], bool]) -> list[str]:

@@ -13,8 +13,8 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.applying import ListReduction
 from ringreduce.training.framework import Advice
-from ringreduce.training.lists import ListTraining
 from ringreduce.training.names import Identity, ScopedName, identity_of
+from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options
 
 _KIND = "DistributedOptimizer"
@@ -170,7 +170,7 @@ elif keras.backend.backend() == "tensorflow":
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
         """Return the reducer of all gradients, as one operation."""
-        return GradientReduction(
+        made = GradientReduction(
             _KIND,
             op=options.op,
             compression=options.compression or Compression.none,
@@ -178,8 +178,9 @@ elif keras.backend.backend() == "tensorflow":
             predivide=options.predivide_factor,
             process_set=process_set,
             staleness=options.staleness,
-            advice=_ADVICE,
         )
+        made.advice = _ADVICE
+        return made
 
     def prepare(model: Any) -> None:
         """Keep XLA out of the step: it cannot call Python."""

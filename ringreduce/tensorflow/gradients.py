@@ -39,8 +39,8 @@ from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.framework import Advice
 from ringreduce.training.host import ArraySpec, HostMemory
-from ringreduce.training.lists import ListTraining
 from ringreduce.training.names import Identity, identity_of, name_in, numbers
+from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options, averaging
 from ringreduce.training.requests import Adasum, Op, RequestBuilder
 from ringreduce.training.shares import is_by_speed
@@ -69,11 +69,15 @@ class GradientReduction(ListReduction):
         groups: lists of variables, or a number of lists: the gradients of each are reduced together.
         process_set: the ranks that train together.
         staleness: by how many steps averages are applied late.
+
+    Attributes:
         advice: for warnings.
 
     Raises:
         ConfigError: an argument is wrong; the other ranks get a `MismatchError`.
     """
+
+    advice: Advice = ADVICE
 
     def __init__(
         self,
@@ -86,7 +90,6 @@ class GradientReduction(ListReduction):
         groups: Any = None,
         process_set: ProcessSet = global_process_set,
         staleness: int = 0,
-        advice: Advice = ADVICE,
     ) -> None:
         with RequestBuilder(kind, None, process_set):
             chosen, factor = averaging(op, predivide)
@@ -98,7 +101,7 @@ class GradientReduction(ListReduction):
         super().__init__(staleness)
         self._kind, self._op, self._compression, self._factor = kind, chosen, compression, factor
         self._sparse_as_dense, self._groups = sparse_as_dense, groups
-        self._process_set, self._advice = process_set, advice
+        self._process_set = process_set
         self._saved: dict[int, Any] = {}
         self._identities: dict[Any, Identity] = {}  # by variables
 
@@ -268,7 +271,7 @@ class GradientReduction(ListReduction):
                 self._kind,
                 [(name_of(variables[number], number), each) for number, each in enumerate(parameters)],
                 self._process_set,
-                bind=lambda _: HostMemory(self._advice),
+                bind=lambda _: HostMemory(self.advice),
                 op=self._op,
                 compression=self._compression if has_reducers(self._compression) else None,
                 predivide_factor=self._factor,

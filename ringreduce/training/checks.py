@@ -12,13 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
-from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.observe.pace import Lasting
 from ringreduce.runtime import global_process_set
 from ringreduce.training.agreement import Ranks
-from ringreduce.training.combinations import ADASUM, SHARES, are_refused
 from ringreduce.training.framework import Memory, Named
-from ringreduce.training.options import Options
 
 _log = logging.getLogger(__name__)
 
@@ -188,11 +185,11 @@ class Checks:
 
     # ---- what reducers find ----
 
-    def look_at_paces(self, options: Options) -> None:
+    def look_at_paces(self, *, weighs: bool) -> None:
         """Let rank 0 say, once, for whom the others wait; to be called after a step in which paces were reported.
 
         Args:
-            options: of the optimizer, with which the advice must go together.
+            weighs: whether the optimizer takes numbers of samples, so that a rank may have fewer.
         """
         engine = self._ranks.engine
         pacemaker, tally = engine.pacemaker, engine.tally
@@ -207,7 +204,6 @@ class Checks:
         slow = lasting.slow(windows, engine.communicator.topology.nodes)
         if slow is not None:
             pacemaker.warned = True
-            weighs = options.op is AVERAGE and not (options.adasum and are_refused(ADASUM, SHARES))
             divides = weighs and global_process_set.connected and engine is global_process_set.engine
             _log.warning("%s: %s", self._described, slow.warning(self._memory.advice.fewer if divides else None))
 

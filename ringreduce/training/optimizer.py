@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -20,156 +18,20 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.engine import CollectiveOp, Engine, Operation, Reduction
-from ringreduce.runtime import config
+from ringreduce.runtime import config, count, global_process_set
 from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
-from ringreduce.training.buckets import Buckets
+from ringreduce.training.checks import Model
 from ringreduce.training.compression import State
-from ringreduce.training.framework import Arrays, Hooks, Memory, Named, Removable
-from ringreduce.training.names import Identity
+from ringreduce.training.framework import Arrays, Hooks, Memory, Named
+from ringreduce.training.gradients import Gradients
+from ringreduce.training.host import HOST, HostMemory
+from ringreduce.training.names import Identity, meet
 from ringreduce.training.options import Options
-from ringreduce.training.overlap import Overlap
 from ringreduce.training.parameters import require_same_arrays
 from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.requests import set_to_notify
-from ringreduce.training.stages import GradientState
 from ringreduce.training.staleness import Averages, LateAverages
 from ringreduce.transport.memory import MemoryWorld
-
-_numbers = itertools.count()
-_NOTHING_TO_DO = nullcontext()
-
-
-class Gradients:
-    """The gradients that parameters keep in an attribute ``grad``: finds, watches and replaces them.
-
-    They are reduced before the step or in the backward pass. The parameters' hooks call this as a `Watcher`.
-
-    Args:
-        hooks: the framework's.
-        reducer: reduces them.
-        training: returns what this belongs to, until another world begins.
-
-    Attributes:
-        number: greater than those of optimizers that were made earlier.
-        reducer: the same.
-        overlap: reduces buckets during the backward pass.
-        before_adding, added: see `Watcher`.
-    """
-
-    def __init__(self, hooks: Hooks, reducer: GradientReducer, training: Callable[[], Training | None]) -> None:
-        self._framework, self.reducer, self._training = hooks, reducer, training
-        self.number = next(_numbers)
-        self._in_backward = reducer.options.in_backward
-        self.overlap = reducer.early = Overlap(hooks, reducer.buckets, reducer.checks)
-        self.before_adding, self.added = self.overlap.before_adding, self.overlap.added
-        self._hooks: list[Removable] = []
-        self.watch()
-        # The parameters keep their hooks, and the finalizer keeps what it retires; neither keeps this object.
-        self._finalizer = weakref.finalize(self, _retire, reducer.buckets, self.overlap, self._hooks)
-        self._finalizer.atexit = False
-
-    def retire(self) -> None:
-        """Watch no parameter any more, and let go of buckets. Local.
-
-        To drop the last reference is not enough after a failure: the finalizer keeps the engine, and with it the error
-        whose traceback may hold this object.
-        """
-        self._finalizer()
-
-    # ---- what frameworks' hooks call ----
-
-    def pass_ended(self, nested: bool = False) -> None:
-        """See `Watcher`; with ``in_backward``, reduce the gradients after the last declared pass.
-
-        Args:
-            nested: whether it was made within another one, whose end may go unheard. Where one pass makes a step, what
-                this one has added is reduced at once.
-        """
-        passes, declared = self.overlap.pass_ended(nested), self.overlap.declared
-        complete = declared == 1 if nested else passes >= declared
-        if self._in_backward and complete and not self.overlap.suspends:
-            training = self._training()
-            assert training is not None, "it keeps this"
-            training.rejoin()
-            training.gradients.reduce(self.overlap.fresh(self._parameters()))
-
-    # ---- what optimizers call ----
-
-    def stepped(self) -> None:
-        """To be called when the optimizer has made a step."""
-        self.reducer.stepped += 1
-        self.reducer.samples = None
-
-    @property
-    def pending(self) -> bool:
-        """Whether a step has gradients to reduce; without ``in_backward``, always."""
-        return not self._in_backward or any(self.overlap.fresh(self._parameters()))
-
-    def reduce(self, fresh: Sequence[bool] | None = None) -> None:
-        """Replace the gradients by their average or sum over the ranks. Collective.
-
-        Args:
-            fresh: which of them count; None: all, or with ``in_backward`` those that were added to.
-
-        Raises:
-            what `GradientReducer.reduce` raises.
-        """
-        reducer, parameters = self.reducer, self._parameters()
-        if fresh is None and self._in_backward:
-            fresh = self.overlap.fresh(parameters)
-        gradients = [parameter.grad for parameter in parameters]
-        try:
-            for parameter, before, after in zip(parameters, gradients, reducer.reduce(gradients, fresh), strict=True):
-                if before is not after:
-                    parameter.grad = after
-        finally:
-            if self._in_backward:
-                for record in self.overlap.watched.values():
-                    record.reduced()
-        if self._hooks or self.overlap.watching or self._in_backward:
-            self.watch()
-
-    def clearing(self) -> AbstractContextManager[None]:
-        """Return a context in which to clear the gradients; it first ends reductions that are under way."""
-        return self._clearing() if self.overlap.watching or self._in_backward else _NOTHING_TO_DO
-
-    @contextmanager
-    def _clearing(self) -> Iterator[None]:
-        self.overlap.stop()
-        yield
-        self.overlap.cleared()
-        self.watch()  # a parameter may take gradients by now that took none
-
-    def watch(self) -> None:
-        """Watch gradients that are not watched yet, as long as overlap or ``in_backward`` need it."""
-        overlap = self.overlap
-        if not (overlap.watching or self._in_backward):
-            _remove(self._hooks)
-            overlap.watched.clear()
-        elif self.reducer.ranks.size > 1:
-            for parameter in self._parameters():
-                if id(parameter) not in overlap.watched:
-                    record = GradientState(parameter)
-                    if hooks := self._framework.watch(parameter, self, record):
-                        self._hooks += hooks
-                        overlap.watched[id(parameter)] = record
-
-    # ---- inside ----
-
-    def _parameters(self) -> list[Any]:
-        return [parameter for _, parameter in self.reducer.named()]
-
-
-def _remove(hooks: list[Removable]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
-
-
-def _retire(buckets: Buckets, overlap: Overlap, hooks: list[Removable]) -> None:
-    overlap.abandon()
-    buckets.clear()
-    _remove(hooks)
 
 
 class Training:
@@ -391,3 +253,74 @@ class Training:
             weakref.finalize(self, ranks.close).atexit = False
         self.communicator: Communicator = ranks.communicator
         self._engine: Engine = ranks.engine
+
+
+class ListTraining:
+    """Reduces lists of arrays over the ranks. Collective.
+
+    Args:
+        kind: what errors call it.
+        named: names and specs; equal on all ranks.
+        process_set: the ranks that train together.
+        arrays, bind: as for `Training`; those of NumPy.
+        identity: of the lists; None: all ranks make those of equal names in one order.
+        options: of `Options`. Nothing overlaps, and ``reduce_in="backward"`` is the same as ``"step"``.
+
+    Raises:
+        ConfigError: an option is wrong; the other ranks get a `MismatchError`.
+        MismatchError: the ranks have different names, shapes, dtypes or options.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        named: Named,
+        process_set: ProcessSet = global_process_set,
+        arrays: Arrays = HOST,
+        bind: Callable[[Communicator], Memory] = lambda _: HostMemory(),
+        identity: Identity | None = None,
+        **options: Any,
+    ) -> None:
+        self.training = Training(kind, process_set, arrays, bind)
+        self.training.identity = identity
+        if identity is not None:
+            meet(kind, identity, process_set)
+        self._zeros, self._specs = arrays.zeros_like, [each for _, each in named]
+        with self.training.checking(kind):
+            checked = Options(**options).checked(self.training.communicator.config, self._specs)
+        self.training.begin(kind, lambda: named, checked, None)
+
+    def reduce(self, gradients: Sequence[Any], samples: Any = None, model: Model | None = None) -> list[Any]:
+        """Return the averages, or sums, of gradients over the ranks. Collective.
+
+        Args:
+            gradients: one array, or None, for each spec; they are only read. Gradients that a rank lacks count as
+                zeros there; what no rank has stays None.
+            samples: of how many samples this rank's gradients are means; on all ranks or none.
+            model: what the checks of the settings look at besides; None: nothing.
+
+        Returns:
+            Arrays that keep their values while they are held, or views of them. With staleness, those of an earlier
+            step, and zeros where there are none yet.
+
+        Raises:
+            as `GradientReducer.reduce`.
+        """
+        self.training.rejoin()
+        reducer = self.training.reducer
+        reducer.samples, reducer.checks.model = samples, model
+        reduced = reducer.reduce(gradients)
+        reducer.stepped += 1
+        reducer.checks.model = None
+        count(steps=1)
+        return reduced if reducer.late is None else self._whole(reduced)
+
+    def pending(self) -> Iterator[list[Any]]:
+        """Wait for the averages that `reduce` has not returned yet, and yield them, oldest first. Collective."""
+        self.training.rejoin()
+        late = self.training.late
+        while late is not None and late.pending:
+            yield self._whole(late.next())
+
+    def _whole(self, averages: Sequence[Any]) -> list[Any]:
+        return [self._zeros(spec) if each is None else each for each, spec in zip(averages, self._specs, strict=True)]

@@ -22,8 +22,10 @@ from ringreduce.training.combinations import (
     OVERLAP,
     PREDIVISION,
     SHARD,
+    SHARES,
     SKIP_UNUSED,
     STALENESS,
+    are_refused,
     refusal,
     require_together,
 )
@@ -80,6 +82,11 @@ class Options:
     shard: Any = None
     staleness: Any = 0
     elementwise: bool = False
+
+    @property
+    def weighs(self) -> bool:
+        """Whether averages may be weighted by numbers of samples; of checked options."""
+        return self.op is AVERAGE and not (self.adasum and are_refused(ADASUM, SHARES))
 
     def checked(self, settings: Config, parameters: Sequence[Any]) -> Options:
         """Return the options with all that a user left open, given all parameters of the optimizer.

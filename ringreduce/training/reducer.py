@@ -162,7 +162,7 @@ class GradientReducer:
         pacemaker = self.ranks.engine.pacemaker
         pacemaker.leave()
         if pacemaker.reported:
-            self.checks.look_at_paces(self.options)
+            self.checks.look_at_paces(weighs=self.options.weighs)
 
     def _reduce_late(self, late: LateAverages, gradients: list[Any], found: bytes) -> list[Any]:
         parameters, ranks = [parameter for _, parameter in self.named()], self.ranks

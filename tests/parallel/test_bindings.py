@@ -12,7 +12,7 @@ import pytest
 from ringreduce.testing.toy import RATE, Toy
 from ringreduce.testing.training import CHECKS, Trainee
 from ringreduce.training.host import ArraySpec
-from ringreduce.training.lists import ListTraining
+from ringreduce.training.optimizer import ListTraining
 
 
 class Torch:

@@ -46,7 +46,7 @@ def nothing() -> None:
 REDUCE: dict[str, Callable[[], object]] = {
     "an optimizer": step_of_toy,
     "allreduce": lambda: rr.allreduce(ONES),
-    "reducescatter": lambda: rr.reducescatter(ONES),
+    "reducescatter": lambda: rr.reduce_scatter(ONES),
     "alltoall": lambda: rr.alltoall(np.ones(rr.size())),
     "a group": lambda: rr.group(),
 }

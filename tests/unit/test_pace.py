@@ -267,7 +267,7 @@ def test_rank_0_warns_once(by_speed: bool, caplog: pytest.LogCaptureFixture) -> 
         for number in range(12):
             said = [pace(steps=16, own_s=1.6), pace(16, 0.784, steps=16, own_s=2.4)]
             engine.tally.add_paces([astuple(each) for each in said])
-            reducer.checks.look_at_paces(reducer.options)
+            reducer.checks.look_at_paces(weighs=reducer.options.weighs)
             assert engine.pacemaker.warned is (number >= 7 and engine.communicator.rank == 0 and not by_speed)
 
     run_engines(2, train)

@@ -14,7 +14,7 @@ from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
 from ringreduce.training.buckets import LARGE_NBYTES, Bucket
 from ringreduce.training.framework import Look
-from ringreduce.training.optimizer import Gradients
+from ringreduce.training.gradients import Gradients
 from ringreduce.training.options import Options
 from ringreduce.training.reducer import GradientReducer
 
