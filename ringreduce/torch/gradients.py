@@ -142,6 +142,9 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
     def version(self, gradient: torch.Tensor) -> int:
         return 0 if gradient.is_inference() else gradient._version
 
+    def is_zero(self, gradient: torch.Tensor) -> bool:
+        return not (gradient.coalesce().values() if gradient.is_sparse else gradient).any()
+
     def kind(self, parameter: torch.Tensor) -> tuple[Any, int]:
         return (parameter.dtype, parameter.is_cuda), parameter.numel() * parameter.element_size()
 

@@ -125,6 +125,8 @@ class Overlap:
 
     def before_adding(self, record: GradientState) -> None:
         """Withdraw, or wait for, the reduction of a gradient that is about to be added to."""
+        if record.summed:
+            record.before_adding(self._hooks)
         state = self._state_of.get(id(record.parameter))
         if state is None or state.part is None:
             return
@@ -142,7 +144,7 @@ class Overlap:
     def added(self, record: GradientState) -> None:
         """Record that a gradient was added to."""
         with self._lock:
-            self._count_additions()
+            self._count_additions(record)
             self._pending.append(record)
             state = self._state_of.get(id(record.parameter))
             if state is not None and state.sync is not None:
@@ -183,7 +185,7 @@ class Overlap:
             self._passes = 0
             for record in self.watched.values():
                 record.summed = record.times = 0
-                record.fresh = False
+                record.fresh = record.again = False
             for state in self._buckets:
                 state.apply(Event.CLEARED)
                 for record in state.members if state.part is not None else ():
@@ -213,7 +215,7 @@ class Overlap:
                 for each in added:
                     each.look(self._hooks, self._moved)
                 record.changed[0] = any(each.fate >= Fate.CHANGED for each in added)
-            record.again[0] = any(each.fresh and each.summed == each.gradient for each in self.watched.values())
+            record.again[0] = any(each.fresh and each.again for each in self.watched.values())
             record.slower[0] = self._probe is not None and self._probe.slower
             for index, parameter in enumerate(parameters) if self.wanted and self._state_of else ():
                 if (state := self._state_of.get(id(parameter))) is None:
@@ -366,8 +368,12 @@ class Overlap:
         ]
         self._state_of = {id(member.parameter): each for each in self._buckets for member in each.members}
 
-    def _count_additions(self) -> None:
-        """Count the additions after which the program's hooks have run by now; submit buckets that are complete."""
+    def _count_additions(self, latest: GradientState | None = None) -> None:
+        """Count the additions after which the program's hooks have run by now; submit buckets that are complete.
+
+        Args:
+            latest: was added to, and hooks may still run: a bucket that is complete without that is held back.
+        """
         pending, self._pending = self._pending, []
         for record in pending:
             record.remember(self._hooks)
@@ -381,11 +387,11 @@ class Overlap:
             if state is not None and state.part is None and record.times == record.expected:
                 state.missing -= 1
                 if state.missing == 0 and self.begun and state.stage is Stage.FILLING:
-                    self._submit(state)
+                    self._submit(state, latest)
 
-    def _submit(self, state: BucketState) -> None:
+    def _submit(self, state: BucketState, latest: GradientState | None) -> None:
         bucket, members = state.bucket, state.members
-        given = any(not each.times and each.parameter.grad is not None for each in members)
+        given = any(each is latest or (not each.times and each.parameter.grad is not None) for each in members)
         filled = False
         if not given and self._joins == self._engine.joins:
             with nullcontext() if state.sync is None else state.sync.filling():

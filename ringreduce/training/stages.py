@@ -80,6 +80,7 @@ class GradientState:
         fate: what has become of it since.
         fresh: whether it was added to since the last step, in a pass that counts or not.
         summed: the ``id`` of the gradient that the last step has summed up over the ranks; 0: of none.
+        again: whether what is added to now, or was last, is that gradient.
     """
 
     parameter: Any
@@ -90,12 +91,20 @@ class GradientState:
     fate: Fate = Fate.NONE
     fresh: bool = False
     summed: int = 0
+    again: bool = False
 
     def begin(self) -> None:
         """Begin the next step: forget all of the last one but how often it added to the gradient."""
         self.expected = self.times or self.expected
         self.times = self.gradient = self.version = 0
-        self.fate, self.fresh = Fate.NONE, False
+        self.fate, self.fresh, self.again = Fate.NONE, False, False
+
+    def before_adding(self, hooks: Hooks) -> None:
+        """Find out whether the gradient that is added to now was summed up, and not cleared since."""
+        gradient = self.parameter.grad
+        self.again = id(gradient) == self.summed and not hooks.is_zero(gradient)
+        if not self.again:
+            self.summed = 0
 
     def apply(self, fate: Fate) -> None:
         """Record what has become of the gradient."""

@@ -290,6 +290,22 @@ def test_sums_that_a_second_pass_adds_to_are_refused() -> None:
     torch.testing.assert_close(model[0].weight.grad, 2 * hvd.size() * own)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sums_that_the_model_has_cleared_are_not_added_to(overlap: bool, set_to_none: bool) -> None:
+    """By `Module.zero_grad`, which the optimizer does not hear of; a layer that is used twice is added to twice."""
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = hvd.DistributedOptimizer(sgd, op=hvd.Sum, reduce_in="backward", overlap=overlap, bucket_nbytes=1024)
+    for x, y in batches():
+        model.zero_grad(set_to_none=set_to_none)
+        loss = loss_of(model, mine(x), mine(y)) + loss_of(model, mine(x), -mine(y))
+        own = torch.autograd.grad(loss, model[0].weight, retain_graph=True)[0]
+        loss.backward()
+        torch.testing.assert_close(model[0].weight.grad, hvd.allreduce(own, op=hvd.Sum))
+        optimizer.step()
+
+
 @pytest.mark.sizes(2, 3, 4)
 def test_the_wrapped_optimizer_may_step_by_itself(recwarn: pytest.WarningsRecorder) -> None:
     """With averages, as under torch's DDP, without a warning; in a hook, before they are averages, there is one."""

@@ -158,6 +158,11 @@ def a_layer_of_some_ranks(number: int, rank: int) -> list[Pass]:
     return [whole, FEW if number >= 2 * WARM_UP else LAZY] if number >= WARM_UP else [whole]
 
 
+def one_layer_first(number: int, rank: int) -> list[Pass]:
+    """It is added to for the second time when all others are complete."""
+    return [LAZY, PLAIN] if number >= WARM_UP and number % 2 else [PLAIN]
+
+
 PROGRAMS = [
     lazy_regularisation,
     lazy_regularisation_that_says_so,
@@ -168,6 +173,7 @@ PROGRAMS = [
     other_parts_on_other_ranks,
     parts_that_some_ranks_lack,
     a_layer_of_some_ranks,
+    one_layer_first,
 ]
 
 
@@ -225,7 +231,10 @@ def test_passes_under_default_settings_between_nodes(
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=str)
-@pytest.mark.parametrize("program", [parts_that_some_ranks_lack, other_parts_on_other_ranks, a_layer_of_some_ranks])
+@pytest.mark.parametrize(
+    "program",
+    [parts_that_some_ranks_lack, other_parts_on_other_ranks, a_layer_of_some_ranks, one_layer_first],
+)
 def test_layers_that_share_a_bucket(program: Any, op: Any) -> None:
     """Some are added to after the bucket was reduced, others are not, or some rank has none of them."""
     for hold in (all_at_once, in_the_middle):
