@@ -9,7 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -242,13 +242,22 @@ class ShardedStep:
         """Clip this rank's parts of the gradients by the norm of all. Collective."""
         self._refresh()
         self._hand_out_gradients()
+        everything = [each.grad for each in self._parameters if each.grad is not None]
         private = [each.grad for each in self._parameters if each not in self._pieces and each.grad is not None]
-        pieces = [piece.value for piece in self._pieces.values() if piece.value is not None]
-        mine = [each.grad for each in pieces if each.grad is not None and each.numel()]
-        counted = mine + private if self.reducer.ranks.rank == 0 else mine
-        norms = [torch.linalg.vector_norm(each, norm_type) for each in counted] or [torch.zeros(1)]
-        local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        total = torch.tensor(self._sharding.norm(local.item(), norm_type), dtype=local.dtype)
+        is_first, local, mine = self.reducer.ranks.rank == 0, list[float](), list[torch.Tensor]()
+        for parameter in self._parameters:
+            piece = self._pieces.get(parameter)
+            part = None if piece is None or piece.value is None else piece.value.grad
+            if part is not None:
+                mine.append(part)
+            counted = parameter.grad if piece is None and is_first else part
+            local.append(0.0 if counted is None else _norm(counted, norm_type))
+        # Rounded where torch rounds: the norm of each gradient has its dtype, and that of these norms their common one.
+        norms = zip(self._parameters, self._sharding.norms(local, norm_type), strict=True)
+        rounded = [torch.tensor(norm, dtype=_real(each.grad.dtype)) for each, norm in norms if each.grad is not None]
+        rounded = rounded or [torch.zeros(())]
+        dtype = reduce(torch.promote_types, [each.dtype for each in rounded])
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(dtype) for each in rounded]), norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
@@ -257,7 +266,6 @@ class ShardedStep:
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         uncleared = self._sharding.uncleared
-        everything = [each.grad for each in self._parameters if each.grad is not None]
         for each in mine + private if uncleared.divides else everything:
             each.mul_(factor)
         uncleared.part_changed()
@@ -407,6 +415,17 @@ def _hand_over(earlier: ShardedStep | None, optimizer: torch.optim.Optimizer, sh
         earlier._state.hand_over(sharding, parameters, earlier.reducer.ranks.size)
     elif sharding.divides_state:
         DividedState(optimizer, sharding).hand_over(sharding, parameters, 0)
+
+
+def _norm(part: torch.Tensor, norm_type: float) -> float:
+    """Return the norm of a part, so exact that the sum of the parts is as good as that of all."""
+    values = part.coalesce().values() if part.is_sparse else part
+    dtype = torch.complex128 if part.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(values, norm_type, dtype=dtype)) if values.numel() else 0.0
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

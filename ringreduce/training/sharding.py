@@ -252,13 +252,13 @@ class Sharding:
             for place, (key, (nbytes, description)) in zip(places, wanted.items(), strict=True)
         }
 
-    def norm(self, local: float, order: float) -> float:
-        """Return the norm of vectors of which each rank has a part, given that of this part. Collective."""
-        total, op = np.array([local]), MAX if order == np.inf else SUM
+    def norms(self, local: Sequence[float], order: float) -> list[float]:
+        """Return the norms of vectors of which each rank has parts, given those of its parts. Collective."""
+        totals, op = np.array(local, np.float64), MAX if order == np.inf else SUM
         if op is SUM:
-            total **= order
-        self._run("norm", lambda ranks: ranks.allreduce(total, op, out=total), f"of order {order}")
-        return float(total[0] if op is MAX else total[0] ** (1 / order))
+            totals **= order
+        self._run("norm", lambda ranks: ranks.allreduce(totals, op, out=totals), f"of order {order}")
+        return (totals if op is MAX else totals ** (1 / order)).tolist()  # type: ignore[no-any-return]
 
     def share(self, *, needs: bool = False) -> bool:
         """Wait until every node has all parameters as the ranks have updated them. Collective.

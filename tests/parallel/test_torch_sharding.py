@@ -279,6 +279,30 @@ def test_clipped_gradients(make: Callable[[Any], Optimizer], norm_type: float):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("dtypes", [["float64"], ["bfloat16", "float32"], ["float32", "float64"], ["bfloat16"]])
+def test_norms_of_any_dtypes(dtypes: list[str], norm_type: float):
+    """All ranks get the value and the dtype of torch, also those without a part, and clip by the same factor."""
+    torch.manual_seed(3)
+    shapes = [3] if dtypes == ["float64"] else [4099, 16, 1]
+    given = [torch.randn(n).to(getattr(torch, dtypes[k % len(dtypes)])) for k, n in enumerate(shapes)]
+    alone = [torch.nn.Parameter(torch.zeros_like(each)) for each in given]
+    for parameter, gradient in zip(alone, given, strict=True):
+        parameter.grad = gradient.clone()
+    expected = torch.nn.utils.clip_grad_norm_(alone, 0.5, norm_type)
+    parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in given]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), shard="node")
+    for step in range(2):
+        for parameter, gradient in zip(parameters, given, strict=True):
+            parameter.grad = gradient.clone()
+        norm = optimizer.clip_grad_norm_(0.5, norm_type)
+        assert norm.dtype == expected.dtype
+        torch.testing.assert_close(norm, expected, rtol=0.005 if "bfloat16" in dtypes else 1e-6, atol=0)
+        optimizer.step()
+        for parameter, one in zip(parameters, alone, strict=True):
+            torch.testing.assert_close(parameter.detach(), -(step + 1.0) * one.grad, rtol=0.02, atol=1e-5)
+
+
 def test_norms_that_are_not_finite_raise_on_all_ranks():
     model = mlp()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "node")
