@@ -4,7 +4,7 @@
     scripts/virtual_cluster run -np 4 python benchmarks/local_training.py              # the time of a step
     scripts/virtual_cluster run -np 4 python benchmarks/local_training.py --sleep 0.5  # the same of late averages
     mpirun -np 4 python benchmarks/local_training.py --seeds 10                        # accuracy, on one machine
-    mpirun -np 4 python benchmarks/local_training.py --curves local.svg                # accuracy curves of a CNN
+    mpirun -np 4 python benchmarks/local_training.py --curves                          # accuracy curves of a CNN
 
 The model is an MLP of 670 k parameters, with Adam and 16 samples per rank; that of --curves the CNN of `mnist.py`.
 Times: each contender has a turn of one period, one after the other, and so again and again; the first round is not
@@ -28,14 +28,13 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import mnist
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -212,8 +211,8 @@ def curve(wrap: Callable[[Any, nn.Module], Any], epochs: int) -> list[float]:
     return found
 
 
-def measure_curves(period: int, epochs: int, file: str) -> None:
-    """Print the accuracy of the CNN after each epoch, and draw it."""
+def measure_curves(period: int, epochs: int) -> None:
+    """Print the accuracy of the CNN after each epoch."""
     known = {**methods(period, 0), **late()}
     found = {name: curve(known[name], epochs) for name in COMPARED}
     if rr.rank():
@@ -221,21 +220,6 @@ def measure_curves(period: int, epochs: int, file: str) -> None:
     print(f"{rr.world().topology.describe()}; CNN, period {period}; accuracy in percent after each epoch")
     for name, each in found.items():
         print(f"{name:<26}", *(f"{value:6.1f}" for value in each))
-    draw(found, file)
-
-
-def draw(found: Mapping[str, Sequence[float]], file: str) -> None:
-    """Draw the accuracy after each epoch by name: with fewer exchanges, and with late averages."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    shown_in = COMPARED[:4], COMPARED[:1] + COMPARED[4:]
-    for axes, shown in zip(figure.subplots(1, 2, sharey=True), shown_in, strict=True):
-        for name in shown:
-            axes.plot(range(1, len(found[name]) + 1), found[name], marker="o", markersize=3, label=name)
-        axes.set(xlabel="epoch", ylim=(80, 100))
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend(loc="lower right")
-    figure.axes[0].set_ylabel("right answers, %")
-    figure.savefig(file)
 
 
 def measure_accuracy(period: int, seeds: int, epochs: int) -> None:
@@ -263,13 +247,13 @@ def main() -> None:
     parser.add_argument("-n", "--turns", type=int, default=9, help="timed turns of each contender (9)")
     parser.add_argument("--sleep", type=float, metavar="NOISE", help="measure late averages beside a computation")
     parser.add_argument("--seeds", type=int, choices=STUDENT, help="measure accuracy with so many seeds")
-    parser.add_argument("--curves", metavar="FILE", help="measure and draw the accuracy of a CNN over epochs")
+    parser.add_argument("--curves", action="store_true", help="measure the accuracy of a CNN after each epoch")
     parser.add_argument("--epochs", type=int, default=8, help="of a training (8)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
     if arguments.curves:
-        measure_curves(arguments.period, arguments.epochs, arguments.curves)
+        measure_curves(arguments.period, arguments.epochs)
     elif arguments.seeds:
         measure_accuracy(arguments.period, arguments.seeds, arguments.epochs)
     elif arguments.sleep is not None:

@@ -25,7 +25,7 @@ _WIDTH, _HEIGHT = 1200, 900
 _DRAWING_MS, _LOADING_MS = 200, 20_000
 #: Fewer colours than this are no page and no picture: text alone has as many, by its smooth edges.
 _LEAST_COLOURS = 16
-_NO_BROWSER = 3
+NO_BROWSER = 3
 _ENDLESS, _NOT_THERE = 1, 2  # ways in which the loading of a page ends
 
 
@@ -63,7 +63,7 @@ def look(*paths: Path | str, limit_s: float = 50.0) -> dict[str, list[str]]:
         pytest.skip("there is no browser: scripts/install browser")
     command = [python, __file__, "--json", *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
-    if done.returncode == _NO_BROWSER:
+    if done.returncode == NO_BROWSER:
         pytest.skip(done.stderr.strip().rpartition("\n")[2])
     assert done.returncode == 0, done.stderr
     seen = [Seen(**each) for each in json.loads(done.stdout)]
@@ -71,20 +71,25 @@ def look(*paths: Path | str, limit_s: float = 50.0) -> dict[str, list[str]]:
     return {each.path: each.wrong for each in seen if each.wrong}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Look at files; returns the exit status."""
+def prepare() -> None:
+    """Set the variables that let the browser run without a screen, before it is imported."""
     os.environ["QT_QPA_PLATFORM"] = "offscreen"
     os.environ.setdefault("QT_LOGGING_RULES", "*=false")  # of graphics that there are none of here
     flags = ["--disable-gpu", "--log-level=3"]
     if os.geteuid() == 0:
         flags.append("--no-sandbox")  # for root, Chromium has none
     os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = " ".join(flags)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Look at files; returns the exit status."""
+    prepare()
     as_json, paths = "--json" in arguments, [each for each in arguments if each != "--json"]
     try:
         seen = _look(paths)
     except ImportError as error:
         print(f"the browser lacks what it needs: {error}", file=sys.stderr)
-        return _NO_BROWSER
+        return NO_BROWSER
     if as_json:
         print(json.dumps([asdict(each) for each in seen]))
         return 0

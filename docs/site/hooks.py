@@ -29,6 +29,19 @@ PAGES = {
 }
 ASSETS = ("iframe-worker.js", "site.css")
 
+#: What readers search for, in other words than those of the page that is meant.
+SOUGHT = {
+    "algorithms.md": ["ring allreduce", "tree allreduce", "recursive doubling"],
+    "errors.md": ["hang", "hangs", "deadlock", "timeout"],
+    "start.md": ["oversubscribe", "more ranks than cores", "install"],
+    "recipes/sharding.md": ["ZeRO", "optimizer state"],
+    "recipes/local.md": ["DiLoCo", "LocalSGD"],
+    "recipes/staleness.md": ["asynchronous SGD"],
+    "recipes/speeds.md": ["straggler", "slow rank"],
+}
+#: Pages behind others in search, by how their paths begin: what was, and what each function does.
+BEHIND = {"changelog.md": 0.1, "contributing.md": 0.3, "benchmarks.md": 0.3, "reference/": 0.2}
+
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SETUP = re.compile(r"^<!-- example: setup\n.*?^-->\n", re.MULTILINE | re.DOTALL)  # for tests/unit/test_docs.py alone
@@ -55,6 +68,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.generated_by is None:
         markdown = _linked(markdown, posixpath.dirname(f"docs/{page.file.src_uri}"), f"docs/{page.file.src_uri}")
     markdown = SETUP.sub("", markdown)
+    page.meta["tags"] = SOUGHT.get(page.file.src_uri, [])
+    page.meta["search"] = {
+        "boost": next((less for path, less in BEHIND.items() if page.file.src_uri.startswith(path)), 1)
+    }
     return DRAWING.sub(lambda found: drawing(found[1], found[2], int(found[3]), int(found[4])), markdown)
 
 

@@ -1,7 +1,7 @@
-"""Draw docs/speed.svg, the picture in the README, from the tables of docs/benchmarks.md. Measures nothing.
+"""Draw docs/speed.svg, the picture in the README, and docs/local.svg, from the tables of docs/benchmarks.md.
 
-python docs/site/speed.py            needs matplotlib ('.[plot]')
-python docs/site/speed.py --check    exit with 1 if the picture was drawn from other figures than are there now
+python docs/site/speed.py            needs matplotlib ('.[plot]'); measures nothing
+python docs/site/speed.py --check    exit with 1 if a picture was drawn from other figures than are there now
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 DOCS = Path(__file__).resolve().parents[1]
-PICTURE = DOCS / "speed.svg"
+sys.path.insert(0, str(DOCS.parent))
+
+from ringreduce.bench.plots import COLOURS, curve_style, panels, to_svg  # noqa: E402
 
 #: What the picture calls the columns "over MPI" behind "2 ranks, shared" and "2 ranks, private", and which these are.
 ALLREDUCE = {"communication buffers": 2, "private arrays": 4}
 STEPS = ("no communication", "ringreduce", "MPI by hand", "DDP over Gloo")
-OURS, OTHERS = ("#00796b", "#80cbc4"), "#b0bec5"
+OURS, OTHERS = (COLOURS["blue"], COLOURS["amber"]), COLOURS["grey"]
+#: Of the curves of accuracy, the rows of the table in each panel; the first row is in both.
+LOCAL = {"fewer exchanges": slice(1, 4), "late averages": slice(4, 7)}
 
 
 def figures() -> dict[str, Any]:
@@ -48,38 +52,56 @@ def span(text: str) -> list[float]:
     return [ends[0], ends[-1]]
 
 
-def draw(drawn: dict[str, Any]) -> None:
-    """Write the picture; its description holds the figures."""
-    import matplotlib as mpl
+def accuracies() -> dict[str, list[float]]:
+    """Return the percentages of the curves after each epoch, from the page of benchmarks, by method."""
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    text = page[page.index("The CNN of `benchmarks/mnist.py`, 62 steps in an epoch") :]
+    lines = next(part for part in text.split("\n\n") if part.startswith("|")).splitlines()[2:]
+    rows = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+    return {name: [float(each) for each in cells] for name, *cells in rows}
 
-    mpl.use("svg")
-    mpl.rcParams.update({"svg.hashsalt": "ringreduce", "svg.fonttype": "none", "font.size": 9})
-    import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+def draw_speed(drawn: dict[str, Any]) -> str:
+    """Return the picture of the README."""
+    figure, (above, below) = panels(2, "Two ranks on two cores; the lowest of several runs, and paler the highest")
     sizes = list(next(iter(drawn["allreduce"].values())))
     for number, (name, spans) in enumerate(drawn["allreduce"].items()):
         places = [each + 0.38 * (number - 0.5) for each in range(len(sizes))]
-        bars(left, places, [spans[size] for size in sizes], OURS[number], name, "{:g}")
-    left.axhline(1, color="black", linewidth=0.8)
-    left.set_xticks(range(len(sizes)), sizes)
-    left.set_title("allreduce: times as fast as MPI_Allreduce")
-    left.legend(frameon=False, loc="upper left")
-    left.set_ylim(0, 14)
+        bars(above, places, [spans[size] for size in sizes], OURS[number], name, "{:g}")
+    above.axhline(1, color="#000000", linewidth=0.8, linestyle="--", label="MPI_Allreduce")
+    above.set_xticks(range(len(sizes)), sizes)
+    above.set(xlabel="size of the buffer of a rank", ylabel="times as fast as MPI_Allreduce", ylim=(0, 14.5))
+    above.set_title("allreduce", fontsize=10)
+    above.legend(frameon=False, loc="upper left", fontsize=8)
+    groups = list(drawn["step"])
     for number, spans in enumerate(drawn["step"].values()):
-        places = [5 * number + each for each in range(len(STEPS))]
-        for place, step in zip(places, STEPS, strict=True):
-            bars(right, [place], [spans[step]], OURS[0] if step == "ringreduce" else OTHERS, None, "{:.0f}")
-    right.set_xticks(
-        [5 * number + each for number in range(len(drawn["step"])) for each in range(len(STEPS))],
-        [name.replace(" ", "\n") for name in STEPS] * len(drawn["step"]),
-        fontsize=6.5,
+        for place, step in enumerate(STEPS, 5 * number):
+            bars(below, [place], [spans[step]], OURS[0] if step == "ringreduce" else OTHERS, None, "{:.0f}")
+        below.text(5 * number + 1.5, 0.97, groups[number], transform=below.get_xaxis_transform(), ha="center", va="top")
+    below.axvline(4, color="#999999", linewidth=0.8)
+    below.set_xticks(
+        [5 * number + each for number in range(len(groups)) for each in range(len(STEPS))],
+        [name.replace(" ", "\n") for name in STEPS] * len(groups),
+        fontsize=8,
     )
-    right.set_title(" and ".join(drawn["step"]) + ": milliseconds of a training step")
-    right.set_ylim(0, 255)
-    for axes in (left, right):
+    below.set(ylabel="time of a training step (milliseconds)", ylim=(0, 275))
+    below.set_title("training, by model", fontsize=10)
+    for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(PICTURE, metadata={"Date": None, "Creator": None, "Description": json.dumps(drawn)})
+    return to_svg(figure, json.dumps(drawn))
+
+
+def draw_accuracies(found: dict[str, list[float]]) -> str:
+    """Return the picture of accuracy over epochs."""
+    figure, drawn = panels(len(LOCAL), "Accuracy of a CNN on 1000 other digits after each epoch; one seed, 4 ranks")
+    names = list(found)
+    for axes, (title, rows) in zip(drawn, LOCAL.items(), strict=True):
+        for number, name in enumerate([names[0], *names[rows]]):
+            axes.plot(range(1, len(found[name]) + 1), found[name], label=name, **curve_style(number))
+        axes.set(xlabel="epoch", ylabel="right answers (%)", ylim=(80, 100), title=title)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(loc="lower right", fontsize=8)
+    return to_svg(figure, json.dumps(found))
 
 
 def bars(axes: Any, places: list[float], spans: list[list[float]], color: str, label: str | None, form: str) -> None:
@@ -87,18 +109,23 @@ def bars(axes: Any, places: list[float], spans: list[list[float]], color: str, l
     low = [each[0] for each in spans]
     width = 0.36 if len(places) > 1 else 0.8
     axes.bar(places, low, width, color=color, label=label)
-    axes.bar(places, [b - a for a, b in spans], width, bottom=low, color=color, alpha=0.45)
+    axes.bar(places, [b - a for a, b in spans], width, bottom=low, color=color, alpha=0.5)
     for place, (a, b) in zip(places, spans, strict=True):
         text = form.format(a) if a == b else f"{form.format(a)}-{form.format(b)}"
-        axes.text(place, b, text, ha="center", va="bottom", fontsize=6.5)
+        axes.text(place, b, text, ha="center", va="bottom", fontsize=7)
 
 
 def main() -> int:
     """Draw or check; return the exit code."""
-    drawn = figures()
+    pictures = {"speed.svg": (figures(), draw_speed), "local.svg": (accuracies(), draw_accuracies)}
     if "--check" in sys.argv[1:]:
-        return int(escape(json.dumps(drawn)) not in PICTURE.read_text(encoding="utf-8"))
-    draw(drawn)
+        texts = [
+            (escape(json.dumps(drawn)), (DOCS / name).read_text(encoding="utf-8"))
+            for name, (drawn, _) in pictures.items()
+        ]
+        return int(not all(figures in picture for figures, picture in texts))
+    for name, (drawn, draw) in pictures.items():
+        (DOCS / name).write_text(draw(drawn), encoding="utf-8")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import itertools
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,24 +20,69 @@ from ringreduce.common.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["curves", "figure", "html_page", "html_table", "page", "require_matplotlib", "save", "write"]
+__all__ = [
+    "COLOURS",
+    "curve_style",
+    "curves",
+    "figure",
+    "html_page",
+    "html_table",
+    "page",
+    "panels",
+    "require_matplotlib",
+    "save",
+    "size_axis",
+    "to_svg",
+    "write",
+]
 
-#: Of curves: ours, then peers by name, and the bound.
-_COLOURS = {"mpi": "#f58518", "gloo": "#e45756", "nccl": "#72b7b2", "bound": "#9d9d9d"}
-_OURS = ("#4c78a8", "#54a24b", "#b279a2", "#9d755d", "#2f4b7c", "#7a5195")
+#: Colours that people who are colour-blind can tell apart, too, on white and on black (those of Okabe and Ito).
+COLOURS = {
+    **{"blue": "#0072b2", "orange": "#d55e00", "green": "#009e73", "purple": "#cc79a7", "yellow": "#f0e442"},
+    **{"amber": "#e69f00", "sky": "#56b4e9", "grey": "#999999", "pale": "#d0d0d0"},
+}
+_CURVES = [COLOURS[name] for name in ("blue", "orange", "green", "purple", "amber", "sky", "grey")]
+_LINES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
+_DASHES = (*_LINES, *_LINES, _LINES[3], _LINES[1])  # of ten curves, like the markers
+_MARKERS = "os^Dv<>phX"
+_PEERS = ("mpi", "gloo", "nccl")  # whose curves look alike in all pictures
+_WIDTH, _HEIGHT = 6.0, 4.2  # inches, of each of the panels of a picture, which stand one below the other: as on a phone
+#: Of a picture on a dark screen: paper, ink and grid. It has a paper of its own, so that it is legible on any page.
+_DARK = """<style>@media (prefers-color-scheme: dark) {
+svg [style*="fill: #ffffff"] { fill: #1b1d21 !important }
+svg text { fill: #e4e4e4 !important }
+svg [style*="stroke: #000000"] { stroke: #e4e4e4 !important }
+}</style>"""
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 Curve = dict[int, float]  # microseconds by size in bytes
 
 
 def html_page(title: str, body: str) -> str:
-    """Return a page that needs nothing else."""
+    """Return a page that needs nothing else; dark where the reader's screen is."""
     return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
-body {{ font: 14px system-ui, sans-serif; margin: 2em; max-width: 70em; }}
-td, th {{ text-align: right; padding: 2px 10px; }}
+<html lang="en"><head><meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>
+<title>{html.escape(title)}</title><style>
+:root {{ color-scheme: light dark; --paper: #ffffff; --ink: #1b1d21; --line: #c8c8c8; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --paper: #1b1d21; --ink: #e4e4e4; --line: #55585f; }} }}
+body {{ font: 14px system-ui, sans-serif; margin: 2em auto; padding: 0 1em; max-width: 76em; background: var(--paper);
+color: var(--ink); overflow-wrap: anywhere; }}
+.table {{ overflow-x: auto; overflow-wrap: normal; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+td, th {{ text-align: right; padding: 2px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }}
 svg {{ max-width: 100%; height: auto; }}
-i {{ display: inline-block; width: 1em; height: 1em; margin: 0 .4em 0 1em; vertical-align: middle; }}
+section {{ display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start; }}
+section > svg {{ flex: 0 1 34em; min-width: 0; }}
+section > .table {{ flex: 0 1 auto; max-width: 100%; }}
+i {{ display: inline-block; width: 1em; height: 1em; margin-right: .4em; vertical-align: middle;
+border: 1px solid var(--ink); }}
+.key span {{ display: inline-block; margin-right: 1.2em; }}
+.bars {{ width: 100%; max-width: 60em; height: auto; overflow: visible; }}
+.bars text {{ fill: var(--ink); font-size: 13px; }}
+.bars rect {{ stroke: var(--paper); stroke-width: 1; }}
+.bars rect + text {{ fill: #000000; text-anchor: middle; pointer-events: none; }}
+.bars .on-dark + text {{ fill: #ffffff; }}
+.bars line {{ stroke: var(--line); }}
 </style></head><body>
 <h1>{html.escape(title)}</h1>
 {body}
@@ -48,7 +94,53 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of a page."""
     lines = [("th", headings), *(("td", row) for row in rows)]
     cells = ("".join(f"<{tag}>{html.escape(each)}</{tag}>" for each in row) for tag, row in lines)
-    return f"<table>{''.join(f'<tr>{each}</tr>' for each in cells)}</table>"
+    return f'<div class="table"><table>{"".join(f"<tr>{each}</tr>" for each in cells)}</table></div>'
+
+
+def panels(count: int, title: str) -> tuple[Figure, list[Any]]:
+    """Return an empty picture and its axes, one below the other.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(_WIDTH, _HEIGHT * count + 0.3), layout="constrained")
+    drawn.suptitle(textwrap.fill(title, 84), fontsize=9)
+    return drawn, list(drawn.subplots(count, 1, squeeze=False)[:, 0])
+
+
+def curve_style(number: int) -> dict[str, Any]:
+    """Return how a curve looks: where two coincide, the lower one shows beside and between the dashes of the upper."""
+    marks = {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 6 - min(number, 4) * 0.6}
+    looks = {"color": _CURVES[number % len(_CURVES)], "linestyle": _DASHES[number % len(_DASHES)]}
+    return {**looks, **marks, "linewidth": 2.6 - min(number, 4) * 0.35, "markerfacecolor": "#ffffff"}
+
+
+def size_axis(axes: Any) -> None:
+    """Make the axis across that of sizes in bytes."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("size of the buffer of a rank")
+    axes.xaxis.set_major_formatter(lambda size, _: format_nbytes(round(size)).replace(" ", "\u2009"))
+    axes.tick_params(axis="x", labelrotation=30)
+    axes.grid(visible=True, alpha=0.3)
+
+
+def to_svg(drawn: Figure, description: str | None = None) -> str:
+    """Return a picture as SVG, which is dark where the reader's screen is.
+
+    Args:
+        drawn: the picture.
+        description: for its metadata.
+    """
+    from matplotlib import rc_context
+
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ringreduce"}):
+        drawn.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Description": description})
+    head, end, rest = text.getvalue().partition("</metadata>\n")
+    return f"{head}{end}{_DARK}\n{rest}"
 
 
 def require_matplotlib(path: str | None = None) -> None:
@@ -92,29 +184,23 @@ def figure(report: Report) -> Figure:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
     collective, machine = report.rows[0].best.case.collective, report.machine
     factor = collective.bus_factor(machine.nranks) / 1e3
-    drawn = Figure(figsize=(10, 4.2), layout="constrained")
-    times, speeds = drawn.subplots(1, 2)
-    ours = itertools.cycle(_OURS)
-    for name, curve in curves(report).items():
+    drawn, (times, speeds) = panels(2, f"{collective.name}, {machine.placement}")
+    found = curves(report)
+    ours = [name for name in found if name not in (*_PEERS, "bound")]
+    numbers = {name: number for number, name in enumerate([*ours[:1], *_PEERS, *ours[1:]])}
+    for name, curve in found.items():
         sizes = sorted(curve)
-        style: dict[str, Any] = {"color": _COLOURS.get(name) or next(ours), "markersize": 3}
-        style |= {"label": "memory bound", "linestyle": "--"} if name == "bound" else {"label": name, "marker": "o"}
+        bound = {"label": "memory bound", "color": "#000000", "linestyle": ":", "linewidth": 1.2}
+        style = bound if name == "bound" else {"label": name, **curve_style(numbers[name])}
         times.plot(sizes, [curve[size] for size in sizes], **style)
         moved = [size for size in sizes if curve[size]]
         speeds.plot(moved, [size / curve[size] * factor for size in moved], **style)
-    for axes, label in ((times, "time (us)"), (speeds, "bus bandwidth (GB/s)")):
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="size", ylabel=label, yscale="log")
-        axes.xaxis.set_major_formatter(lambda size, _: format_nbytes(round(size)).replace(" ", "\u2009"))
-        axes.tick_params(axis="x", labelrotation=30)
-        axes.grid(visible=True, alpha=0.3)
+    for axes, label in ((times, "time (microseconds)"), (speeds, "bus bandwidth (GB/s)")):
+        size_axis(axes)
+        axes.set(ylabel=label, yscale="log")
     times.legend(frameon=False)
-    drawn.suptitle(f"{collective.name}, {machine.placement}", fontsize=11)
     return drawn
 
 
@@ -134,7 +220,10 @@ def write(drawn: Figure, path: str) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        drawn.savefig(path, dpi=150)
+        if Path(path).suffix == ".svg":
+            Path(path).write_text(to_svg(drawn), encoding="utf-8")
+        else:
+            drawn.savefig(path, dpi=150)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -166,13 +255,12 @@ def _section(report: Report) -> str:
     name, peers = report.settings.collective, report.settings.peers
     heads = ["size", "time (us)", "busbw (GB/s)", "algorithm", "transport", "bound", *(f"vs {each}" for each in peers)]
     rows = ([cells_of(row, peers)[head] for head in heads] for row in report.rows)
-    text = io.StringIO()
-    figure(report).savefig(text, format="svg")
-    svg = text.getvalue()[text.getvalue().index("<svg") :]
+    svg = to_svg(figure(report))
+    svg = svg[svg.index("<svg") :]
     # Several pictures share a page: the ids of one must not be those of another.
     for reference in ('id="', 'href="#', "url(#"):
         svg = svg.replace(reference, f"{reference}{name}-")
-    return f"<h2>{name}</h2>{svg}{html_table(heads, rows)}"
+    return f"<h2>{name}</h2><section>{svg}{html_table(heads, rows)}</section>"
 
 
 def _lost(report: Report) -> Iterator[str]:

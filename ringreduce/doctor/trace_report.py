@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from ringreduce.bench.cases import format_nbytes
-from ringreduce.bench.plots import html_page, html_table
+from ringreduce.bench.plots import COLOURS, html_page, html_table
 from ringreduce.common.errors import ConfigError
 from ringreduce.doctor.tables import table
 from ringreduce.doctor.trace_steps import Event, steps_of
@@ -21,15 +21,16 @@ from ringreduce.observe.trace_file import collect
 __all__ = ["PARTS", "load", "report", "show", "to_html", "waited_for"]
 
 _WIDE = 1000  # columns, which no table takes
+_LEGIBLE = 9.0  # percent of the window, of the shortest bar that has its number in it: on a phone, too
 
 #: What a step's time is divided into, and the colours of these parts.
 PARTS = {
-    "forward": "#4c78a8",
-    "backward": "#72b7b2",
-    "optimizer": "#54a24b",
-    "communication": "#e45756",
-    "waiting": "#eeca3b",
-    "rest": "#bab0ac",
+    "forward": COLOURS["sky"],
+    "backward": COLOURS["yellow"],
+    "optimizer": COLOURS["purple"],
+    "communication": COLOURS["orange"],
+    "waiting": COLOURS["blue"],
+    "rest": COLOURS["pale"],
 }
 
 
@@ -167,22 +168,11 @@ def _median_ms(microseconds: Iterable[float]) -> float:
 
 def to_html(found: dict[str, Any], title: str) -> str:
     """Return a report as a page that needs nothing else: a table, and a bar for each rank if there are steps."""
-    longest = max((sum(each[part] for part in PARTS) for each in found["ranks"]), default=0.0) or 1.0
-    bars, y = [], 0
-    for each in found["ranks"]:
-        x = 60.0
-        bars.append(f'<text x="50" y="{y + 15}" text-anchor="end">rank {each["rank"]}</text>')
-        for part, colour in PARTS.items():
-            width = each[part] / longest * 700
-            place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="20" fill="{colour}"'
-            bars.append(f"<rect {place}><title>rank {each['rank']}, {part}: {each[part]:.2f} ms</title></rect>")
-            x += width
-        y += 26
     legend = "".join(f'<span><i style="background:{colour}"></i>{part}</span>' for part, colour in PARTS.items())
     numbers = html_table(*_cells(found))
     steps = f"""<p>Where the time of a training step went on each rank: medians in milliseconds.</p>
-<svg width="780" height="{y}" role="img" aria-label="time of a step by part">{"".join(bars)}</svg>
-<p>{legend}</p>
+{_bars(found)}
+<p class="key">{legend}</p>
 {numbers}
 <p>{waited_for(found)}</p>
 <p>comm: the time in which only communication went on; waiting: that in which other ranks had not come to it yet; rest:
@@ -191,3 +181,28 @@ steps the rank was the last to come to a reduction or another collective; late: 
 on average.</p>"""
     calls = f"<p>Collectives on each rank. There are no training steps in this trace.</p>\n{numbers}"
     return html_page(title, steps if found["ranks"] else calls)
+
+
+def _bars(found: Mapping[str, Any]) -> str:
+    """Return a bar for each rank over an axis in milliseconds; lengths are shares of the window, text is not scaled."""
+    longest = max((sum(each[part] for part in PARTS) for each in found["ranks"]), default=0.0) or 1.0
+    lines, y = [], 0
+    for each in found["ranks"]:
+        x = 0.0
+        lines.append(f'<text x="0" y="{y + 14}">rank {each["rank"]}</text>')
+        for part, colour in PARTS.items():
+            width = each[part] / longest * 100
+            place = f'x="{x:.2f}%" y="{y + 19}" width="{width:.2f}%" height="22" fill="{colour}"'
+            dark = ' class="on-dark"' if colour == COLOURS["blue"] else ""
+            lines.append(f"<rect {place}{dark}><title>rank {each['rank']}, {part}: {each[part]:.2f} ms</title></rect>")
+            if width > _LEGIBLE:
+                lines.append(f'<text x="{x + width / 2:.2f}%" y="{y + 35}">{each[part]:.3g}</text>')
+            x += width
+        y += 48
+    lines.append(f'<line x1="0" x2="100%" y1="{y}" y2="{y}"/>')
+    for quarter, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
+        text = f"{longest * quarter / 4:.3g}{' ms' if quarter == 4 else ''}"
+        lines.append(f'<line x1="{quarter * 25}%" x2="{quarter * 25}%" y1="{y}" y2="{y + 5}"/>')
+        lines.append(f'<text x="{quarter * 25}%" y="{y + 20}" text-anchor="{anchor}">{text}</text>')
+    label = "time of a step by part, in milliseconds"
+    return f'<svg class="bars" style="height:{y + 26}px" role="img" aria-label="{label}">{"".join(lines)}</svg>'

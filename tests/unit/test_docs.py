@@ -178,8 +178,8 @@ def test_the_messages_of_errors_are_those_of_the_code() -> None:
     assert [each for each in quoted if each not in known] == []
 
 
-def test_the_picture_shows_the_figures_of_the_page() -> None:
-    """docs/speed.svg was drawn from the tables of docs/benchmarks.md; run docs/site/speed.py after a change there."""
+def test_the_pictures_show_the_figures_of_the_page() -> None:
+    """docs/speed.svg and docs/local.svg are drawn from docs/benchmarks.md; docs/site/speed.py draws."""
     command = [sys.executable, str(ROOT / "docs" / "site" / "speed.py"), "--check"]
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
 

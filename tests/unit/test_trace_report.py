@@ -191,14 +191,14 @@ def test_without_steps_the_collectives_are_reported(tmp_path: Path):
     command = ["timeline", "report", str(trace), "--html", str(page)]
     shown = CliRunner().invoke(main, command, standalone_mode=False).output.splitlines()
     assert shown[1].split() == ["0", "allreduce", "3", "3", "KiB", "6.00", "2.000"]
-    tree = ElementTree.fromstring(page.read_text().partition("\n")[2].replace('<meta charset="utf-8">', ""))
+    tree = ElementTree.fromstring(page.read_text().partition("\n")[2].replace('<meta charset="utf-8"/>', ""))
     assert len(tree.findall(".//tr")) == 5
 
 
 def test_the_page_is_whole_and_needs_nothing_else():
     """It is well-formed, has a bar for each part of each rank, and loads nothing; names are escaped."""
     page = to_html(report(training()), "<trace>.json")
-    tree = ElementTree.fromstring(page.partition("\n")[2].replace('<meta charset="utf-8">', ""))
+    tree = ElementTree.fromstring(page.partition("\n")[2].replace('<meta charset="utf-8"/>', ""))
     assert len(tree.findall(".//rect")) == 2 * len(PARTS)
     assert tree.findtext(".//h1") == "<trace>.json"
     assert "http" not in page

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ringreduce.bench.cases import format_nbytes
-from ringreduce.bench.plots import require_matplotlib
+from ringreduce.bench.plots import curve_style, panels, size_axis
 from ringreduce.bench.simulation.cluster import Cluster, Simulator, describe
 from ringreduce.bench.simulation.training import Step, Training, simulate_step
 from ringreduce.collectives.compressed import CODED
@@ -152,28 +152,22 @@ def figure(report: Report) -> Figure:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(5.5 * (1 + bool(report.scaling)), 4.6), layout="constrained")
-    axes, *others = drawn.subplots(1, 1 + bool(report.scaling), squeeze=False)[0]
+    drawn, (axes, *others) = panels(1 + bool(report.scaling), f"simulated: {report.assumptions}")
     sizes = list(report.times)
-    for name in report.times[sizes[0]]:
-        axes.plot(sizes, [report.times[nbytes][name] for nbytes in sizes], marker="o", markersize=3, label=name)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda size, _: format_nbytes(round(size)).replace(" ", "\u2009"))
-    axes.set(xlabel="size", ylabel="time (s)", yscale="log", title="allreduce")
+    for number, name in enumerate(sorted(report.times[sizes[0]])):
+        axes.plot(sizes, [report.times[nbytes][name] for nbytes in sizes], label=name, **curve_style(number))
+    size_axis(axes)
+    axes.set(ylabel="time (seconds)", yscale="log", title="allreduce, by algorithm")
+    axes.legend(frameon=False, fontsize=8)
     for axes in others:
-        for rate, steps in report.scaling.items():
+        for number, (rate, steps) in enumerate(report.scaling.items()):
             shares = [100 * step.efficiency for step in steps.values()]
-            axes.plot(list(steps), shares, marker="o", markersize=3, label=f"{rate * 8e-9:.4g} Gbit/s")
+            axes.plot(list(steps), shares, label=f"{rate * 8e-9:.4g} Gbit/s", **curve_style(number))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set(xlabel="ranks", ylabel="efficiency (%)", ylim=(0, None), title="training")
-    for axes in drawn.axes:
+        axes.set(xlabel="ranks", ylabel="efficiency (%)", ylim=(0, None), title="training, by rate of the links")
         axes.grid(visible=True, alpha=0.3)
-        axes.legend(frameon=False, fontsize=7)
-    drawn.suptitle("simulated: " + report.assumptions, fontsize=7, wrap=True)
+        axes.legend(frameon=False, fontsize=8)
     return drawn
 
 
