@@ -147,10 +147,12 @@ class GradientReducer:
                 same &= self.sharding.uncleared.settle()
             if not (same and self._repeats(parameters, reduced, found)):
                 self._agree_and_reduce(parameters, reduced, found, samples)
-        except BaseException:
+        except BaseException as error:
             self._last, self._alike, self.samples = None, 0, None
             if self.early is not None:
                 self.early.break_off()
+                if isinstance(error, MismatchError) and error.advice:  # on other ranks a step of another optimizer
+                    self.ranks.engine.fail(error)  # has failed: what overlaps is not the same on all any more
             raise
         self._steps += 1
         if self.sharding is not None:
