@@ -100,8 +100,8 @@ class TorchPlaces(InPlace):
         for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view
 
-    def is_zero(self, array: torch.Tensor) -> bool:
-        return not array.any()
+    def is_zero(self, gradient: torch.Tensor) -> bool:
+        return not (gradient.coalesce().values() if gradient.is_sparse else gradient).any()
 
     def keep_part(self, gradient: torch.Tensor, part: slice, factor: float) -> None:
         flat = gradient.detach().as_strided((gradient.numel(),), (1,))
@@ -141,9 +141,6 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
 
     def version(self, gradient: torch.Tensor) -> int:
         return 0 if gradient.is_inference() else gradient._version
-
-    def is_zero(self, gradient: torch.Tensor) -> bool:
-        return not (gradient.coalesce().values() if gradient.is_sparse else gradient).any()
 
     def kind(self, parameter: torch.Tensor) -> tuple[Any, int]:
         return (parameter.dtype, parameter.is_cuda), parameter.numel() * parameter.element_size()

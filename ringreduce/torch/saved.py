@@ -34,7 +34,8 @@ def take_training(state: dict[str, Any], training: Training) -> Callable[[], Non
     require_room(late, training.options.staleness)
 
     def load() -> None:
-        training.load_late(late)
+        if (averages := training.reducer.late if late else training.late) is not None:
+            averages.load(late)
         if kept is None:
             training.reducer.load_state_dict({})
         else:

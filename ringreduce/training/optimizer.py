@@ -30,7 +30,7 @@ from ringreduce.training.options import Options
 from ringreduce.training.parameters import require_same_arrays
 from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.requests import set_to_notify
-from ringreduce.training.staleness import Averages, LateAverages
+from ringreduce.training.staleness import LateAverages
 from ringreduce.transport.memory import MemoryWorld
 
 
@@ -140,12 +140,6 @@ class Training:
     def late(self) -> LateAverages | None:
         """The averages that later steps apply; None: each step applies its own, or nothing has begun yet."""
         return None if self._reducer is None else self._reducer.late
-
-    def load_late(self, averages: Averages) -> None:
-        """Go on from averages that `LateAverages.state` has returned."""
-        late = self.reducer.late if averages else self.late
-        if late is not None:
-            late.load(averages)
 
     def require_agreement(self) -> str:
         """Check that all ranks have the same parameters and options; return what errors call them. Collective.

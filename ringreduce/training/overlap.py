@@ -136,7 +136,7 @@ class Overlap:
             record.look(self._hooks, self._moved)
             if record.fate <= Fate.MISSING:
                 place = next(slot.place for slot in state.bucket.slots if slot.parameter is record.parameter)
-                self._share(state, place)
+                _share(self._all, state, place)
                 record.parameter.grad = place  # what comes is added to that
                 record.apply(Fate.ADDED)
                 record.remember(self._hooks)
@@ -269,7 +269,7 @@ class Overlap:
                     if each.fate > Fate.MISSING or record.cleared[number]:
                         continue
                     if again:
-                        self._share(state, slot.place)
+                        _share(self._all, state, slot.place)
                     if gradients[number] is None and record.found[number] == Found.DENSE:
                         gradients[number] = slot.place
                 if not again:
@@ -436,9 +436,10 @@ class Overlap:
             state.sync.come_back()
         return True
 
-    def _share(self, state: BucketState, place: Any) -> None:
-        """Make a gradient that was reduced this rank's share of the result, to be reduced again."""
-        assert state.part is not None, "it was reduced"
-        share = self._all.divisor(state.part.active) / state.part.active
-        if share != 1.0:
-            self._all.memory.scale(place, share)
+
+def _share(buckets: Buckets, state: BucketState, place: Any) -> None:
+    """Make a gradient that was reduced this rank's share of the result, to be reduced again."""
+    assert state.part is not None, "it was reduced"
+    share = buckets.divisor(state.part.active) / state.part.active
+    if share != 1.0:
+        buckets.memory.scale(place, share)
