@@ -100,6 +100,11 @@ class TorchPlaces(InPlace):
         for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view
 
+    def before_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
+        if not _is_added_to(parameter):
+            return []
+        return [parameter.register_hook(lambda _: action())]  # type: ignore[no-untyped-call]
+
     def is_zero(self, array: torch.Tensor) -> bool:
         return not array.any()
 
@@ -195,11 +200,6 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         if not _is_added_to(parameter):
             return []
         return [parameter.register_post_accumulate_grad_hook(lambda _: action())]  # type: ignore[no-untyped-call]
-
-    def before_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
-        if not _is_added_to(parameter):
-            return []
-        return [parameter.register_hook(lambda _: action())]  # type: ignore[no-untyped-call]
 
     def watch(self, parameter: torch.Tensor, watcher: Watcher, record: Any) -> list[RemovableHandle]:
         if not _is_added_to(parameter):
