@@ -103,6 +103,11 @@ class TorchPlaces(InPlace):
     def is_zero(self, gradient: torch.Tensor) -> bool:
         return not (gradient.coalesce().values() if gradient.is_sparse else gradient).any()
 
+    def before_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
+        if not _is_added_to(parameter):
+            return []
+        return [parameter.register_hook(lambda _: action())]  # type: ignore[no-untyped-call]
+
     def keep_part(self, gradient: torch.Tensor, part: slice, factor: float) -> None:
         flat = gradient.detach().as_strided((gradient.numel(),), (1,))
         with torch.no_grad():
@@ -192,11 +197,6 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         if not _is_added_to(parameter):
             return []
         return [parameter.register_post_accumulate_grad_hook(lambda _: action())]  # type: ignore[no-untyped-call]
-
-    def before_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
-        if not _is_added_to(parameter):
-            return []
-        return [parameter.register_hook(lambda _: action())]  # type: ignore[no-untyped-call]
 
     def watch(self, parameter: torch.Tensor, watcher: Watcher, record: Any) -> list[RemovableHandle]:
         if not _is_added_to(parameter):

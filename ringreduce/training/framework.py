@@ -393,6 +393,10 @@ class InPlace(Protocol):
     def move(self, parameters: Sequence[Any], views: Sequence[Any]) -> None:
         """Make views the memory of parameters."""
 
+    def before_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
+        """Call a function each time that the framework is about to add to a gradient."""
+        return ()
+
     def is_zero(self, array: Any) -> bool:
         """Return whether all elements are zero."""
 
@@ -412,10 +416,6 @@ class Hooks(Protocol):
 
     def after_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
         """Call a function each time that the framework has added to a gradient; only speed depends on it."""
-        return ()
-
-    def before_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
-        """Call a function each time that the framework is about to add to a gradient."""
         return ()
 
     def version(self, gradient: Any) -> int:
