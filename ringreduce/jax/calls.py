@@ -222,11 +222,12 @@ def run_compiled(
         step: whose gradients the arrays are; the first of them, if there are others.
     """
     beside: Sequence[Any] = ()
-    if step is not None and call.name is not None:
-        call, beside = call._replace(step=(step.owner.key, call.name)), step.weights
-        step.owner.note(call.name, step)
-    else:
+    place = call.name
+    if place is None:
         step = None
+    elif step is not None:
+        call, beside = call._replace(step=(step.owner.key, place)), step.weights
+        step.owner.note(place, step)
     run = jax.custom_vjp(wrap(partial(_in_buckets if call.kind == "allreduce" else _at_once, call, shapes, step)))
     dtypes = [each.dtype for each in leaves]
 

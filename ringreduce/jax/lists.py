@@ -88,7 +88,8 @@ class HostReduction:
         self._specs = [ArraySpec(each.shape, each.dtype) for each in leaves]
         self._key = f"{kind} {next(_numbers)}"
         self._training: ListTraining | None = None
-        self._advice, self._weight_names = advice, list[str]
+        self._advice = advice
+        self._weight_names: Callable[[], Sequence[str]] = list
         LISTS[self._key] = self
 
     def reduce(
