@@ -93,6 +93,10 @@ OPTIMIZERS: dict[str, Any] = {
 _TAKE_SPARSE = ["SGD", "Adagrad"]
 
 
+def _shards() -> list[str]:
+    return ["node", "all"] if hvd.is_homogeneous() else ["node"]  # "all" needs as many ranks on each node
+
+
 class Training:
     """One model, its optimizer over the ranks, and the same in one process.
 
@@ -119,7 +123,7 @@ class Training:
         if way == "torch":
             self._draw_plain(sparse)
         elif way == "shard":
-            self.options["shard"] = draw.choice(["node", "all"])
+            self.options["shard"] = draw.choice(_shards())
         elif way == "late":
             self.options["staleness"] = draw.choice([1, 2, 3])
         if draw.chance(0.5):
@@ -287,7 +291,7 @@ class Training:
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.wrapped.state_dict())
         trained = [p.requires_grad for p in self.model.parameters()]
         if self.way == "shard":
-            self.options["shard"] = self.draw.choice(["node", "all", None])
+            self.options["shard"] = self.draw.choice([*_shards(), None])
         sparse = self.model.table.sparse
         self.model = Model(self.dtype, self.model.body.out_features, sparse=sparse)
         self.model.load_state_dict(weights)
