@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ringreduce.torch.sharded import STEPS, ShardedStep
+from ringreduce.torch.shardable import STEPS
+from ringreduce.torch.sharded import ShardedStep
 from ringreduce.torch.streams import tensor_like
 from ringreduce.training.node_commit import NodeCommit
 

@@ -19,6 +19,7 @@ from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.torch.arrays import of_entries, sparse_entries
+from ringreduce.torch.shardable import require_not_shared
 from ringreduce.torch.streams import TorchStreams, as_tensor, tensor_like
 from ringreduce.training.framework import Advice, Found, Hooks, InPlace, Look, Memory, Sparse, Watcher
 
@@ -97,6 +98,7 @@ class TorchPlaces(InPlace):
         return tensor_like(parameter, memory[: parameter.nbytes], parameter.dtype)
 
     def move(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        require_not_shared(parameters, by=self)
         for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view
 

@@ -21,6 +21,7 @@ from ringreduce.torch.compression import Compression, Compressor, each_array
 from ringreduce.torch.local_state import StateAverage
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.reduced import scaler_of
+from ringreduce.torch.shardable import require_not_shared
 from ringreduce.training.combinations import LOCAL, SCALER, refusal
 from ringreduce.training.local import Average, LocalTraining
 from ringreduce.training.local_options import LocalOptions, cut
@@ -143,6 +144,7 @@ class DiLoCo(wrapping.Wrapper):
                 raise ConfigError("DiLoCo wraps the optimizer itself, which a DistributedOptimizer has as `wrapped`")
             wrapping.require_optimizer(optimizer, "DiLoCo")
             parameters = wrapping.parameters_of(optimizer)
+            require_not_shared(parameters)
             wire = None if compression is Compression.none else compression
             if shard not in (None, "node"):
                 raise ConfigError(f'shard of DiLoCo is "node" or None, got {shown(shard)}')

@@ -22,7 +22,8 @@ from ringreduce.torch.compression import BucketCompression, Compression, Compres
 from ringreduce.torch.gradients import TorchParameters
 from ringreduce.torch.reduced import Reduced, State, scaler_of, warn_of_own_step, warn_of_second_reduction
 from ringreduce.torch.saved import add_training, take_training
-from ringreduce.torch.sharded import Stepper, is_elementwise, require_shardable
+from ringreduce.torch.shardable import is_elementwise, require_shardable
+from ringreduce.torch.sharded import Stepper
 from ringreduce.torch.streams import TorchStreams
 from ringreduce.training.combinations import CLOSURE, SCALER, SKIPPING
 from ringreduce.training.optimizer import Training

@@ -15,59 +15,15 @@ from typing import Any
 import torch
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.runtime import global_process_set
-from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.node_state import DividedState, NodeState, Piece, pieces_of
+from ringreduce.torch.shardable import STEPS, watch_other_steps
 from ringreduce.torch.wrapping import STEPPING, parameters_of
 from ringreduce.training.node_commit import NodeCommit
 from ringreduce.training.optimizer import Training
 from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.sharding import Sharding
 
-#: Optimizers that treat each element by itself, so that parameters may be cut anywhere.
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-
-
-#: All that make steps on parameters that a node has once.
-STEPS: weakref.WeakSet[ShardedStep] = weakref.WeakSet()
-
 _numbers = itertools.count()
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to treat each element by itself."""
-    return type(optimizer) in _ELEMENTWISE
-
-
-def require_shardable(optimizer: torch.optim.Optimizer, shard: str | None, process_set: ProcessSet) -> None:
-    """Raise `ConfigError` for an optimizer or ranks that cannot share parameters, if they are to."""
-    if shard is None:
-        return
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("shard gives each rank some of the parameters, and LBFGS needs all of them at once")
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError("shard is for dense gradients, and SparseAdam takes sparse ones")
-    if any(each.is_cuda for each in parameters_of(optimizer)):
-        raise ConfigError("shard is for parameters in host memory, and some are on a GPU")
-    ranks = set(process_set.ranks or ())
-    nodes = [node for node in global_process_set.communicator.topology.nodes if ranks & set(node)]
-    for node in nodes:
-        if not ranks >= set(node):
-            raise ConfigError(f"shard needs all ranks of a node, and the process set has some of {list(node)} only")
-    if shard == "all" and len(set(map(len, nodes))) > 1:
-        raise ConfigError(f'shard="all" needs as many ranks on each node, and they have {[*map(len, nodes)]}')
 
 
 class Stepper:
@@ -174,7 +130,8 @@ class ShardedStep:
         earlier: made them in an earlier world, with a state that goes on; None: there was none.
 
     Attributes:
-        reducer: the same.
+        optimizer, reducer: the same.
+        is_writing: whether the program is within `writing`.
         is_own: whether parameters are each rank's own again, as the world has ended.
         number: greater than those that were made earlier.
         commit: of what the ranks of the node have in common.
@@ -186,16 +143,17 @@ class ShardedStep:
     ) -> None:
         assert reducer.sharding is not None
         self.number = next(_numbers)
-        self._optimizer, self.reducer, self._sharding = optimizer, reducer, reducer.sharding
+        self.optimizer, self.reducer, self._sharding = optimizer, reducer, reducer.sharding
         self._changes, self._parameters = -1, list[torch.Tensor]()
         self._pieces: dict[torch.Tensor, Piece] = {}
         self._versions: list[int] = []
         self._state = (NodeState if self._sharding.has_all_state else DividedState)(optimizer, self._sharding)
         _hand_over(earlier, optimizer, self._sharding)
         self.commit = NodeCommit(self._sharding)
-        self._writing = self._detached = self.is_own = False
+        self.is_writing = self._detached = self.is_own = False
         self.copy = _copy_of(optimizer)
         STEPS.add(self)
+        watch_other_steps()
         self._lifetime = reducer.ranks.engine.communicator.lifetime
         self._lifetime.listen("closed", partial(_notify, weakref.WeakMethod(self._world_ended)))
 
@@ -225,14 +183,14 @@ class ShardedStep:
         evaluated = [self._evaluated(each) for each in closure]
         self._refresh()
         self._sharding.uncleared.require_reduced()
-        copy, groups = self.copy, list(zip(self.copy.param_groups, self._optimizer.param_groups, strict=True))
+        copy, groups = self.copy, list(zip(self.copy.param_groups, self.optimizer.param_groups, strict=True))
         for group, whole in groups:
             group.update(_settings(whole))
         self._hand_out_gradients()
         result = copy.step(*[lambda: evaluated.pop() if evaluated else self._again(*closure)][: len(closure)])
         for group, whole in groups:
             whole.update(_settings(group))  # which some optimizers count steps in
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers look at
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers look at
         self._state.keep(copy.state)
         torch.autograd.graph.increment_version(self._pieces)
         self._remember()
@@ -295,11 +253,11 @@ class ShardedStep:
         self._sharding.meet("about to be written")
         for piece in pieces:
             piece.parameter.data = piece.parameter.detach().clone()
-        self._writing = True
+        self.is_writing = True
         try:
             yield
         finally:
-            self._writing = False
+            self.is_writing = False
             for piece in pieces:
                 piece.parameter.data = piece.view
             self._sharding.meet("written")
@@ -351,7 +309,7 @@ class ShardedStep:
 
     def detach(self) -> None:
         """Let parameters be this rank's own, for a restored state, unless they are by `writing`; no step follows."""
-        if self._writing or self._detached:
+        if self.is_writing or self._detached:
             return
         self._detached = True
         self._make_own()
@@ -383,7 +341,7 @@ class ShardedStep:
 
     def _refresh(self) -> None:
         """Make pieces of parameters that were moved to other memory of the node, or are new."""
-        parameters = parameters_of(self._optimizer)
+        parameters = parameters_of(self.optimizer)
         if self._changes == self._sharding.changes and len(parameters) == len(self._parameters):
             return
         self._changes, self._parameters = self._sharding.changes, parameters
@@ -396,7 +354,7 @@ class ShardedStep:
         self.copy.state = defaultdict(dict)
         self.copy.param_groups = [
             {**group, "params": [value for each in group["params"] if (value := values.get(each, each)) is not None]}
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
         self.load_state()
         self._remember()

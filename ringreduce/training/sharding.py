@@ -103,6 +103,7 @@ class Sharding:
         options: say how the parameters are divided.
 
     Attributes:
+        memory: the argument.
         elementwise: whether parts may end inside of parameters.
         is_disjoint: whether all ranks have different parts; if not, those of different nodes have the same.
         has_all_state: whether a node has all state.
@@ -117,7 +118,7 @@ class Sharding:
 
     def __init__(self, memory: Memory, ranks: Ranks, buckets: Buckets, options: Options) -> None:
         assert isinstance(memory, InPlace)
-        self._memory, self.ranks, self._buckets = memory, ranks, buckets
+        self.memory, self.ranks, self._buckets = memory, ranks, buckets
         self.elementwise = options.elementwise
         communicator = ranks.engine.communicator
         topology = communicator.topology
@@ -168,13 +169,13 @@ class Sharding:
         parameters, nbytes = [slot.parameter for slot in bucket.slots], len(bucket.flat) * bucket.itemsize
         memory = self.node_memory(nbytes)
         views = [
-            self._memory.view(parameter, memory[place.start * bucket.itemsize : place.stop * bucket.itemsize])
+            self.memory.view(parameter, memory[place.start * bucket.itemsize : place.stop * bucket.itemsize])
             for parameter, place in zip(parameters, bucket.places, strict=True)
         ]
         if self.is_first:
-            self._memory.pack(views, parameters)
+            self.memory.pack(views, parameters)
         self.meet("moved")
-        self._memory.move(parameters, views)
+        self.memory.move(parameters, views)
         shard = Shard(bucket, memory, views, self._bounds(bucket), self._index)
         self._count(shard)
         self.uncleared.watch(bucket, map(shard.within, range(len(bucket.slots))))
