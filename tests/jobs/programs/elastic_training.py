@@ -69,28 +69,27 @@ class Killer:
     def __init__(self, folder: Path, rank: int, deaths: list[Death]) -> None:
         self._folder, self._deaths = folder, [each for each in deaths if each.rank == rank]
         self._timer: threading.Timer | None = None
+        self._waits = False
 
     def come_to(self, step: int, where: str) -> None:
         for each in self._deaths:
-            mark = self._mark(each)
-            if each.step == step and not mark.exists():
-                if each.where == where:
-                    mark.touch()
+            mark = self._folder / f"died-{each.rank}-{each.step}"
+            timed = where == "begin" and each.where.isdigit()
+            if each.step == step and (timed or each.where == where) and not mark.exists():
+                mark.touch()
+                self._waits = " " in each.how
+                if not timed:
                     die(each.how)
-                elif where == "begin" and each.where.isdigit():
-                    mark.touch()
+                else:
                     self._timer = threading.Timer(int(each.where) / 1e6, die, [each.how])
                     self._timer.start()
 
     def wait_for_death(self) -> None:
-        """Do not outlive the last step if this rank has a time to die, or its shell has died."""
+        """Do not outlive the last step if this rank has a time to die, or its shell or the launcher has died."""
         if self._timer is not None:
             self._timer.join()
-        if any(each.how.startswith("shell") and self._mark(each).exists() for each in self._deaths):
+        if self._waits:
             threading.Event().wait()
-
-    def _mark(self, death: Death) -> Path:
-        return self._folder / f"died-{death.rank}-{death.step}"
 
 
 def die(how: str) -> None:
