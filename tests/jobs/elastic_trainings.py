@@ -42,8 +42,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         way: a binding, and what is special.
-        kind: "ranks": they die, and the others go on; "launcher": the job ends; "few": fewer than ``--min-np`` are left,
-            and the job ends; "restart": and it begins again; "init": a rank dies before `init`, and the job ends.
+        kind: "ranks": they die, and the others go on; "launcher": the job ends; "few": fewer than ``--min-np`` are
+            left, and the job ends; "restart": and it begins again; "init": a rank dies before `init`, and the job ends.
         ranks: how many.
         node_size: how many are on a node; none: all.
         deaths: as the program takes them.
@@ -144,7 +144,8 @@ def _ended(job: Drawn, done: launching.Job, folder: Path) -> str:
     if job.way == "torch-local":  # of what each replica had learnt when another died, there is no record
         return "" if np.isfinite(np.concatenate(ends[0]["weights"])).all() else "the weights are not finite"
     expected = _weights(members, late=job.way == "torch-late")
-    far = max(np.abs(np.array(mine) - each.ravel()).max() for mine, each in zip(ends[0]["weights"], expected, strict=True))
+    pairs = zip(ends[0]["weights"], expected, strict=True)
+    far = max(np.abs(np.array(mine) - each.ravel()).max() for mine, each in pairs)
     # Rounding in float32 makes some 1e-6; a batch that is left out or comes twice, 1e-2.
     return f"the weights differ by up to {far:.3g} from those of one process" if far > 1e-5 else ""
 

@@ -133,11 +133,11 @@ def in_torch(name: str) -> Way:
     matrix, bias = map(torch.from_numpy, beginning())
     model.load_state_dict({"weight": matrix.T, "bias": bias})
     plain = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-    options: dict[str, Any] = {"node": {"shard": "node"}, "all": {"shard": "all"}, "late": {"staleness": 1}}.get(name, {})
+    options: dict[str, dict[str, Any]] = {"node": {"shard": "node"}, "all": {"shard": "all"}, "late": {"staleness": 1}}
     if name == "local":
         optimizer: Any = hvd.LocalSGD(plain, model, period=PERIOD, replica="rank")
     else:
-        optimizer = hvd.DistributedOptimizer(plain, model, **options)
+        optimizer = hvd.DistributedOptimizer(plain, model, **options.get(name, {}))
 
     def step(inputs: Any, targets: Any) -> None:
         optimizer.zero_grad()
