@@ -30,7 +30,7 @@ PROGRAM = launching.PROGRAMS / "elastic_training.py"
 TORCH = ["torch", "torch-node", "torch-all", "torch-late", "torch-local"]
 OTHERS = ["keras-tensorflow", "keras-jax", "keras-torch", "tensorflow", "jax"]
 TIMEOUT_S = {"torch": 5, "keras": 15, "tensorflow": 15, "jax": 15}  # a rank may compile for seconds
-LIMIT_S = {"torch": 120, "keras": 240, "tensorflow": 240, "jax": 240}
+LIMIT_S = {"torch": 240, "keras": 400, "tensorflow": 400, "jax": 400}  # it ends what hangs, not what is slow
 IN_PLACE = ("exception", "sys.exit", "os._exit")  # which another thread cannot do, or not to the whole rank
 AT_ANY_TIME = ("SIGKILL", "SIGSEGV", "SIGSTOP", "shell SIGKILL", "shell SIGSTOP")
 #: And the status with which `ringreduce run` ends.
