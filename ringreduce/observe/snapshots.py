@@ -178,7 +178,8 @@ class FlightRecorder:
 
     def write_status(self) -> None:
         """Write what this rank does now, if it has a file."""
-        if self._status is None:
+        path = self._status
+        if path is None:
             return
         said, total = self.snapshot(brief=True), self._metrics()
         blocking = [each.communicators["blocking"] for each in self.observed if each.is_open()]
@@ -192,12 +193,13 @@ class FlightRecorder:
             "late": None if total.late_rank is None else [total.late_rank, total.late_s],
             "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness],
         }
-        _write(self._status, {**said, **self._common, **more})
+        _write(path, {**said, **self._common, **more})
 
     def end_status(self) -> None:
-        """Remove the file; not in a process that was forked."""
-        if self._status is not None and os.getpid() == self._pid:
-            self._status.unlink(missing_ok=True)
+        """Remove the file, and write it no more; not in a process that was forked."""
+        path, self._status = self._status, None
+        if path is not None and os.getpid() == self._pid:
+            path.unlink(missing_ok=True)
 
     def _failed(self, error: BaseException) -> None:
         """Take note that a call has failed for good, and write down what was done last, if that was asked for."""

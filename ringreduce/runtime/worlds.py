@@ -363,8 +363,9 @@ class OwnWorld(World):
         return all(first)
 
     def flush(self) -> None:
-        """Save what is only in memory, for people who look into why the job has ended."""
+        """Save what is only in memory, for people who look into why the job has ended; and leave no file besides."""
         error = getattr(sys, "last_value", None)
+        self.observer.recorder.end_status()
         self.observer.flush_timeline()
         # If no reason was given, another rank ends the job.
         self.observer.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
