@@ -151,6 +151,7 @@ class ShardedStep:
         _hand_over(earlier, optimizer, self._sharding)
         self.commit = NodeCommit(self._sharding)
         self.is_writing = self._detached = self.is_own = False
+        self._failure = ""  # why the last step was not made by all ranks
         self.copy = _copy_of(optimizer)
         STEPS.add(self)
         watch_other_steps()
@@ -187,11 +188,22 @@ class ShardedStep:
         for group, whole in groups:
             group.update(_settings(whole))
         self._hand_out_gradients()
-        result = copy.step(*[lambda: evaluated.pop() if evaluated else self._again(*closure)][: len(closure)])
+        self._failure = "it was interrupted"  # until it is made
+        try:
+            result = copy.step(*[lambda: evaluated.pop() if evaluated else self._again(*closure)][: len(closure)])
+        except Exception as error:
+            self._failure = _in_words(error)
+            self._sharding.refuse(error, "updated")  # which the other ranks wait for
+            raise
         for group, whole in groups:
             whole.update(_settings(group))  # which some optimizers count steps in
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers look at
-        self._state.keep(copy.state)
+        try:
+            self._state.keep(copy.state)
+        except Exception as error:
+            self._failure = _in_words(error)
+            raise
+        self._failure = ""
         torch.autograd.graph.increment_version(self._pieces)
         self._remember()
         return result
@@ -230,8 +242,19 @@ class ShardedStep:
         return total
 
     def require_unchanged(self) -> None:
-        """Raise a `ConfigError`, on all ranks, if the program has written to parameters, or moved them."""
+        """Raise a `ConfigError`, on all ranks, if the program has written to parameters, or moved them.
+
+        So it does if the last step has failed, here or on other ranks.
+        """
         pieces = self._pieces.values()
+        if self._failure:
+            error = ConfigError(
+                f"the last step has failed ({self._failure}): with shard each rank updates some of the parameters, "
+                "and not all of them have done so. To go on, load weights on all ranks within `with "
+                "optimizer.writing():`, and the state that belongs to them by optimizer.load_state_dict"
+            )
+            self._sharding.refuse(error)
+            raise error
         if self._sharding.overwritten or self._versions != [each.parameter._version for each in pieces]:
             problem = "the program has written to parameters between two steps"
         elif self._detached or any(each.parameter.data_ptr() != each.address for each in pieces):
@@ -261,6 +284,7 @@ class ShardedStep:
             for piece in pieces:
                 piece.parameter.data = piece.view
             self._sharding.meet("written")
+            self._failure = ""
             self._remember()
 
     def _remember(self) -> None:
@@ -384,6 +408,10 @@ def _norm(part: torch.Tensor, norm_type: float) -> float:
 
 def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

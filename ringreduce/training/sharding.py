@@ -228,9 +228,14 @@ class Sharding:
         """Whether somebody has written to the piece that `watch` has remembered."""
         return self._watched is not None and zlib.crc32(self._watched[0].data) != self._watched[1]
 
-    def refuse(self, error: Exception) -> None:
-        """Let the step fail on the other ranks, with this error as the reason."""
-        self.ranks.engine.refuse(Refusal(f"{self.ranks.name}, step", "step", error))
+    def refuse(self, error: Exception, what: str = "step") -> None:
+        """Let the step fail on the other ranks, with this error as the reason.
+
+        Args:
+            error: why this rank cannot go on.
+            what: the call of the step that the other ranks make, or are about to.
+        """
+        self.ranks.engine.refuse(Refusal(f"{self.ranks.name}, {what}", "step", error))
 
     def allocate(self, needed: Mapping[_Key, tuple[int, Any]]) -> tuple[_Bytes, dict[_Key, tuple[_Bytes, Any]]]:
         """Return memory of the node for state that some rank has made. Collective.

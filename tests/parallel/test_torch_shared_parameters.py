@@ -1,7 +1,8 @@
-"""Parameters that the ranks of a node have in common for the steps of one optimizer, and steps of another one."""
+"""Parameters that the ranks of a node have in common: steps of other optimizers, and steps that fail."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +162,34 @@ def test_others_of_other_parameters(shard: str):
         torchs.zero_grad()
     for trained in (parameters, others, third, own):
         require_all(trained, -1.0)
+
+
+@pytest.mark.parametrize("which", ["first", "last", "all"])
+@pytest.mark.parametrize("hook", ["pre", "post"])
+def test_steps_that_a_hook_fails(shard: str, hook: str, which: str):
+    """All ranks get the cause, in that step and in the next one, until weights are loaded."""
+    parameters, broken = made(), False
+    failing = {"first": [0], "last": [rr.size() - 1], "all": range(rr.size())}[which]
+
+    def check(*_: object) -> None:
+        if broken and rr.rank() in failing:
+            raise ValueError(f"no step at {rr.rank()}")
+
+    inner = torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
+    (inner.register_step_pre_hook if hook == "pre" else inner.register_step_post_hook)(check)
+    optimizer = hvd.DistributedOptimizer(inner, shard=shard)
+    descend(optimizer, parameters)
+    weights, state = [each.detach().clone() for each in parameters], copy.deepcopy(optimizer.state_dict())
+    rr.barrier()
+    broken = True
+    with pytest.raises(ValueError if rr.rank() in failing else rr.MismatchError, match="no step at "):
+        descend(optimizer, parameters)
+    broken = False
+    with pytest.raises(rr.ConfigError, match=r"(?s)the last step has failed.* no step at "):
+        descend(optimizer, parameters)
+    with optimizer.writing(), torch.no_grad():
+        for each, weight in zip(parameters, weights, strict=True):
+            each.copy_(weight)
+    optimizer.load_state_dict(state)
+    descend(optimizer, parameters)
+    require_all(parameters, 1.0 - 1.0 - 1.5)
