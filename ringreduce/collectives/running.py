@@ -7,6 +7,7 @@ from functools import partial
 from math import prod
 from time import perf_counter
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Runner:
         state: whether calls may be made.
         gpu: this rank's device memory.
         tallies: what the calls of each collective add up to, by its name.
-        choose: returns the choice for a problem; called with the algorithm that the program asks for, if any.
+        choose: a method that returns the choice for a problem, given the algorithm that the program asks for, if any.
 
     Attributes:
         operands: checks arrays and makes those of results.
@@ -58,7 +59,8 @@ class Runner:
         tallies: Mapping[str, Tally],
         choose: Callable[[Problem, str | None], Choice],
     ) -> None:
-        self._context, self._state, self._gpu, self._tallies, self._choose = context, state, gpu, tallies, choose
+        self._context, self._state, self._gpu, self._tallies = context, state, gpu, tallies
+        self._choose = WeakMethod(choose)  # of what has this
         self._plans, self._repeats, self._instruments = context.plans, context.plans.repeats, context.instruments
         self.operands = Operands(gpu, context.arena, shares_results=context.topology.size > 1)
 
@@ -226,7 +228,9 @@ class Runner:
         asked = kind.algorithm if kind.codec is None else CODED
         if kind.weights:
             asked = DETERMINISTIC  # on one node one rank reduces all terms of an element at once then
-        choice = self._choose(problem, asked)
+        choose = self._choose()
+        assert choose is not None
+        choice = choose(problem, asked)
         assert isinstance(choice.path, Path)
         signature = _signature(kind, choice, shape)
         if kind.codec is not None:

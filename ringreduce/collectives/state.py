@@ -47,8 +47,8 @@ class CommState:
         self._context = context
         self.calls = context.calls
         self.lifetime = context.lifetime
-        self.lifetime.listen("failed", self._failed)
-        self.lifetime.listen("forked", self._forked)
+        self.lifetime.listen_while_held("failed", self._failed)
+        self.lifetime.listen_while_held("forked", self._forked)
         self._behind = 0  # how many calls this rank had begun before the present one
         self.quiet = quiet_context()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 from ringreduce.common.errors import ConfigError, ShutdownError, since
 
@@ -41,7 +41,7 @@ class Lifetime:
         self._below: WeakValueDictionary[int, Lifetime] = (
             WeakValueDictionary()
         )  # weak: what is closed still gets forks while its arrays are used
-        self._listeners: list[tuple[Event, Callable[..., object]]] = []
+        self._listeners: list[tuple[Event, Callable[[], Callable[..., object] | None]]] = []
 
     def child(self, when_closed: str | None = None) -> Lifetime:
         """Return the lifetime of something that belongs to this, and is notified of its forks while somebody holds it.
@@ -55,7 +55,14 @@ class Lifetime:
 
     def listen(self, event: Event, call: Callable[..., object]) -> None:
         """Have a function called in each such event."""
-        self._listeners.append((event, call))
+        self._listeners.append((event, lambda: call))
+
+    def listen_while_held(self, event: Event, method: Callable[..., object]) -> None:
+        """Have a method called in each such event, as long as somebody else holds its object.
+
+        It is for what holds this lifetime: both then end with their last user, without Python's collector.
+        """
+        self._listeners.append((event, WeakMethod(method)))
 
     def require_open(self, what: str = "collective") -> None:
         """Raise why no call can be made, unless one can.
@@ -116,8 +123,8 @@ class Lifetime:
         return [each for found in self._below.valuerefs() if (each := found()) is not None]
 
     def _notify(self, event: Event, *what: Any) -> None:
-        for each, call in tuple(self._listeners):
-            if each == event:
+        for each, find in tuple(self._listeners):
+            if each == event and (call := find()) is not None:
                 call(*what)
 
 

@@ -67,7 +67,7 @@ class Engine:
             threads=threads,
             clock=clock,
         )
-        self._pending.lifetime.listen("forked", self._forked)
+        self._pending.lifetime.listen_while_held("forked", self._forked)
         communicator.wait_patiently(self._driver.is_patient)
         self._names: Counter[str] = Counter()  # by kind
         self.repeats: dict[str, Any] = {}

@@ -95,18 +95,6 @@ class Progress:
         self._blocked_in: Operation | None = None  # the coordinator knows that this rank waits for it
         self._intact = False  # whether `end` came before any failure
         self._detached: Detached | None = None  # a rank that takes part in nothing any more: nothing can run then
-        self._methods: dict[type[Decision], Callable[[Any], None]] = {
-            Run: self._run,
-            Refuse: self._refuse,
-            Crossed: self._cross,
-            Joined: self._end_join,
-            Withdrawn: self._end_withdrawn,
-            Late: self._count_late,
-            Paced: lambda paced: pending.tally.add_paces(paced.paces),
-            Detached: self._on_detached,
-            Expired: self._expire,
-            Stalled: self._warn,
-        }
 
     def step(self) -> bool:
         """Do what can be done now; return whether there was anything. If it fails, everything ends."""
@@ -117,7 +105,7 @@ class Progress:
                 moved = True
             while exchange.decisions:
                 decision = exchange.decisions.popleft()
-                self._methods[type(decision)](decision)
+                _METHODS[type(decision)](self, decision)
             now = self._clock()
             if moved:
                 self.news_s, self._blocked_in = now, None
@@ -368,3 +356,22 @@ class Progress:
         return not self._exchange.coordinates and (
             pending.join is not None or any(not queue[0].signature.speculative for queue in pending.queues.values())
         )
+
+
+def _add_paces(progress: Progress, paced: Paced) -> None:
+    progress._pending.tally.add_paces(paced.paces)
+
+
+#: What carries out a decision of the ranks.
+_METHODS: dict[type[Decision], Callable[[Progress, Any], None]] = {
+    Run: Progress._run,
+    Refuse: Progress._refuse,
+    Crossed: Progress._cross,
+    Joined: Progress._end_join,
+    Withdrawn: Progress._end_withdrawn,
+    Late: Progress._count_late,
+    Paced: _add_paces,
+    Detached: Progress._on_detached,
+    Expired: Progress._expire,
+    Stalled: Progress._warn,
+}

@@ -43,6 +43,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common import processes
@@ -114,7 +115,7 @@ class FlightRecorder:
         """Record what this rank does as a member of something more."""
         self.observed = [each for each in self.observed if each.is_open()] + [observed]
         for communicator in observed.communicators.values():
-            communicator.lifetime.listen("failed", self._failed)
+            communicator.lifetime.listen_while_held("failed", self._failed)
 
     def snapshot(self, *, brief: bool) -> Snapshot:
         """Return what this rank does. Local; takes no lock.
@@ -170,7 +171,7 @@ class FlightRecorder:
         """
         self._common = {"job": job, "command": sys.orig_argv, "began": time.time()}
         self._common["process_began"] = processes.began(self._pid)  # or another of its number would seem to be this one
-        self._metrics = metrics
+        self._metrics = WeakMethod(metrics)  # of the world, which has this
         path = folder() / f"{job}.{self._rank}.json"
         if self._rank == 0:
             read_all()
@@ -181,7 +182,9 @@ class FlightRecorder:
         path = self._status
         if path is None:
             return
-        said, total = self.snapshot(brief=True), self._metrics()
+        metrics = self._metrics()
+        assert metrics is not None
+        said, total = self.snapshot(brief=True), metrics()
         blocking = [each.communicators["blocking"] for each in self.observed if each.is_open()]
         spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
         under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]

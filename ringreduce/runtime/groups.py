@@ -88,7 +88,7 @@ class Group:
             each.watchers.append(advance)
         self._threads = messages.concurrent
         self._start_queues()
-        self.lifetime.listen("forked", self._start_queues)
+        self.lifetime.listen_while_held("forked", self._start_queues)
 
     # ---- the order of calls ----
 

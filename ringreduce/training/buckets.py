@@ -213,7 +213,8 @@ class Buckets:
         memory, ranks, options: the arguments.
         layout: a checksum of which parameter is where; equal on ranks whose buckets are.
         moved: as for `Bucket.collect_at_once`.
-        parts: makes operations of which a rank needs only its part; returns None where it needs all.
+        parts: returns what makes operations of which a rank needs only its part, or None where it needs all; None:
+            nothing does.
         weights: of averages; None: they are equal.
     """
 
@@ -225,7 +226,7 @@ class Buckets:
         self._saved: dict[int, State] = {}
         self.layout = 0
         self.moved: dict[int, tuple[int, int]] = {}
-        self.parts: Callable[..., Operation | None] = lambda *reduction: None
+        self.parts: Callable[[], Callable[..., Operation | None] | None] = lambda: None
         self.weights: Weights | None = None
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -387,7 +388,8 @@ class Buckets:
 
     def reduction(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
         """Return the reduction of buckets before a step, or that of this rank's parts where it needs no more."""
-        if (part := self.parts(name, text, self.options.op, buckets, sent)) is None:
+        make = self.parts()
+        if make is None or (part := make(name, text, self.options.op, buckets, sent)) is None:
             return self.operation(name, text, buckets, sent)
         part.parts = partial(self._names_in, buckets)
         self._weight(part, buckets, sent)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -85,7 +86,7 @@ class GradientReducer:
         self.sharding: Sharding | None = None
         if options.shard is not None:
             self.sharding = Sharding(memory, self.ranks, self.buckets, options)
-            self.buckets.parts = self.sharding.operation
+            self.buckets.parts = WeakMethod(self.sharding.operation)  # which has the buckets
         self.late: LateAverages | None = None
         if options.staleness:
             self.late = LateAverages(options.staleness, memory, self.ranks, self.buckets, named)

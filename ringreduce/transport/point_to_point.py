@@ -93,8 +93,8 @@ class PointToPoint:
         self._awaited: list[Transfer] = []  # receives that nothing has come for yet
         self._moving: list[Transfer] = []
         self._lifetime = lifetime
-        lifetime.listen("failed", self._end_all)
-        lifetime.listen("forked", self._forked)
+        lifetime.listen_while_held("failed", self._end_all)
+        lifetime.listen_while_held("forked", self._forked)
 
     @property
     def busy(self) -> bool:
@@ -219,6 +219,7 @@ class PointToPoint:
             self._end_all(ShutdownError(error))
         with suppress(RingReduceError):
             self._messages.close()
+        self.waiter.forget()
 
     def _end_all(self, error: BaseException) -> None:
         ended, self._awaited, self._moving = (*self._awaited, *self._moving), [], []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import signal
 import threading
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import ringreduce as rr
+from ringreduce.engine import Reduction
 from ringreduce.testing import caught
 from ringreduce.transport import mpi_job, mpi_messages
 from ringreduce.transport.waiting import Waiter
@@ -232,3 +235,35 @@ def test_a_second_thread_is_told_so(world: rr.Communicator) -> None:
     (error,) = errors
     assert isinstance(error, rr.ConfigError)
     assert "one call at a time" in str(error)
+
+
+# ---- ends ----
+
+
+def test_worlds_that_have_ended_leave_no_descriptors(no_world: None) -> None:
+    """Nor memory that they shared: all is given back when a world ends, not when Python's collector comes by."""
+
+    def live() -> int:
+        rr.init()
+        assert rr.allreduce(np.ones(3)).tolist() == [SIZE] * 3
+        operation = Reduction("some", "sum of some", rr.SUM, [np.ones(5)], [target := np.empty(5)])
+        engine = rr.global_process_set.engine
+        engine.submit(operation)
+        engine.wait(operation)
+        assert target.tolist() == [SIZE] * 5
+        if SIZE > 1:
+            made = rr.add_process_set([0])
+            if made.included():
+                assert total(made) == 1
+            rr.remove_process_set(made)
+        rr.shutdown()
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    gc.disable()
+    try:
+        live()  # opens what this process keeps
+        before = live()
+        assert [live() for _ in range(5)] == [before] * 5
+    finally:
+        gc.enable()
