@@ -43,7 +43,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakMethod
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common import processes
@@ -108,6 +107,7 @@ class FlightRecorder:
         self._neighbours = neighbours
         self._dumped_s: float | None = None  # when it was last written down
         self._status: Path | None = None  # the file for `ringreduce top`, of this process
+        self._metrics: Callable[[], Metrics] | None = None
         self._pid = os.getpid()
         self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
 
@@ -171,7 +171,7 @@ class FlightRecorder:
         """
         self._common = {"job": job, "command": sys.orig_argv, "began": time.time()}
         self._common["process_began"] = processes.began(self._pid)  # or another of its number would seem to be this one
-        self._metrics = WeakMethod(metrics)  # of the world, which has this
+        self._metrics = metrics
         path = folder() / f"{job}.{self._rank}.json"
         if self._rank == 0:
             read_all()
@@ -179,11 +179,9 @@ class FlightRecorder:
 
     def write_status(self) -> None:
         """Write what this rank does now, if it has a file."""
-        path = self._status
-        if path is None:
+        path, metrics = self._status, self._metrics
+        if path is None or metrics is None:
             return
-        metrics = self._metrics()
-        assert metrics is not None
         said, total = self.snapshot(brief=True), metrics()
         blocking = [each.communicators["blocking"] for each in self.observed if each.is_open()]
         spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
@@ -201,6 +199,7 @@ class FlightRecorder:
     def end_status(self) -> None:
         """Remove the file, and write it no more; not in a process that was forked."""
         path, self._status = self._status, None
+        self._metrics = None  # it keeps the world alive, which has this
         if path is not None and os.getpid() == self._pid:
             path.unlink(missing_ok=True)
 

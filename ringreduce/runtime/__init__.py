@@ -192,11 +192,6 @@ def set_conventions(conventions: Conventions | str) -> None:
     _process.conventions = chosen
 
 
-def registered_process_set(number: int) -> ProcessSet | None:
-    """Return the process set of a number, as ``process_set_id`` gives it; None: there is none, or no world."""
-    return _process.here().sets.get(number) if is_initialized() else None
-
-
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set; returns it. Collective over all ranks of the world, members or not.
 

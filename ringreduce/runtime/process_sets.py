@@ -48,9 +48,10 @@ def _world_set() -> ProcessSet:
 
 
 def _registered_set(number: int | None) -> ProcessSet | None:
-    from ringreduce.runtime import registered_process_set
+    from ringreduce.runtime.process import PROCESS
 
-    return None if number is None else registered_process_set(number)
+    world = PROCESS.find()
+    return None if number is None or world is None else world.sets.get(number)
 
 
 class ProcessSet:
