@@ -152,6 +152,9 @@ def _of_a_wanted_size(request: pytest.FixtureRequest) -> None:
     mark = request.node.get_closest_marker("sizes")
     if mark is not None and SIZE not in mark.args:
         pytest.skip(f"for {' or '.join(map(str, mark.args))} ranks")
+    mark = request.node.get_closest_marker("usually")
+    if mark is not None and SIZE not in mark.args and not os.environ.get("RINGREDUCE_TEST_ALL"):
+        pytest.skip(f"other numbers than {mark.args} are for scripts/test --all")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,6 +12,8 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 import ringreduce.torch as hvd  # noqa: E402
 
+pytestmark = pytest.mark.usually(3)
+
 STEPS = 7
 
 

@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch")
 
 import ringreduce.torch as hvd  # noqa: E402
 
+pytestmark = pytest.mark.usually(3)
+
 LAYERS = {"body": (5, 7), "middle": (7, 3), "head": (3, 11), "spare": (2, 3)}
 EVERYTHING = ("body", "middle", "head")
 WARM_UP = 4  # steps, after which buckets are reduced during the backward pass

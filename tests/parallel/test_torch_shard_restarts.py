@@ -13,6 +13,8 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
+pytestmark = pytest.mark.usually(3)
+
 Model = Any
 Optimizer = Any
 

@@ -13,7 +13,8 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
-pytestmark = pytest.mark.sizes(2, 3, 4)  # a rank alone has its parameters for itself
+# A rank alone has its parameters for itself.
+pytestmark = [pytest.mark.sizes(2, 3, 4), pytest.mark.usually(3)]
 
 Optimizer = Any
 

@@ -12,6 +12,8 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
+pytestmark = pytest.mark.usually(3)
+
 SHAPES: dict[str, Callable[[Any], Any]] = {
     "one of a row": lambda dtype: torch.arange(2.0).to(dtype).view(1, 2)[:, 1],
     "one of a matrix": lambda dtype: torch.arange(12.0).to(dtype).view(3, 4)[1:2, 1:2],
