@@ -153,7 +153,7 @@ def _of_a_wanted_size(request: pytest.FixtureRequest) -> None:
     if mark is not None and SIZE not in mark.args:
         pytest.skip(f"for {' or '.join(map(str, mark.args))} ranks")
     mark = request.node.get_closest_marker("usually")
-    if mark is not None and SIZE not in mark.args and not os.environ.get("RINGREDUCE_TEST_ALL"):
+    if mark is not None and SIZE not in mark.args and not os.environ.get("TEST_ALL_SIZES"):
         pytest.skip(f"other numbers than {mark.args} are for scripts/test --all")
 
 
