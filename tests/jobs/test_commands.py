@@ -33,6 +33,7 @@ ELSEWHERE = {
     "CONTRIBUTING.md: ./scripts/demo": "tests/jobs/test_examples.py",
     "CONTRIBUTING.md: ./scripts/claims": "takes a quiet machine for some minutes; tests/unit/test_claims.py",
     "CONTRIBUTING.md: ./scripts/faults": "takes an hour; tests/jobs/test_faults.py runs a part",
+    "CONTRIBUTING.md: ./scripts/fuzz": "takes hours; tests/jobs/test_random_trainings.py makes some steps",
     "CONTRIBUTING.md: ./scripts/gpu_check": "takes a GPU; tests/unit/test_gpu_check.py",
     "CONTRIBUTING.md: . .venv/bin/activate && . scripts/_env": "scripts/test",
     "CONTRIBUTING.md: python -m pytest tests/unit -k ring": "scripts/test",
