@@ -48,9 +48,9 @@ def _world_set() -> ProcessSet:
 
 
 def _registered_set(number: int | None) -> ProcessSet | None:
-    from ringreduce.runtime.process import PROCESS
+    from ringreduce.runtime import _process
 
-    world = PROCESS.find()
+    world = _process.find()
     return None if number is None or world is None else world.sets.get(number)
 
 
