@@ -165,6 +165,18 @@ def _world() -> Iterator[None]:
 
 
 @pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world in which weights are compared every second step, and gradients looked at in each."""
+    rr.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setenv("RINGREDUCE_CHECK", "2,finite:1")
+        rr.init()
+        yield
+        rr.shutdown()
+    rr.init()
+
+
+@pytest.fixture
 def world() -> rr.Communicator:
     """The communicator of all ranks."""
     return rr.world()

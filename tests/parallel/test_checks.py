@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,6 @@ from ringreduce.training.requests import join
 
 ZEROS = {"matrix": np.zeros((3, 2), np.float32), "bias": np.zeros(2, np.float32), "extra": np.zeros(2, np.float32)}
 X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A world in which weights are compared every second step, and gradients looked at in each."""
-    rr.shutdown()
-    with monkeypatch.context() as patch:
-        patch.setenv("RINGREDUCE_CHECK", "2,finite:1")
-        rr.init()
-        yield
-        rr.shutdown()
-    rr.init()
 
 
 def trained(steps: int, **options: Any) -> Toy:

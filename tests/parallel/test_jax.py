@@ -90,7 +90,7 @@ def test_rows_are_gathered_scattered_and_exchanged(called: Any) -> None:
     np.testing.assert_array_equal(called(lambda each: rj.broadcast(each, root))(mine), np.full((2, 3), float(root)))
 
 
-@pytest.mark.skipif(SIZE == 1, reason="each rank has a row")
+@pytest.mark.sizes(2, 3, 4)  # each rank has a row
 def test_ranks_without_a_row_are_for_outside_of_jit() -> None:
     """XLA would leave out the call on these ranks, which make nothing of it, and the others would wait."""
     np.testing.assert_array_equal(rj.reducescatter(jnp.ones(1), rj.Sum), np.full(1 - min(RANK, 1), float(SIZE)))
@@ -225,7 +225,7 @@ def test_memory_is_for_a_few_gradients_of_a_large_model() -> None:
     assert used < 8 * layers[0].nbytes
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 @pytest.mark.parametrize("number", [0, 2, 7, None], ids=["last bucket", "third", "first", "one bucket more"])
 def test_ranks_that_disagree_on_one_of_many_buckets_hear_it(small_buckets: None, number: int | None) -> None:
     lengths = list(BUCKETS)
@@ -248,7 +248,7 @@ def test_results_stay_as_they_are() -> None:
             np.testing.assert_array_equal(each, np.full(300_000, float(number * SIZE)))
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank is all ranks")
+@pytest.mark.sizes(2, 3, 4)  # one rank is all ranks
 def test_some_ranks_reduce_among_themselves() -> None:
     process_set = rj.add_process_set([SIZE - 1])
     try:
@@ -396,7 +396,7 @@ def test_models_that_ranks_step_in_another_order_are_never_mixed(called: Any, ho
         np.testing.assert_allclose(value, np.full(4, -3 * scales[number] * mean), rtol=2e-2 if how == "int8" else 1e-6)
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_a_rank_may_make_transformations_and_trace_programs_that_others_do_not(called: Any) -> None:
     """What was used first decides, and a transformation that is made in each trace is the same in all of them."""
     for _ in range(RANK):
@@ -419,7 +419,7 @@ def test_a_rank_may_make_transformations_and_trace_programs_that_others_do_not(c
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_ranks_that_disagree_hear_the_same_error_and_go_on(called: Any) -> None:
     reduce = called(lambda each: rj.allreduce(each, rj.Sum))
     with pytest.raises((rr.MismatchError, RuntimeError)) as caught:
@@ -430,7 +430,7 @@ def test_ranks_that_disagree_hear_the_same_error_and_go_on(called: Any) -> None:
     np.testing.assert_array_equal(reduce(jnp.ones(3)), np.full(3, float(SIZE)))
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_rows_of_different_number_are_refused_in_a_program() -> None:
     """Which is made before they are known."""
     gather = jax.jit(rj.allgather)
@@ -440,7 +440,7 @@ def test_rows_of_different_number_are_refused_in_a_program() -> None:
     np.testing.assert_array_equal(gather(jnp.ones(3)), np.ones(3 * SIZE))
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank tells nobody")
+@pytest.mark.sizes(2, 3, 4)  # one rank tells nobody
 def test_wrong_arguments_of_one_rank_reach_all(called: Any) -> None:
     reduce = called(lambda each: rj.allreduce(each, rj.Sum, prescale_factor="x" if RANK == 0 else 1.0, name="scaled"))
     with pytest.raises((rr.ConfigError, rr.MismatchError, RuntimeError)) as caught:
@@ -530,7 +530,7 @@ def test_a_state_goes_back_to_its_commit_and_takes_the_values_of_rank_0() -> Non
     assert state.epoch == 0
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_the_elastic_loop_raises_the_error_that_has_failed_a_program() -> None:
     @rj.elastic.run
     def train(state: Any) -> None:

@@ -354,7 +354,7 @@ def test_an_optimizer_is_distributed_once() -> None:
         hvd.DistributedOptimizer("sgd")
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_models_that_differ_raise_on_all_ranks() -> None:
     with pytest.raises(rr.MismatchError) as caught:
         trained(SGD(0.1), model=model_of(1, units=4 + (RANK == 0)))
@@ -387,7 +387,7 @@ def test_models_that_ranks_step_in_another_order_are_never_mixed(names: tuple[st
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_optimizers_that_ranks_use_first_in_another_order_are_an_error() -> None:
     """Where names tell nothing, the order in which they were made does: at the latest with the second of them."""
     variables = [keras.Variable([0.0, 0.0], name="same") for _ in range(2)]
@@ -435,7 +435,7 @@ def test_ranks_whose_layers_have_other_numbers_train_as_one_process(how: str, tm
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_names_that_differ_in_more_than_numbers_are_an_error_that_shows_both() -> None:
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, name="probe" if RANK == 0 else "head")])
     with pytest.raises(rr.MismatchError) as caught:
@@ -445,7 +445,7 @@ def test_names_that_differ_in_more_than_numbers_are_an_error_that_shows_both() -
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_a_step_that_fails_raises_our_error_from_fit_and_a_state_goes_on() -> None:
     """Though `fit` shows nothing, and on the backend jax has used up the weights."""
     model = model_of(100)
@@ -603,7 +603,7 @@ def test_values_are_reduced_gathered_and_broadcast() -> None:
         hvd.broadcast_global_variables(0)
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_values_of_other_shapes_raise_on_all_ranks() -> None:
     with pytest.raises(rr.MismatchError):
         hvd.allreduce(np.zeros(2 + (RANK == 0), np.float32))

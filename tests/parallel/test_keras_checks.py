@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,18 +28,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "in passes": {"backward_passes_per_step": 2},
     "scaled": {},
 }
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A world in which weights are compared every second step, and gradients looked at in each."""
-    rr.shutdown()
-    with monkeypatch.context() as patch:
-        patch.setenv("RINGREDUCE_CHECK", "2,finite:1")
-        rr.init()
-        yield
-        rr.shutdown()
-    rr.init()
 
 
 def train(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,18 +27,6 @@ _numbers = itertools.count(1)
 def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     """What calls a function as it is, or as a `tf.function`."""
     return {"eager": lambda function: function, "function": tf.function}[request.param]
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A world in which weights are compared every second step, and gradients looked at in each."""
-    rr.shutdown()
-    with monkeypatch.context() as patch:
-        patch.setenv("RINGREDUCE_CHECK", "2,finite:1")
-        rr.init()
-        yield
-        rr.shutdown()
-    rr.init()
 
 
 def train(

@@ -8,9 +8,10 @@ import random
 import sys
 import time
 import traceback
+import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -66,7 +67,7 @@ class Episode:
         return [np.random.default_rng([*self._key, self._drawn, rank]) for rank in range(SIZE)]
 
     def hold(self) -> None:
-        """Hold a rank back, now and then."""
+        """Hold a rank back, now and then: what waits for it and what is withdrawn then differs from run to run."""
         rank, milliseconds, holds = self.draw.randrange(SIZE), self.draw.randrange(30), self.draw.chance(0.15)
         if holds and rank == RANK:
             time.sleep(milliseconds / 1000)
@@ -95,10 +96,46 @@ class Episode:
             raise WrongError(f"step {self.step}: the ranks have different bits: {[each for _, each in everyone]}")
 
 
+class Training(Protocol):
+    """One model over the ranks, and the same in one process."""
+
+    def train(self) -> None:
+        """Make one step, and compare."""
+
+    def leave(self) -> None:
+        """Do what a program does before it ends its world."""
+
+    def restarted(self) -> None:
+        """Forget what a new world forgets."""
+
+    def finish(self) -> None:
+        """Do what a program does at the end, and compare."""
+
+
+def train_in_turn(
+    episode: Episode, trainings: Sequence[Training], shutdown: Callable[[], object], init: Callable[[], object]
+) -> int:
+    """Make steps of several trainings, now and then in a new world; return how many."""
+    draw, steps = episode.draw, 0
+    for episode.step in range(draw.choice([6, 12, 40])):
+        if draw.chance(0.03):
+            episode.say("shutdown and init")
+            for each in trainings:
+                each.leave()
+            shutdown()
+            init()
+            for each in trainings:
+                each.restarted()
+        for each in draw.sample(trainings, len(trainings)):
+            each.train()
+            steps += 1
+    for each in trainings:
+        each.finish()
+    return steps
+
+
 def hash_of(bits: list[tuple[str, bytes]]) -> int:
     """Return a number that tells arrays apart; NaNs and zeros of both signs are not expected."""
-    import zlib
-
     total = 0
     for name, data in bits:
         total = zlib.crc32(data, zlib.crc32(name.encode(), total))
@@ -129,7 +166,7 @@ def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None
             print("\n".join(said), file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
-            time.sleep(1)  # the others say what they have, too
+            time.sleep(1)  # the abort ends the other ranks: first they say what they have, too
             MPI.COMM_WORLD.Abort(1)
         finally:
             faulthandler.cancel_dump_traceback_later()

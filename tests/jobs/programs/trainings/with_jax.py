@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import ringreduce.jax as rj
+from trainings import episodes
 from trainings.episodes import RANK, SIZE, Episode
 
 
@@ -34,7 +35,7 @@ OPTIMIZERS = {
 }
 
 
-class Training:
+class Training(episodes.Training):
     """One model over the ranks, and the same in one process."""
 
     def __init__(self, episode: Episode, number: int) -> None:
@@ -82,6 +83,10 @@ class Training:
         updates, self.reference_state = self.reference.update(gradients, self.reference_state, self.alone)
         self.alone = optax.apply_updates(self.alone, updates)
 
+    def leave(self) -> None:
+        """Apply what is late."""
+        self.finish()
+
     def finish(self) -> None:
         """Apply what is late."""
         if self.staleness:
@@ -101,22 +106,8 @@ class Training:
 
 def train(episode: Episode, way: str, folder: Path | None) -> int:
     """Train one or two models in turn; return the number of steps."""
-    draw = episode.draw
-    trainings = [Training(episode, number) for number in range(draw.choice([1, 1, 2]))]
-    steps = 0
-    for episode.step in range(draw.choice([6, 12, 40])):
-        if draw.chance(0.03):
-            episode.say("shutdown and init")
-            for each in trainings:
-                each.finish()
-            rj.shutdown()
-            rj.init()
-        for each in draw.sample(trainings, len(trainings)):
-            each.train()
-            steps += 1
-    for each in trainings:
-        each.finish()
-    return steps
+    trainings = [Training(episode, number) for number in range(episode.draw.choice([1, 1, 2]))]
+    return episodes.train_in_turn(episode, trainings, rj.shutdown, rj.init)
 
 
 def begin() -> None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 import ringreduce.keras as hvd
+from trainings import episodes
 from trainings.episodes import RANK, SIZE, Episode
 
 OPTIMIZERS = {
@@ -42,7 +43,7 @@ def _dense(optimizer: Any) -> Any:
     return optimizer
 
 
-class Training:
+class Training(episodes.Training):
     """One model over the ranks, and the same in one process, with the data of all ranks."""
 
     def __init__(self, episode: Episode, number: int) -> None:
@@ -87,28 +88,16 @@ class Training:
     def compare(self) -> None:
         """Compare weights."""
         found, right = (
-            {f"{number} {each.name}"[:2]: np.asarray(value) for number, (each, value) in enumerate(pairs)}
-            for pairs in (
-                list(zip(model.weights, model.get_weights(), strict=True)) for model in (self.model, self.alone)
-            )
+            {str(number): value for number, value in enumerate(model.get_weights())}
+            for model in (self.model, self.alone)
         )
         self.episode.compare(found, right, 1e-5)  # learning rates are float32
 
 
 def train(episode: Episode, way: str, folder: Path | None) -> int:
     """Train one or two models in turn; return the number of steps."""
-    draw = episode.draw
-    trainings = [Training(episode, number) for number in range(draw.choice([1, 1, 2]))]
-    steps = 0
-    for episode.step in range(draw.choice([6, 12, 40])):
-        if draw.chance(0.03):
-            episode.say("shutdown and init")
-            hvd.shutdown()
-            hvd.init()
-        for each in draw.sample(trainings, len(trainings)):
-            each.train()
-            steps += 1
-    return steps
+    trainings = [Training(episode, number) for number in range(episode.draw.choice([1, 1, 2]))]
+    return episodes.train_in_turn(episode, trainings, hvd.shutdown, hvd.init)
 
 
 def begin() -> None:

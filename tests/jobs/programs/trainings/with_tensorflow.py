@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import ringreduce.tensorflow as hvd
+from trainings import episodes
 from trainings.episodes import RANK, SIZE, Episode
 
 Numbers = dict[str, np.ndarray]
@@ -42,7 +43,7 @@ OPTIMIZERS = {
 }
 
 
-class Training:
+class Training(episodes.Training):
     """One model over the ranks, and the same in one process."""
 
     def __init__(self, episode: Episode, number: int) -> None:
@@ -98,10 +99,9 @@ class Training:
         self.reference.apply_gradients(zip(due, trained, strict=True))
         self.compare()
 
-    def restarted(self) -> None:
-        """Forget what a new world forgets."""
-        if self.staleness:
-            self.finish()
+    def leave(self) -> None:
+        """Apply what is late."""
+        self.finish()
 
     def finish(self) -> None:
         """Apply what is late."""
@@ -119,22 +119,8 @@ class Training:
 
 def train(episode: Episode, way: str, folder: Path | None) -> int:
     """Train one or two models in turn; return the number of steps."""
-    draw = episode.draw
-    trainings = [Training(episode, number) for number in range(draw.choice([1, 1, 2]))]
-    steps = 0
-    for episode.step in range(draw.choice([6, 12, 40])):
-        if draw.chance(0.03):
-            episode.say("shutdown and init")
-            for each in trainings:
-                each.restarted()
-            hvd.shutdown()
-            hvd.init()
-        for each in draw.sample(trainings, len(trainings)):
-            each.train()
-            steps += 1
-    for each in trainings:
-        each.finish()
-    return steps
+    trainings = [Training(episode, number) for number in range(episode.draw.choice([1, 1, 2]))]
+    return episodes.train_in_turn(episode, trainings, hvd.shutdown, hvd.init)
 
 
 def begin() -> None:

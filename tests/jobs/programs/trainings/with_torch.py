@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ringreduce.torch as hvd
+from trainings import episodes
 from trainings.episodes import RANK, SIZE, Episode
 
 WAYS = ("torch", "shard", "late", "samples")
@@ -97,7 +98,7 @@ def _shards() -> list[str]:
     return ["node", "all"] if hvd.is_homogeneous() else ["node"]  # "all" needs as many ranks on each node
 
 
-class Training:
+class Training(episodes.Training):
     """One model, its optimizer over the ranks, and the same in one process.
 
     Args:
@@ -348,20 +349,7 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
     hvd.barrier()  # all ranks have read it
     trainings = [Training(episode, way, 0, saved)]
     trainings += [Training(episode, way, 1)] if draw.chance(0.3) else []
-    steps = 0
-    length = draw.choice([6, 12, 40])
-    for episode.step in range(length):
-        if draw.chance(0.03):
-            episode.say("shutdown and init")
-            hvd.shutdown()
-            hvd.init()
-            for each in trainings:
-                each.restarted()
-        for each in draw.sample(trainings, len(trainings)):
-            each.train()
-            steps += 1
-    for each in trainings:
-        each.finish()
+    steps = episodes.train_in_turn(episode, trainings, hvd.shutdown, hvd.init)
     if file is not None and not trainings[0].model.table.sparse:
         state = trainings[0].save()
         if RANK == 0:
