@@ -152,8 +152,9 @@ class GradientReducer:
             self._last, self._alike, self.samples = None, 0, None
             if self.early is not None:
                 self.early.break_off()
-                if isinstance(error, MismatchError) and error.advice:  # on other ranks a step of another optimizer
-                    self.ranks.engine.fail(error)  # has failed: what overlaps is not the same on all any more
+                if self.early.wanted and isinstance(error, MismatchError) and error.advice:
+                    # On other ranks a step of another optimizer has failed: what overlaps is not the same any more.
+                    self.ranks.engine.fail(error)
             raise
         self._steps += 1
         if self.sharding is not None:
