@@ -283,7 +283,7 @@ def test_samplers_of_a_checkpoint_must_be_on_all_ranks(world: rr.Communicator, p
 def test_a_checkpoint_of_state_that_nodes_share(nodes_of_one: None, path: Path) -> None:
     """With ``shard="all"`` all of it is in the file, and training goes on with the same bits.
 
-    Buckets that overlap are reduced by another algorithm, which rounds in another order; a new optimizer begins without.
+    Overlapping buckets are reduced by another algorithm, which rounds in another order; a new optimizer has none.
     """
 
     def begin() -> tuple[Any, Any]:
