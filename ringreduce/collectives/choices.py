@@ -11,7 +11,7 @@ from ringreduce.buffers import DType
 from ringreduce.collectives.call import NCCL, Choice, Problem
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import Devices, ordinal
-from ringreduce.collectives.selection import choose, explain, forced, names
+from ringreduce.collectives.selection import choose, explain, forced, names, with_times
 from ringreduce.collectives.tuning import Table
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
@@ -63,7 +63,8 @@ class Choices:
             algorithm: as for `Communicator.allreduce`.
             op: as for `Communicator.allreduce`; without effect where nothing is reduced.
         """
-        return self._choice(self._problem(collective, nbytes, dtype, op), algorithm)
+        problem = self._problem(collective, nbytes, dtype, op)
+        return with_times(self._choice(problem, algorithm), problem, self._table)
 
     def _choice(self, problem: Problem, algorithm: str | None) -> Choice:
         return choose(problem, self._context.config, algorithm, self._table)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -190,17 +191,22 @@ def choose(problem: Problem, config: Config, algorithm: str | None = None, table
     return _ruled(problem)
 
 
+def with_times(choice: Choice, problem: Problem, table: Table | None) -> Choice:
+    """Return a choice whose reason gives the times of the table, if it was made from ``table``."""
+    if table is None or not choice.reason.startswith(_MEASURED):
+        return choice
+    times = table.explain(_nbytes_reduced(problem))
+    return replace(choice, reason=times + choice.reason.removeprefix(_MEASURED))
+
+
 def explain(problem: Problem, config: Config, table: Table | None = None) -> str:
     """Say what would run and why, and what else could; arguments as for `choose`."""
-    choice = choose(problem, config, table=table)
-    why = choice.reason
-    if table is not None and why.startswith(_MEASURED):
-        why = table.explain(_nbytes_reduced(problem)) + why.removeprefix(_MEASURED)
+    choice = with_times(choose(problem, config, table=table), problem, table)
     possible = names(problem.collective, problem.topology, vendor=problem.library is not None)
     others = [name for name in possible if name != choice.algorithm]
     return (
         f"{problem.collective.value} of {problem.nbytes} bytes on {problem.topology.describe()}: {choice.algorithm} "
-        f"over {choice.transport} ({why}); also possible: {', '.join(others) or 'nothing else'}"
+        f"over {choice.transport} ({choice.reason}); also possible: {', '.join(others) or 'nothing else'}"
     )
 
 
