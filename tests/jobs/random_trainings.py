@@ -20,7 +20,7 @@ from pathlib import Path
 from launching import PROGRAMS, run_job
 
 PROGRAM = PROGRAMS / "fuzz_training.py"
-TORCH = ["torch", "shard", "late", "samples"]
+TORCH = ["torch", "shard", "late", "samples", "local"]
 OTHERS = ["tensorflow", "keras-tensorflow", "keras-jax", "keras-torch", "jax"]
 START_S, STEP_S = 120, 1.5  # what a job may take
 

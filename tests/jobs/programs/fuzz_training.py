@@ -22,6 +22,7 @@ MODULES = {
     "shard": "with_torch",
     "late": "with_torch",
     "samples": "with_torch",
+    "local": "with_local",
     "tensorflow": "with_tensorflow",
     "keras": "with_keras",
     "jax": "with_jax",

@@ -72,8 +72,15 @@ class Episode:
         if holds and rank == RANK:
             time.sleep(milliseconds / 1000)
 
-    def compare(self, found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> None:
-        """Compare this rank's arrays with those of one process, and with the bits of all ranks.
+    def compare(
+        self, found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, replica: object = None
+    ) -> None:
+        """Compare this rank's arrays with those of one process, and with the bits of other ranks.
+
+        Args:
+            found, expected: arrays by name.
+            tolerance: relative and absolute.
+            replica: equal on ranks that have the same bits; None: all have.
 
         Raises:
             WrongError: they differ, on any rank.
@@ -88,12 +95,12 @@ class Episode:
             close = np.allclose(mine.astype(np.float64), right, rtol=tolerance, atol=tolerance, equal_nan=True)
             if not wrong and (mine.shape != right.shape or not close):
                 wrong = f"{name} is {mine.ravel()[:6].tolist()}, not {right.ravel()[:6].tolist()}"
-        everyone = PRIVATE.allgather((wrong, hash_of(bits)))
-        wrongs = {rank: each for rank, (each, _) in enumerate(everyone) if each}
+        everyone = PRIVATE.allgather((wrong, repr(replica), hash_of(bits)))
+        wrongs = {rank: each for rank, (each, _, _) in enumerate(everyone) if each}
         if wrongs:
             raise WrongError(f"step {self.step}: {wrongs}")
-        if len({each for _, each in everyone}) > 1:
-            raise WrongError(f"step {self.step}: the ranks have different bits: {[each for _, each in everyone]}")
+        if len({each[1:] for each in everyone}) > len({each[1] for each in everyone}):
+            raise WrongError(f"step {self.step}: the ranks have different bits: {everyone}")
 
 
 class Training(Protocol):

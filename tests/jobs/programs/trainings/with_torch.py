@@ -44,7 +44,7 @@ class Counting(torch.optim.Optimizer):
 class Model(nn.Module):
     """Some layers, an embedding, and parameters of odd shapes and strides."""
 
-    def __init__(self, dtype: torch.dtype, width: int, *, sparse: bool) -> None:
+    def __init__(self, dtype: torch.dtype, width: int, *, sparse: bool, added: int = 0) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(3, width), nn.Linear(width, 2)
         self.table = nn.Embedding(7, 2, sparse=sparse)
@@ -53,6 +53,13 @@ class Model(nn.Module):
         self.single = nn.Parameter(torch.randn(1, 2, dtype=dtype)[:, 0])
         self.strided = nn.Parameter(torch.randn(3, 2, dtype=dtype)[:, 1])
         self.empty = nn.Parameter(torch.zeros(0, 3, dtype=dtype))
+        self.added = nn.ParameterList()
+        for _ in range(added):
+            self.add()
+
+    def add(self) -> None:
+        """Add a parameter to those that the optimizer had at first."""
+        self.added.append(nn.Parameter(torch.ones(3, dtype=self.scalar.dtype)))
 
     def loss(self, rng: np.random.Generator, uses: list[str]) -> torch.Tensor:
         """Return a loss of random data that touches only what is used."""
@@ -72,6 +79,9 @@ class Model(nn.Module):
                 x.requires_grad_(True)
                 (slope,) = torch.autograd.grad(self.head(torch.tanh(self.body(x))).sum(), x, create_graph=True)
                 total = total + slope.square().mean()
+            elif use == "added":
+                for parameter in self.added:
+                    total = total + (parameter - data(3)).square().sum()
             elif use == "table":
                 total = total + (self.table(torch.from_numpy(rng.integers(0, 7, 3))) * y).sum()
             else:
@@ -116,9 +126,9 @@ class Training(episodes.Training):
         sparse = way in ("torch", "samples") and draw.chance(0.3)
         self.options: dict[str, Any] = {}
         self.make_name = draw.choice(_TAKE_SPARSE if sparse else [*OPTIMIZERS])
-        width, self.groups = draw.choice([1, 5, 40]), draw.chance(0.3)
+        width, self.groups, added = draw.choice([1, 5, 40]), draw.chance(0.3), 0
         if saved is not None:
-            sparse, self.make_name, width, self.groups = False, *saved["made"]
+            sparse, self.make_name, width, self.groups, added = False, *saved["made"]
         self.make = OPTIMIZERS[self.make_name]
         self.by_backward = self.sums = False
         if way == "torch":
@@ -129,14 +139,14 @@ class Training(episodes.Training):
             self.options["staleness"] = draw.choice([1, 2, 3])
         if draw.chance(0.5):
             self.options["bucket_nbytes"] = draw.choice([1, 64, 200, 100_000])
-        self.model = Model(self.dtype, width, sparse=sparse)
+        self.model = Model(self.dtype, width, sparse=sparse, added=added)
         if saved is not None:
             self.model.load_state_dict(saved["weights"])
         self.alone = copy.deepcopy(self.model)
         self.late: deque[dict[str, torch.Tensor]] = deque()
-        parameters = list(self.model.parameters())
-        self.wrapped = hvd.DistributedOptimizer(self.make(self._grouped(parameters)), self.model, **self.options)
-        self.reference = self.make(self._grouped(list(self.alone.parameters())))
+        self.nsaved = 0  # so many of them, the oldest, were saved and loaded: a new world does not lose these
+        self.wrapped = hvd.DistributedOptimizer(self.make(self._grouped(self.model)), self.model, **self.options)
+        self.reference = self.make(self._grouped(self.alone))
         how = f"{way} {self.make_name} {self.options} sparse={sparse} groups={self.groups}"
         episode.say(f"model {number}: {how}" + (", from another job" if saved else ""))
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
@@ -144,10 +154,12 @@ class Training(episodes.Training):
             self.wrapped.load_state_dict(copy.deepcopy(saved["state"]))
             self.reference.load_state_dict(saved["reference"])
 
-    def _grouped(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    def _grouped(self, model: Model) -> list[dict[str, Any]]:
+        parameters = [p for name, p in model.named_parameters() if not name.startswith("added.")]
+        added = [{"params": [p]} for p in model.added]
         if not self.groups:
-            return [{"params": parameters}]
-        return [{"params": parameters[1::2]}, {"params": parameters[::2], "lr": 0.05}]
+            return [{"params": parameters}, *added]
+        return [{"params": parameters[1::2]}, {"params": parameters[::2], "lr": 0.05}, *added]
 
     def _draw_plain(self, sparse: bool) -> None:
         draw, options = self.draw, self.options
@@ -215,7 +227,8 @@ class Training(episodes.Training):
     reference_waits = False
 
     def _uses(self) -> list[str]:
-        uses = self.draw.some(["net", "net", "body", "penalty", "table", *_ODD])
+        added = ["added"] if len(self.model.added) else []
+        uses = self.draw.some(["net", "net", "body", "penalty", "table", *added, *_ODD])
         kept = [each for each in dict.fromkeys(uses) if each not in _ODD or getattr(self.model, each).requires_grad]
         return kept or ["net"]
 
@@ -247,17 +260,21 @@ class Training(episodes.Training):
             there = [(name, p) for name, p in self._named(self.alone) if p.requires_grad or p.grad is not None]
             self.late.append({name: zeros_if_none(p) for name, p in there})
             staleness = self.options["staleness"]
-            due = self.late.popleft() if len(self.late) > staleness else {}
+            due = self._oldest() if len(self.late) > staleness else {}
             for name, p in self._named(self.alone):
                 p.grad = due.get(name)
         self.reference.step()
+
+    def _oldest(self) -> dict[str, torch.Tensor]:
+        self.nsaved = max(self.nsaved - 1, 0)
+        return self.late.popleft()
 
     def finish(self) -> None:
         """Apply what is late."""
         if self.way == "late":
             self.wrapped.synchronize()
             while self.late:
-                due = self.late.popleft()
+                due = self._oldest()
                 for name, p in self._named(self.alone):
                     p.grad = due.get(name)
                 self.reference.step()
@@ -272,6 +289,8 @@ class Training(episodes.Training):
             episode.say(f"{name} is {'trained' if on else 'frozen'}")
             for model in (self.model, self.alone):
                 getattr(model, name).requires_grad_(on)
+        if draw.chance(0.03) and len(self.model.added) < 3:
+            self._add()
         if draw.chance(0.05):
             self._save_and_load()
         if draw.chance(0.04) and self.way == "shard":
@@ -280,32 +299,40 @@ class Training(episodes.Training):
                 self.model.strided.mul_(0.5)
                 self.alone.strided.mul_(0.5)
 
+    def _add(self) -> None:
+        """Train one parameter more from now on."""
+        self.episode.say("adds a parameter")
+        for model, optimizer in ((self.model, self.wrapped), (self.alone, self.reference)):
+            model.add()
+            optimizer.add_param_group({"params": [model.added[-1]]})
+
     def restarted(self) -> None:
         """Forget what a new world forgets."""
         if self.way == "late":
             self.wrapped.rejoin()
-            self.late.clear()
+            self.late = deque(list(self.late)[: self.nsaved])
 
     def _save_and_load(self) -> None:
         """Go on in new objects, sharded in another way perhaps."""
         self.episode.say("saves and loads")
+        self.nsaved = len(self.late)
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.wrapped.state_dict())
         trained = [p.requires_grad for p in self.model.parameters()]
         if self.way == "shard":
             self.options["shard"] = self.draw.choice([*_shards(), None])
         sparse = self.model.table.sparse
-        self.model = Model(self.dtype, self.model.body.out_features, sparse=sparse)
+        self.model = Model(self.dtype, self.model.body.out_features, sparse=sparse, added=len(self.model.added))
         self.model.load_state_dict(weights)
         for p, on in zip(self.model.parameters(), trained, strict=True):
             p.requires_grad_(on)
-        wrapped = self.make(self._grouped(list(self.model.parameters())))
+        wrapped = self.make(self._grouped(self.model))
         self.wrapped = hvd.DistributedOptimizer(wrapped, self.model, **self.options)
         self.wrapped.load_state_dict(state)
         self.reference.zero_grad()  # new parameters have no gradients
 
     def save(self) -> dict[str, Any]:
         """Return all to go on from."""
-        made = self.make_name, self.model.body.out_features, self.groups
+        made = self.make_name, self.model.body.out_features, self.groups, len(self.model.added)
         state, weights = self.wrapped.state_dict(), self.alone.state_dict()
         return {"made": made, "weights": weights, "state": state, "reference": self.reference.state_dict()}
 
