@@ -117,4 +117,3 @@ class Exchanges:
             self._agreed[name] = sum(each[name] for each in ranks) / SIZE
             for rank in ranks:
                 rank[name] = self._agreed[name].copy()
-

@@ -155,7 +155,7 @@ class Training(episodes.Training):
         model = self.models[rank]
         found = [(name, p.detach()) for name, p in model.named_parameters()] + [("seen", model.seen)]
         for name, p in model.named_parameters() if self.averages_state else ():
-            state = self.references[rank].state[p] if p in self.references[rank].state else {}
+            state = self.references[rank].state.get(p, {})
             moments = [(key, each) for key, each in state.items() if torch.is_tensor(each) and each.shape == p.shape]
             found += [(f"{name} {key}", each) for key, each in moments if each.is_floating_point()]
         return found
