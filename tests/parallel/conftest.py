@@ -16,6 +16,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from importlib import metadata
 from typing import NamedTuple
@@ -74,6 +75,27 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix=f"ringreduce-rank{RANK}-")
     os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not for this number of ranks.
+
+    Tests marked ``sizes(...)`` are for these alone. Of those marked ``usually(...)``, without --all, each case is for
+    these and for one other number.
+    """
+    left_out = [item for item in items if not _is_wanted(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if _is_wanted(item)]
+
+
+def _is_wanted(item: pytest.Item) -> bool:
+    if not all(SIZE in mark.args for mark in item.iter_markers("sizes")):
+        return False
+    mark = item.get_closest_marker("usually")
+    if mark is None or SIZE in mark.args or os.environ.get("TEST_ALL_SIZES"):
+        return True
+    others = [size for size in (1, 2, 3, 4) if size not in mark.args]
+    return others[zlib.crc32(item.nodeid.encode()) % len(others)] == SIZE
 
 
 class SharedVerdicts:
@@ -146,34 +168,31 @@ def _restart_world() -> None:
         rr.init()
 
 
-@pytest.fixture(autouse=True)
-def _of_a_wanted_size(request: pytest.FixtureRequest) -> None:
-    """Skip the tests marked ``sizes(...)`` where the world has another number of ranks."""
-    mark = request.node.get_closest_marker("sizes")
-    if mark is not None and SIZE not in mark.args:
-        pytest.skip(f"for {' or '.join(map(str, mark.args))} ranks")
-    mark = request.node.get_closest_marker("usually")
-    if mark is not None and SIZE not in mark.args and not os.environ.get("TEST_ALL_SIZES"):
-        pytest.skip(f"other numbers than {mark.args} are for scripts/test --all")
+class SharedWorld:
+    """The world of one test after the other: a new one where a test wants other nodes, or has begun or ended worlds."""
+
+    def __init__(self) -> None:
+        self._world: rr.Communicator | None = None
+        self._node_size: int | None = None
+
+    def enter(self, node_size: int | None) -> None:
+        """Begin a world unless the last one will do. RINGREDUCE_NODE_SIZE says the same as ``node_size``."""
+        if not rr.is_initialized() or rr.world() is not self._world or node_size != self._node_size:
+            rr.shutdown()
+            rr.init()
+            self._world, self._node_size = rr.world(), node_size
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _world() -> Iterator[None]:
-    rr.init()
-    yield
+def _shared() -> Iterator[SharedWorld]:
+    yield SharedWorld()
     rr.shutdown()
 
 
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A world in which weights are compared every second step, and gradients looked at in each."""
-    rr.shutdown()
-    with monkeypatch.context() as patch:
-        patch.setenv("RINGREDUCE_CHECK", "2,finite:1")
-        rr.init()
-        yield
-        rr.shutdown()
-    rr.init()
+@pytest.fixture(autouse=True)
+def _one_node(request: pytest.FixtureRequest, _shared: SharedWorld) -> None:
+    if not {"no_world", "nodes_of"} & {*request.fixturenames}:
+        _shared.enter(None)
 
 
 @pytest.fixture
@@ -184,25 +203,41 @@ def world() -> rr.Communicator:
 
 @pytest.fixture
 def no_world() -> Iterator[None]:
-    """Take the world away for a test, and give the following tests a new one."""
+    """Take the world away for a test."""
     rr.shutdown()
     yield
     rr.shutdown()
+
+
+@pytest.fixture
+def checked(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world in which weights are compared every second step, and gradients looked at in each."""
+    monkeypatch.setenv("RINGREDUCE_CHECK", "2,finite:1")
     rr.init()
 
 
 @pytest.fixture
-def nodes_of_one(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def nodes_of(_shared: SharedWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Called with n: begins a world with nodes of n ranks, the last one has the rest; with None: with one node."""
+
+    def enter(node_size: int | None) -> None:
+        if node_size is not None:
+            monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(node_size))
+        _shared.enter(node_size)
+
+    return enter
+
+
+@pytest.fixture
+def nodes_of_one(nodes_of: Callable[[int], None]) -> None:
     """A world in which every rank is a node of its own, so that all that ranks exchange goes between nodes."""
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
-    rr.init()
+    nodes_of(1)
 
 
 @pytest.fixture
-def nodes_of_two(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def nodes_of_two(nodes_of: Callable[[int], None]) -> None:
     """A world in which every two ranks are a node; of three ranks the last is a node of its own."""
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "2")
-    rr.init()
+    nodes_of(2)
 
 
 @pytest.fixture

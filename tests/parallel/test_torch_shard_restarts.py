@@ -13,7 +13,7 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
-pytestmark = pytest.mark.usually(3)
+pytestmark = pytest.mark.usually(2)
 
 Model = Any
 Optimizer = Any
@@ -44,11 +44,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.fixture(params=[None, 1, 2])
-def nodes(no_world: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
     """A world of one node, of nodes of one and of two ranks."""
-    if request.param is not None:
-        monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(request.param))
-    rr.init()
+    nodes_of(request.param)
 
 
 def shards() -> list[str | None]:

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
 # A rank alone has its parameters for itself.
-pytestmark = [pytest.mark.sizes(2, 3, 4), pytest.mark.usually(3)]
+pytestmark = [pytest.mark.sizes(2, 3, 4), pytest.mark.usually(2)]
 
 Optimizer = Any
 
@@ -32,11 +32,9 @@ WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.fixture(params=[None, 1], autouse=True)
-def nodes(no_world: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
     """A world of one node, and one of nodes of one rank."""
-    if request.param is not None:
-        monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(request.param))
-    rr.init()
+    nodes_of(request.param)
 
 
 @pytest.fixture(params=["node", "all"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -24,13 +24,9 @@ STEPS = 9
 
 
 @pytest.fixture(params=[None, 1, 2], ids=["one node", "nodes of 1", "nodes of 2"])
-def nodes(request: pytest.FixtureRequest, no_world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
     """A world on one node, or on several."""
-    if request.param is not None:
-        monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(request.param))
-    hvd.init()
-    yield
-    hvd.shutdown()
+    nodes_of(request.param)
 
 
 def make_model(dtype: Any = torch.float64) -> Any:
@@ -95,6 +91,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.usually(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_training_is_that_of_one_process(nodes: None, options: dict[str, Any], set_to_none: bool) -> None:
@@ -120,6 +117,7 @@ def test_training_is_that_of_one_process(nodes: None, options: dict[str, Any], s
         torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.usually(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_in_fewer_bits(nodes: None, dtype: Any) -> None:
     """One step is right up to rounding."""
@@ -137,6 +135,7 @@ def test_gradients_in_fewer_bits(nodes: None, dtype: Any) -> None:
     require_equal_bits(model)
 
 
+@pytest.mark.usually(2)
 def test_a_closure_gets_the_loss_of_the_whole_batch(nodes: None) -> None:
     """However often a line search calls it."""
     model, whole = make_model(), make_model()
@@ -325,6 +324,7 @@ def lbfgs(parameters: Any) -> Any:
     return torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe")
 
 
+@pytest.mark.usually(2)
 @pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 @pytest.mark.parametrize(
     ("make", "options", "step"),
@@ -347,6 +347,7 @@ def test_an_epoch_by_speed_is_that_of_one_process(
     Epochs(make, **options).train(step)
 
 
+@pytest.mark.usually(2)
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("options", [{}, {"reduce_in": "backward"}], ids=str)
 def test_a_scaler_leaves_out_the_same_steps(nodes: None, options: dict[str, Any], unscales: bool) -> None:

@@ -12,7 +12,7 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
-pytestmark = pytest.mark.usually(3)
+pytestmark = pytest.mark.usually(2)
 
 SHAPES: dict[str, Callable[[Any], Any]] = {
     "one of a row": lambda dtype: torch.arange(2.0).to(dtype).view(1, 2)[:, 1],
@@ -44,11 +44,9 @@ def transposed(shape: Any, value: float, dtype: Any) -> Any:
 
 
 @pytest.fixture(params=[None, 1])
-def nodes(no_world: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
     """A world of one node, and of nodes of one rank."""
-    if request.param is not None:
-        monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(request.param))
-    rr.init()
+    nodes_of(request.param)
 
 
 class Whole(torch.optim.SGD):

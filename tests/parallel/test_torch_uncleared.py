@@ -12,7 +12,7 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
-pytestmark = pytest.mark.usually(3)
+pytestmark = pytest.mark.usually(2)
 
 Model = Any
 Optimizer = Any
@@ -218,11 +218,9 @@ def test_weights_between_nodes(
     make_step: Callable[[Model, Optimizer, int], None],
     overlap: bool,
     node_size: int,
-    no_world: None,
-    monkeypatch: pytest.MonkeyPatch,
+    nodes_of: Callable[[int], None],
 ):
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(node_size))
-    rr.init()
+    nodes_of(node_size)
     require_same(make_step, "momentum", overlap=overlap)
 
 
