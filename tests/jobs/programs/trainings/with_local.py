@@ -16,7 +16,7 @@ from ringreduce.training.local_options import cut
 from trainings import episodes, exchanges
 from trainings.episodes import RANK, SIZE, Episode
 from trainings.exchanges import Exchanges, Weights
-from trainings.with_torch import OPTIMIZERS, Model
+from trainings.with_torch import OPTIMIZERS, Model, from_another_job
 
 _USES = ["net", "body", "penalty", "table", "scalar", "single", "strided", "empty"]
 
@@ -224,8 +224,7 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
         folder: has what an earlier job has saved, perhaps, and gets what this one saves; None: neither.
     """
     file = None if folder is None else folder / "local.pt"
-    saved = torch.load(file, weights_only=False) if file is not None and file.exists() else None
-    hvd.barrier()  # all ranks have read it
+    saved = from_another_job(file)
     trainings = [Training(episode, 0, saved)]
     trainings += [Training(episode, 1)] if episode.draw.chance(0.3) else []
     steps = episodes.train_in_turn(episode, trainings, hvd.shutdown, hvd.init)

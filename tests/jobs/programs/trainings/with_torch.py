@@ -342,11 +342,14 @@ class Training(episodes.Training):
         return list(model.named_parameters())
 
     def compare(self) -> None:
-        """Compare weights."""
+        """Compare weights; then go on from the same bits, so that rounding errors of a training that diverges do not."""
         found, right = (
             {name: p.detach().numpy() for name, p in self._named(model)} for model in (self.model, self.alone)
         )
         self.episode.compare(found, right, 1e-8)
+        with torch.no_grad():
+            for mine, alone in zip(self.model.parameters(), self.alone.parameters(), strict=True):
+                alone.copy_(mine)
 
     def compare_gradients(self) -> None:
         """Compare gradients that are reduced."""
@@ -362,6 +365,15 @@ def zeros_if_none(p: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(p) if p.grad is None else p.grad.clone()
 
 
+def from_another_job(file: Path | None) -> dict[str, Any] | None:
+    """Return what a job has saved, on all ranks; None if there is nothing, or a training that diverges."""
+    saved = torch.load(file, weights_only=False) if file is not None and file.exists() else None
+    hvd.barrier()  # all ranks have read it
+    if saved is not None and any(bool((each.abs() > 100.0).any()) for each in saved["weights"].values()):
+        return None
+    return saved
+
+
 def train(episode: Episode, way: str, folder: Path | None) -> int:
     """Train one or two models in turn; return the number of steps.
 
@@ -372,8 +384,7 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
     """
     draw = episode.draw
     file = None if folder is None else folder / "training.pt"
-    saved = torch.load(file, weights_only=False) if file is not None and file.exists() else None
-    hvd.barrier()  # all ranks have read it
+    saved = from_another_job(file)
     trainings = [Training(episode, way, 0, saved)]
     trainings += [Training(episode, way, 1)] if draw.chance(0.3) else []
     steps = episodes.train_in_turn(episode, trainings, hvd.shutdown, hvd.init)
