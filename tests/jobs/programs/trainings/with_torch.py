@@ -342,7 +342,7 @@ class Training(episodes.Training):
         return list(model.named_parameters())
 
     def compare(self) -> None:
-        """Compare weights; then go on from the same bits, so that rounding errors of a training that diverges do not."""
+        """Compare weights; then go on from equal ones, as a training that diverges makes much of rounding errors."""
         found, right = (
             {name: p.detach().numpy() for name, p in self._named(model)} for model in (self.model, self.alone)
         )
