@@ -41,7 +41,7 @@ class Engine:
         tally: what the engine has done so far.
         threaded: whether operations go on while nobody waits for them.
         pacemaker: measures the steps of training.
-        repeats: by the names of operations, what a binding keeps to make them again.
+        attached: what training and bindings know of these ranks.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Engine:
         self._pending.lifetime.listen_while_held("forked", self._forked)
         communicator.wait_patiently(self._driver.is_patient)
         self._names: Counter[str] = Counter()  # by kind
-        self.repeats: dict[str, Any] = {}
+        self.attached = Attached()
         cores = sorted(os.sched_getaffinity(0))
         waited_s = partial(getattr, self._driver, "ended_waits_s")
         self.pacemaker = Pacemaker(communicator.size, waited_s, self._pending.inbox.append, cores)
@@ -220,7 +220,7 @@ class Engine:
         Raises:
             ConfigError: the thread that calls this is in the engine already.
         """
-        self.repeats.clear()
+        self.attached.clear()
         with self._guard:
             self._driver.close()
 
@@ -228,6 +228,14 @@ class Engine:
         # There is no thread here that makes progress, and locks may be held by threads that are not here.
         self._guard = ReentrancyGuard()
         self._pending.forked()
+
+
+class Attached(dict[type, Any]):
+    """One object of each class that was asked for, made then."""
+
+    def __missing__(self, kind: type) -> Any:
+        made = self[kind] = kind()
+        return made
 
 
 class ReentrancyGuard:

@@ -54,11 +54,6 @@ class Pacemaker:
         reported: whether a report was sent that nobody has looked at since.
         number: so many reports were sent.
         lags: whether other ranks may know of a report before this one does, as steps do not wait for each other.
-        shares: what is kept of samples by speed; None: nothing.
-        unweighted: whether a program was compiled whose averages have no weights.
-        warned: whether rank 0 has said that a rank is slow.
-        lasting: what rank 0 knows of a rank that was slow for some time; None: nothing.
-        seen: so many reports went into that.
     """
 
     def __init__(
@@ -72,11 +67,7 @@ class Pacemaker:
     ) -> None:
         self.length = max(_LENGTH, size)
         self.loading_s = 0.0
-        self.reported = self.warned = self.lags = False
-        self.shares: Any = None
-        self.unweighted = False
-        self.lasting: Any = None
-        self.seen = 0
+        self.reported = self.lags = False
         self._waited_s, self._send, self._clock, self._usage = waited_s, send, clock, usage
         self._cores = tuple(cores) if len(cores) <= _FEW_CORES else ()
         self._joins = self.number = 0

@@ -28,7 +28,7 @@ from ringreduce.training.host import ArraySpec, HostMemory
 from ringreduce.training.names import Identity
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.requests import RequestBuilder
-from ringreduce.training.shares import is_by_speed
+from ringreduce.training.shares import Compiled, is_by_speed
 
 _numbers = count()
 
@@ -41,8 +41,9 @@ def needs_host(process_set: ProcessSet, gradients: Any) -> bool:
     """
     if not process_set.included():
         return False
-    begun, pacemaker = is_by_speed(process_set.engine), process_set.engine.pacemaker
-    pacemaker.unweighted |= not begun and is_traced(jax.tree.leaves(gradients))
+    begun = is_by_speed(process_set.engine)
+    if not begun and is_traced(jax.tree.leaves(gradients)):
+        process_set.engine.attached[Compiled].unweighted = True
     return begun
 
 

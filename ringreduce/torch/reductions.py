@@ -246,11 +246,15 @@ class _Repeat(NamedTuple):
     memory: Tensor | None
 
 
+class _Repeats(dict[str, _Repeat | None]):
+    """By names of operations, how to make them again; None: a name that has come once."""
+
+
 def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, Any], in_place: bool) -> Request | None:
     """Return a request that is like an earlier one of this name; None: there was none, or something has changed."""
     try:
-        repeats = process_set.engine.repeats
-        repeat: _Repeat | None = repeats.get(name)
+        repeats = process_set.engine.attached[_Repeats]
+        repeat = repeats.get(name)
         if repeat is None or not _is_like(repeat, tensor, how, in_place):
             return None
         memory = repeat.memory
@@ -292,7 +296,7 @@ def _overwritten(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     return TENSORS.changed(tensor)
 
 
-def _copied(memory: Tensor, repeats: dict[str, Any], name: str, repeat: _Repeat) -> Tensor:
+def _copied(memory: Tensor, repeats: _Repeats, name: str, repeat: _Repeat) -> Tensor:
     """Return the result that is in memory, which the next operation of this name may use then."""
     result = memory.clone()
     repeats[name] = repeat
@@ -302,7 +306,7 @@ def _copied(memory: Tensor, repeats: dict[str, Any], name: str, repeat: _Repeat)
 def _remember(request: Request, tensor: Tensor, how: tuple[Any, Any], in_place: bool) -> None:
     """Remember how to make a request again, if its name has come before."""
     operation, engine = request.operation, request.process_set.engine
-    repeats, name = engine.repeats, operation.name
+    repeats, name = engine.attached[_Repeats], operation.name
     if len(repeats) >= _REPEATS:
         repeats.clear()
     if name not in repeats:

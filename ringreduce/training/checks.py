@@ -16,6 +16,7 @@ from ringreduce.observe.pace import Lasting
 from ringreduce.runtime import global_process_set
 from ringreduce.training.agreement import Ranks
 from ringreduce.training.framework import Memory, Named
+from ringreduce.training.shares import Shares
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,21 @@ class Model(NamedTuple):
     names: Sequence[str]
     values: Callable[[], Sequence[Any]]
     sparse: Sequence[tuple[str, Any]] = ()
+
+
+class _Watched:
+    """What rank 0 knows of ranks that were slow for some time; an engine keeps it.
+
+    Attributes:
+        lasting: from reports of all ranks.
+        nreports: so many went into that.
+        warned: whether rank 0 has said that a rank is slow.
+    """
+
+    def __init__(self) -> None:
+        self.lasting = Lasting()
+        self.nreports = 0
+        self.warned = False
 
 
 class Checks:
@@ -192,18 +208,18 @@ class Checks:
             weighs: whether the optimizer takes numbers of samples, so that a rank may have fewer.
         """
         engine = self._ranks.engine
-        pacemaker, tally = engine.pacemaker, engine.tally
-        pacemaker.reported = False
-        if self._ranks.rank or pacemaker.warned or pacemaker.shares is not None:
+        engine.pacemaker.reported = False
+        watched = engine.attached[_Watched]
+        if self._ranks.rank or watched.warned or Shares in engine.attached:
             return
+        tally = engine.tally
         windows = tally.windows
-        lasting = pacemaker.lasting or Lasting()
-        for each in windows[len(windows) - min(tally.reports - pacemaker.seen, len(windows)) :]:
-            lasting = lasting.after(each)
-        pacemaker.lasting, pacemaker.seen = lasting, tally.reports
-        slow = lasting.slow(windows, engine.communicator.topology.nodes)
+        for each in windows[len(windows) - min(tally.reports - watched.nreports, len(windows)) :]:
+            watched.lasting = watched.lasting.after(each)
+        watched.nreports = tally.reports
+        slow = watched.lasting.slow(windows, engine.communicator.topology.nodes)
         if slow is not None:
-            pacemaker.warned = True
+            watched.warned = True
             divides = weighs and global_process_set.connected and engine is global_process_set.engine
             _log.warning("%s: %s", self._described, slow.warning(self._memory.advice.fewer if divides else None))
 

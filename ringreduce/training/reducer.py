@@ -33,7 +33,7 @@ from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
 from ringreduce.training.repeats import Repeat
 from ringreduce.training.sharding import Sharding
-from ringreduce.training.shares import counts_of
+from ringreduce.training.shares import Shares, counts_of
 from ringreduce.training.staleness import LateAverages
 from ringreduce.training.weights import Weights
 
@@ -142,7 +142,7 @@ class GradientReducer:
             if not self.checks.idle:
                 self.checks.look(self._steps, reduced)
             found = self._counted(found, parameters, fresh)
-            samples = None if self.samples is None and pacemaker.shares is None else self._samples()
+            samples = None if self.samples is None and Shares not in self.ranks.engine.attached else self._samples()
             same = self._last is not None and samples == self._told
             if self.sharding is not None:
                 same &= self.sharding.uncleared.settle()

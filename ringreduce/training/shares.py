@@ -89,7 +89,7 @@ def divided(count: int, shares: Sequence[float]) -> list[int]:
 
 
 class Shares:
-    """Shares of the ranks of one engine.
+    """Shares of the ranks of one engine, which keeps it; it is there once a program has asked for shares.
 
     Attributes:
         division: for programs that ask for `share`.
@@ -100,13 +100,16 @@ class Shares:
         self.division = Division()
         self.batches: WeakSet[Batches] = WeakSet()
 
-    @classmethod
-    def of(cls, engine: Engine) -> Shares:
-        """Return what is kept with an engine, from now on."""
-        if engine.pacemaker.shares is None:
-            engine.pacemaker.shares = cls()
-        found: Shares = engine.pacemaker.shares
-        return found
+
+class Compiled:
+    """What the programs that were compiled for the ranks of one engine do; the engine keeps it.
+
+    Attributes:
+        unweighted: whether the averages of some have no weights.
+    """
+
+    def __init__(self) -> None:
+        self.unweighted = False
 
 
 def is_by_speed(engine: Engine) -> bool:
@@ -115,8 +118,7 @@ def is_by_speed(engine: Engine) -> bool:
 
 
 def _begun(engine: Engine) -> list[Batches]:
-    shares: Shares | None = engine.pacemaker.shares
-    return [] if shares is None else [each for each in shares.batches if each.counts]
+    return [each for each in engine.attached[Shares].batches if each.counts] if Shares in engine.attached else []
 
 
 def counts_of(engine: Engine, *, again: bool = False) -> list[int] | None:
@@ -170,13 +172,13 @@ class Batches:
         if engine is None or not self._by_speed:
             self._division.renew((), ranks)
             return
-        Shares.of(engine).batches.add(self)
+        engine.attached[Shares].batches.add(self)
         self._division.renew(_paces_of(engine), ranks, self.counts)
 
     def _settle(self) -> None:
         """Divide anew if there is another world than before."""
         engine = global_process_set.engine if is_initialized() else None
-        known = engine is None or not self._by_speed or self in Shares.of(engine).batches
+        known = engine is None or not self._by_speed or self in engine.attached[Shares].batches
         if not known or len(self._division.shares) != rank_and_size()[1]:
             self.renew()
 
@@ -184,7 +186,7 @@ class Batches:
         """Yield this rank's batches of samples in an order, which is the same on all ranks."""
         me, ranks = rank_and_size()
         self._settle()
-        if self._by_speed and is_initialized() and global_process_set.engine.pacemaker.unweighted:
+        if self._by_speed and is_initialized() and global_process_set.engine.attached[Compiled].unweighted:
             raise ConfigError(
                 'a step of JAX was compiled without weights, before the sampler with shares="speed" gave out a batch: '
                 "compile it after the first batch, or give it samples"
@@ -226,7 +228,8 @@ def share() -> float:
     if not is_initialized():
         return 1.0
     engine = global_process_set.engine
-    return Shares.of(engine).division.renew(_paces_of(engine), size)[rank]
+    shares: Shares = engine.attached[Shares]
+    return shares.division.renew(_paces_of(engine), size)[rank]
 
 
 def _paces_of(engine: Engine) -> Sequence[Pace]:

@@ -331,7 +331,7 @@ def test_a_sampler_that_does_not_know_the_numbers_is_an_error_without_them():
         reducer = make_reducer(engine)
         batches = Batches(3, "uneven", by_speed=True)
         batches.counts = [4, 2]
-        Shares.of(engine).batches.add(batches)
+        engine.attached[Shares].batches.add(batches)
         with pytest.raises(rr.ConfigError, match="samples"):
             reducer.reduce([VALUES, np.float32(1.0).reshape(())])
         take_step(reducer, 0, [4, 2])
