@@ -249,10 +249,13 @@ def tensor_like(parameter: torch.Tensor, memory: Any, dtype: torch.dtype) -> tor
     """Return a tensor of a parameter's shape and strides in some memory, an array of bytes on its device.
 
     It is not a view in autograd's sense: that could not be detached in place, and all would share a version counter.
-    Its storage is its own, so that uses of it are distinct from uses of its neighbours.
+    Its storage is its own, so that uses of it are distinct from uses of its neighbours. Without elements it is not in
+    the memory: `torch.save` refuses two storages of different dtypes at one address.
     """
     made = torch.empty(0, dtype=dtype, device=parameter.device)
     strides = torch.empty_like(parameter, device="meta").stride()
+    if not parameter.numel():
+        return made.as_strided(parameter.shape, strides)
     return made.set_(as_tensor(memory, parameter).untyped_storage(), 0, parameter.shape, strides)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,21 @@ def test_a_bucket_without_elements(nodes: None, kind: Any, shard: str | None, ho
     assert empty.shape == (0, 3)
     assert len(optimizer.state_dict()["state"]) == (1 if how == "alone" else 2)
     assert torch.equal(other.detach(), torch.full((5,), 1.0 if how == "alone" else 1.0 - (1.0 + 1.5 + 1.75)))
+
+
+@pytest.mark.parametrize("shard", [None, "node", "all"])
+def test_a_parameter_without_elements_is_saved_beside_state_of_another_dtype(nodes: None, shard: str | None) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in ((), (0, 3), (7,))]
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(parameters, lr=0.1), shard=shard)
+    for _ in range(2):
+        sum(each.sum() for each in parameters).backward()
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save((parameters, optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    assert all(map(torch.equal, weights, parameters))
+    assert state["state"][1]["exp_avg"].shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -231,7 +231,8 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
     if file is not None:
         state = trainings[0].save()
         if RANK == 0:
-            torch.save(state, file)
+            torch.save(state, file.with_suffix(".new"))
+            file.with_suffix(".new").replace(file)  # not half of it, if saving fails
         hvd.barrier()
     return steps
 

@@ -391,7 +391,8 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
     if file is not None and not trainings[0].model.table.sparse:
         state = trainings[0].save()
         if RANK == 0:
-            torch.save(state, file)
+            torch.save(state, file.with_suffix(".new"))
+            file.with_suffix(".new").replace(file)  # not half of it, if saving fails
         hvd.barrier()
     return steps
 
