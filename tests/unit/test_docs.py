@@ -219,6 +219,12 @@ def test_the_pictures_show_the_figures_of_the_page() -> None:
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
 
 
+def test_the_ring_of_the_readme_is_that_of_the_code() -> None:
+    """docs/ring.svg is what docs/site/drawings.py draws of the schedule; run it after a change of the ring."""
+    command = [sys.executable, str(ROOT / "docs" / "site" / "drawings.py"), "--check"]
+    assert subprocess.run(command, timeout=30, check=False).returncode == 0
+
+
 def test_the_settings_are_all_documented() -> None:
     """Every variable that `Config` reads has a row in docs/settings.md with its default, and no other has."""
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
