@@ -96,6 +96,15 @@ def test_examples_have_an_environment(page: Path, name: str, source: str) -> Non
     assert set(lacking(source)) <= FRAMEWORKS
 
 
+def test_continuous_integration_runs_what_everybody_runs() -> None:
+    """GitHub's workflow runs .ci/run and nothing besides, and that is the command of the README."""
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"\brun: (.*)", workflow) == [".ci/run"]
+    runs = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"^exec .*/\.\./(.*)\"$", runs, re.MULTILINE) == ["scripts/test"]
+    assert "\n    ./scripts/test " in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_readme_has_each_command() -> None:
     """One row for each command there is."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -253,9 +262,13 @@ def test_the_index_of_algorithms_is_up_to_date() -> None:
 
 
 def test_advice_is_for_packages_that_an_index_has() -> None:
-    """This package is installed from a checkout, so nobody is told to install it, or its extras, by name."""
+    """The package is installed from a checkout: the README alone has its name in an index, and says it is not there."""
     paths = [*PAGES, *(ROOT / "ringreduce").rglob("*.py")]
-    assert [str(path) for path in paths if "ringreduce[" in path.read_text(encoding="utf-8")] == []
+    naming = [path for path in paths if "ringreduce[" in path.read_text(encoding="utf-8")]
+    assert naming == [ROOT / "README.md"]
+    (sentence,) = re.findall(r"[^`]*`pip install 'ringreduce\[.*?\]'`\.[^.:]*", naming[0].read_text(encoding="utf-8"))
+    assert "Once it is published" in sentence
+    assert "It is not on a package index yet" in sentence
 
 
 def test_each_public_name_is_on_one_page_of_the_reference() -> None:
