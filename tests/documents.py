@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,8 @@ SETUP = re.compile(r"^<!-- example: setup\n(.*?)^-->", re.MULTILINE | re.DOTALL)
 
 #: Bindings -> the library that they need.
 BINDINGS = {f"ringreduce.{name}": name for name in ("jax", "keras", "tensorflow", "torch")}
+#: What only the environment of `scripts/install frameworks` has.
+FRAMEWORKS = {"flax", "jax", "keras", "optax", "tensorflow"}
 
 
 def name_of(page: Path) -> str:
@@ -62,21 +65,31 @@ def programs(page: Path) -> Iterator[tuple[str, str]]:
 
 def lacking(source: str) -> list[str]:
     """Return which libraries a program imports that this environment does not have."""
+    return sorted(name for name in _imported(source) if importlib.util.find_spec(name) is None)
+
+
+def _imported(source: str) -> set[str]:
     imports = [each for each in ast.walk(ast.parse(source)) if isinstance(each, (ast.Import, ast.ImportFrom))]
     names = [name.name for each in imports if isinstance(each, ast.Import) for name in each.names]
     names += [each.module for each in imports if isinstance(each, ast.ImportFrom) and each.module]
-    needed = {name.partition(".")[0] for name in names}
-    needed |= {BINDINGS[name] for name in names if name in BINDINGS}
-    return sorted(name for name in needed if importlib.util.find_spec(name) is None)
+    return {name.partition(".")[0] for name in names} | {BINDINGS[name] for name in names if name in BINDINGS}
 
 
 def run_example(page: Path, name: str, source: str) -> None:
-    """Run a program of a page, as one that Python was started with; first the setup of the page, if it has one."""
+    """Run a program of a page, as one that Python was started with; first the setup of the page, if it has one.
+
+    The process group that a program of torch.distributed leaves is destroyed.
+    """
     program = ModuleType("__main__")
     if name == name_of(page):
         for setup in SETUP.findall(page.read_text(encoding="utf-8")):
             exec(compile(f"import torch\n{setup}", f"{page} (setup)", "exec"), program.__dict__)
-    exec(compile(source, str(page), "exec"), program.__dict__)
+    try:
+        exec(compile(source, str(page), "exec"), program.__dict__)
+    finally:
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def warnings_of(records: Iterable[logging.LogRecord]) -> list[str]:
@@ -86,8 +99,8 @@ def warnings_of(records: Iterable[logging.LogRecord]) -> list[str]:
 
 
 def _example(page: Path, name: str, source: str) -> Any:
-    of_a_framework = re.search(r"^import ringreduce\.(?:jax|keras|tensorflow)\b", source, re.MULTILINE)
-    return pytest.param(page, name, source, id=name, marks=pytest.mark.smoke if of_a_framework else ())
+    marks = pytest.mark.smoke if _imported(source) & FRAMEWORKS else ()
+    return pytest.param(page, name, source, id=name, marks=marks)
 
 
 #: Each program in the pages: the page, what the program is called, its source.

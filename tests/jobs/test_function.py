@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from documents import ROOT, blocks
 from launching import LIMIT_S, run
 
 
@@ -46,6 +47,24 @@ def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
     )
     done = run(sys.executable, program)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_cells_of_the_documents_run(tmp_path: Path) -> None:
+    """Those of docs/tools.md, from a file in place of a notebook, which would need cloudpickle."""
+    page = ROOT / "docs" / "tools.md"
+    (defined,) = (text for _, text in blocks(page, "python") if text.startswith("def train"))
+    ((_, called),) = blocks(page, "pycon")
+    (tmp_path / "cell.py").write_text(defined)
+    (tmp_path / "called.txt").write_text(called)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import cell, doctest, sys\n"
+        "if __name__ == '__main__':\n"
+        "    failed, tried = doctest.testfile('called.txt', globs={'train': cell.train})\n"
+        "    sys.exit(failed or tried < 3)\n"
+    )
+    done = run(sys.executable, program, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

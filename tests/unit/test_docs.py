@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +17,19 @@ from urllib.parse import urlsplit
 
 import click
 import pytest
-from documents import BLOCK, EXAMPLES, PAGES, ROOT, blocks, lacking, name_of, run_example, warnings_of
+from documents import (
+    BLOCK,
+    EXAMPLES,
+    FRAMEWORKS,
+    PAGES,
+    ROOT,
+    SETUP,
+    blocks,
+    lacking,
+    name_of,
+    run_example,
+    warnings_of,
+)
 
 import ringreduce as rr
 from ringreduce.cli import main as command_line
@@ -44,13 +57,11 @@ def _world_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     for name in ("excepthook", "exit"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
     yield
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized():
-        dist.destroy_process_group()
     rr.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # of Keras
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`:UserWarning")  # of Lightning
 @pytest.mark.parametrize(("page", "name", "source"), EXAMPLES)
 @pytest.mark.usefixtures("_world_of_one")
 def test_examples_run(page: Path, name: str, source: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -59,6 +70,39 @@ def test_examples_run(page: Path, name: str, source: str, caplog: pytest.LogCapt
         pytest.skip(f"it needs {', '.join(lacking(source))}")
     run_example(page, name, source)
     assert warnings_of(caplog.records) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_is_fenced_as_python(page: Path) -> None:
+    """So that it runs: no indented text, and no block that is fenced as anything else or in a list, is a program."""
+    text = page.read_text(encoding="utf-8")
+    others = [block["text"] for block in BLOCK.finditer(text) if block["kind"] not in ("python", "pycon")]
+    others += re.findall(r"(?:^ {4,}\S.*\n(?:^\s*\n)*)+", SETUP.sub("", BLOCK.sub("", text)), re.MULTILINE)
+    assert [each for each in others if is_program(textwrap.dedent(each))] == []
+
+
+def is_program(text: str) -> bool:
+    """Return whether a text is Python that does something: more than names, as words or the names of commands are."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        return False
+    return any(not isinstance(each, ast.Expr) or isinstance(each.value, ast.Call) for each in body)
+
+
+@pytest.mark.parametrize(("page", "name", "source"), EXAMPLES)
+def test_examples_have_an_environment(page: Path, name: str, source: str) -> None:
+    """Each runs in this one, or in that of `scripts/install frameworks`, which the smoke tests are for."""
+    assert set(lacking(source)) <= FRAMEWORKS
+
+
+def test_continuous_integration_runs_what_everybody_runs() -> None:
+    """GitHub's workflow runs .ci/run and nothing besides, and that is the command of the README."""
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"\brun: (.*)", workflow) == [".ci/run"]
+    runs = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"^exec .*/\.\./(.*)\"$", runs, re.MULTILINE) == ["scripts/test"]
+    assert "\n    ./scripts/test " in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_has_each_command() -> None:
@@ -184,6 +228,12 @@ def test_the_pictures_show_the_figures_of_the_page() -> None:
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
 
 
+def test_the_ring_of_the_readme_is_that_of_the_code() -> None:
+    """docs/ring.svg is what docs/site/drawings.py draws of the schedule; run it after a change of the ring."""
+    command = [sys.executable, str(ROOT / "docs" / "site" / "drawings.py"), "--check"]
+    assert subprocess.run(command, timeout=30, check=False).returncode == 0
+
+
 def test_the_settings_are_all_documented() -> None:
     """Every variable that `Config` reads has a row in docs/settings.md with its default, and no other has."""
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
@@ -212,9 +262,13 @@ def test_the_index_of_algorithms_is_up_to_date() -> None:
 
 
 def test_advice_is_for_packages_that_an_index_has() -> None:
-    """This package is installed from a checkout, so nobody is told to install it, or its extras, by name."""
+    """The package is installed from a checkout: the README alone has its name in an index, and says it is not there."""
     paths = [*PAGES, *(ROOT / "ringreduce").rglob("*.py")]
-    assert [str(path) for path in paths if "ringreduce[" in path.read_text(encoding="utf-8")] == []
+    naming = [path for path in paths if "ringreduce[" in path.read_text(encoding="utf-8")]
+    assert naming == [ROOT / "README.md"]
+    (sentence,) = re.findall(r"[^`]*`pip install 'ringreduce\[.*?\]'`\.[^.:]*", naming[0].read_text(encoding="utf-8"))
+    assert "Once it is published" in sentence
+    assert "It is not on a package index yet" in sentence
 
 
 def test_each_public_name_is_on_one_page_of_the_reference() -> None:
