@@ -10,8 +10,6 @@
 PyTorch users start at `ringreduce.torch`. Importing this package starts nothing and reads no settings; `init` does.
 """
 
-import sys as _sys
-
 from ringreduce import runtime
 from ringreduce.collectives import Choice, Feedback
 from ringreduce.collectives.communicator import Communicator
@@ -21,7 +19,6 @@ from ringreduce.common.config import VERSION, Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import *  # noqa: F403  # what it exports is written down there, and not once more
 from ringreduce.common.instruments import Instrument
-from ringreduce.common.moved import FormerNames as _FormerNames
 from ringreduce.common.reduce_ops import *  # noqa: F403
 from ringreduce.common.topology import Topology
 from ringreduce.launcher.function import run
@@ -34,8 +31,6 @@ from ringreduce.training.averages import weighted_average
 from ringreduce.training.objects import allgather_object, broadcast_object
 
 __version__ = VERSION
-
-_sys.meta_path.append(_FormerNames())
 
 __all__ = [
     "Choice",

@@ -333,19 +333,3 @@ def test_without_torch_the_torch_layer_says_what_to_install(module: str):
     assert error.startswith("ringreduce.torch needs PyTorch, which is not installed: pip install torch")
     assert error.endswith("None True")
     assert total == "1 [1] ['a']"
-
-
-def test_former_names_of_modules_still_import():
-    """They give the module of today, and a warning that names it, until the next release."""
-    printed = in_a_new_process(
-        "import importlib, warnings\n"
-        "from ringreduce.common import moved\n"
-        "for former, today in moved._MOVED.items():\n"
-        "    if '.torch' in former:\n"
-        "        continue\n"
-        "    with warnings.catch_warnings(record=True) as said:\n"
-        "        warnings.simplefilter('always')\n"
-        "        assert importlib.import_module(former) is importlib.import_module(today)\n"
-        "    print(*(each.category.__name__ for each in said), *(today in str(each.message) for each in said))\n"
-    )
-    assert set(printed.splitlines()) == {"FutureWarning True"}
