@@ -6,7 +6,7 @@ import re
 from importlib.resources import files
 
 #: How lines end after which a shell takes no semicolon.
-_OPEN = re.compile(r"(\{|&|\b(do|then|else))\Z")
+_OPEN = re.compile(r"([({&]|\b(do|then|else))\Z")
 
 
 def shell(name: str) -> tuple[str, ...]:

@@ -28,12 +28,14 @@ rank_lives() {
 # have.
 if [ "$rank" -eq 0 ]; then
     first=$(($(wc -c <"$file") + 1))
-    ((tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null &
-    while rank_lives; do
-        sleep 0.5
-    done
-    # tail shows what came last within this time.
-    sleep 0.2
-    kill $!) 2>/dev/null &)
+    ( (
+        tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null &
+        while rank_lives; do
+            sleep 0.5
+        done
+        # tail shows what came last within this time.
+        sleep 0.2
+        kill $!
+    ) 2>/dev/null &)
 fi
 exec "$@" >>"$file" 2>&1
