@@ -129,7 +129,7 @@ def measure_times(period: int, delay: int, turns: int) -> None:
         several(step, delay)
     calls: dict[str, Callable[[], object]] = {name: partial(several, step) for name, step in steps.items()}
     calls["C"] = partial(rr.allreduce, buffer, out=buffer)
-    calls["C int8"] = partial(rr.allreduce, buffer, out=buffer, wire="int8")
+    calls["C int8"] = partial(rr.allreduce, buffer, out=buffer, compression="int8")
     found = np.array([[seconds(call) for call in calls.values()] for _ in range(1 + turns)])[1:]
     times = dict(zip(calls, (np.median(found, axis=0) * 1e3).tolist(), strict=True))
     if rr.rank():

@@ -31,7 +31,7 @@ def measure(nbytes: int, formats: list[str], iterations: int) -> list[dict[str, 
     given = np.random.default_rng(ringreduce.rank()).standard_normal(count).astype(np.float32)
     exact = ringreduce.allreduce(given.astype(np.float64), "average")
     array = ringreduce.empty(count, np.float32)
-    calls = [partial(ringreduce.allreduce, array, "average", out=array, wire=name) for name in names]
+    calls = [partial(ringreduce.allreduce, array, "average", out=array, compression=name) for name in names]
     errors = []
     for call in calls:
         array[:] = given

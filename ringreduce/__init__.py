@@ -10,58 +10,171 @@
 PyTorch users start at `ringreduce.torch`. Importing this package starts nothing and reads no settings; `init` does.
 """
 
-import sys as _sys
-
-from ringreduce import runtime
 from ringreduce.collectives import Choice, Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.reproducible import ReproducibleAccumulator, reproducible_allreduce
-from ringreduce.common import errors, reduce_ops
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.conventions import Conventions
-from ringreduce.common.errors import *  # noqa: F403  # what it exports is written down there, and not once more
+from ringreduce.common.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    ConfigError,
+    MismatchError,
+    NotFiniteError,
+    PeerLostError,
+    RingReduceError,
+    ShutdownError,
+    TransportError,
+    UnsupportedBufferError,
+    since,
+)
 from ringreduce.common.instruments import Instrument
-from ringreduce.common.moved import FormerNames as _FormerNames
-from ringreduce.common.reduce_ops import *  # noqa: F403
+from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.common.topology import Topology
 from ringreduce.launcher.function import run
 from ringreduce.observe.audit import fingerprint
 from ringreduce.observe.metrics import Metrics
-from ringreduce.runtime import *  # noqa: F403
-from ringreduce.runtime.blocking import *  # noqa: F403  # once more, for type checkers
+from ringreduce.runtime import (
+    Recovery,
+    add_process_set,
+    audit,
+    audited,
+    config,
+    count,
+    cross_rank,
+    cross_size,
+    dump,
+    global_process_set,
+    go_on,
+    hosts_changed,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    metrics,
+    rank,
+    record,
+    recoveries,
+    remove_process_set,
+    set_conventions,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from ringreduce.runtime.blocking import (
+    Plan,
+    allgather,
+    allgather_init,
+    allreduce,
+    allreduce_init,
+    alltoall,
+    alltoall_init,
+    barrier,
+    broadcast,
+    broadcast_init,
+    empty,
+    explain,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_init,
+    scatter,
+    send,
+    sendrecv,
+    world,
+)
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.averages import weighted_average
 from ringreduce.training.objects import allgather_object, broadcast_object
 
 __version__ = VERSION
 
-_sys.meta_path.append(_FormerNames())
-
 __all__ = [
+    "AVERAGE",
+    "MAX",
+    "MIN",
+    "PRODUCT",
+    "SUM",
     "Choice",
+    "CollectiveError",
+    "CollectiveTimeoutError",
     "Communicator",
     "Config",
+    "ConfigError",
     "Conventions",
     "Feedback",
     "Instrument",
     "Metrics",
+    "MismatchError",
+    "NotFiniteError",
+    "PeerLostError",
+    "Plan",
     "ProcessSet",
+    "Recovery",
+    "ReduceOp",
     "ReproducibleAccumulator",
+    "RingReduceError",
+    "ShutdownError",
     "Topology",
+    "TransportError",
+    "UnsupportedBufferError",
+    "add_process_set",
+    "allgather",
+    "allgather_init",
     "allgather_object",
+    "allreduce",
+    "allreduce_init",
+    "alltoall",
+    "alltoall_init",
+    "audit",
+    "audited",
+    "barrier",
+    "broadcast",
+    "broadcast_init",
     "broadcast_object",
+    "config",
+    "count",
+    "cross_rank",
+    "cross_size",
+    "dump",
+    "empty",
+    "explain",
     "fingerprint",
+    "gather",
+    "global_process_set",
+    "go_on",
+    "hosts_changed",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "metrics",
+    "rank",
+    "record",
+    "recoveries",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_init",
+    "remove_process_set",
     "reproducible_allreduce",
     "run",
+    "scatter",
+    "send",
+    "sendrecv",
+    "set_conventions",
+    "shutdown",
+    "since",
+    "size",
+    "start_timeline",
+    "stop_timeline",
     "weighted_average",
+    "world",
 ]
-__all__ += errors.__all__
-__all__.remove("name_ranks")  # which words errors, and is for nobody outside
-__all__ += reduce_ops.__all__
-__all__ += runtime.__all__
-for _for_bindings in ("failure", "follow_timelines", "group", "rank_and_size"):
-    __all__.remove(_for_bindings)
-__all__.sort(key=lambda name: (not name.isupper(), name))
 
 
 def __dir__() -> list[str]:

@@ -21,8 +21,20 @@ import numpy.typing as npt
 from ringreduce.buffers import DTYPES, DType, new
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 
-__all__ = ["COLLECTIVES", "NCCL_TYPES", "OPS", "TYPES", "Case", "Collective", "Reference", "format_nbytes"]
-__all__ += ["native_dtype", "plural", "rest_value", "sizes"]
+__all__ = [
+    "COLLECTIVES",
+    "NCCL_TYPES",
+    "OPS",
+    "TYPES",
+    "Case",
+    "Collective",
+    "Reference",
+    "format_nbytes",
+    "native_dtype",
+    "plural",
+    "rest_value",
+    "sizes",
+]
 
 Array = npt.NDArray[Any]
 

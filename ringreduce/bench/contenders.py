@@ -20,8 +20,19 @@ from ringreduce.gpu.cupy_driver import Driver, cupy_tools
 from ringreduce.gpu.devices import STAGED
 from ringreduce.training.objects import gather
 
-__all__ = ["Device", "Messages", "OnDevice", "OnHost", "Ours", "Tools", "device_operand", "giving", "in_one"]
-__all__ += ["pattern", "room"]
+__all__ = [
+    "Device",
+    "Messages",
+    "OnDevice",
+    "OnHost",
+    "Ours",
+    "Tools",
+    "device_operand",
+    "giving",
+    "in_one",
+    "pattern",
+    "room",
+]
 
 Array = npt.NDArray[Any]
 

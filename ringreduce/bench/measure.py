@@ -23,8 +23,21 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.reduce_ops import MAX
 
-__all__ = ["Clock", "Contender", "Found", "Noise", "Stopwatch", "Summary", "Usage", "bound_contenders"]
-__all__ += ["iterations_for", "time_in_turn", "turn_for", "usage", "warmup_for"]
+__all__ = [
+    "Clock",
+    "Contender",
+    "Found",
+    "Noise",
+    "Stopwatch",
+    "Summary",
+    "Usage",
+    "bound_contenders",
+    "iterations_for",
+    "time_in_turn",
+    "turn_for",
+    "usage",
+    "warmup_for",
+]
 
 Array = npt.NDArray[Any]
 

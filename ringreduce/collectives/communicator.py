@@ -115,7 +115,6 @@ class Communicator(Messaging, Choices):
         deterministic: bool = False,
         compression: str | None = None,
         feedback: Feedback | None = None,
-        wire: str | None = None,
         weights: Sequence[float] = (),
     ) -> A:
         """Reduce arrays over all ranks, element by element; every rank gets the result, with the same bits.
@@ -135,7 +134,6 @@ class Communicator(Messaging, Choices):
                 node either: what is rounded depends on which ranks share a node.
             feedback: keeps the rounding errors, and adds them the next time, for an array that is reduced again and
                 again; on all ranks or none.
-            wire: the same as ``compression``.
             weights: on one node, of an average of floats: of each rank; their sum is 1. Must agree.
 
         Returns:
@@ -145,7 +143,6 @@ class Communicator(Messaging, Choices):
             ConfigError: no such op, algorithm or format, or they do not go together or cannot run here.
             UnsupportedBufferError: a format or weights were asked for, and the array is not of floats.
         """
-        compression = wire if compression is None else compression
         if deterministic and algorithm is None and compression is None:
             algorithm, deterministic = DETERMINISTIC, False
         if not (deterministic or compression or len(weights)):

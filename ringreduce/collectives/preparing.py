@@ -87,13 +87,12 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     op = call.op if isinstance(call.op, ReduceOp) else ReduceOp.parse(call.op)
     source, codec, argument = operand_of(call.array), None, op.value
     if call.deterministic:
-        other = f"wire={call.compression!r}" if call.algorithm is None else f"algorithm={call.algorithm!r}"
+        other = f"compression={call.compression!r}" if call.algorithm is None else f"algorithm={call.algorithm!r}"
         raise ConfigError(f"give deterministic=True or {other}, not both")
     if call.compression is not None:
         if call.algorithm is not None:
-            raise ConfigError(
-                f"a wire format is an algorithm of its own; give wire={call.compression!r} or algorithm, not both"
-            )
+            either = f"compression={call.compression!r} or algorithm"
+            raise ConfigError(f"a wire format is an algorithm of its own; give {either}, not both")
         _require_codec(call.compression, source.dtype, op, deterministic=ranks.config.deterministic)
         if not ranks.single_node:
             codec = call.compression
@@ -130,17 +129,17 @@ def _require_weighable(ranks: Context, call: Call, source: AnyOperand, op: Reduc
         raise UnsupportedBufferError(f"weights are for floats, got {source.dtype.name}")
 
 
-def _require_codec(wire: Any, dtype: DType, op: ReduceOp, *, deterministic: bool) -> None:
+def _require_codec(compression: Any, dtype: DType, op: ReduceOp, *, deterministic: bool) -> None:
     """Check the format in which an allreduce is to travel.
 
     Raises:
         ConfigError: no format has this name, or settings forbid rounding, or the op does not allow it.
         UnsupportedBufferError: the elements are no floats.
     """
-    if not (isinstance(wire, str) and wire in CODECS):
-        raise ConfigError(f"unknown wire format {wire!r}; choose one of {', '.join(CODECS)}")
+    if not (isinstance(compression, str) and compression in CODECS):
+        raise ConfigError(f"unknown wire format {compression!r}; choose one of {', '.join(CODECS)}")
     if deterministic:
-        raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so wire={wire!r} cannot be asked for")
+        raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so compression={compression!r} cannot be asked for")
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise ConfigError(f"{op.value} of rounded values makes no sense; wire formats are for sums and averages")
     if dtype.kind != "float":

@@ -50,17 +50,6 @@ _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"} | {
     f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 }
 _ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
-_CUDA_AWARE = dict.fromkeys(_ON, "mpi") | dict.fromkeys((*_OFF, "auto"), "staged")
-#: Variables of the version before: the setting, and what the text means there.
-_FORMER: dict[str, tuple[str, Callable[[str], str]]] = {
-    "RINGREDUCE_CUDA_AWARE": ("gpu", lambda text: _CUDA_AWARE.get(text.lower(), text)),
-    "RINGREDUCE_PRIVATE_MEMORY": ("private_memory", str),
-    "RINGREDUCE_RESULTS": ("results_nbytes", str),
-    "RINGREDUCE_SEGMENT": ("segment_nbytes", str),
-    "RINGREDUCE_TIMELINE_MARK_BATCHES": ("timeline_marks_batches", str),
-    "RINGREDUCE_CHECK_FINITE": ("check_finite_every", str),
-    "RINGREDUCE_CHECK_DATA": ("check_data", str),
-}
 _LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
 
 
@@ -113,8 +102,7 @@ def _gpu(text: str) -> str:
 def _setting(variable: str, parse: Callable[[str], Any], default: Any) -> Any:
     """Declare a field of `Config`: its variable, what reads that, and the value where it is not set.
 
-    ``VARIABLE=part`` is a part of a variable, which is written as in ``VARIABLE=100,part:1``; without a variable, the
-    field has former names alone.
+    ``VARIABLE=part`` is a part of a variable, which is written as in ``VARIABLE=100,part:1``.
     """
     return field(default=default, metadata={"variable": variable, "parse": parse})
 
@@ -191,7 +179,7 @@ class Config:
     private_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY=private", _switch, True)
     results_nbytes: int | None = _setting("RINGREDUCE_SHARED_MEMORY=results", _or_zero(parse_nbytes, 0), None)
     algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
-    segment_nbytes: int = _setting("", parse_nbytes, 256 << 10)
+    segment_nbytes: int = 256 << 10
     # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
     # copied into a bucket to be still in the last-level cache when it is reduced.
     bucket_nbytes: int = _setting("RINGREDUCE_BUCKET", parse_nbytes, 4 << 20)
@@ -254,7 +242,7 @@ def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of our variables and of Horovod's that are set and mean nothing here; for people, sorted."""
     known = {
         "HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS},
-        "RINGREDUCE_": {*_parts(), *_FORMER} | _ELSEWHERE,
+        "RINGREDUCE_": _parts().keys() | _ELSEWHERE,
     }
     return sorted(
         _guess(name, prefix, meant)
@@ -262,20 +250,6 @@ def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
         for name, text in environ.items()
         if name.startswith(prefix) and text and name not in meant
     )
-
-
-def former_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return, for people, which variables of the version before are set, and what says the same now."""
-    variables = {each.name: each.metadata["variable"] for each in _settings()}
-    return [
-        f"{name} (now {_assignment(variables[setting], convert(environ[name]))})" if variables[setting] else name
-        for name, (setting, convert) in _FORMER.items()
-        if environ.get(name)
-    ]
-
-
-def _assignment(variable: str, text: str) -> str:
-    return f"{variable}{':' if '=' in variable else '='}{text}"
 
 
 def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
@@ -302,11 +276,11 @@ def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _read(environ: Mapping[str, str], setting: Field[Any], default: Any) -> Any:
-    """Read a setting from its variable or, where that does not say it, from former names and Horovod's."""
+    """Read a setting from its variable or, where that does not say it, from Horovod's."""
     variable, _, part = setting.metadata["variable"].partition("=")
     texts = {variable: _part(environ.get(variable, ""), part, _parts()[variable])}
-    others = (*_FORMER.items(), *HOROVOD.items())
-    texts |= {name: convert(environ.get(name, "")) for name, (field, convert) in others if field == setting.name}
+    others = ((name, convert) for name, (field, convert) in HOROVOD.items() if field == setting.name)
+    texts |= {name: convert(environ.get(name, "")) for name, convert in others}
     source = next((each for each, text in texts.items() if text), None)
     if source is None:
         return default

@@ -69,14 +69,14 @@ class Executor:
         for index, array in enumerate(arrays):
             feedback = feedbacks[index] if feedbacks else None
             if not divisor:
-                self.communicator.allreduce(array, op, out=array, wire=wire, feedback=feedback, weights=weights)
+                self.communicator.allreduce(array, op, out=array, compression=wire, feedback=feedback, weights=weights)
                 continue
             operand = Operand.of(array)
             view = operand.flat()
             if wire is None and (operand.dtype.half or operand.dtype.integral):  # the sum needs a wider dtype
                 self._reduce_pairs(op, operand.dtype, view.size, [(view, view)], divisor)
             else:
-                self.communicator.allreduce(array, SUM, out=array, wire=wire, feedback=feedback)
+                self.communicator.allreduce(array, SUM, out=array, compression=wire, feedback=feedback)
                 divide(view, divisor)
 
     def reduce_packed(

@@ -17,44 +17,89 @@ require_framework("jax", __name__)
 require_framework("optax", __name__)
 
 # ruff: noqa: E402  # what follows imports them
-from ringreduce.jax import elastic, ops
+from ringreduce.jax import elastic
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.jax.local import DiLoCo, LocalSGD
-from ringreduce.jax.ops import *  # noqa: F403  # what it exports is written down there, and not once more
+from ringreduce.jax.ops import allgather, allreduce, alltoall, broadcast, error_of, reducescatter
 from ringreduce.jax.optimizer import (
     DistributedGradientTransformation,
     DistributedState,
     DistributedTransformation,
     RankState,
 )
-from ringreduce.runtime import names
-from ringreduce.runtime.names import *  # noqa: F403
+from ringreduce.runtime.names import (
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    metrics,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 from ringreduce.training.averages import weighted_average
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
 from ringreduce.training.objects import allgather_object, broadcast_object
+from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.requests import barrier, join
 from ringreduce.training.shares import loading, share
 
 __all__ = [
+    "Adasum",
+    "Average",
     "DiLoCo",
     "DistributedGradientTransformation",
     "DistributedState",
     "DistributedTransformation",
     "LocalSGD",
+    "Max",
+    "Min",
     "PowerSGD",
+    "ProcessSet",
+    "Product",
     "RankState",
+    "ReproducibleSum",
+    "Sum",
     "TopK",
+    "add_process_set",
+    "allgather",
     "allgather_object",
+    "allreduce",
+    "alltoall",
     "barrier",
+    "broadcast",
     "broadcast_object",
     "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
     "elastic",
+    "error_of",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
     "join",
     "loading",
+    "local_rank",
+    "local_size",
+    "metrics",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
     "share",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
     "weighted_average",
 ]
-__all__ += names.__all__
-__all__ += ops.__all__
-__all__.sort()

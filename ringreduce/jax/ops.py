@@ -49,9 +49,11 @@ __all__ = [
     "Sum",
     "allgather",
     "allreduce",
+    "allreduce_of",
     "alltoall",
     "broadcast",
     "error_of",
+    "reduce_gradients",
     "reducescatter",
 ]
 

@@ -14,23 +14,104 @@ from ringreduce.common.libraries import require_framework
 
 require_framework("keras", __name__)
 
-from ringreduce.keras import callbacks, elastic, functions, optimizer  # noqa: E402
-from ringreduce.keras.functions import *  # noqa: E402, F403  # what it exports is written down there
-from ringreduce.keras.optimizer import *  # noqa: E402, F403
-from ringreduce.runtime import names  # noqa: E402
-from ringreduce.runtime.names import *  # noqa: E402, F403
-from ringreduce.training import built  # noqa: E402
-from ringreduce.training.averages import weighted_average  # noqa: E402
-from ringreduce.training.built import *  # noqa: E402, F403
-from ringreduce.training.objects import allgather_object, broadcast_object  # noqa: E402
-from ringreduce.training.ops import *  # noqa: E402, F403
-from ringreduce.training.requests import barrier, join  # noqa: E402
-from ringreduce.training.shares import loading, share  # noqa: E402
+# ruff: noqa: E402  # what follows imports Keras
+from ringreduce.keras import callbacks, elastic
+from ringreduce.keras.functions import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_variables,
+    reducescatter,
+)
+from ringreduce.keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer, load_model
+from ringreduce.runtime.names import (
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    metrics,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from ringreduce.training.averages import weighted_average
+from ringreduce.training.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ringreduce.training.objects import allgather_object, broadcast_object
+from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.requests import barrier, join
+from ringreduce.training.shares import loading, share
 
-__all__ = ["allgather_object", "barrier", "broadcast_object", "callbacks", "elastic", "join", "loading", "share"]
-__all__ += ["weighted_average"]
-__all__ += built.__all__
-__all__ += names.__all__
-__all__ += functions.__all__
-__all__ += optimizer.__all__
-__all__.sort()
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Product",
+    "ReproducibleSum",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "load_model",
+    "loading",
+    "local_rank",
+    "local_size",
+    "metrics",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "share",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "weighted_average",
+]

@@ -17,14 +17,20 @@ from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.keras.backends import as_numpy, named_as
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training import ops
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.host import HOST
-from ringreduce.training.ops import *  # noqa: F403
+from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.parameters import broadcast_parameters
 from ringreduce.training.requests import Op, Request, RequestBuilder, chosen_op
 
 __all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReproducibleSum",
+    "Sum",
     "allgather",
     "allreduce",
     "broadcast",
@@ -32,8 +38,6 @@ __all__ = [
     "broadcast_variables",
     "reducescatter",
 ]
-__all__ += ops.__all__
-__all__.sort()
 
 
 def _collective(

@@ -16,8 +16,17 @@ from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["Allocation", "Cooldown", "Hosts", "SizePolicy", "expand", "fill", "is_here", "parse_host_file"]
-__all__ += ["parse_hosts"]
+__all__ = [
+    "Allocation",
+    "Cooldown",
+    "Hosts",
+    "SizePolicy",
+    "expand",
+    "fill",
+    "is_here",
+    "parse_host_file",
+    "parse_hosts",
+]
 
 _HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
 _SHOWN = 60  # of a text that is refused

@@ -23,6 +23,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import end_with_parent
 from ringreduce.launcher.chains import Chains
 from ringreduce.launcher.failures import KEPT_NBYTES
+from ringreduce.launcher.shells import shell
 from ringreduce.launcher.tracebacks import Tracebacks
 
 __all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "Output", "say"]
@@ -34,18 +35,8 @@ _FIRST_LOOKS_S = 0.05
 #: What mpirun gets to end, once it is asked to, before it is killed with its ranks: it gives these two seconds.
 _TO_END_S = 15.0
 
-#: The shell that starts a rank where others survive it. Open MPI reports only deaths by a signal to them, so any
-#: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
-#: mpirun sends signals to end a rank to both; the shell stays until the rank has ended, and then says nothing.
-SUPERVISOR = (
-    *("sh", "-c"),
-    'trap "" USR2; asked_to_end=; trap "asked_to_end=1" TERM HUP INT; export RINGREDUCE_MARKS="/proc/$$/fd/2"; '
-    'say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
-    '"${PMIX_HOSTNAME:-$(uname -n)}" >&2; }; "$@"; code=$?; '
-    '[ -z "$asked_to_end" ] || kill -KILL $$; '
-    'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
-    "ringreduce-rank",
-)
+#: Starts a rank where others survive it, and says how it has ended.
+SUPERVISOR = shell("rank")
 #: Lets a SIGUSR2 wait until the rank looks for it. It is blocked before there are any threads, and in all that the rank
 #: starts; mpirun sends it to these, too.
 HEARING = (

@@ -17,6 +17,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import Allocation, SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
 from ringreduce.launcher.mpirun import Mpirun, find
+from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 
 __all__ = ["UNNAMED", "Start", "make_folder", "prepare"]
@@ -27,51 +28,12 @@ UNNAMED = ""
 #: By which Open MPI is set to start more ranks than there are slots.
 _MAPPING = ("PRTE_MCA_rmaps_default_mapping_policy", "OMPI_MCA_rmaps_base_mapping_policy")
 
-#: The shell that lets the ranks of a host know which process a rank is, and becomes it. mpirun does not end a job for a
-#: rank that ends well before it has started MPI, and misses some that fail there: the others look by themselves.
-_KNOWN = (
-    *("sh", "-c"),
-    '[ ! -d "$PMIX_SERVER_TMPDIR" ] || echo $$ >"$PMIX_SERVER_TMPDIR/ringreduce-process-$OMPI_COMM_WORLD_RANK"; '
-    'exec "$@"',
-    "ringreduce-process",
-)
-
-#: The shell that gives a rank a file for all that it writes, and becomes it. Nothing is in between: what a rank wrote
-#: before it was killed is in the file. Rank 0's is shown by processes that are nobody's children, so that the program
-#: does not wait for them. They end after the rank, and do not wait until the launcher has taken note of its end:
-#: that of Intel MPI does so only when they have.
-_INTO_FILE = (
-    *("sh", "-c"),
-    'rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}; folder=$1; shift; mkdir -p "$folder" || exit; '
-    'file=$folder/rank-$rank.log; [ -n "$RINGREDUCE_RESTART" ] || : >"$file" || exit; : >>"$file" || exit; '
-    'rank_lives() { while read -r key state rest; do [ "$key" != State: ] || { [ "$state" != Z ]; return; }; '
-    'done 2>/dev/null <"/proc/$$/status"; return 1; }; '
-    'if [ "$rank" -eq 0 ]; then first=$(($(wc -c <"$file") + 1)); '
-    '((tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null & '
-    "while rank_lives; do sleep 0.5; done; sleep 0.2; kill $!) 2>/dev/null &); fi; "
-    'exec "$@" >>"$file" 2>&1',
-    "ringreduce-log",
-)
-
-#: The shell that sets Horovod's variables for a rank, and becomes it. Its first argument says how many
-#: ranks the nodes have, in their order; nothing: each has as many as this one.
-_IN_HOROVODS_WORDS = (
-    *("sh", "-c"),
-    "counts=$1; shift; "
-    "export HOROVOD_RANK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}} HOROVOD_SIZE=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-1}} "
-    "HOROVOD_LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-0}} "
-    "HOROVOD_LOCAL_SIZE=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}} "
-    "HOROVOD_HOSTNAME=${PMIX_HOSTNAME:-$(uname -n)} HOROVOD_CROSS_RANK=0 HOROVOD_CROSS_SIZE=0; "
-    "first=$((HOROVOD_RANK - HOROVOD_LOCAL_RANK)); start=0; "
-    '[ -n "$counts" ] || while [ "$start" -lt "$HOROVOD_SIZE" ]; do '
-    'counts="$counts $HOROVOD_LOCAL_SIZE"; start=$((start + HOROVOD_LOCAL_SIZE)); done; start=0; '
-    'for count in $counts; do if [ "$count" -gt "$HOROVOD_LOCAL_RANK" ]; then '
-    "HOROVOD_CROSS_SIZE=$((HOROVOD_CROSS_SIZE + 1)); "
-    '[ "$start" -ge "$first" ] || HOROVOD_CROSS_RANK=$((HOROVOD_CROSS_RANK + 1)); fi; '
-    "start=$((start + count)); done; "
-    'exec "$@"',
-    "ringreduce-horovod",
-)
+#: Lets the ranks of a host know which process a rank is.
+_KNOWN = shell("process")
+#: Gives a rank a file for all that it writes; takes the folder.
+_INTO_FILE = shell("log")
+#: Sets Horovod's variables for a rank; takes how many ranks the nodes have, in their order.
+_IN_HOROVODS_WORDS = shell("horovod")
 
 
 @dataclass(frozen=True)

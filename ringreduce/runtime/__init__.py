@@ -15,8 +15,29 @@ from ringreduce.common.launch import launch
 from ringreduce.observe.audit import require_facts
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.timeline import Program
-from ringreduce.runtime import blocking
-from ringreduce.runtime.blocking import *  # noqa: F403
+from ringreduce.runtime.blocking import (
+    Plan,
+    allgather,
+    allgather_init,
+    allreduce,
+    allreduce_init,
+    alltoall,
+    alltoall_init,
+    barrier,
+    broadcast,
+    broadcast_init,
+    empty,
+    explain,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_init,
+    scatter,
+    send,
+    sendrecv,
+    world,
+)
 from ringreduce.runtime.groups import Group
 from ringreduce.runtime.process import PROCESS, Recovery
 from ringreduce.runtime.process_sets import ProcessSet
@@ -25,17 +46,30 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "Plan",
     "Recovery",
     "add_process_set",
+    "allgather",
+    "allgather_init",
+    "allreduce",
+    "allreduce_init",
+    "alltoall",
+    "alltoall_init",
     "audit",
     "audited",
+    "barrier",
+    "broadcast",
+    "broadcast_init",
     "config",
     "count",
     "cross_rank",
     "cross_size",
     "dump",
+    "empty",
+    "explain",
     "failure",
     "follow_timelines",
+    "gather",
     "global_process_set",
     "go_on",
     "group",
@@ -50,15 +84,21 @@ __all__ = [
     "rank_and_size",
     "record",
     "recoveries",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_init",
     "remove_process_set",
+    "scatter",
+    "send",
+    "sendrecv",
     "set_conventions",
     "shutdown",
     "size",
     "start_timeline",
     "stop_timeline",
+    "world",
 ]
-__all__ += blocking.__all__
-__all__.sort(key=lambda name: (not name[0].isupper(), name))
 
 _process = PROCESS
 

@@ -75,12 +75,11 @@ def allreduce(
     deterministic: bool = False,
     compression: str | None = None,
     feedback: Feedback | None = None,
-    wire: str | None = None,
     weights: Sequence[float] = (),
 ) -> A:
     """Reduce arrays over all ranks; see `Communicator.allreduce`."""
     communicator = (PROCESS.world or PROCESS.here()).communicator
-    if not (deterministic or compression or feedback or wire or len(weights)):
+    if not (deterministic or compression or feedback or len(weights)):
         return communicator.allreduce(array, op, out=out, algorithm=algorithm)
     return communicator.allreduce(
         array,
@@ -88,7 +87,7 @@ def allreduce(
         out=out,
         algorithm=algorithm,
         deterministic=deterministic,
-        compression=compression or wire,
+        compression=compression,
         feedback=feedback,
         weights=weights,
     )

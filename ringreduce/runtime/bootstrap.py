@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, cast
 from ringreduce.algorithms import Collective, names
 from ringreduce.collectives import NCCL, VENDOR
 from ringreduce.common import processes
-from ringreduce.common.config import VERSION, Config, former_variables, ignored_variables
+from ringreduce.common.config import VERSION, Config, ignored_variables
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
 from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, notify_launcher
 from ringreduce.transport.memory import MemoryWorld
@@ -321,6 +321,3 @@ def check_settings(messages: Messages, settings: Config) -> None:
     ignored = ignored_variables()
     if ignored and messages.rank == 0:
         _log.warning("these variables have no meaning here: %s", ", ".join(ignored))
-    former = former_variables()
-    if former and messages.rank == 0:
-        _log.warning("the next version will not know these variables: %s", ", ".join(former))

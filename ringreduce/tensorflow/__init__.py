@@ -18,7 +18,25 @@ require_framework("tensorflow", __name__)
 # ruff: noqa: E402  # what follows imports TensorFlow
 import tensorflow
 
-from ringreduce.runtime.names import *  # noqa: F403  # for type checkers, which see no further than one star
+from ringreduce.runtime.names import (
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    metrics,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 from ringreduce.tensorflow import (
     compression,
     elastic,
@@ -31,40 +49,132 @@ from ringreduce.tensorflow import (
     util,
 )
 from ringreduce.tensorflow.compression import Compression
-from ringreduce.tensorflow.functions import *  # noqa: F403  # what these export is written down there, and not once more
+from ringreduce.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 from ringreduce.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
 from ringreduce.tensorflow.local import DiLoCo, LocalSGD
-from ringreduce.tensorflow.mpi_ops import *  # noqa: F403
+from ringreduce.tensorflow.mpi_ops import (
+    HorovodInternalError,
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    cuda_built,
+    gpu_available,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    join,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    reducescatter,
+    size_op,
+)
 from ringreduce.tensorflow.optimizer import DistributedOptimizer
 from ringreduce.tensorflow.sync_batch_norm import SyncBatchNormalization
 from ringreduce.training.averages import weighted_average
-from ringreduce.training.built import *  # noqa: F403
-from ringreduce.training.ops import *  # noqa: F403
+from ringreduce.training.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.requests import barrier
 from ringreduce.training.shares import loading, share
 
 _executing_eagerly = tensorflow.executing_eagerly
 
 __all__ = [
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
     "Compression",
     "DiLoCo",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "LocalSGD",
+    "Max",
+    "Min",
     "PartialDistributedGradientTape",
+    "ProcessSet",
+    "Product",
+    "ReproducibleSum",
+    "Sum",
     "SyncBatchNormalization",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "ccl_built",
     "compression",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
     "elastic",
     "functions",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "gpu_available",
     "gradient_aggregation",
     "gradients",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
     "loading",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "metrics",
+    "mpi_built",
+    "mpi_enabled",
     "mpi_ops",
+    "mpi_threads_supported",
+    "nccl_built",
     "optimizer",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
     "share",
+    "shutdown",
+    "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
     "sync_batch_norm",
     "util",
     "weighted_average",
 ]
-__all__ += functions.__all__
-__all__ += mpi_ops.__all__
-__all__.sort()

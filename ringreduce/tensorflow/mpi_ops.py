@@ -29,46 +29,101 @@ from ringreduce import runtime
 from ringreduce.common.errors import CollectiveError as HorovodInternalError
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM
-from ringreduce.runtime import global_process_set, names
-from ringreduce.runtime.names import *  # noqa: F403
-from ringreduce.runtime.process import PROCESS
-from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.runtime.names import (
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    metrics,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 from ringreduce.tensorflow.calls import Host, Spec, any_rows, are_recorded, entry, run, tensors_of, traced_name
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.functions import broadcast_ as broadcast_  # which Horovod has here, too
+from ringreduce.tensorflow.numbers import asked, local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from ringreduce.tensorflow.slices import added_up, places_of, times
-from ringreduce.training import built, ops, requests
-from ringreduce.training.built import *  # noqa: F403
+from ringreduce.training import requests
+from ringreduce.training.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from ringreduce.training.compression.tensors import wire_of
 from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.host import HostArrays
-from ringreduce.training.ops import *  # noqa: F403
+from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.requests import Op, Request, RequestBuilder, barrier, chosen_op
 
 __all__ = [
+    "Adasum",
+    "Average",
     "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReproducibleSum",
+    "Sum",
+    "add_process_set",
     "allgather",
     "allreduce",
     "alltoall",
     "barrier",
     "broadcast",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
     "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "gpu_available",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
     "join",
+    "local_rank",
     "local_rank_op",
+    "local_size",
     "local_size_op",
+    "metrics",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "process_set_included_op",
+    "rank",
     "rank_op",
     "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
     "size_op",
+    "start_timeline",
+    "stop_timeline",
 ]
-__all__ += built.__all__
-__all__ += names.__all__
-__all__ += ops.__all__
-__all__.sort()
 
 _executing_eagerly = tf.executing_eagerly
 _basics = sys.modules[__name__]  # in Horovod an object whose methods are the functions that are here
@@ -234,7 +289,7 @@ def _gather_slices(slices: Sequence[Any], op: Op, name: str | None, process_set:
     parts = [*(each.values for each in slices), *(each.indices for each in slices)]
     gathered = grouped_allgather(parts, name and f"{name}, slices", process_set=process_set)
     values, indices = gathered[: len(slices)], gathered[len(slices) :]
-    size = _asked(process_set.size) if op is AVERAGE else 1
+    size = asked(process_set.size) if op is AVERAGE else 1
     if runtime.config().conventions.adds_up_slices:
 
         def find(arrays: list[Host]) -> list[Host]:
@@ -364,62 +419,10 @@ def grouped_reducescatter(
     return list(map(compression.decompress, parts, contexts))
 
 
-# ---- numbers that are asked for when a graph runs ----
-
-
-def _asked(ask: Callable[[], int]) -> Any:
-    """Return a number as a tensor: of the world in which a graph runs, not of that in which it is made."""
-    return run(lambda _: [np.array(ask(), np.int32)], [], lambda: [(tf.int32, [])], in_order=False)[0]
-
-
 @entry
 def join() -> Any:
     """Say that this rank has no more data, and wait until all ranks have; see `ringreduce.training.requests.join`."""
     return run(lambda _: [np.array(requests.join(), np.int32)], [], lambda: [(tf.int32, [])])[0]
-
-
-@entry
-def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Return the number of ranks of a process set, of all ranks if it is 0."""
-
-    def ask() -> int:
-        found = PROCESS.here().sets.get(process_set_id)
-        if found is None:
-            raise ConfigError(f"there is no process set {process_set_id}")
-        return found.size()
-
-    return _asked(ask)
-
-
-@entry
-def rank_op(name: str | None = None) -> Any:
-    """Return the rank of this process."""
-    return _asked(runtime.rank)
-
-
-@entry
-def local_size_op(name: str | None = None) -> Any:
-    """Return the number of ranks on this node."""
-    return _asked(runtime.local_size)
-
-
-@entry
-def local_rank_op(name: str | None = None) -> Any:
-    """Return the rank of this process on its node."""
-    return _asked(runtime.local_rank)
-
-
-@entry
-def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Return 1 if this process is in a process set, 0 if not, -1 before ``init()``, and -2 if there is no such set."""
-
-    def ask() -> int:
-        if not runtime.is_initialized():
-            return -1
-        found = PROCESS.here().sets.get(process_set_id)
-        return -2 if found is None else int(found.included())
-
-    return _asked(ask)
 
 
 def cuda_built() -> bool:

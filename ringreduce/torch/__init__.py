@@ -25,7 +25,25 @@ from ringreduce import runtime
 from ringreduce.algorithms import Collective
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import set_conventions
-from ringreduce.runtime.names import *  # noqa: F403  # for type checkers, which see no further than one star
+from ringreduce.runtime.names import (
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    metrics,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 from ringreduce.torch import (
     checkpoint,
     compression,
@@ -38,46 +56,149 @@ from ringreduce.torch import (
     sync_batch_norm,
 )
 from ringreduce.torch.checkpoint import load_checkpoint, save_checkpoint
+from ringreduce.torch.compression import Compression
 from ringreduce.torch.data import DistributedSampler, Shard
-from ringreduce.torch.functions import *  # noqa: F403  # what these export is written down there, and not once more
+from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.local import DiLoCo, LocalSGD
-from ringreduce.torch.mpi_ops import *  # noqa: F403
-from ringreduce.torch.ops import *  # noqa: F403
+from ringreduce.torch.mpi_ops import HorovodInternalError, cuda_built
+from ringreduce.torch.ops import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+)
 from ringreduce.torch.optimizer import DistributedOptimizer
-from ringreduce.torch.reductions import *  # noqa: F403
+from ringreduce.torch.reductions import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
 from ringreduce.torch.sharded import ShardedStep, Stepper
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.training.averages import weighted_average
-from ringreduce.training.built import *  # noqa: F403
-from ringreduce.training.ops import *  # noqa: F403
+from ringreduce.training.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ringreduce.training.objects import allgather_object, broadcast_object
+from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.requests import Handle, barrier, join, poll, synchronize
 from ringreduce.training.shares import loading, share
 
 __all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
     "DiLoCo",
     "DistributedOptimizer",
     "DistributedSampler",
+    "Handle",
+    "HorovodInternalError",
     "LocalSGD",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReproducibleSum",
     "Shard",
+    "Sum",
     "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
     "checkpoint",
     "compression",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
     "data",
+    "ddl_built",
     "elastic",
     "functions",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
     "load_checkpoint",
     "loading",
+    "local_rank",
+    "local_size",
+    "metrics",
+    "mpi_built",
+    "mpi_enabled",
     "mpi_ops",
+    "mpi_threads_supported",
+    "nccl_built",
     "optimizer",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "save_checkpoint",
     "set_conventions",
     "share",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "sync_batch_norm",
+    "synchronize",
     "weighted_average",
 ]
-__all__ += functions.__all__
-__all__ += mpi_ops.__all__
-__all__.sort()
 
 runtime.follow_timelines(phases.follow)
 phases.count_steps()

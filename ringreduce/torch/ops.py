@@ -45,17 +45,40 @@ from torch import Tensor
 
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch import reductions
 from ringreduce.torch.arrays import differentiable, preparing
-from ringreduce.torch.reductions import *  # noqa: F403  # what it exports is written down there, and not once more
-from ringreduce.training import ops
-from ringreduce.training.ops import *  # noqa: F403
+from ringreduce.torch.reductions import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.requests import Handle, Request, barrier, join, poll, synchronize
 
 __all__ = [
+    "Adasum",
+    "Average",
     "Handle",
+    "Max",
+    "Min",
+    "Product",
+    "ReproducibleSum",
+    "Sum",
     "allgather",
     "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
     "alltoall",
     "alltoall_async",
     "barrier",
@@ -65,13 +88,19 @@ __all__ = [
     "broadcast_async_",
     "grouped_allgather",
     "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "join",
     "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
     "synchronize",
 ]
-__all__ += ops.__all__
-__all__ += reductions.__all__
-__all__.sort()
 
 _Tensors = Sequence[Tensor]
 

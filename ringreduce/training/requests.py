@@ -372,7 +372,7 @@ def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[...
         else:
             for each in targets:
                 floating = DTYPES[dtype_name(each.dtype)].kind == "float"
-                communicator.allreduce(each, op, out=each, wire=wire if floating else None)
+                communicator.allreduce(each, op, out=each, compression=wire if floating else None)
 
     return reduce
 

@@ -82,7 +82,7 @@ def test_collectives_are_right_between_hosts(ranks: int, per_host: int) -> None:
                 result = rr.allreduce(data[rr.rank()], algorithm=algorithm)
                 assert (result == sum(data)).all(), algorithm
             noise = np.random.default_rng(rr.rank()).standard_normal(count).astype(np.float32)
-            for options in ({{}}, {{"deterministic": True}}, {{"wire": "int8"}}, {{"wire": "bf16"}}):
+            for options in ({{}}, {{"deterministic": True}}, {{"compression": "int8"}}, {{"compression": "bf16"}}):
                 bits.append(zlib.crc32(rr.allreduce(noise, **options).tobytes()))
         rows = np.full((rr.rank() + 1, 2), rr.rank())
         assert (rr.allgather(rows)[:, 0] == np.repeat(np.arange(size), np.arange(size) + 1)).all()

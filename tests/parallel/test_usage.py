@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce import runtime
 from ringreduce.runtime.process import PROCESS
 from ringreduce.runtime.usage import Usage
 from ringreduce.testing.toy import Toy
@@ -48,7 +49,7 @@ REDUCE: dict[str, Callable[[], object]] = {
     "allreduce": lambda: rr.allreduce(ONES),
     "reducescatter": lambda: rr.reduce_scatter(ONES),
     "alltoall": lambda: rr.alltoall(np.ones(rr.size())),
-    "a group": lambda: rr.group(),
+    "a group": runtime.group,
 }
 SHARE: dict[str, Callable[[], object]] = {
     "nothing": nothing,

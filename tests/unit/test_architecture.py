@@ -92,6 +92,21 @@ def breaches(path: Path, source: str) -> list[str]:
     return found
 
 
+def is_all(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "__all__"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_names_are_imported_and_exported_one_by_one(path: Path):
+    """Whoever searches for a name finds where it comes from: no star imports, and `__all__` is one list of strings."""
+    nodes = list(ast.walk(TREES[path]))
+    assert [node.lineno for node in nodes if isinstance(node, ast.alias) and node.name == "*"] == []
+    lists = [node for node in TREES[path].body if isinstance(node, ast.Assign) and is_all(node.targets[0])]
+    assert sum(is_all(node) and isinstance(node.ctx, ast.Store) for node in nodes) == len(lists) <= 1
+    assert [node.lineno for node in nodes if isinstance(node, ast.Attribute) and is_all(node.value)] == []
+    assert all(isinstance(name, str) for node in lists for name in ast.literal_eval(node.value))
+
+
 def test_every_folder_has_a_level():
     """No module lies loose at the root, and a new folder gets its place in the table before it gets users."""
     assert {place_of(path) for path in SOURCES} == set(LEVELS)
@@ -333,19 +348,3 @@ def test_without_torch_the_torch_layer_says_what_to_install(module: str):
     assert error.startswith("ringreduce.torch needs PyTorch, which is not installed: pip install torch")
     assert error.endswith("None True")
     assert total == "1 [1] ['a']"
-
-
-def test_former_names_of_modules_still_import():
-    """They give the module of today, and a warning that names it, until the next release."""
-    printed = in_a_new_process(
-        "import importlib, warnings\n"
-        "from ringreduce.common import moved\n"
-        "for former, today in moved._MOVED.items():\n"
-        "    if '.torch' in former:\n"
-        "        continue\n"
-        "    with warnings.catch_warnings(record=True) as said:\n"
-        "        warnings.simplefilter('always')\n"
-        "        assert importlib.import_module(former) is importlib.import_module(today)\n"
-        "    print(*(each.category.__name__ for each in said), *(today in str(each.message) for each in said))\n"
-    )
-    assert set(printed.splitlines()) == {"FutureWarning True"}

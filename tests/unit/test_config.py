@@ -9,7 +9,6 @@ import pytest
 from ringreduce.common.config import (
     HOROVOD,
     Config,
-    former_variables,
     gpu_switches,
     ignored_variables,
 )
@@ -53,8 +52,8 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 
 
 def test_every_setting_has_a_variable_and_says_so() -> None:
-    """Each field but the launcher's is read from one of 20 variables that the docstring names, or a part of one; the
-    size of segments, from a former variable alone.
+    """Each field but the launcher's and the size of segments is read from one of 20 variables that the docstring names,
+    or a part of one.
     """
     fields = {field.name for field in dataclasses.fields(Config)}
     assert set(VARIABLES.values()) == fields - {"launched_size", "segment_nbytes"}
@@ -139,10 +138,8 @@ def test_a_variable_says_several_things() -> None:
         *(("RINGREDUCE_MIN_NP", text) for text in ("0", "two", "-1")),
         *(("RINGREDUCE_RESET_LIMIT", text) for text in ("never", "-1")),
         ("RINGREDUCE_GPU", "maybe"),
-        ("RINGREDUCE_CUDA_AWARE", "maybe"),
         ("RINGREDUCE_CHECK", "wrong:1"),
         ("RINGREDUCE_CHECK", "100,finite:0"),
-        ("RINGREDUCE_CHECK_FINITE", "0"),
         ("RINGREDUCE_CONVENTIONS", "mine"),
         ("HOROVOD_FUSION_THRESHOLD", "64.5"),
         ("HOROVOD_LOG_LEVEL", "loud"),
@@ -320,44 +317,6 @@ def test_several_processes_are_proved(environ: dict[str, str], name: str, proof:
 def test_what_proves_nothing(environ: dict[str, str]) -> None:
     """An allocation, half of what a launcher sets, and a launcher that has started this process alone."""
     assert Launch.from_environ(environ).launcher is None
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "field", "value", "now"),
-    [
-        ("CUDA_AWARE", "1", "gpu", "mpi", "RINGREDUCE_GPU=mpi"),
-        ("CUDA_AWARE", "On", "gpu", "mpi", "RINGREDUCE_GPU=mpi"),
-        ("CUDA_AWARE", "0", "gpu", "staged", "RINGREDUCE_GPU=staged"),
-        ("CUDA_AWARE", "auto", "gpu", "staged", "RINGREDUCE_GPU=staged"),
-        ("PRIVATE_MEMORY", "0", "private_memory", False, "RINGREDUCE_SHARED_MEMORY=private:0"),
-        ("RESULTS", "1M", "results_nbytes", 1 << 20, "RINGREDUCE_SHARED_MEMORY=results:1M"),
-        ("SEGMENT", "64K", "segment_nbytes", 64 << 10, None),
-        ("TIMELINE_MARK_BATCHES", "1", "timeline_marks_batches", True, "RINGREDUCE_TIMELINE=marks:1"),
-        ("CHECK_FINITE", "100", "check_finite_every", 100, "RINGREDUCE_CHECK=finite:100"),
-        ("CHECK_DATA", "0", "check_data", False, "RINGREDUCE_CHECK=data:0"),
-    ],
-)
-def test_a_former_name_is_understood(name: str, text: str, field: str, value: object, now: str | None) -> None:
-    """It is read where that of today is not set, and a warning names both."""
-    former = f"RINGREDUCE_{name}"
-    assert Config.from_environ({former: text}) == dataclasses.replace(Config(), **{field: value})
-    assert former_variables({former: text}) == [f"{former} (now {now})" if now else former]
-    assert ignored_variables({former: text}) == former_variables({former: ""}) == former_variables({}) == []
-    if now is not None:
-        assert getattr(Config.from_environ(dict([now.split("=")])), field) == value
-
-
-@pytest.mark.parametrize(
-    ("environ", "field", "value"),
-    [
-        ({"RINGREDUCE_CUDA_AWARE": "1", "RINGREDUCE_GPU": "nccl"}, "gpu", "nccl"),
-        ({"RINGREDUCE_CHECK_FINITE": "100", "RINGREDUCE_CHECK": "finite:1"}, "check_finite_every", 1),
-        ({"RINGREDUCE_CHECK_FINITE": "100", "RINGREDUCE_CHECK": "1"}, "check_finite_every", 100),
-    ],
-)
-def test_a_variable_of_today_overrides_a_former_one(environ: dict[str, str], field: str, value: object) -> None:
-    """Where it says the same thing."""
-    assert getattr(Config.from_environ(environ), field) == value
 
 
 def test_the_launcher_says_when_elastic_training_ends() -> None:

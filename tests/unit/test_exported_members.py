@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,15 +61,6 @@ def test_all_is_sorted_complete_and_true(path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(set(module.__all__), key=rank_of) == list(module.__all__)
     assert set(defined_names(ast.parse(source))) <= set(module.__all__)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
-
-
-def test_what_is_imported_with_a_star_lists_its_names():
-    """Else the names that the module imports itself would come with its own."""
-    listing = set(map(name_of, LISTING))
-    starred = {
-        name for source in SOURCES.values() for name in re.findall(r"^from (\S+) import \*", source, re.MULTILINE)
-    }
-    assert starred <= listing
 
 
 def test_dir_shows_what_is_public():

@@ -129,7 +129,7 @@ def test_orders_of_the_gpu_do_not_show(seed: int, path: str) -> None:
 
 
 @PATHS
-@pytest.mark.parametrize("how", [{"deterministic": True}, {"algorithm": "ring"}, {"wire": "bf16"}])
+@pytest.mark.parametrize("how", [{"deterministic": True}, {"algorithm": "ring"}, {"compression": "bf16"}])
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_options_are_those_of_host_memory(how: dict[str, Any], node_size: int | None, path: str) -> None:
     """Algorithms and determinism go through the host, whatever is asked for; small whole numbers are exact in all."""
@@ -139,7 +139,7 @@ def test_options_are_those_of_host_memory(how: dict[str, Any], node_size: int | 
         array = driver.put_late(parts[communicator.rank])
         communicator.allreduce(array, out=array, **how)
         assert_equal(array.get(array.stream), expected(parts, rr.SUM))
-        assert "wire" in how or launches(driver) == []
+        assert "compression" in how or launches(driver) == []
 
     run_gpu_ranks(2, check, path=path, node_size=node_size)
 
@@ -315,7 +315,7 @@ def test_arrays_that_cannot_be_used_are_refused() -> None:
         with pytest.raises(UnsupportedBufferError, match="no result can be stored"):
             communicator.allreduce(array, out=SimpleNamespace(__cuda_array_interface__=frozen))
         with pytest.raises(UnsupportedBufferError, match="wire formats are for floats"):
-            communicator.allreduce(driver.put_late(np.ones(4, np.int32)), wire="bf16")
+            communicator.allreduce(driver.put_late(np.ones(4, np.int32)), compression="bf16")
         communicator.allreduce(array, out=array)
         assert array.get(array.stream).tolist() == [2] * 4
 

@@ -8,7 +8,7 @@ import sys
 
 from ringreduce import cli
 
-#: By module as programs import it, some of them by a former name: what they find there. Names may be added.
+#: By module as programs import it: what they find there. Names may be added.
 NAMES = {
     "ringreduce": """
         AVERAGE Choice CollectiveError CollectiveTimeoutError Communicator Config ConfigError Conventions
@@ -43,13 +43,13 @@ NAMES = {
         DamagingMessages FailingMessages RecordingMessages assert_close assert_equal caught check_choices
         check_collectives check_messages expected run_engines run_process_sets run_ranks run_threads sample
     """,
-    "ringreduce.torch.ddp": "AllreduceState allreduce_hook",
+    "ringreduce.torch.distributed.ddp": "AllreduceState allreduce_hook",
     "ringreduce.torch.lightning": "RingreduceEnvironment RingreduceStrategy",
-    "ringreduce.torch.pytorch_lightning": "RingreduceEnvironment RingreduceStrategy",
+    "ringreduce.torch.lightning.pytorch_lightning": "RingreduceEnvironment RingreduceStrategy",
     "ringreduce.algorithms": "ALGORITHMS Algorithm Collective Cost Schedule Step Transfer find names schedule_for",
     "ringreduce.algorithms.verify": "Kind Move Outcome ScheduleError run verify",
-    "ringreduce.topology": "Topology",
-    "ringreduce.errors": """
+    "ringreduce.common.topology": "Topology",
+    "ringreduce.common.errors": """
         CollectiveError CollectiveTimeoutError ConfigError MismatchError NotFiniteError PeerLostError
         RingReduceError ShutdownError TransportError UnsupportedBufferError name_ranks since
     """,
@@ -83,7 +83,7 @@ NAMES = {
     "horovod.torch.optimizer": "DistributedOptimizer _DistributedOptimizer",
     "horovod.torch.sync_batch_norm": "SyncBatchNorm",
     "horovod.torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
-    "ringreduce.conventions": "Conventions",
+    "ringreduce.common.conventions": "Conventions",
 }
 #: What Horovod's module of operations lacks of the names of the binding.
 NO_OPERATIONS = """

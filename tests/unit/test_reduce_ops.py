@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ringreduce as rr
+from ringreduce.common import reduce_ops
 from ringreduce.common.reduce_ops import ReduceOp
 
 
@@ -38,6 +39,6 @@ def test_the_constants_are_the_members() -> None:
 @pytest.mark.parametrize("op", ReduceOp, ids=lambda op: op.value)
 def test_the_table_defines_every_operation(op: ReduceOp) -> None:
     """The module's docstring says for each operation what it does to floats, integers and bools."""
-    rows = [line.split("|")[1:-1] for line in rr.reduce_ops.__doc__.splitlines() if line.startswith(f"| {op.value} ")]
+    rows = [line.split("|")[1:-1] for line in reduce_ops.__doc__.splitlines() if line.startswith(f"| {op.value} ")]
     assert len(rows) == 1
     assert all(cell.strip() for cell in rows[0])

@@ -38,8 +38,8 @@ REFUSED: dict[str, tuple[Arguments, str]] = {
     "unknown op": (lambda array: ([array, "median"], {}), "median"),
     "unknown algorithm": (lambda array: ([array], {"algorithm": "quick"}), "quick"),
     "algorithms in a list": (lambda array: ([array], {"algorithm": ["ring"]}), "algorithm must be a name"),
-    "unknown format": (lambda array: ([array], {"wire": "int3"}), "int3"),
-    "formats in a list": (lambda array: ([array], {"wire": ["int8"]}), "unknown wire format"),
+    "unknown format": (lambda array: ([array], {"compression": "int3"}), "int3"),
+    "formats in a list": (lambda array: ([array], {"compression": ["int8"]}), "unknown wire format"),
     "two algorithms": (lambda array: ([array], {"deterministic": True, "algorithm": "ring"}), "not both"),
 }
 #: For each collective: right arguments, what comes of a value on a rank, and arguments that are refused.

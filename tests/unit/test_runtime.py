@@ -179,25 +179,6 @@ def test_wrong_settings_are_refused_by_init() -> None:
     )
 
 
-def test_a_former_variable_has_a_word_of_warning() -> None:
-    """It counts, and `init` says once what to write now."""
-    run(
-        """
-        import logging
-        import ringreduce as rr
-        said = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: said.append(record.getMessage())
-        logging.getLogger("ringreduce").addHandler(handler)
-        rr.init()
-        assert rr.config().check_finite_every == 9
-        (warning,) = said
-        assert "RINGREDUCE_CHECK_FINITE (now RINGREDUCE_CHECK=finite:9)" in warning, warning
-        """,
-        RINGREDUCE_CHECK_FINITE="9",
-    )
-
-
 LAUNCHED = [
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),

@@ -172,7 +172,7 @@ def test_a_weighted_average_on_one_node(size: int, dtype: Any) -> None:
     [
         ({"op": rr.SUM}, "averages"),
         ({"algorithm": "ring"}, "named algorithm"),
-        ({"wire": "int8"}, "wire format"),
+        ({"compression": "int8"}, "wire format"),
         ({"weights": [1.0]}, "as many weights"),
         ({"weights": np.array([0.5, 0.25])}, "sum of weights must be 1"),
         ({"weights": [0.5, math.nan]}, "sum of weights must be 1"),

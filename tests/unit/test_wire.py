@@ -47,10 +47,10 @@ def test_the_error_is_that_of_two_roundings(size: int, node_size: int, wire: str
         bits = []
         for count in COUNTS:
             mine = contribution(communicator.rank, count)
-            total = communicator.allreduce(mine, wire=wire)
+            total = communicator.allreduce(mine, compression=wire)
             buffer = communicator.empty(count)
             buffer[:] = mine
-            assert communicator.allreduce(buffer, "average", out=buffer, wire=wire) is buffer
+            assert communicator.allreduce(buffer, "average", out=buffer, compression=wire) is buffer
             expected = exact(size, count)
             for result, reference in ((total, expected), (buffer, expected / size)):
                 # Of independent roundings of P terms and of their sum, each so much of its own size.
@@ -70,7 +70,7 @@ def test_nothing_is_encoded_on_one_node(wire: str) -> None:
 
     def check(communicator: rr.Communicator) -> None:
         mine, feedback = contribution(communicator.rank, 1001), rr.Feedback()
-        result = communicator.allreduce(mine, "average", wire=wire, feedback=feedback)
+        result = communicator.allreduce(mine, "average", compression=wire, feedback=feedback)
         assert result.tobytes() == communicator.allreduce(mine, "average").tobytes()
         assert feedback.error == 0.0
 
@@ -88,8 +88,8 @@ def test_what_is_lost_is_fed_back(size: int, node_size: int) -> None:
         fed, plain = np.zeros(count), np.zeros(count)
         for step in range(steps):
             mine = contribution(communicator.rank, count, step)
-            fed += communicator.allreduce(mine, wire="int4", feedback=feedback)
-            plain += communicator.allreduce(mine, wire="int4", feedback=measured)
+            fed += communicator.allreduce(mine, compression="int4", feedback=feedback)
+            plain += communicator.allreduce(mine, compression="int4", feedback=measured)
         for each in (feedback, measured):
             if each.sent is not None:
                 assert 0.05 < each.error < 0.2
@@ -110,7 +110,7 @@ def test_other_floats_travel_in_the_format_too(dtype: Any) -> None:
     def check(communicator: rr.Communicator) -> None:
         mine = contribution(communicator.rank, 3000).astype(dtype).reshape(30, 100).T[::2]
         out = np.zeros((30, 50), dtype).T
-        assert communicator.allreduce(mine, out=out, wire="int8") is out
+        assert communicator.allreduce(mine, out=out, compression="int8") is out
         expected = exact(3, 3000).reshape(30, 100).T[::2]
         assert np.linalg.norm(out - expected) < 0.013 * np.linalg.norm(expected)
         assert out.dtype == dtype
@@ -128,10 +128,10 @@ def test_what_is_not_finite_arrives_and_is_forgotten(wire: str, bad: float) -> N
         mine = np.ones(2000, np.float32)
         if communicator.rank == 1:
             mine[700] = bad
-        result = communicator.allreduce(mine, wire=wire, feedback=feedback)
+        result = communicator.allreduce(mine, compression=wire, feedback=feedback)
         assert not np.isfinite(result[700])
         assert np.isfinite(result[:256]).all()
-        result = communicator.allreduce(np.ones(2000, np.float32), wire=wire, feedback=feedback)
+        result = communicator.allreduce(np.ones(2000, np.float32), compression=wire, feedback=feedback)
         np.testing.assert_allclose(result, 3.0, rtol=0.2)
 
     run_ranks(3, check, node_size=1)
@@ -149,9 +149,9 @@ def test_wrong_arguments_are_refused_and_lose_nothing() -> None:
             (rr.UnsupportedBufferError, (np.ones(5, np.complex64), "sum", "bf16")),
         ):
             array, op, wire = arguments
-            assert isinstance(caught(communicator.allreduce, array, op, wire=wire), error)
-        assert isinstance(caught(communicator.allreduce, floats, wire="int8", algorithm="ring"), rr.ConfigError)
-        assert communicator.allreduce(floats, wire="int8").tolist() == pytest.approx([2.0] * 5, rel=0.01)
+            assert isinstance(caught(communicator.allreduce, array, op, compression=wire), error)
+        assert isinstance(caught(communicator.allreduce, floats, compression="int8", algorithm="ring"), rr.ConfigError)
+        assert communicator.allreduce(floats, compression="int8").tolist() == pytest.approx([2.0] * 5, rel=0.01)
 
     run_ranks(2, check, node_size=1)
 
@@ -161,10 +161,10 @@ def test_different_formats_are_a_mismatch_on_all_ranks() -> None:
 
     def check(communicator: rr.Communicator) -> None:
         floats = np.ones(5, np.float32)
-        error = caught(communicator.allreduce, floats, wire="int8" if communicator.rank else "int4")
+        error = caught(communicator.allreduce, floats, compression="int8" if communicator.rank else "int4")
         assert isinstance(error, rr.MismatchError)
         assert {"int8", "int4"} <= set(str(error).replace(",", " ").replace(")", " ").split())
-        assert communicator.allreduce(floats, wire="int4").tolist() == pytest.approx([2.0] * 5, rel=0.01)
+        assert communicator.allreduce(floats, compression="int4").tolist() == pytest.approx([2.0] * 5, rel=0.01)
 
     run_ranks(2, check, node_size=1)
 
@@ -181,7 +181,7 @@ def test_what_travels_is_what_the_proved_schedule_says(size: int, node_size: int
 
     run_ranks(
         size,
-        lambda communicator: communicator.allreduce(np.ones(count, np.float32), wire="fp16"),
+        lambda communicator: communicator.allreduce(np.ones(count, np.float32), compression="fp16"),
         node_size=node_size,
         wrap=Watching,
     )
@@ -218,7 +218,9 @@ def test_messages_begin_at_multiples_of_the_block(
     sizes: list[int] = []  # of all ranks, which are threads
     monkeypatch.setitem(CODECS, wire, CountingCodec(codec, sizes))
     run_ranks(
-        size, lambda communicator: communicator.allreduce(np.ones(count, np.float32), wire=wire), node_size=node_size
+        size,
+        lambda communicator: communicator.allreduce(np.ones(count, np.float32), compression=wire),
+        node_size=node_size,
     )
     assert max(map(codec.nbytes, sizes)) <= 32 << 10
     # Each other node encodes it for the rank that sums it up, and that one encodes the sum.
@@ -232,9 +234,9 @@ def test_values_that_are_too_large_are_infinite_and_silent(dtype: Any, value: fl
 
     def check(communicator: rr.Communicator) -> None:
         array = np.full(40, value, dtype)
-        communicator.allreduce(array, out=array, wire="bf16")
+        communicator.allreduce(array, out=array, compression="bf16")
         assert np.isposinf(array).all()
-        assert communicator.allreduce(np.ones(3, dtype), wire="bf16").tolist() == [2.0] * 3
+        assert communicator.allreduce(np.ones(3, dtype), compression="bf16").tolist() == [2.0] * 3
 
     run_ranks(2, check, node_size=1, config=Config(timeout_s=10.0))
 
@@ -244,7 +246,7 @@ def test_nothing_is_encoded_where_sums_are_to_be_deterministic(node_size: int | 
     """Rounded sums depend on which ranks share a node, so the two do not go together, on one node either."""
 
     def check(communicator: rr.Communicator) -> None:
-        error = caught(communicator.allreduce, np.ones(5, np.float32), wire="bf16")
+        error = caught(communicator.allreduce, np.ones(5, np.float32), compression="bf16")
         assert isinstance(error, rr.ConfigError)
         assert "RINGREDUCE_DETERMINISTIC is set" in str(error)
         assert communicator.allreduce(np.ones(5, np.float32)).tolist() == [2.0] * 5
@@ -256,8 +258,8 @@ def test_a_format_and_deterministic_do_not_go_together() -> None:
     """The error names what was given, and nothing else."""
 
     def check(communicator: rr.Communicator) -> None:
-        error = caught(communicator.allreduce, np.ones(5, np.float32), wire="bf16", deterministic=True)
+        error = caught(communicator.allreduce, np.ones(5, np.float32), compression="bf16", deterministic=True)
         assert isinstance(error, rr.ConfigError)
-        assert str(error) == "give deterministic=True or wire='bf16', not both"
+        assert str(error) == "give deterministic=True or compression='bf16', not both"
 
     run_ranks(2, check, node_size=1)

@@ -1,0 +1,29 @@
+# shellcheck shell=sh
+#
+# Starts a rank where others survive it, and says how it has ended. Arguments: what to start, and its arguments.
+#
+# Open MPI reports only deaths by a signal to the other ranks, so any end but a good one becomes one. And this says what
+# mpirun does not, whose status is 0 even if no rank has ended well.
+
+# By SIGUSR2 the launcher says that the hosts have changed: that is for the rank.
+trap "" USR2
+
+# mpirun sends signals to end a rank to this shell, too. It stays until the rank has ended, and then says nothing.
+asked_to_end=
+trap "asked_to_end=1" TERM HUP INT
+
+# Where the rank writes its own marks: to this standard error, wherever its own goes to.
+export RINGREDUCE_MARKS="/proc/$$/fd/2"
+
+# The mark that the launcher looks for in the standard error of mpirun, on a line of its own.
+say() { printf "\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\n" "${PMIX_HOSTNAME:-$(uname -n)}" >&2; }
+
+"$@"
+code=$?
+[ -z "$asked_to_end" ] || kill -KILL $$
+if [ "$code" -eq 0 ]; then
+    say "has ended well"
+else
+    say "has died"
+    kill -KILL $$
+fi
