@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringreduce.bench.cases import format_nbytes
-from ringreduce.bench.simulation.cluster import Cluster, Parts, Simulator, describe, links_of, samples_of
+from ringreduce.bench.simulation.cluster import Cluster, Rates, Simulator, describe, links_of, samples_of
 from ringreduce.common.quantities import parse_nbytes
 
 LARGE = 1 << 20  # bytes, from which figures count apart
@@ -51,7 +51,7 @@ def main() -> None:
         if options.fitted in (None, each["algorithm"]) and each["size"] <= (options.upto or each["size"])
     ]
     rate = (options.rate or 1.0) * 1e9 / 8
-    usual = Parts(rate, 1e-4, 1e-5, 1e-5, 4e9, 5e9, 1e-5, options.burst).links()
+    usual = Rates(rate, 1e-4, 1e-5, 1e-5, 4e9, 5e9, 1e-5, options.burst).links()
     links = links_of([json.dumps(report)], usual)
     if options.rate:
         links = replace(links, between=replace(links.between, beta=1 / rate))

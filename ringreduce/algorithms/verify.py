@@ -140,7 +140,7 @@ def run(
     for rank, schedule in enumerate(schedules):
         _check_form(rank, schedule, schedules[0].nblocks, collective, topology)
     _check_races(schedules)
-    world = _World(schedules, collective, root)
+    world = _SymbolicRanks(schedules, collective, root)
     rounds = world.run()
     world.check()
     ntotal = schedules[0].nblocks // (2 if collective is Collective.ALLTOALL else 1)
@@ -277,7 +277,7 @@ class _Post(NamedTuple):
     values: tuple[_Value, ...]
 
 
-class _World:
+class _SymbolicRanks:
     """All ranks, their memory and the messages between them."""
 
     def __init__(self, schedules: Sequence[Schedule], collective: Collective, root: int) -> None:

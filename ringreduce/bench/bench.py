@@ -12,11 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ringreduce.bench.cases import COLLECTIVES, Case, Reference, rest_value, sizes
-from ringreduce.bench.contenders import Device, OnDevice, OnHost, Ours
+from ringreduce.bench.contenders import Device, OnGpu, OnHost, Ours
 from ringreduce.bench.formats import WRITERS
-from ringreduce.bench.measure import Contender, Noise, Summary, Usage, iterations_for, time_in_turn, usage, warmup_for
+from ringreduce.bench.measure import (
+    Contender,
+    Noise,
+    ProcessorTimes,
+    Summary,
+    iterations_for,
+    time_in_turn,
+    usage,
+    warmup_for,
+)
 from ringreduce.bench.peers import PEERS, Peer, mpi_library
-from ringreduce.bench.results import Bound, Machine, Report, Result, Row, Settings
+from ringreduce.bench.results import Machine, MemoryBound, Report, Result, Row, Settings
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
@@ -35,7 +44,7 @@ def run(
     device: Device | None = None,
     progress: Callable[[int, int], None] | None = None,
     head: bool = True,
-    read: Callable[[], Usage] = usage,
+    read: Callable[[], ProcessorTimes] = usage,
 ) -> Report:
     """Measure everything that ``settings`` ask for; collective.
 
@@ -59,7 +68,7 @@ def run(
     writer = WRITERS[settings.format](settings)
     _check(world, settings)
     if device is None:
-        device = OnDevice(world) if settings.device == "cuda" else OnHost(world)
+        device = OnGpu(world) if settings.device == "cuda" else OnHost(world)
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(contextlib.closing(PEERS[name](world, device))) for name in settings.peers]
         bench, rows = Bench(world, settings, peers, device), []
@@ -88,7 +97,7 @@ class Bench:
     """
 
     def __init__(self, world: Communicator, settings: Settings, peers: Sequence[Peer], device: Device) -> None:
-        self.bounds: dict[int, Bound] = {}
+        self.bounds: dict[int, MemoryBound] = {}
         self._world = world
         self._settings = settings
         self._peers = peers
@@ -143,7 +152,7 @@ class Bench:
         if settings.check:
             wrong.append(self._count_wrong(case, ours))
         if bound:
-            limit = Bound(case.nbytes, found[bound.name].median, bound.name)
+            limit = MemoryBound(case.nbytes, found[bound.name].median, bound.name)
             self.bounds[case.nbytes], share = limit, limit.time_us / mine.median
         name, transport = self._device.path(case, self._name(case, algorithm), asked)
         nwrong = sum(wrong) if wrong else None

@@ -27,7 +27,7 @@ __all__ = [
     "OPS",
     "TYPES",
     "Case",
-    "Collective",
+    "MeasuredCollective",
     "Reference",
     "format_nbytes",
     "native_dtype",
@@ -52,7 +52,7 @@ OPS: dict[str, ReduceOp] = {"sum": SUM, "prod": PRODUCT, "max": MAX, "min": MIN,
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class MeasuredCollective:
     """One collective as a benchmark sees it, or messages between two ranks.
 
     Attributes:
@@ -104,20 +104,20 @@ class Collective:
         return (2 if self.name == "allreduce" else 1) * (nranks - 1) / nranks
 
 
-COLLECTIVES: dict[str, Collective] = {
+COLLECTIVES: dict[str, MeasuredCollective] = {
     each.name: each
     for each in (
-        Collective("allreduce", "all_reduce_perf", reduces=True, in_place=True),
-        Collective("reduce_scatter", "reduce_scatter_perf", reduces=True, in_place=True, divided=True),
-        Collective("allgather", "all_gather_perf", in_place=True, divided=True),
-        Collective("broadcast", "broadcast_perf", in_place=True, rooted=True),
-        Collective("alltoall", "alltoall_perf", divided=True),
-        Collective("reduce", "reduce_perf", reduces=True, in_place=True, rooted=True),
-        Collective("gather", "gather_perf", in_place=True, divided=True, rooted=True),
-        Collective("scatter", "scatter_perf", in_place=True, divided=True, rooted=True),
-        Collective("sendrecv", "sendrecv_perf", point_to_point=True),
-        Collective("latency", "latency", point_to_point=True, messages=2),
-        Collective("bandwidth", "bandwidth", point_to_point=True, messages=16),
+        MeasuredCollective("allreduce", "all_reduce_perf", reduces=True, in_place=True),
+        MeasuredCollective("reduce_scatter", "reduce_scatter_perf", reduces=True, in_place=True, divided=True),
+        MeasuredCollective("allgather", "all_gather_perf", in_place=True, divided=True),
+        MeasuredCollective("broadcast", "broadcast_perf", in_place=True, rooted=True),
+        MeasuredCollective("alltoall", "alltoall_perf", divided=True),
+        MeasuredCollective("reduce", "reduce_perf", reduces=True, in_place=True, rooted=True),
+        MeasuredCollective("gather", "gather_perf", in_place=True, divided=True, rooted=True),
+        MeasuredCollective("scatter", "scatter_perf", in_place=True, divided=True, rooted=True),
+        MeasuredCollective("sendrecv", "sendrecv_perf", point_to_point=True),
+        MeasuredCollective("latency", "latency", point_to_point=True, messages=2),
+        MeasuredCollective("bandwidth", "bandwidth", point_to_point=True, messages=16),
     )
 }
 
@@ -135,7 +135,7 @@ class Case:
         count: elements of a rank's whole buffer; divided collectives: of one of its P parts.
     """
 
-    collective: Collective
+    collective: MeasuredCollective
     type_name: str
     op_name: str | None
     root: int
@@ -144,7 +144,7 @@ class Case:
 
     @classmethod
     def of_nbytes(
-        cls, collective: Collective, type_name: str, op_name: str | None, root: int, nranks: int, nbytes: int
+        cls, collective: MeasuredCollective, type_name: str, op_name: str | None, root: int, nranks: int, nbytes: int
     ) -> Case:
         """Make the largest case of at most ``nbytes`` bytes, but never an empty one."""
         parts = nranks if collective.divided else 1

@@ -13,17 +13,17 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.bench.cases import Case
-from ringreduce.bench.measure import Clock, Contender, Stopwatch, bound_contenders
+from ringreduce.bench.measure import CallStopwatch, Contender, Stopwatch, bound_contenders
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.gpu.cupy_driver import Driver, cupy_tools
+from ringreduce.gpu.cupy_driver import CupyDriver, cupy_tools
 from ringreduce.gpu.devices import STAGED
 from ringreduce.training.objects import gather
 
 __all__ = [
     "Device",
-    "Messages",
-    "OnDevice",
+    "LibraryMessages",
+    "OnGpu",
     "OnHost",
     "Ours",
     "Tools",
@@ -37,7 +37,7 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 
-class Messages(NamedTuple):
+class LibraryMessages(NamedTuple):
     """How a library sends arrays (of its own kind) to other ranks and receives them from there.
 
     Attributes:
@@ -57,7 +57,7 @@ class Messages(NamedTuple):
     answer: Any
 
 
-def pattern(case: Case, rank: int, through: Messages, source: Any, new: Callable[[], Any]) -> Callable[[], Any]:
+def pattern(case: Case, rank: int, through: LibraryMessages, source: Any, new: Callable[[], Any]) -> Callable[[], Any]:
     """Return what sends and receives: in a ring, or between ranks 0 and 1; it returns what came, into ``new()``."""
     size, peer, many = case.nranks, 1 - rank, case.collective.messages
     send, recv, exchange, isend, irecv, wait, answer = through
@@ -144,7 +144,7 @@ class Ours:
     def _call(self, case: Case, algorithm: str | None, source: Array, out: Any) -> Callable[[], Any]:
         world = self._world
         if case.collective.point_to_point:
-            through = Messages(
+            through = LibraryMessages(
                 *(world.send, world.recv, world.sendrecv, world.send, world.recv, lambda done: None),
                 answer=np.zeros(1, np.uint8),
             )
@@ -174,7 +174,7 @@ class OnHost:
     """
 
     def __init__(self, world: Communicator) -> None:
-        self.watch: Stopwatch = Clock()
+        self.watch: Stopwatch = CallStopwatch()
         self._world = world
 
     def empty(self, nbytes: int, *, shared: bool) -> Any:
@@ -212,12 +212,12 @@ class OnHost:
 class Tools(Stopwatch, Protocol):
     """What measuring on a GPU takes; see `ringreduce.gpu.cupy_driver`."""
 
-    driver: Driver
+    driver: CupyDriver
 
     def empty(self, nbytes: int) -> Any: ...
 
 
-class OnDevice:
+class OnGpu:
     """CuPy arrays on this rank's GPU; methods that say nothing do what those of `OnHost` say.
 
     Args:
@@ -303,4 +303,4 @@ def device_operand(array: Any) -> DeviceOperand:
     return operand
 
 
-Device = OnHost | OnDevice
+Device = OnHost | OnGpu

@@ -24,13 +24,13 @@ from ringreduce.common.errors import name_ranks
 from ringreduce.common.reduce_ops import MAX
 
 __all__ = [
-    "Clock",
+    "CallStopwatch",
     "Contender",
-    "Found",
     "Noise",
+    "NoiseFound",
+    "ProcessorTimes",
     "Stopwatch",
     "Summary",
-    "Usage",
     "bound_contenders",
     "iterations_for",
     "time_in_turn",
@@ -55,7 +55,7 @@ class Stopwatch(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class CallStopwatch:
     """A stopwatch for calls that are done when they return.
 
     Attributes:
@@ -152,7 +152,7 @@ def time_in_turn(
     contenders: Sequence[Contender],
     iterations: int,
     warmup: int,
-    watch: Stopwatch = Clock(),
+    watch: Stopwatch = CallStopwatch(),
 ) -> list[Array]:
     """Time the contenders in short turns, one after the other, so that noise of the machine touches all of them.
 
@@ -218,7 +218,7 @@ _TOLERATED_SHARE = 0.01
 _SEEN_S = 1.0  # from which on a look at other processes says something: the system counts in hundredths of a second
 
 
-class Usage(NamedTuple):
+class ProcessorTimes(NamedTuple):
     """What one rank reads of the time that processors spent, all in seconds.
 
     Attributes:
@@ -234,7 +234,7 @@ class Usage(NamedTuple):
     machine: int
 
 
-def usage() -> Usage:
+def usage() -> ProcessorTimes:
     """Read what the system says now.
 
     Interrupts are left out, as those of the ranks' own messages are among them.
@@ -245,10 +245,10 @@ def usage() -> Usage:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except (OSError, ValueError):
         everyone, machine = float("nan"), socket.gethostname()
-    return Usage(time.monotonic(), everyone, time.process_time(), zlib.crc32(machine.encode()))
+    return ProcessorTimes(time.monotonic(), everyone, time.process_time(), zlib.crc32(machine.encode()))
 
 
-class Found(NamedTuple):
+class NoiseFound(NamedTuple):
     """What was seen so far on the machine where other processes took the most; equal on all ranks.
 
     Attributes:
@@ -268,19 +268,19 @@ class Noise:
         read: reads the time, for tests.
     """
 
-    def __init__(self, communicator: Communicator, read: Callable[[], Usage] = usage) -> None:
+    def __init__(self, communicator: Communicator, read: Callable[[], ProcessorTimes] = usage) -> None:
         self._communicator = communicator
         self._read = read
         communicator.barrier()
         self._begin = read()
 
-    def look(self) -> Found:
+    def look(self) -> NoiseFound:
         """Return what the others took. Collective."""
         self._communicator.barrier()  # so that the ranks of a machine look at the same time
         now = self._read()
         spent = [now.at - self._begin.at, now.everyone - self._begin.everyone, now.own - self._begin.own]
         rows = self._communicator.allgather(np.array([[*spent, float(now.machine)]]))
-        worst = Found(0.0, "")
+        worst = NoiseFound(0.0, "")
         for machine in np.unique(rows[:, 3]):
             ranks = np.flatnonzero(rows[:, 3] == machine)
             elapsed, everyone = rows[ranks, :2].max(axis=0).tolist()
@@ -289,5 +289,5 @@ class Noise:
             if elapsed >= _SEEN_S and others > max(tolerated, worst.cores * elapsed):  # NaN is too little
                 text = f"on the machine of {name_ranks(ranks.tolist())}, other processes took {others / elapsed:.2f} "
                 text += f"cores on average, and the ranks {own / elapsed:.2f}"
-                worst = Found(others / elapsed, text)
+                worst = NoiseFound(others / elapsed, text)
         return worst

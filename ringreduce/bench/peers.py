@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.bench.cases import TYPES, Case, plural
-from ringreduce.bench.contenders import Device, Messages, OnDevice, giving, in_one, pattern, room
+from ringreduce.bench.contenders import Device, LibraryMessages, OnGpu, giving, in_one, pattern, room
 from ringreduce.bench.measure import Contender
 from ringreduce.buffers import DType
 from ringreduce.collectives.communicator import Communicator
@@ -128,13 +128,13 @@ class MpiPeer:
         }
         return calls[case.collective.name]
 
-    def _messages(self) -> Messages:
+    def _messages(self) -> LibraryMessages:
         comm, wait = self._comm, self._mpi.Request.Waitall
 
         def exchange(sent: Array, to: int, got: Array, source: int) -> None:
             comm.Sendrecv(sent, to, 0, got, source, 0)
 
-        return Messages(comm.Send, comm.Recv, exchange, comm.Isend, comm.Irecv, wait, np.zeros(1, np.uint8))
+        return LibraryMessages(comm.Send, comm.Recv, exchange, comm.Isend, comm.Irecv, wait, np.zeros(1, np.uint8))
 
     def _can(self, case: Case) -> bool:
         """Try the operation on one element: what MPI takes depends on the library and how it was built."""
@@ -185,7 +185,7 @@ class GlooPeer:
         else:
             carry_out = _gloo_call(case, rank, given, got)
         call = giving(result if case.collective.has_result(rank, case.root) else None, *carry_out)
-        if isinstance(self._device, OnDevice) and not case.collective.point_to_point:
+        if isinstance(self._device, OnGpu) and not case.collective.point_to_point:
             try:
                 call()
                 self._device.watch.ready()
@@ -219,7 +219,7 @@ def _gloo_call(case: Case, rank: int, given: Any, got: Any) -> tuple[Any, ...]:
     return calls[case.collective.name]
 
 
-def _gloo_messages() -> Messages:
+def _gloo_messages() -> LibraryMessages:
     import torch
     import torch.distributed as dist
 
@@ -235,13 +235,15 @@ def _gloo_messages() -> Messages:
         for work in works:
             work.wait()
 
-    return Messages(dist.send, dist.recv, exchange, dist.isend, dist.irecv, wait, torch.zeros(1, dtype=torch.uint8))
+    return LibraryMessages(
+        dist.send, dist.recv, exchange, dist.isend, dist.irecv, wait, torch.zeros(1, dtype=torch.uint8)
+    )
 
 
 class StagedMpi(MpiPeer):
     """MPI on arrays of a GPU, as one does it by hand: down into pinned host memory, the collective, up again."""
 
-    def __init__(self, world: Communicator, device: OnDevice) -> None:
+    def __init__(self, world: Communicator, device: OnGpu) -> None:
         """Do what `MpiPeer` does; collective."""
         super().__init__(world)
         self._device = device
@@ -280,7 +282,7 @@ class StagedMpi(MpiPeer):
 
 #: Name for ``--vs`` -> what makes it of the ranks and where the arrays are; collective.
 PEERS: dict[str, Callable[[Communicator, Device], Peer]] = {
-    "mpi": lambda world, device: StagedMpi(world, device) if isinstance(device, OnDevice) else MpiPeer(world),
+    "mpi": lambda world, device: StagedMpi(world, device) if isinstance(device, OnGpu) else MpiPeer(world),
     "gloo": GlooPeer,
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 from ringreduce.bench.cases import COLLECTIVES, Case
 from ringreduce.bench.measure import Summary
 
-__all__ = ["Bound", "Machine", "Report", "Result", "Row", "Settings"]
+__all__ = ["Machine", "MemoryBound", "Report", "Result", "Row", "Settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class MemoryBound:
     """How long every rank takes, all at once, to read and write ``nbytes`` bytes of its own memory in place.
 
     On a GPU: how long it takes to copy so many bytes once for each of its ranks.
@@ -196,7 +196,7 @@ class Report:
     settings: Settings
     machine: Machine
     rows: tuple[Row, ...]
-    bounds: tuple[Bound, ...]
+    bounds: tuple[MemoryBound, ...]
     busy: str = ""
 
     @property

@@ -21,12 +21,20 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective, Step, schedule_for
 from ringreduce.bench.cases import format_nbytes
-from ringreduce.bench.measure import Contender, Found, Noise, Usage, iterations_for, time_in_turn, turn_for
+from ringreduce.bench.measure import (
+    Contender,
+    Noise,
+    NoiseFound,
+    ProcessorTimes,
+    iterations_for,
+    time_in_turn,
+    turn_for,
+)
 from ringreduce.bench.measure import usage as usage_now
 from ringreduce.collectives import VENDOR, Problem, Work
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.selection import choose
-from ringreduce.collectives.tuning import Candidate, Model, Row, Table, format_seconds, is_ours, work
+from ringreduce.collectives.tuning import Candidate, CostModel, MeasuredSize, Table, format_seconds, is_ours, work
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
@@ -66,7 +74,7 @@ def tune(
     *,
     even_if_busy: bool = False,
     measure: Measure | None = None,
-    usage: Callable[[], Usage] = usage_now,
+    usage: Callable[[], ProcessorTimes] = usage_now,
 ) -> Table:
     """Measure allreduce algorithms on float32 and write a table of the fastest. Collective.
 
@@ -103,7 +111,7 @@ def tune(
     tuning = _Tuning(communicator, wanted, emit, budget_s, lambda: usage().at, ask)
     noise = Noise(communicator, usage)
 
-    def carry_out(decide: Callable[[], None]) -> Found:
+    def carry_out(decide: Callable[[], None]) -> NoiseFound:
         """Let rank 0 decide what all measure."""
         if communicator.rank == 0:
             decide()
@@ -217,7 +225,10 @@ class _Tuning:
 
     def table(self, busy_cores: float) -> Table:
         """Return what was found."""
-        rows = (Row(nbytes, tuple(starmap(Candidate.of_times, times.items()))) for nbytes, times in self._times.items())
+        rows = (
+            MeasuredSize(nbytes, tuple(starmap(Candidate.of_times, times.items())))
+            for nbytes, times in self._times.items()
+        )
         return Table(tuning_key(self.communicator), self._model, tuple(rows), busy_cores)
 
     def _probe(self, nbytes: int) -> None:
@@ -320,7 +331,7 @@ def _rule(communicator: Communicator, nbytes: int) -> str:
     return choose(call, replace(communicator.config, algorithm=None)).algorithm
 
 
-def _require_quiet(found: Found) -> None:
+def _require_quiet(found: NoiseFound) -> None:
     """Refuse a table that would say how fast algorithms are beside other work."""
     if found.cores:
         raise ConfigError(
@@ -338,7 +349,7 @@ def _save(table: Table, path: Path) -> str | None:
     return None
 
 
-def _describe(model: Model) -> str:
+def _describe(model: CostModel) -> str:
     """Say the parameters of a model in the units in which one thinks of them."""
     parts = [f"round {format_seconds(model.alpha)}", f"barrier {format_seconds(model.sync)}"]
     parts += [
@@ -380,7 +391,7 @@ class Sample(NamedTuple):
     seconds: float
 
 
-def fit(samples: Iterable[Sample]) -> Model:
+def fit(samples: Iterable[Sample]) -> CostModel:
     """Return the model that explains measured times best.
 
     It minimises the sum of squares of relative errors, so that microseconds count as much as milliseconds, and no
@@ -400,7 +411,7 @@ def fit(samples: Iterable[Sample]) -> Model:
         parts = _least_squares([each._replace(reduced=0.0) for each in factors], seconds, len(parts), known)
         parts[_GAMMA] = _MOST_GAMMA
     whole = _least_squares([(1.0, each.nbytes) for each in vendor], [each.seconds for each in vendor], 2)
-    return Model(*parts, *whole)
+    return CostModel(*parts, *whole)
 
 
 def _least_squares(

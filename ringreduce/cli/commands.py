@@ -21,14 +21,14 @@ from ringreduce.bench.formats import WRITERS, to_json
 from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.results import Report, Settings
-from ringreduce.cli.progress import Progress
+from ringreduce.cli.progress import ProgressLine
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.usage import RankCommand
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import parse_nbytes
 from ringreduce.doctor.tables import print_table
 
-__all__ = ["Progress", "bench", "explain", "tune"]
+__all__ = ["ProgressLine", "bench", "explain", "tune"]
 
 
 def _names(known: Iterable[str], everything: tuple[str, ...] = ()) -> Parsed:
@@ -238,7 +238,7 @@ def _reports(settings: Settings) -> list[Report]:
     wanted = [name for name, each in COLLECTIVES.items() if world.size > 1 or not each.of_two]
     names, reports = wanted if several else [settings.collective], []
     for number, name in enumerate(names, 1):
-        progress = Progress(f"bench {name}, collective {number} of {len(names)}")
+        progress = ProgressLine(f"bench {name}, collective {number} of {len(names)}")
         write = None if several and as_json else _write
         told = progress if as_json and world.rank == 0 else None  # nothing of JSON is seen until the end
         head = settings.format != "csv" or number == 1

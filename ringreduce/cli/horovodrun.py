@@ -19,7 +19,7 @@ from ringreduce.cli import main as ringreduce_main
 from ringreduce.cli.reports import doctor
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["Plan", "main", "parser", "read"]
+__all__ = ["CommandLine", "main", "parser", "read"]
 
 #: A row for each option: its names; what its value is called, if it takes one; what becomes of it; what it does here.
 _TABLE = """
@@ -152,7 +152,7 @@ _RUN_ELASTIC = {"--min-np", "--max-np", "--host-discovery-script", "--slots", "-
 
 
 @dataclass
-class Plan:
+class CommandLine:
     """What a command line asks for.
 
     Attributes:
@@ -216,7 +216,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Take(argparse.Action):
-    """Puts what was given into a `Plan`: ``file``, of what files say, or ``given``."""
+    """Puts what was given into a `CommandLine`: ``file``, of what files say, or ``given``."""
 
     def __call__(self, parser: object, plans: argparse.Namespace, values: Any, name: str | None = None) -> None:
         assert name is not None
@@ -255,7 +255,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def read(arguments: Sequence[str]) -> Plan:
+def read(arguments: Sequence[str]) -> CommandLine:
     """Return what a command line asks for: options up to the first word that is none, and then the program.
 
     Args:
@@ -264,7 +264,7 @@ def read(arguments: Sequence[str]) -> Plan:
     Raises:
         ConfigError: an option is not known, has no value, or asks for what there is not.
     """
-    plan, given = Plan(), Plan()
+    plan, given = CommandLine(), CommandLine()
     words = parser().parse_args(arguments, argparse.Namespace(file=plan, given=given)).program
     plan.options |= given.options
     plan.settings |= given.settings  # what is said on the command line counts
@@ -276,7 +276,7 @@ def read(arguments: Sequence[str]) -> Plan:
     return plan
 
 
-def _read_file(path: str, plan: Plan) -> None:
+def _read_file(path: str, plan: CommandLine) -> None:
     """Read a file of ``--config-file``: sections, and indented ``key: value`` lines in them, as Horovod's YAML has."""
     options = {key: option for option in _OPTIONS if option.kind not in ("file", "show") for key in option.keys}
     try:
@@ -298,7 +298,7 @@ def _read_file(path: str, plan: Plan) -> None:
             _take_line(plan, f"{path}: {key}", options, section + key, value)
 
 
-def _take_line(plan: Plan, place: str, options: Mapping[str, _Option], key: str, value: str) -> None:
+def _take_line(plan: CommandLine, place: str, options: Mapping[str, _Option], key: str, value: str) -> None:
     if key == "controller":
         if value.lower() != "gloo":  # MPI is what there is
             return

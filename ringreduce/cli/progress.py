@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["Progress"]
+__all__ = ["ProgressLine"]
 
 _EVERY_S = 5.0  # between two lines
 
 
-class Progress:
+class ProgressLine:
     """Says on standard error how much is done, a few seconds apart.
 
     Args:

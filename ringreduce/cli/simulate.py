@@ -13,10 +13,10 @@ from click.core import ParameterSource
 
 from ringreduce.bench import plots
 from ringreduce.bench.cases import sizes
-from ringreduce.bench.simulation.cluster import WIRES, Cluster, Parts, links_of, topology_of
+from ringreduce.bench.simulation.cluster import WIRES, Cluster, Rates, links_of, topology_of
 from ringreduce.bench.simulation.report import figure, scaling, simulate, to_dict, to_text
-from ringreduce.bench.simulation.training import Training
-from ringreduce.cli.progress import Progress
+from ringreduce.bench.simulation.training import SimulatedTraining
+from ringreduce.cli.progress import ProgressLine
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.usage import Command
 from ringreduce.common.launch import launch
@@ -126,11 +126,11 @@ def command(**options: Any) -> int:
         plots.require_matplotlib(options["plot"])
     cluster, algorithms = _cluster(options), options["algorithms"] or None
     wanted = sizes(options["minbytes"], options["maxbytes"], None, options["stepfactor"])
-    training = None if options["compute_s"] is None else _made(Training, options)
-    report = simulate(cluster, wanted, algorithms, training, Progress("simulate", done="simulated"))
+    training = None if options["compute_s"] is None else _made(SimulatedTraining, options)
+    report = simulate(cluster, wanted, algorithms, training, ProgressLine("simulate", done="simulated"))
     if options["grows"]:
         rates = options["rates"] or [1 / cluster.links.between.beta]
-        report = scaling(report, rates, algorithms, Progress("simulate, numbers of ranks", done="simulated"))
+        report = scaling(report, rates, algorithms, ProgressLine("simulate, numbers of ranks", done="simulated"))
     click.echo(json.dumps(to_dict(report), indent=1) + "\n" if options["as_json"] else to_text(report), nl=False)
     if options["plot"]:
         plots.write(figure(report), options["plot"])
@@ -142,7 +142,7 @@ def _cluster(options: dict[str, Any]) -> Cluster:
     ranks, nodes = options["ranks"], options["nodes"]
     if len(ranks) not in (1, nodes):
         raise click.UsageError(f"--ranks-per-node has {len(ranks)} counts, for {nodes} nodes")
-    usual = _made(Parts, {**options, "rate": options["rates"][0] if options["rates"] else _RATE_BPS}).links()
+    usual = _made(Rates, {**options, "rate": options["rates"][0] if options["rates"] else _RATE_BPS}).links()
     links = links_of((Path(path).read_text(errors="replace") for path in options["reports"]), usual)
     source = click.get_current_context().get_parameter_source
     said = {name for name in options if source(name) is ParameterSource.COMMANDLINE}

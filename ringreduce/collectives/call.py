@@ -1,4 +1,4 @@
-"""Calls as values: `Call`, `Problem`, `Choice`, `Kind`, `Task`.
+"""Calls as values: `Call`, `Problem`, `Choice`, `CallKind`, `Task`.
 
 A `Path` is how schedules are carried out. Whether a path takes a problem, and at what cost, depends on the problem
 alone, so all ranks get the same answers.
@@ -71,7 +71,7 @@ class Problem:
 
 
 class Work(NamedTuple):
-    """What an allreduce costs: a factor for each parameter of `ringreduce.collectives.tuning.Model`, in its order.
+    """What an allreduce costs: a factor for each parameter of `ringreduce.collectives.tuning.CostModel`, in its order.
 
     Attributes:
         rounds: of messages that wait for each other.
@@ -221,7 +221,7 @@ class Choice:
         return self.path.transport
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """All of a call that decides its task, which calls of the same kind share.
 
     Attributes:
@@ -265,7 +265,7 @@ class Task(NamedTuple):
         is_wide: whether the path reduces in another type than that of the arrays, or divides at the end.
     """
 
-    kind: Kind
+    kind: CallKind
     choice: Choice
     signature: Signature
     dtype: DType

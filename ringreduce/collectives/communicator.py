@@ -14,9 +14,9 @@ from ringreduce.collectives.call import DETERMINISTIC, Call
 from ringreduce.collectives.choices import Choices
 from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.messaging import Messaging
 from ringreduce.collectives.operands import Devices, ordinal
 from ringreduce.collectives.running import Runner
+from ringreduce.collectives.send_recv import Messaging
 from ringreduce.collectives.state import CommState
 from ringreduce.common.arguments import array_shape
 from ringreduce.common.call_sites import AbortReason

@@ -12,7 +12,7 @@ import numpy as np
 from ringreduce.algorithms import Collective, Schedule, schedule_for
 from ringreduce.buffers import DTYPES, Array, Call, DType, Kernels, Operand, WeightedKernels, kernels_for, unowned
 from ringreduce.collectives.call import Problem, Task
-from ringreduce.collectives.execution import STREAMS, BoundSchedule, Coding, Elements, Link, Memory, segment_limit
+from ringreduce.collectives.execution import STREAMS, BlockMemory, BoundSchedule, Coding, Elements, Link, segment_limit
 from ringreduce.collectives.plan import BoundCall, Plans
 from ringreduce.common.call_sites import AbortReason, CallSite
 from ringreduce.common.config import Config
@@ -36,7 +36,7 @@ LINE_NBYTES = 64
 BINDINGS = 64
 
 
-class _Scratch:
+class _CallScratch:
     """Memory that calls use one after the other: kernels with theirs, copies of private memory of other ranks."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Context:
     lifetime: Lifetime = field(default_factory=Lifetime)
     instruments: Instruments = field(default_factory=Instruments)
     plans: Plans = field(default_factory=Plans)
-    scratch: _Scratch = field(default_factory=_Scratch)
+    scratch: _CallScratch = field(default_factory=_CallScratch)
     rank: int = field(init=False)
     topology: Topology = field(init=False)
     arena: Arena = field(init=False)
@@ -160,14 +160,14 @@ class Context:
         self,
         task: Task,
         segments: Sequence[Segment],
-        memory: Memory,
+        memory: BlockMemory,
         kernels: Kernels | None = None,
         coding: Coding | None = None,
     ) -> BoundSchedule:
         """Bind this rank's steps in a task to memory, with messages; arguments as for `BoundSchedule`."""
         return BoundSchedule(self.steps(task), segments, memory, kernels, self.link(task.signature), coding)
 
-    def bind_on_node(self, task: Task, algorithm: str, segment: Segment, memory: Memory) -> list[Call]:
+    def bind_on_node(self, task: Task, algorithm: str, segment: Segment, memory: BlockMemory) -> list[Call]:
         """Bind this rank's direct loads and stores; return the calls that carry them out."""
         schedule = self.schedule(task.kind.collective, algorithm, task.kind.root)
         link = Link(self.rank, self.waiter, task.signature.text)
@@ -231,7 +231,7 @@ class Context:
     def _barrier(self, signature: Signature) -> BoundSchedule:
         """Bind an allreduce of one byte, which no rank can end before all have begun it."""
         schedule = self.schedule(Collective.ALLREDUCE, "recursive_doubling")
-        kernels, memory = self.kernels(DTYPES["uint8"], MAX), Memory(np.zeros(1, np.uint8))
+        kernels, memory = self.kernels(DTYPES["uint8"], MAX), BlockMemory(np.zeros(1, np.uint8))
         return BoundSchedule(
             schedule, [(slice(0, 1),)], memory, kernels, self.link(signature)._replace(instruments=None)
         )
@@ -321,7 +321,7 @@ class NodeSchedule:
             for peer, place in zip(context.board.peers, others, strict=False)
         }
         kernels = context.kernels(task.dtype, op)
-        return context.bind(task, self._segments, Memory(memory, peers), kernels, self._coding)
+        return context.bind(task, self._segments, BlockMemory(memory, peers), kernels, self._coding)
 
 
 class NodePlan(BoundCall):

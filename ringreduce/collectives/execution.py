@@ -21,7 +21,7 @@ from ringreduce.buffers import Array, Bytes, Call, Kernels
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.instruments import Instruments
 from ringreduce.common.partition import Segment
-from ringreduce.transport.messages import Messages, Request
+from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.shared.direct import INNER_NBYTES, load_and_store
 from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.waiting import Waiter
@@ -59,7 +59,7 @@ class Elements(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class BlockMemory:
     """Where a schedule's blocks are.
 
     Attributes:
@@ -130,7 +130,7 @@ class Link(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Round:
+class _BoundStep:
     """One step of one segment, bound.
 
     Attributes:
@@ -143,11 +143,11 @@ class _Round:
     """
 
     name: str
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Prequest] = field(default_factory=list)
     before: list[Call] = field(default_factory=list)
     after: list[Call] = field(default_factory=list)
-    needed: list[Request] = field(default_factory=list)
-    kept: list[Request] = field(default_factory=list)
+    needed: list[Prequest] = field(default_factory=list)
+    kept: list[Prequest] = field(default_factory=list)
 
 
 class BoundSchedule:
@@ -173,7 +173,7 @@ class BoundSchedule:
         self,
         schedule: Schedule,
         segments: Sequence[Segment],
-        memory: Memory,
+        memory: BlockMemory,
         kernels: Kernels | None,
         link: Link,
         coding: Coding | None = None,
@@ -187,10 +187,10 @@ class BoundSchedule:
         # Not a bound method: that cycle would keep the caller's memory alive until the garbage collector runs.
         self._waiting_for = partial(_waiting_for, schedule, link.signature, link.absent)
         nstreams = min(STREAMS, len(segments))
-        self._streams: list[list[_Round]] = [[] for _ in range(nstreams)]
+        self._streams: list[list[_BoundStep]] = [[] for _ in range(nstreams)]
         make = memory.make_scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
-        scratches = [(_Scratch(make), _Scratch(make)) for _ in range(nstreams)]
-        self._requests: list[Request] = []
+        scratches = [(_StreamScratch(make), _StreamScratch(make)) for _ in range(nstreams)]
+        self._requests: list[Prequest] = []
         try:
             for index, segment in enumerate(segments):
                 stream = index % nstreams
@@ -206,7 +206,7 @@ class BoundSchedule:
         Raises:
             CollectiveTimeoutError, TransportError: a peer or the transport failed; the buffer's content is undefined.
         """
-        messages, started = self._messages, list[Request]()
+        messages, started = self._messages, list[Prequest]()
         assert messages is not None
         streams = [self._carry_out(rounds, messages, started) for rounds in self._streams]
         try:
@@ -230,8 +230,8 @@ class BoundSchedule:
     # ---- running ----
 
     def _carry_out(
-        self, rounds: list[_Round], messages: Messages, started: list[Request]
-    ) -> Iterator[tuple[list[Request], list[Request]]]:
+        self, rounds: list[_BoundStep], messages: Messages, started: list[Prequest]
+    ) -> Iterator[tuple[list[Prequest], list[Prequest]]]:
         """Run the rounds of a stream, and add all messages that start to a list.
 
         Yields:
@@ -253,7 +253,7 @@ class BoundSchedule:
             if self._instruments.observers and (each.after or together):
                 self._instruments.step(f"{each.name}: reduce")
 
-    def _run_together(self, streams: list[Iterator[tuple[list[Request], list[Request]]]], messages: Messages) -> None:
+    def _run_together(self, streams: list[Iterator[tuple[list[Prequest], list[Prequest]]]], messages: Messages) -> None:
         """Advance whichever stream has its messages; that order varies from run to run, the results do not.
 
         A stream goes on while a few of its messages, for which only the end has to wait, are under way.
@@ -271,7 +271,7 @@ class BoundSchedule:
                 if not any(left) and len(left) <= _LEFT_BEHIND:
                     under_way += _next(stream)
 
-    def _wait_for_some(self, messages: Messages, requests: list[Request], *, several: bool) -> set[int]:
+    def _wait_for_some(self, messages: Messages, requests: list[Prequest], *, several: bool) -> set[int]:
         """Return the positions of requests that are complete, at least one; ``several``: streams have some."""
         done: set[int] = set()
 
@@ -286,7 +286,9 @@ class BoundSchedule:
 
     # ---- binding ----
 
-    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch, kept: _Scratch) -> Iterator[_Round]:
+    def _bind(
+        self, index: int, segment: Segment, tag: int, scratch: _StreamScratch, kept: _StreamScratch
+    ) -> Iterator[_BoundStep]:
         kept.reset()
         known: dict[range, Bytes] = {}  # blocks that the step before has combined -> their encoding
         for number, step in enumerate(self._schedule.steps):
@@ -295,7 +297,7 @@ class BoundSchedule:
             if step.sends or step.recvs:
                 yield from self._bind_messages(name, number, index, segment, tag, scratch, kept, known)
             else:
-                yield _Round(name, before=list(self._direct_calls(step, self._last[number], index, segment)))
+                yield _BoundStep(name, before=list(self._direct_calls(step, self._last[number], index, segment)))
                 known.clear()
 
     def _bind_messages(
@@ -305,10 +307,10 @@ class BoundSchedule:
         index: int,
         segment: Segment,
         tag: int,
-        scratch: _Scratch,
-        kept: _Scratch,
+        scratch: _StreamScratch,
+        kept: _StreamScratch,
         known: dict[range, Bytes],
-    ) -> Iterator[_Round]:
+    ) -> Iterator[_BoundStep]:
         """Bind a step with messages; where they are encoded, a round before it encodes what it sends.
 
         Args:
@@ -323,7 +325,7 @@ class BoundSchedule:
         messages, kernels, made, first = self._messages, self._kernels, self._requests, len(self._requests)
         assert messages is not None
         assert coding is None or step.by_rank or not any(each.reduce for each in step.recvs)
-        bound, encoding, sent = _Round(name), list[Call](), dict(known)
+        bound, encoding, sent = _BoundStep(name), list[Call](), dict(known)
         known.clear()
         for each, part in _parts(segment, step.sends):
             if coding is not None and each.blocks not in sent:
@@ -365,7 +367,7 @@ class BoundSchedule:
                 combine = kernels.combine([own, place], complete=complete and count == len(arrived))
                 bound.after.append(partial(combine, own))
         if encoding:
-            yield _Round(f"{name}: encode", before=encoding)
+            yield _BoundStep(f"{name}: encode", before=encoding)
         yield bound
 
     def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
@@ -395,7 +397,7 @@ class BoundSchedule:
             yield from load_and_store(result, loads, stores, combine, memory.copies, in_place=in_place)
 
 
-class _Scratch:
+class _StreamScratch:
     """Memory in which one stream receives what is to be reduced; each step uses all of it again."""
 
     def __init__(self, make: Callable[[int], Array]) -> None:
@@ -419,12 +421,12 @@ class _Scratch:
 class _UnderWay(NamedTuple):
     """A message under way, its stream, and whether the stream needs it to go on."""
 
-    stream: Iterator[tuple[list[Request], list[Request]]]
-    request: Request
+    stream: Iterator[tuple[list[Prequest], list[Prequest]]]
+    request: Prequest
     needed: bool
 
 
-def _next(stream: Iterator[tuple[list[Request], list[Request]]]) -> list[_UnderWay]:
+def _next(stream: Iterator[tuple[list[Prequest], list[Prequest]]]) -> list[_UnderWay]:
     needed, kept = next(stream, ([], []))
     return [_UnderWay(stream, each, True) for each in needed] + [_UnderWay(stream, each, False) for each in kept]
 

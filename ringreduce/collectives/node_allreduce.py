@@ -19,7 +19,7 @@ import numpy as np
 from ringreduce.buffers import Array, Call, Operand, unowned
 from ringreduce.collectives.call import Path, Task
 from ringreduce.collectives.context import LINE_NBYTES, Context, NodePlan
-from ringreduce.collectives.execution import Memory
+from ringreduce.collectives.execution import BlockMemory
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
@@ -273,7 +273,7 @@ class TwoShot(NodePlan):
             for index in (0, 1)
         )
         in_place = self._entry.source == self._entry.target and others[::2] == others[1::2]
-        memory = Memory(
+        memory = BlockMemory(
             source,
             sources,
             result=None if source is target else target,

@@ -130,7 +130,7 @@ class Operands:
         self._arena = arena
         self._shares_results = shares_results
 
-    def result(self, array: Any, source: AnyOperand, shape: tuple[Any, ...], out: Any) -> Result:
+    def result(self, array: Any, source: AnyOperand, shape: tuple[Any, ...], out: Any) -> ResultArray:
         """Return where a result goes: ``out``, which is checked, or a new array.
 
         Args:
@@ -146,7 +146,7 @@ class Operands:
             self._gpu.require_usable(source.device)
         by_rows = shape[:1] == ("*",)
         if out is None:
-            result = Result(self, self.maker(array, source), row=shape[1:], dtype=source.dtype)
+            result = ResultArray(self, self.maker(array, source), row=shape[1:], dtype=source.dtype)
             if not by_rows:
                 result.make(shape, source.dtype)
             return result
@@ -160,7 +160,7 @@ class Operands:
                 else f"out has shape {target.shape} and dtype {had}, the result has shape {shape} and dtype {made}"
             )
         target.require_writable()
-        return Result(self, out=out, operand=target)
+        return ResultArray(self, out=out, operand=target)
 
     def maker(self, array: Any, source: AnyOperand | None = None) -> Maker:
         """Return what makes arrays of the library of ``array``, in the memory of ``source``; it keeps neither alive."""
@@ -214,7 +214,7 @@ class Operands:
         )
 
 
-class Result:
+class ResultArray:
     """Where the result of a call goes.
 
     Args:

@@ -59,7 +59,7 @@ class BoundCall(ABC):
         """Give back what it is bound to."""
 
 
-class Repeat(NamedTuple):
+class RepeatedCall(NamedTuple):
     """How to make a call again, with the arrays that it was made with.
 
     Attributes:
@@ -112,7 +112,7 @@ class Plans:
         self.crowded = False
         self._plans: OrderedDict[Hashable, Kept] = OrderedDict()
         self._choices: dict[Hashable, Any] = {}
-        self.repeats: dict[tuple[int, int, str, int], Repeat] = {}
+        self.repeats: dict[tuple[int, int, str, int], RepeatedCall] = {}
 
     def get(self, key: Hashable, make: Callable[[], K]) -> K:
         """Return the plan of ``key``; make it if there is none."""
@@ -170,7 +170,12 @@ class Plans:
 def unchanged(
     array: Any, out: Any, forget: Callable[[object], object]
 ) -> tuple[Callable[[Any], bool], Callable[[Any], bool] | None]:
-    """Return `Repeat.is_array` and `Repeat.is_out` for the arrays of a call; ``forget`` is called when one is freed."""
+    """Return `is_array` and `is_out` of a `RepeatedCall` for the arrays of a call.
+
+    Args:
+        array, out: of the call.
+        forget: called when one of them is freed.
+    """
     is_out = None if out is None or out is array else _same(out, forget, written=True)
     return _same(array, forget, written=out is array), is_out
 

@@ -13,9 +13,9 @@ import numpy as np
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, operand_of, require_host
 from ringreduce.buffers.codecs import CODECS
-from ringreduce.collectives.call import Call, Kind
+from ringreduce.collectives.call import Call, CallKind
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import AnyOperand, Operands, Result, flat, with_rows
+from ringreduce.collectives.operands import AnyOperand, Operands, ResultArray, flat, with_rows
 from ringreduce.collectives.plan import Place, constant
 from ringreduce.collectives.rows import part_numbers
 from ringreduce.common.arguments import real_number, row_counts, shown, whole_number
@@ -44,8 +44,8 @@ class Prepared:
 
     call: Call
     source: AnyOperand
-    result: Result | None
-    kind: Kind
+    result: ResultArray | None
+    kind: CallKind
     counted: int
     counts_result: bool = False
     numbers: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
         _require_weighable(ranks, call, source, op, weights)
         argument = f"{argument}, weights {weights}"
     result, nbytes = operands.result(call.array, source, source.shape, call.out), source.nbytes
-    kind = Kind(
+    kind = CallKind(
         *(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes),
         codec=codec,
         weights=weights,
@@ -153,7 +153,7 @@ def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     if ranks.rank == root:
         result = operands.result(call.array, source, source.shape, call.out)
     argument, nbytes = f"{op.value}, root {root}", source.nbytes
-    kind = Kind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, root, nbytes)
+    kind = CallKind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, root, nbytes)
     return Prepared(call, source, result, kind, nbytes)
 
 
@@ -167,14 +167,14 @@ def _reduce_scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
         argument = f"{argument}, splits {lengths}"
     result = operands.result(call.array, source, (lengths[ranks.rank], *source.shape[1:]), call.out)
     counts, nbytes = tuple([each * row for each in lengths]), source.nbytes
-    kind = Kind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes, counts)
+    kind = CallKind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes, counts)
     return Prepared(call, source, result, kind, nbytes, start=-sum(counts[: ranks.rank]))
 
 
 def _broadcast(ranks: Context, operands: Operands, call: Call) -> Prepared:
     root, source = _root(ranks, call.root), operand_of(call.array)
     result, nbytes = operands.result(call.array, source, source.shape, call.out), source.nbytes
-    kind = Kind(call.collective, source.shape, f"root {root}", source.dtype, call.algorithm, SUM, root, nbytes)
+    kind = CallKind(call.collective, source.shape, f"root {root}", source.dtype, call.algorithm, SUM, root, nbytes)
     return Prepared(call, source, result, kind, nbytes)
 
 
@@ -215,7 +215,7 @@ def _exchanging(
     shape, argument = ("*", *source.shape[1:]), "" if root is None else f"root {root}"
     result = None if operands is None else operands.result(call.array, source, shape, call.out)
     numbers = (-1 if result is None else result.room, *(rows or source.shape[:1]))
-    kind = Kind(
+    kind = CallKind(
         *(call.collective, shape, argument, source.dtype, call.algorithm),
         root=root or 0,
         row=prod(shape[1:]),
@@ -234,19 +234,19 @@ def _scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
         part = (rows // size, *given.shape[1:]), given.dtype
     elif ranks.rank == root:
         raise ConfigError("scatter: the root has to pass an array")
-    result = Result(operands, operands.maker(0 if array is None else array))
+    result = ResultArray(operands, operands.maker(0 if array is None else array))
     if call.out is not None and given is not None and part is not None:
         result = operands.result(array, given, part[0], call.out)
     elif call.out is not None:
         target = require_host(operand_of(call.out), "scatter")
         target.require_writable()
-        result, part = Result(operands, out=call.out, operand=target), (target.shape, target.dtype)
+        result, part = ResultArray(operands, out=call.out, operand=target), (target.shape, target.dtype)
     source = Operand(np.empty(0, np.uint8), DTYPES["uint8"])
     if given is not None and ranks.rank == root:
         whole, is_copy = flat(given), given.is_copy or not given.contiguous
         source = Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address, is_copy=is_copy)
     counted = source.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
-    kind = Kind(call.collective, None, f"root {root}", source.dtype, call.algorithm, root=root)
+    kind = CallKind(call.collective, None, f"root {root}", source.dtype, call.algorithm, root=root)
     return Prepared(call, source, result, kind, counted, source.nbytes == 0, part_numbers(part), copies_overlap=False)
 
 

@@ -14,18 +14,18 @@ import numpy as np
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, Operand, as_given
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives.call import DETERMINISTIC, NCCL, Call, Choice, Kind, Path, Problem, Task
+from ringreduce.collectives.call import DETERMINISTIC, NCCL, Call, CallKind, Choice, Path, Problem, Task
 from ringreduce.collectives.compressed import CODED, Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.loads import plan_loads
-from ringreduce.collectives.messages import plan_reduction
+from ringreduce.collectives.movements import plan_transfer
 from ringreduce.collectives.node_allreduce import plan_allreduce
-from ringreduce.collectives.operands import AnyOperand, Devices, Operands, Result, apart, flat
-from ringreduce.collectives.plan import BoundCall, Place, Repeat, constant, unchanged
+from ringreduce.collectives.node_movements import plan_loads
+from ringreduce.collectives.operands import AnyOperand, Devices, Operands, ResultArray, apart, flat
+from ringreduce.collectives.plan import BoundCall, Place, RepeatedCall, constant, unchanged
 from ringreduce.collectives.preparing import Prepared, prepare
+from ringreduce.collectives.reductions import plan_reduction
 from ringreduce.collectives.rows import agreed_part, received_rows
 from ringreduce.collectives.state import CallTimer, CommState
-from ringreduce.collectives.transfers import plan_transfer
 from ringreduce.common.arguments import shape_text
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.instruments import Tally
@@ -192,7 +192,7 @@ class Runner:
         self._gpu.allreduce(source, result.operand, kind.algorithm, whole, reduce, timer)
         return result.out
 
-    def _segment_tasks(self, kind: Kind, parts: Sequence[slice]) -> dict[int, Task]:
+    def _segment_tasks(self, kind: CallKind, parts: Sequence[slice]) -> dict[int, Task]:
         """Return, by their number of elements, the tasks of the segments of an array in device memory, in host memory.
 
         The signatures say all that must agree about the whole array, so that a mismatch is seen at the first segment. A
@@ -216,10 +216,10 @@ class Runner:
 
     # ---- tasks and plans ----
 
-    def _task(self, kind: Kind) -> Task:
+    def _task(self, kind: CallKind) -> Task:
         return self._plans.choice(kind, partial(self._chosen, kind))
 
-    def _chosen(self, kind: Kind) -> Task:
+    def _chosen(self, kind: CallKind) -> Task:
         """Choose algorithm and path, and say what the ranks compare."""
         context, shape = self._context, kind.shape
         problem = context.problem(kind.collective, kind.nbytes, kind.dtype, kind.op)
@@ -257,7 +257,7 @@ class Runner:
         """
         context, path = self._context, task.choice.path
         if path is Path.ALONE:
-            return _Copy(task, numbers)
+            return _CopyPlan(task, numbers)
         if path is Path.ONE_SHOT or path is Path.SHARED:
             if task.kind.collective is not Collective.ALLREDUCE:
                 return plan_loads(context, task, source, target, numbers)
@@ -277,7 +277,7 @@ class Runner:
         same = unchanged(call.array, call.out, lambda _: repeats.pop(key, None))
         counts_result = prepared.counts_result and call.out is None
         tally = self._tallies[collective]
-        repeats[key] = Repeat(call.op, call.algorithm, *same, run, tally, nbytes, counts_result, plan)
+        repeats[key] = RepeatedCall(call.op, call.algorithm, *same, run, tally, nbytes, counts_result, plan)
 
     def _again(self, prepared: Prepared, task: Task, source: Operand, plan: BoundCall) -> Callable[[], Any] | None:
         """Return a function that makes a call again with the same arrays; None: the call cannot be repeated.
@@ -318,7 +318,7 @@ class Runner:
         follows = collective is Collective.BROADCAST and self._context.rank != task.kind.root
 
         def again() -> Any:
-            result, source, found = Result(self.operands, make, row=shape[1:], dtype=dtype), given, plan
+            result, source, found = ResultArray(self.operands, make, row=shape[1:], dtype=dtype), given, plan
             if (
                 not numbers
             ):  # other ranks do not decide the shape; and the plan may be bound to the memory of the result
@@ -362,7 +362,7 @@ class Runner:
         return (call if result is None else call._replace(out=result.out)), text
 
 
-class _Copy(BoundCall):
+class _CopyPlan(BoundCall):
     """What a rank does that is alone: its input is its result."""
 
     reusable = False
@@ -387,7 +387,7 @@ def _is_all_of(given: AnyOperand, used: Operand) -> bool:
     return own and isinstance(given, Operand) and given.address == used.address
 
 
-def _signature(kind: Kind, choice: Choice, shape: tuple[object, ...] | None) -> Signature:
+def _signature(kind: CallKind, choice: Choice, shape: tuple[object, ...] | None) -> Signature:
     """Return the signature of a call; it depends on nothing that may differ between ranks."""
     arguments = [kind.argument] if shape is None else [kind.argument, f"shape {shape_text(shape)}", kind.dtype.name]
     if kind.algorithm is not None:
@@ -396,7 +396,7 @@ def _signature(kind: Kind, choice: Choice, shape: tuple[object, ...] | None) -> 
     return Signature.of(text, waits=_waits(kind, choice, shape))
 
 
-def _waits(kind: Kind, choice: Choice, shape: tuple[object, ...] | None) -> bool:
+def _waits(kind: CallKind, choice: Choice, shape: tuple[object, ...] | None) -> bool:
     """Return whether no rank can end a call before all have come to it; see `Signature`."""
     if kind.collective in (Collective.GATHER, Collective.SCATTER):
         return True  # each rank publishes how much it has, and reads the others'

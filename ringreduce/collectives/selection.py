@@ -33,7 +33,7 @@ _ALL = frozenset(Collective)
 _FEW_NODES = 16
 
 
-class Limit(NamedTuple):
+class SizeLimit(NamedTuple):
     """The largest size that a rule takes.
 
     Attributes:
@@ -76,7 +76,7 @@ class Rule(NamedTuple):
     where: str
     algorithm: str
     reason: str
-    limit: Limit | None = None
+    limit: SizeLimit | None = None
     in_order: bool = False
 
 
@@ -103,16 +103,16 @@ _SINGLE = "one rank per node, {over}: %s"
 
 #: Up to this size one barrier, with a copy of the data beside the flags, is faster than two barriers without a copy:
 #: for two ranks; and for more, whose barriers cost more.
-_ONE_SHOT, _ONE_SHOT_OF_MANY = Limit(16 << 10), Limit(32 << 10)
+_ONE_SHOT, _ONE_SHOT_OF_MANY = SizeLimit(16 << 10), SizeLimit(32 << 10)
 #: Up to so many bytes of all ranks together, the root reduces them in less time than a second barrier takes.
-_READ_BY_ROOT = Limit(256 << 10, "share")
+_READ_BY_ROOT = SizeLimit(256 << 10, "share")
 #: Between nodes, up to this size for each lane, the fewest rounds are fastest: recursive doubling, for 2^k nodes and
 #: where nodes have several ranks; a tree, for other numbers of nodes with one rank each.
-_DOUBLING, _DOUBLING_IN_LANES, _TREE = Limit(24 << 10), Limit(24 << 10, "lane"), Limit(48 << 10)
+_DOUBLING, _DOUBLING_IN_LANES, _TREE = SizeLimit(24 << 10), SizeLimit(24 << 10, "lane"), SizeLimit(48 << 10)
 #: Between nodes, more than this for each rank that sends data on goes along a chain.
-_BINOMIAL, _BINOMIAL_IN_LANES = Limit(128 << 10, "hop"), Limit(128 << 10, "lane hop")
+_BINOMIAL, _BINOMIAL_IN_LANES = SizeLimit(128 << 10, "hop"), SizeLimit(128 << 10, "lane hop")
 #: Between nodes of several ranks, in a reduce-scatter of up to this size all send to all at once.
-_DIRECT = Limit(64 << 10)
+_DIRECT = SizeLimit(64 << 10)
 
 RULES: tuple[Rule, ...] = (
     Rule(_ALLREDUCE, "alone", "one_shot", "there is one rank", in_order=True),

@@ -59,7 +59,7 @@ def work(algorithm: str, nbytes: int, topology: Topology) -> Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class CostModel:
     """What the parts of an allreduce take on one machine.
 
     Attributes:
@@ -162,7 +162,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MeasuredSize:
     """What was measured at one size: at least one candidate, each algorithm once."""
 
     nbytes: int
@@ -199,8 +199,8 @@ class Table:
     """
 
     key: Key
-    model: Model
-    rows: tuple[Row, ...]
+    model: CostModel
+    rows: tuple[MeasuredSize, ...]
     busy_cores: float = 0.0
 
     def choose(self, nbytes: int) -> Decision:
@@ -385,8 +385,10 @@ def _parse(document: Mapping[str, Any]) -> Table:
     runnable = algorithms.names(Collective.ALLREDUCE, topology)
     for name, value in key.items():
         _require(isinstance(value, str), f"{name} is {value!r}")
-    model = Model(**{name: _number(value) for name, value in document["model"].items()})
-    rows = tuple(Row(int(row["nbytes"]), tuple(map(_candidate, row["candidates"]))) for row in document["rows"])
+    model = CostModel(**{name: _number(value) for name, value in document["model"].items()})
+    rows = tuple(
+        MeasuredSize(int(row["nbytes"]), tuple(map(_candidate, row["candidates"]))) for row in document["rows"]
+    )
     sizes = [row.nbytes for row in rows]
     ascending = bool(sizes) and sizes == sorted(set(sizes)) and sizes[0] > 0 and sizes[-1] < 1 << 63
     _require(ascending, f"the sizes are {sizes}")

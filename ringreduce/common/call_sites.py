@@ -100,13 +100,13 @@ def disagreement(calls: Mapping[int, CallSite], texts: Mapping[int, str] | None 
     )
 
 
-class _AbortReason(NamedTuple):
+class _AbortFields(NamedTuple):
     reason: str
     failed_rank: int | None
     late: bool
 
 
-class AbortReason(_AbortReason):
+class AbortReason(_AbortFields):
     """Why a rank takes part in nothing any more.
 
     Attributes:

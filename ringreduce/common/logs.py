@@ -8,7 +8,7 @@ import sys
 _logger = logging.getLogger("ringreduce")
 
 
-class _Handler(logging.Handler):
+class _RankHandler(logging.Handler):
     """Writes ``ringreduce: rank 1: warning: ...``, unless the program's own handlers see the record as well.
 
     Attributes:
@@ -28,7 +28,7 @@ class _Handler(logging.Handler):
             self.handleError(record)
 
 
-_handler = _Handler()
+_handler = _RankHandler()
 
 
 def set_up(level: str | None, who: str) -> None:

@@ -11,7 +11,7 @@ from ringreduce.common.errors import CollectiveTimeoutError
 from ringreduce.common.lifetime import Lifetime
 
 
-class Task:
+class SerialTask:
     """A call that runs once, now or later.
 
     Args:
@@ -101,7 +101,7 @@ class InOrder:
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # held while a call runs; taken in the order of the calls
         self._pending = 0
-        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[SerialTask | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
@@ -109,7 +109,7 @@ class InOrder:
         """Whether a call that is made now would come after others on the thread."""
         return self._threads and self._pending > 0
 
-    def submit(self, task: Task, *, here: bool) -> None:
+    def submit(self, task: SerialTask, *, here: bool) -> None:
         """Run a task after all that were submitted before it.
 
         What is called when a task is done may submit others; where that is on this thread, they run at once, before all

@@ -20,7 +20,7 @@ from ringreduce.bench.cases import plural
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import MismatchError, RingReduceError
 from ringreduce.common.launch import launch
-from ringreduce.doctor.facts import Facts, World, collect, stranger
+from ringreduce.doctor.facts import Facts, WorldFacts, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.runtime.worlds import tuning_key
 from ringreduce.training.objects import gather
@@ -34,13 +34,13 @@ def look() -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
     None: another rank speaks for all.
     """
     foreign = stranger(os.environ)
-    world = World(nodes=((launch().rank,),)) if foreign else _start_world()
+    world = WorldFacts(nodes=((launch().rank,),)) if foreign else _start_world()
     mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launch().rank, foreign)
     ranks = gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
     return None if mine.rank or launch().rank else (examine(ranks), ranks)
 
 
-def _start_world() -> World:
+def _start_world() -> WorldFacts:
     """Start the world, and keep what is said meanwhile; a failure becomes a complaint. Collective."""
     logger, heard = logging.getLogger("ringreduce"), BufferingHandler(1 << 20)
     heard.setLevel(logging.WARNING)
@@ -50,14 +50,14 @@ def _start_world() -> World:
             warnings.simplefilter("always")
             ringreduce.init()
     except RingReduceError as error:
-        return World(nodes=((launch().rank,),), complaint=_complaint(error))
+        return WorldFacts(nodes=((launch().rank,),), complaint=_complaint(error))
     finally:
         logger.removeHandler(heard)
     said = [record.getMessage() for record in heard.buffer]
     said += [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
     here, config = ringreduce.world(), ringreduce.config()
     table = Path(config.tuning) / tuning_key(here).file_name if config.tuning else None
-    return World(
+    return WorldFacts(
         nodes=here.hosts.nodes,
         shared=here.topology == here.hosts,
         config=config,

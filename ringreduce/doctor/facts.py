@@ -22,7 +22,7 @@ from ringreduce.gpu.inventory import Inventory, take_inventory
 from ringreduce.launcher.mpirun import clash, find
 from ringreduce.transport.shared.segments import MemfdSegments
 
-__all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "World", "collect", "mpi_facts", "stranger"]
+__all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "WorldFacts", "collect", "mpi_facts", "stranger"]
 
 _CHILD_S = 30.0  # for what is looked at in a process of its own
 
@@ -77,7 +77,7 @@ class Mpi:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class WorldFacts:
     """What became of `ringreduce.init`; equal on all ranks, but for what rank 0 said.
 
     Attributes:
@@ -145,7 +145,7 @@ class Facts:
     unshareable: str = ""
     shm_nbytes: int = 0
     gpu: Inventory = field(default_factory=Inventory)
-    world: World = field(default_factory=World)
+    world: WorldFacts = field(default_factory=WorldFacts)
 
     @property
     def launcher(self) -> tuple[str, str, int]:
@@ -156,7 +156,7 @@ class Facts:
         return "", "", 1
 
 
-def collect(world: World, rank: int, foreign: Mpi | None = None, environ: Mapping[str, str] = os.environ) -> Facts:
+def collect(world: WorldFacts, rank: int, foreign: Mpi | None = None, environ: Mapping[str, str] = os.environ) -> Facts:
     """Look at this process and its machine.
 
     Local. In a process that no launcher started, MPI is started in a child and not here, for it may end the process.

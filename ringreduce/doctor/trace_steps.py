@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Event", "Step", "steps_of"]
+__all__ = ["Event", "TracedStep", "steps_of"]
 
 Event = dict[str, Any]
 Span = tuple[float, float]  # begin and end, in microseconds
@@ -20,7 +20,7 @@ Span = tuple[float, float]  # begin and end, in microseconds
 _WORK = ("forward", "backward", "optimizer")
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """A training step of one rank. Times are in microseconds.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Entry(NamedTuple):
     ended: float
 
 
-def steps_of(events: Sequence[Event], skip: int) -> tuple[dict[int, list[Step]], dict[int, dict[int, float]]]:
+def steps_of(events: Sequence[Event], skip: int) -> tuple[dict[int, list[TracedStep]], dict[int, dict[int, float]]]:
     """Return the steps of each rank that has any; and by step and rank, how much later than the first it was.
 
     Args:
@@ -121,7 +121,7 @@ class _Rank:
                 yield (*key, seen[key]), entry
                 seen[key] += 1
 
-    def divided(self, waits: Sequence[Span]) -> list[Step]:
+    def divided(self, waits: Sequence[Span]) -> list[TracedStep]:
         """Return its steps, given when it waited for other ranks."""
         working = _union(span for spans in self._work.values() for span in spans)
         communicating = _union([*self._moving, *self._under_way])
@@ -137,7 +137,7 @@ class _Rank:
             parts["rest"] = max(_length(whole) - sum(parts.values()), 0.0)
             parts["hidden"] = _length(_within(_within(self._moving, working), whole))
             ready = [end for _, end in _within(self._work["backward"], whole)] or [span[0]]
-            found.append(Step(number, {**parts, "step": _length(whole)}, ready[-1]))
+            found.append(TracedStep(number, {**parts, "step": _length(whole)}, ready[-1]))
         return found
 
 

@@ -34,7 +34,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from ringreduce.buffers import DType
-from ringreduce.engine.decisions import Kind, Named, Note, OperationSignature, Waiting
+from ringreduce.engine.decisions import Named, Note, OperationKind, OperationSignature, Waiting
 from ringreduce.engine.pace import LATE_S, Paces
 
 __all__ = ["Coordinator", "StallWatch", "fuse"]
@@ -234,9 +234,9 @@ class Coordinator:
             if seconds > LATE_S:
                 notes.append(["late", last, seconds])
             first = next(iter(signatures.values()))
-            refused = any(each.kind is Kind.REFUSAL for each in signatures.values())
+            refused = any(each.kind is OperationKind.REFUSAL for each in signatures.values())
             differ = any(each != first for each in signatures.values())
-            if refused or differ or (len(taken) < self._size and first.kind is Kind.CALL):
+            if refused or differ or (len(taken) < self._size and first.kind is OperationKind.CALL):
                 alike = len({each.text for each in signatures.values()}) == 1
                 said = {rank: each.in_full if alike else each.text for rank, each in signatures.items()}
                 texts = {rank: said.get(rank, "joined") for rank in range(self._size)}

@@ -14,10 +14,10 @@ __all__ = [
     "Detached",
     "Expired",
     "Joined",
-    "Kind",
     "Late",
     "Named",
     "Note",
+    "OperationKind",
     "OperationSignature",
     "Paced",
     "Refuse",
@@ -32,7 +32,7 @@ __all__ = [
 Note = list[Any]
 
 
-class Kind(IntEnum):
+class OperationKind(IntEnum):
     """What an operation is, as far as the negotiation must know."""
 
     CALL = 0  # a collective that needs all ranks
@@ -57,7 +57,7 @@ class OperationSignature(NamedTuple):
     """
 
     text: str
-    kind: Kind = Kind.CALL
+    kind: OperationKind = OperationKind.CALL
     op: str = ""
     counts: tuple[tuple[str, int], ...] = ()
     wire: str = ""
@@ -72,7 +72,7 @@ class OperationSignature(NamedTuple):
     def decode(cls, said: tuple[Any, ...]) -> OperationSignature:
         """Return the signature that `encode` turned into plain values."""
         text, kind, *more = said
-        return cls(text, Kind(kind), *more)
+        return cls(text, OperationKind(kind), *more)
 
     @property
     def in_full(self) -> str:
@@ -84,7 +84,7 @@ class OperationSignature(NamedTuple):
     @property
     def fusible(self) -> bool:
         """Whether the operation may travel with others: it reduces elements of one dtype."""
-        return self.kind is Kind.REDUCTION and len(self.counts) == 1
+        return self.kind is OperationKind.REDUCTION and len(self.counts) == 1
 
 
 class Named(NamedTuple):

@@ -23,7 +23,7 @@ from ringreduce.engine.pending import PendingOperations
 from ringreduce.engine.progress import Progress
 from ringreduce.transport.control import ControlChannel
 
-__all__ = ["Engine", "ReentrancyGuard"]
+__all__ = ["Attached", "Engine", "ReentrancyGuard"]
 
 
 class Engine:

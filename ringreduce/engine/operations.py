@@ -15,7 +15,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import Stack, place_of, program_stack, refusal
 from ringreduce.common.errors import RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.engine.decisions import Kind, OperationSignature, Run
+from ringreduce.engine.decisions import OperationKind, OperationSignature, Run
 from ringreduce.engine.execution import Executor, neutral_array
 
 __all__ = [
@@ -97,7 +97,7 @@ class Operation:
 
     def require_everyone(self) -> None:
         """Have it refused if a rank has joined; to be called before it is submitted."""
-        self.signature = self.signature._replace(kind=Kind.CALL)
+        self.signature = self.signature._replace(kind=OperationKind.CALL)
 
     def renew(self) -> None:
         """Forget how it has ended, so that it can be submitted again."""
@@ -237,7 +237,7 @@ class Reduction(Operation):
 
 @lru_cache(maxsize=4096)
 def _reduction_signature(text: str, op: ReduceOp, counts: tuple[tuple[str, int], ...]) -> OperationSignature:
-    return OperationSignature(text, Kind.REDUCTION, op.value, counts)
+    return OperationSignature(text, OperationKind.REDUCTION, op.value, counts)
 
 
 def _counted(operands: Sequence[Operand]) -> tuple[tuple[str, int], ...]:
@@ -286,7 +286,7 @@ class Refusal(Operation):
     __slots__ = ()
 
     def __init__(self, name: str, kind: str, error: BaseException, stack: Stack | None = None) -> None:
-        super().__init__(name, OperationSignature(refusal(kind, error), Kind.REFUSAL), stack)
+        super().__init__(name, OperationSignature(refusal(kind, error), OperationKind.REFUSAL), stack)
 
 
 class Join(Operation):
@@ -336,7 +336,7 @@ class InPlaceAllreduce(Operation):
         parts = tuple((dtype.name, count) for dtype, count in map(_elements, arrays))
         super().__init__(
             name,
-            OperationSignature(text, Kind.IN_PLACE, op.value, parts, wire or "", bool(feedbacks), speculative),
+            OperationSignature(text, OperationKind.IN_PLACE, op.value, parts, wire or "", bool(feedbacks), speculative),
         )
         self.op, self.arrays, self.feedbacks, self.within = op, arrays, feedbacks, within
         self.weights: Sequence[float] = ()
@@ -372,7 +372,7 @@ class Gather(Operation):
         within: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         parts = tuple((_elements(array)[0].name, array.shape[1]) for array in arrays)
-        super().__init__(name, OperationSignature(text, Kind.GATHER, counts=parts))
+        super().__init__(name, OperationSignature(text, OperationKind.GATHER, counts=parts))
         self.arrays, self.within = arrays, within
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
@@ -383,15 +383,15 @@ class Gather(Operation):
 def contribute_neutral(executor: Executor, run: Run) -> None:
     """Take part in operations that other ranks have submitted after this one joined, with neutral elements."""
     signature = run.operations[0].signature
-    if signature.kind is Kind.GATHER:
+    if signature.kind is OperationKind.GATHER:
         for name, length in signature.counts:
             executor.communicator.allgather(typed(np.empty(0, np.uint8), DType.of(name)).reshape(0, length))
         return
     op = ReduceOp(signature.op)
-    if signature.kind is Kind.REDUCTION:
+    if signature.kind is OperationKind.REDUCTION:
         executor.reduce_packed(op, run.totals, [], run.active)
         return
-    assert signature.kind is Kind.IN_PLACE, signature
+    assert signature.kind is OperationKind.IN_PLACE, signature
     arrays = [neutral_array(op, DType.of(name), count) for name, count in signature.counts]
     feedbacks = [Feedback(keep=False) for _ in arrays] if signature.feedback else []  # all ranks give them, or none
     executor.reduce_in_place(op, arrays, signature.wire or None, feedbacks, run.active)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LATE_S", "Pacemaker", "Paces", "Usage"]
+__all__ = ["LATE_S", "Pacemaker", "Paces", "ProcessUsage"]
 
 #: A rank that comes this much after the others, on average, is last; less is no news.
 LATE_S = 1e-3
@@ -25,7 +25,7 @@ _FEW_CORES = 8
 _KEPT = 2  # reports that some ranks have not sent yet
 
 
-class Usage(NamedTuple):
+class ProcessUsage(NamedTuple):
     """What this process has used: seconds of processors, involuntary context switches, page faults."""
 
     processor_s: float
@@ -33,7 +33,7 @@ class Usage(NamedTuple):
     faults: int
 
     @classmethod
-    def now(cls) -> Usage:
+    def now(cls) -> ProcessUsage:
         used = resource.getrusage(resource.RUSAGE_SELF)
         return cls(used.ru_utime + used.ru_stime, used.ru_nivcsw, used.ru_minflt + used.ru_majflt)
 
@@ -63,7 +63,7 @@ class Pacemaker:
         send: Callable[[list[Any]], object],
         cores: Sequence[int] = (),
         clock: Callable[[], float] = perf_counter,
-        usage: Callable[[], Usage] = Usage.now,
+        usage: Callable[[], ProcessUsage] = ProcessUsage.now,
     ) -> None:
         self.length = max(_LENGTH, size)
         self.loading_s = 0.0
@@ -71,9 +71,9 @@ class Pacemaker:
         self._waited_s, self._send, self._clock, self._usage = waited_s, send, clock, usage
         self._cores = tuple(cores) if len(cores) <= _FEW_CORES else ()
         self._joins = self.number = 0
-        self._before: tuple[float, float, Usage | None] | None = None
+        self._before: tuple[float, float, ProcessUsage | None] | None = None
         self._own: list[float] = []
-        self._sampled: list[float] = []  # seconds, and what of `Usage` in these
+        self._sampled: list[float] = []  # seconds, and what of `ProcessUsage` in these
         self._loaded_s = 0.0
         self._restart()
 
@@ -102,7 +102,7 @@ class Pacemaker:
 
     def _restart(self) -> None:
         self._before = None
-        self._own, self._sampled, self._loaded_s = [], [0.0] * (1 + len(Usage._fields)), self.loading_s
+        self._own, self._sampled, self._loaded_s = [], [0.0] * (1 + len(ProcessUsage._fields)), self.loading_s
 
 
 class Paces:

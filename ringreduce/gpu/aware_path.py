@@ -24,13 +24,13 @@ import numpy as np
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array, DType, address_of
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.execution import BoundSchedule, Memory
+from ringreduce.collectives.execution import BlockMemory, BoundSchedule
 from ringreduce.common.errors import TransportError
 from ringreduce.common.lifetime import close_all
 from ringreduce.common.partition import segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.awareness import CudaAwareness
-from ringreduce.gpu.cupy_driver import Arithmetic, Driver, Stream
+from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, Stream
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import StepFailedError, together
 from ringreduce.transport.shared.board import Signature
@@ -53,7 +53,7 @@ class AwareAllreduce(OnDevice):
     transport = "device+messages"
     algorithm = "direct"
 
-    def __init__(self, context: Context, driver: Driver, reason: str) -> None:
+    def __init__(self, context: Context, driver: CupyDriver, reason: str) -> None:
         super().__init__(context, driver)
         self._stream = driver.make_stream()  # for sums, which need not wait for the user's
         self._computed, self._ready = driver.make_event(), driver.make_event()
@@ -63,7 +63,7 @@ class AwareAllreduce(OnDevice):
         self.description = f"CUDA-aware MPI, with CuPy's sums ({reason})"
 
     @classmethod
-    def of(cls, context: Context, driver: Driver, ask: Callable[[], CudaAwareness]) -> AwareAllreduce | str:
+    def of(cls, context: Context, driver: CupyDriver, ask: Callable[[], CudaAwareness]) -> AwareAllreduce | str:
         """Return one if no rank's library denies it; on all ranks the reason in words otherwise. Collective.
 
         Args:
@@ -147,7 +147,7 @@ class AwareAllreduce(OnDevice):
         mine = scratch(arithmetic.count)
         schedule = context.schedule(Collective.ALLREDUCE, self.algorithm)
         segments = segments_of_buffer(arithmetic.count, schedule.nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
-        plan = BoundSchedule(schedule, segments, Memory(mine, make_scratch=scratch), sums, context.link(signature))
+        plan = BoundSchedule(schedule, segments, BlockMemory(mine, make_scratch=scratch), sums, context.link(signature))
         return address_of(mine), plan
 
     def _piece(self, number: int, nbytes: int) -> Array:
@@ -174,7 +174,7 @@ class AwareAllreduce(OnDevice):
 class _Sums:
     """`ringreduce.buffers.Kernels` on arrays that stand for device memory; what they bind returns when it is done."""
 
-    driver: Driver
+    driver: CupyDriver
     arithmetic: Arithmetic
     size: int
     finish: Callable[[Callable[[Stream], object]], None]

@@ -75,7 +75,7 @@ class Arithmetic:
         return self.count * self.dtype.itemsize
 
 
-def cuda_driver(number: int | None = None) -> Driver:
+def cuda_driver(number: int | None = None) -> CupyDriver:
     """Return this process's driver of a GPU, the same each time.
 
     Args:
@@ -98,13 +98,13 @@ def cuda_driver(number: int | None = None) -> Driver:
 
 
 @cache
-def _driver(number: int) -> Driver:
+def _driver(number: int) -> CupyDriver:
     import cupy
 
-    return Driver(cupy, number)
+    return CupyDriver(cupy, number)
 
 
-class Driver:
+class CupyDriver:
     """The GPU that this process works on, over CuPy 13 or 14: memory, streams, events, copies and sums.
 
     Everything above works on addresses and opaque handles, and asks this. Calls return before what they enqueue is
@@ -350,7 +350,7 @@ class CupyTools:
         driver: the GPU's.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CupyDriver) -> None:
         import cupy
 
         self.driver = driver

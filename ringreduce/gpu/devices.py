@@ -29,7 +29,7 @@ from ringreduce.common.lifetime import close_all
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.aware_path import AwareAllreduce
 from ringreduce.gpu.awareness import CudaAwareness, cuda_awareness
-from ringreduce.gpu.cupy_driver import Arithmetic, Driver, cuda_driver
+from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, cuda_driver
 from ringreduce.gpu.nccl import Nccl, NcclAllreduce, cupy_nccl
 from ringreduce.gpu.path import OnDevice
 from ringreduce.gpu.staging import Staging
@@ -67,7 +67,7 @@ class Gpu(Devices):
     def __init__(self, context: Context, state: CommState) -> None:
         self._context = context
         self._state = state
-        self.drivers: Callable[[int | None], Driver] = cuda_driver
+        self.drivers: Callable[[int | None], CupyDriver] = cuda_driver
         self.libraries: Callable[[int], Nccl] = cupy_nccl
         self.awareness: Callable[[], CudaAwareness] = partial(_awareness, context)
         self._staging: Staging | None = None
@@ -101,7 +101,7 @@ class Gpu(Devices):
             MemoryError: the GPU has no more.
         """
         driver, nbytes = self.require_usable(number).driver, prod(shape) * dtype.itemsize
-        block = _Allocation(driver, nbytes)
+        block = _DeviceMemory(driver, nbytes)
         return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)
 
     def on_host(self, operand: DeviceOperand, *, fetch: bool, store: bool) -> AbstractContextManager[Operand]:
@@ -256,10 +256,10 @@ class Gpu(Devices):
         return [*([] if self._staging is None else [self._staging]), *paths]
 
 
-class _Allocation:
+class _DeviceMemory:
     """Device memory, for as long as this object lives."""
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
+    def __init__(self, driver: CupyDriver, nbytes: int) -> None:
         self.address = driver.allocate(nbytes)
         weakref.finalize(self, driver.free, self.address).atexit = False
 

@@ -34,7 +34,7 @@ from ringreduce.common.errors import (
     UnsupportedBufferError,
 )
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.cupy_driver import Arithmetic, Driver, Stream
+from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, Stream
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.shared.board import Signature
@@ -145,7 +145,7 @@ class NcclAllreduce(OnDevice):
     transport = NCCL
     algorithm = NCCL
 
-    def __init__(self, context: Context, driver: Driver, nccl: Nccl, ranks: NcclRanks) -> None:
+    def __init__(self, context: Context, driver: CupyDriver, nccl: Nccl, ranks: NcclRanks) -> None:
         super().__init__(context, driver)
         self._version = nccl.version
         self._ranks: NcclRanks | None = ranks
@@ -153,7 +153,7 @@ class NcclAllreduce(OnDevice):
 
     @classmethod
     def of(
-        cls, context: Context, driver: Driver, find: Callable[[int], Nccl], switches: Mapping[str, str]
+        cls, context: Context, driver: CupyDriver, find: Callable[[int], Nccl], switches: Mapping[str, str]
     ) -> NcclAllreduce | str:
         """Return one if all ranks can have one; on all ranks the reason in words otherwise. Collective.
 

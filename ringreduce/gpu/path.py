@@ -9,7 +9,7 @@ from ringreduce.buffers import DType
 from ringreduce.collectives.call import Choice
 from ringreduce.collectives.context import Context
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.cupy_driver import Arithmetic, Driver, Stream
+from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, Stream
 from ringreduce.transport.shared.board import Signature
 
 
@@ -29,7 +29,7 @@ class OnDevice(ABC):
     algorithm: ClassVar[str]
     description: str
 
-    def __init__(self, context: Context, driver: Driver) -> None:
+    def __init__(self, context: Context, driver: CupyDriver) -> None:
         self._context = context
         self._driver = driver
         self._done = driver.make_event()  # with the last call

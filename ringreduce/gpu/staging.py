@@ -22,7 +22,7 @@ from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.common.errors import TransportError
 from ringreduce.common.lifetime import close_all
 from ringreduce.common.partition import pieces
-from ringreduce.gpu.cupy_driver import Driver, Stream
+from ringreduce.gpu.cupy_driver import CupyDriver, Stream
 from ringreduce.transport.shared.arena import Arena
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Staging:
 
     transport = "staged"
 
-    def __init__(self, driver: Driver, arena: Arena) -> None:
+    def __init__(self, driver: CupyDriver, arena: Arena) -> None:
         self.driver = driver
         self._arena = arena
         self._down, self._up = driver.make_stream(), driver.make_stream()
@@ -217,7 +217,7 @@ class _HostBlock:
         sent: the last copy out of it.
     """
 
-    def __init__(self, driver: Driver, arena: Arena, nbytes: int, *, pinned: bool = True) -> None:
+    def __init__(self, driver: CupyDriver, arena: Arena, nbytes: int, *, pinned: bool = True) -> None:
         self._driver = driver
         self._arena = arena
         self._block = arena.allocate(nbytes)

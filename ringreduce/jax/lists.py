@@ -21,7 +21,7 @@ from ringreduce.jax import ffi
 from ringreduce.jax.calls import LISTED, LISTS, Call, Host, is_traced, name_here, ranks_of
 from ringreduce.jax.steps import ADVICE, Step
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.checks import Model
+from ringreduce.training.checks import CheckedModel
 from ringreduce.training.failures import raise_unseen
 from ringreduce.training.framework import Advice
 from ringreduce.training.host import ArraySpec, HostMemory
@@ -144,7 +144,7 @@ class HostReduction:
             how = {"identity": self._identity, "bind": lambda _: HostMemory(self._advice), **self._options}
             self._training = ListTraining(self._kind, named, self._process_set, **how)
         samples = arrays[number] if len(arrays) > number else self._samples()
-        return self._training.reduce(arrays[:number], samples, Model(self._weight_names(), weights))
+        return self._training.reduce(arrays[:number], samples, CheckedModel(self._weight_names(), weights))
 
 
 class HostTrees:

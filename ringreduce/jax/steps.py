@@ -21,7 +21,7 @@ from ringreduce.engine import Engine
 from ringreduce.runtime import count
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.agreement import Ranks
-from ringreduce.training.checks import Checks, Model
+from ringreduce.training.checks import CheckedModel, Checks
 from ringreduce.training.framework import Advice
 from ringreduce.training.host import HostMemory
 
@@ -57,7 +57,7 @@ class Step(NamedTuple):
             return
         model = None
         if not any(isinstance(each, jax.core.Tracer) for each in self.weights):
-            model = Model(self.weight_names(), lambda: list(map(np.asarray, self.weights)))
+            model = CheckedModel(self.weight_names(), lambda: list(map(np.asarray, self.weights)))
         watched.look(list(map(np.asarray, gradients)), self.names(), model)
 
 
@@ -158,7 +158,7 @@ class Steps:
         names = self._names[name, part]
         arrays = gradients()[: len(names)]
         if first:
-            watched.look(arrays, names, Model(self._weight_names[name], weights), last=last)
+            watched.look(arrays, names, CheckedModel(self._weight_names[name], weights), last=last)
         else:
             watched.look_further(arrays, names, last=last)
 
@@ -215,7 +215,7 @@ class _Watched:
         """Whether something may have to be looked at."""
         return not self._checks.idle
 
-    def look(self, gradients: Arrays, names: Sequence[str], model: Model | None, *, last: bool = True) -> None:
+    def look(self, gradients: Arrays, names: Sequence[str], model: CheckedModel | None, *, last: bool = True) -> None:
         """Look at the first gradients of a step, and at the weights. Collective."""
         self._names, self._checks.model = names, model
         try:

@@ -23,7 +23,7 @@ _SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "mksh", "zsh"}
 _RANKS = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 
 
-class _Process(NamedTuple):
+class _SeenProcess(NamedTuple):
     """A process as it was seen.
 
     Attributes:
@@ -39,7 +39,7 @@ class _Process(NamedTuple):
     began: int
 
     @classmethod
-    def look(cls, pid: int) -> _Process | None:
+    def look(cls, pid: int) -> _SeenProcess | None:
         """Return a process as it is now; None: there is none."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -54,13 +54,13 @@ class _Process(NamedTuple):
         """Whether it was more than what is kept for its parent."""
         return self.state not in "ZX"
 
-    def children(self) -> list[_Process]:
+    def children(self) -> list[_SeenProcess]:
         """Return those that it has now, as they are."""
         found: list[int] = []
         for path in Path(f"/proc/{self.pid}/task").glob("*/children"):
             with suppress(OSError):  # that thread has ended
                 found += map(int, path.read_text(encoding="ascii").split())
-        return [each for each in map(_Process.look, found) if each is not None]
+        return [each for each in map(_SeenProcess.look, found) if each is not None]
 
     def rank(self) -> int | None:
         """Return the number of its rank, None if it belongs to none."""
@@ -84,8 +84,8 @@ class _Chain:
     """
 
     rank: int
-    top: _Process
-    under: list[_Process] = field(default_factory=list)
+    top: _SeenProcess
+    under: list[_SeenProcess] = field(default_factory=list)
     stopped: int = 0
     missed: int = 0
 
@@ -125,10 +125,10 @@ class Chains:
     def look(self) -> None:
         """Continue what is stopped and would keep the job from ending, and end what is left of a chain that is torn."""
         self._looks += 1
-        mpirun = _Process.look(self._pid)
+        mpirun = _SeenProcess.look(self._pid)
         if mpirun is None or not mpirun.lives:
             return
-        stopped: dict[tuple[int, int], tuple[_Process, str]] = {}
+        stopped: dict[tuple[int, int], tuple[_SeenProcess, str]] = {}
         if mpirun.state == "T":  # then nothing of the ranks' output passes, and none of their ends is noticed
             stopped[mpirun.pid, mpirun.began] = mpirun, "mpirun"
         there = self._find(mpirun)
@@ -149,7 +149,7 @@ class Chains:
                 self._look_at_rest(key, others=bool(there))
         self._chains |= there
 
-    def _find(self, parent: _Process) -> dict[tuple[int, int], _Chain]:
+    def _find(self, parent: _SeenProcess) -> dict[tuple[int, int], _Chain]:
         """Return the chains that there are, those known with what was known; daemons of the launcher are gone through.
 
         A process that has just been made is still that of its parent, and has no number yet.
@@ -169,7 +169,7 @@ class Chains:
 
     def _is_left_by_its_rank(self, chain: _Chain) -> bool:
         """Return whether a shell is stopped, and all that it has started has ended."""
-        under = [_Process.look(each.pid) for each in chain.under]
+        under = [_SeenProcess.look(each.pid) for each in chain.under]
         return chain.top.state == "T" and chain.top.name in _SHELLS and not any(each and each.lives for each in under)
 
     def _look_at_rank(self, chain: _Chain) -> None:
@@ -208,12 +208,12 @@ class Chains:
                 self._on_death(chain.rank)
 
 
-def _is_there(process: _Process) -> bool:
-    now = _Process.look(process.pid)
+def _is_there(process: _SeenProcess) -> bool:
+    now = _SeenProcess.look(process.pid)
     return now is not None and now.began == process.began and now.lives
 
 
-def _send(process: _Process, number: signal.Signals) -> None:
+def _send(process: _SeenProcess, number: signal.Signals) -> None:
     if _is_there(process):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)

@@ -88,7 +88,7 @@ def _output(script: str) -> str:
 
 
 @dataclass
-class _Ranks:
+class _JobRanks:
     """What is known of the ranks of the job that runs.
 
     Attributes:
@@ -132,7 +132,7 @@ class Restarts:
         self._listed = listed or _hosts_of(start)
         self._hosts = Hosts()
         self._changes = 0  # of ranks
-        self._ranks = _Ranks()
+        self._ranks = _JobRanks()
         self._has_warned = False
 
     def run(self) -> int:
@@ -179,7 +179,7 @@ class Restarts:
             more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
         line, environment = self._start.command(hosts, more)
         self._hosts = self._hosts.started(hosts)
-        ranks = self._ranks = _Ranks()
+        ranks = self._ranks = _JobRanks()
         job = Job(line, environment, lambda mark: self._on_mark(mark, job), verbose=self._spec.verbose)
         status = job.wait((lambda: self._look(job)) if self._spec.growth else (lambda: None))
         status = status or int(self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))

@@ -42,7 +42,7 @@ class _Shown:
 
 
 @dataclass(eq=False)
-class _Copy:
+class _Repeated:
     """One that is not shown, as it has been the same so far.
 
     Attributes:
@@ -74,7 +74,7 @@ class Tracebacks:
         self._held = b""  # the beginning of a line that may be one of a traceback
         self._shown: list[_Shown] = []
         self._growing: _Shown | None = None
-        self._copies: list[_Copy] = []
+        self._copies: list[_Repeated] = []
         self._rank: int | None = None  # that has said, in the last line, that it fails
 
     def feed(self, chunk: bytes) -> bytes:
@@ -151,7 +151,7 @@ class Tracebacks:
                 return _HEAD
             self._show([_HEAD], rank)
             return _HEAD
-        self._copies.append(_Copy(like, [_HEAD], rank))
+        self._copies.append(_Repeated(like, [_HEAD], rank))
         return b""
 
     def _show(self, lines: list[bytes], rank: int | None) -> None:

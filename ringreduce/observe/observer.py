@@ -15,7 +15,7 @@ from ringreduce.common.instruments import Instruments
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.snapshots import FlightRecorder, Observed
-from ringreduce.observe.timeline import Clock, Program, Timeline, Track
+from ringreduce.observe.timeline import JobClock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, together
 
 __all__ = ["Observer"]
@@ -45,7 +45,7 @@ class Observer:
         self,
         rank: int,
         size: int,
-        clock: Clock,
+        clock: JobClock,
         config: Config,
         neighbours: Sequence[int],
         followers: Sequence[Callable[[Program | None], object]],

@@ -32,7 +32,7 @@ from ringreduce.common.instruments import Instrument
 from ringreduce.observe.trace_file import TraceFile
 from ringreduce.transport.messages import Messages, exchange_json
 
-__all__ = ["Clock", "Program", "Timeline", "Track", "distance"]
+__all__ = ["JobClock", "Program", "Timeline", "Track", "distance"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ Program = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class JobClock:
     """The job's clock as a rank sees it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Clock:
     zero_s: float
 
     @classmethod
-    def agree(cls, messages: Messages) -> Clock:
+    def agree(cls, messages: Messages) -> JobClock:
         """Compare this rank's clock with rank 0's. Collective.
 
         After F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989): messages both ways
@@ -112,7 +112,7 @@ class Timeline:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        clock: Clock,
+        clock: JobClock,
         number: int,
         rank: int,
         host: str,
@@ -247,7 +247,7 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class _Operation:
+class _TracedOperation:
     """An asynchronous operation in the trace."""
 
     id: str
@@ -271,7 +271,7 @@ class Track(Instrument):
         self._lock = threading.RLock()  # Guards what follows, and is held for moments; handlers may submit as well.
         self._under_way = 0
         # By name, the operations under way in the order in which they were submitted, and so go through their phases.
-        self._operations: defaultdict[str, list[_Operation]] = defaultdict(list)
+        self._operations: defaultdict[str, list[_TracedOperation]] = defaultdict(list)
 
     # ---- collectives and their steps: one thread at a time ----
 
@@ -331,7 +331,7 @@ class Track(Instrument):
 
     def operation_submitted(self, name: str) -> None:
         now = perf_counter()
-        operation = _Operation(self._timeline.next_operation(), "queue", now)
+        operation = _TracedOperation(self._timeline.next_operation(), "queue", now)
         with self._lock:
             self._under_way += 1
             under_way = self._under_way
@@ -349,7 +349,7 @@ class Track(Instrument):
     def operation_announced(self, name: str) -> None:
         self._enter("queue", "negotiate", name, perf_counter())
 
-    def _enter(self, phase: str, next_phase: str, name: str, now: float) -> _Operation | None:
+    def _enter(self, phase: str, next_phase: str, name: str, now: float) -> _TracedOperation | None:
         """Let the oldest operation of a name go from one phase to the next; those from before the trace have none."""
         with self._lock:
             operation = next((each for each in self._operations.get(name, ()) if each.phase == phase), None)
@@ -372,7 +372,7 @@ class Track(Instrument):
         self._mark("e", operation.phase, operation, now)
         self._mark("e", name, operation, now)
 
-    def _mark(self, kind: str, name: str, operation: _Operation, now: float, **more: Any) -> None:
+    def _mark(self, kind: str, name: str, operation: _TracedOperation, now: float, **more: Any) -> None:
         self._timeline.add(kind, name, now, self._number, cat="operation", id=operation.id, **more)
 
     def _count(self, counter: str, now: float, value: int) -> None:

@@ -81,20 +81,20 @@ class Connection(Protocol):
         """
 
 
-class Limit(NamedTuple):
+class StartLimit(NamedTuple):
     """How long to wait for ranks that have not come, and what sets that."""
 
     seconds: float
     option: str
 
     @classmethod
-    def of_init(cls, settings: Config) -> Limit:
+    def of_init(cls, settings: Config) -> StartLimit:
         """Return how long `init` waits until all ranks have called it."""
         start_s = launch().start_timeout_s
         return cls.usual(settings) if start_s is None else cls(start_s, "--start-timeout")
 
     @classmethod
-    def usual(cls, settings: Config) -> Limit:
+    def usual(cls, settings: Config) -> StartLimit:
         """Return how long everything else waits."""
         return cls(settings.timeout_s, "RINGREDUCE_TIMEOUT")
 
@@ -170,7 +170,7 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
             raise ConfigError(_unconnected(launched, launched.launcher, mpi.library()))
         return mpi_job.MpiRanks(job)
     if ranks is not None:
-        with Limit.of_init(settings).waiter() as waiter:
+        with StartLimit.of_init(settings).waiter() as waiter:
             return mpi_job.MpiRanks(mpi_job.subworld(ranks, waiter))
     return mpi_job.MpiRanks(cast("MPI.Intracomm", comm))
 
@@ -205,7 +205,7 @@ class _Alone:
 @contextmanager
 def _awaiting_all(launched: Launch, settings: Config) -> Iterator[None]:
     """End this process if MPI cannot start, or takes too long: it waits for all ranks of the job, without limit."""
-    limit_s, name = Limit.of_init(settings)
+    limit_s, name = StartLimit.of_init(settings)
     over = threading.Event()
 
     def look() -> None:

@@ -16,12 +16,12 @@ from ringreduce.common.call_sites import CallSite, Stack, program_stack
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError
 from ringreduce.common.lifetime import Lifetime, close_all
-from ringreduce.common.serial import InOrder, Task
+from ringreduce.common.serial import InOrder, SerialTask
 from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.snapshots import Observed
 from ringreduce.runtime.bootstrap import Connection
 from ringreduce.runtime.process_sets import context_of
-from ringreduce.transport.point_to_point import Deliveries, Transfer
+from ringreduce.transport.point_to_point import Deliveries, PeerTransfer
 from ringreduce.transport.waiting import Waiter
 
 
@@ -92,7 +92,7 @@ class Group:
 
     # ---- the order of calls ----
 
-    def submit(self, call: Callable[[], object], name: str, *, here: bool) -> Task:
+    def submit(self, call: Callable[[], object], name: str, *, here: bool) -> SerialTask:
         """Run a call after those that were submitted before it, and return what can be waited for.
 
         Args:
@@ -110,11 +110,11 @@ class Group:
                 error.remedy = "destroy this process group and create a new one on all its ranks"
                 raise
 
-        task = Task(run, name)
+        task = SerialTask(run, name)
         self._in_order.submit(task, here=here)
         return task
 
-    def delivered(self, transfer: Transfer) -> Task:
+    def delivered(self, transfer: PeerTransfer) -> SerialTask:
         """Return what is done when a message is, without anybody waiting for it."""
         return self._deliveries.add(transfer)
 
@@ -136,7 +136,7 @@ class Group:
 
     # ---- messages ----
 
-    def send(self, array: Any, peer: int, tag: int = 0) -> Transfer:
+    def send(self, array: Any, peer: int, tag: int = 0) -> PeerTransfer:
         """Begin to send an array; it belongs to the transfer until that is done. Any thread may call this.
 
         Args:
@@ -146,11 +146,11 @@ class Group:
         """
         return self._messages.send(require_host(operand_of(array), "send"), peer, tag)
 
-    def recv(self, array: Any, peer: int | None, tag: int = 0) -> Transfer:
+    def recv(self, array: Any, peer: int | None, tag: int = 0) -> PeerTransfer:
         """Begin to receive into an array; arguments as for `send`, and peer None: from any rank."""
         return self._messages.recv(require_host(operand_of(array), "recv"), peer, tag)
 
-    def wait(self, transfer: Transfer, timeout_s: float | None = None) -> None:
+    def wait(self, transfer: PeerTransfer, timeout_s: float | None = None) -> None:
         """Return once a message was sent or received; see `PointToPoint.wait`."""
         self._messages.wait(transfer, timeout_s)
 

@@ -20,7 +20,7 @@ from ringreduce.common.launch import launch
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import ReentrancyGuard
 from ringreduce.observe.timeline import Program
-from ringreduce.runtime.bootstrap import Connection, Limit, ParentRank, connect, job_connection
+from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, connect, job_connection
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.runtime.termination import Termination
 from ringreduce.runtime.usage import Usage
@@ -140,9 +140,9 @@ class Process:
                 self._end_with(job, Lifetime())  # or MPI would wait at the exit of this process for the others
                 self._take_part_in_ends_and_forks()
             raise
-        return self._begun(self._connection, settings, Limit.of_init(settings))
+        return self._begun(self._connection, settings, StartLimit.of_init(settings))
 
-    def _begun(self, connection: Connection, settings: Config, limit: Limit) -> OwnWorld:
+    def _begun(self, connection: Connection, settings: Config, limit: StartLimit) -> OwnWorld:
         """Begin a world of connected ranks. Collective."""
         logs.set_up(settings.log_level, connection.name)
         lifetime = Lifetime()
@@ -171,7 +171,7 @@ class Process:
             late = isinstance(error, CollectiveTimeoutError)  # then the others have had their time, too
             connection.reconfigure(priority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             connected = perf_counter()
-            self.world = self._begun(connection, settings, Limit.usual(settings))
+            self.world = self._begun(connection, settings, StartLimit.usual(settings))
         return Recovery(connected - started, perf_counter() - connected)
 
     def hosts_changed(self) -> bool:

@@ -25,7 +25,7 @@ from ringreduce.transport.waiting import Waiter
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Membership:
     """What a rank has as a member of a registered process set.
 
     Attributes:
@@ -83,7 +83,7 @@ class ProcessSet:
             raise ConfigError(f"a process set is made of one or more ranks, each once; got {listed}")
         self._ranks: list[int] | None = sorted(listed)
         self._world_rank: int | None = None
-        self._parts: Parts | None = None
+        self._parts: Membership | None = None
         self._lifetime = Lifetime()  # of the world
         self._sharing: list[ProcessSet] = []  # equal sets that stand for this one
         self._number: int | None = None
@@ -202,7 +202,9 @@ class ProcessSet:
         """Whether this process has a `communicator` and an `engine`."""
         return self._parts is not None
 
-    def register(self, number: int, ranks: list[int], world_rank: int, parts: Parts | None, lifetime: Lifetime) -> None:
+    def register(
+        self, number: int, ranks: list[int], world_rank: int, parts: Membership | None, lifetime: Lifetime
+    ) -> None:
         """Make the set usable; for `ringreduce.runtime.worlds`.
 
         Args:
@@ -221,7 +223,7 @@ class ProcessSet:
         other.register(self._number, self._ranks, self._world_rank, self._parts, self._lifetime)
         self._sharing.append(other)
 
-    def unregister(self) -> Parts | None:
+    def unregister(self) -> Membership | None:
         """Make the set unusable; return what is to be closed."""
         parts, self._parts, self._world_rank = self._parts, None, None
         if self._number == 0:
@@ -232,7 +234,7 @@ class ProcessSet:
         self._sharing.clear()
         return parts
 
-    def _member_parts(self) -> Parts:
+    def _member_parts(self) -> Membership:
         if self._parts is None:
             self.rank()  # raises where this process is no member
             self._lifetime.require_open()
@@ -265,7 +267,7 @@ class ProcessSet:
 
 def connect(
     make: Callable[[Waiter], Messages], settings: Config, lifetime: Lifetime, when_closed: str | None = None
-) -> Parts:
+) -> Membership:
     """Set up what the members of a set need. Collective.
 
     Args:
@@ -284,7 +286,7 @@ def connect(
     between_two = make(Waiter(settings.timeout_s))
     blocking, asynchronous = Communicator(blocking_context, between_two, Gpu), Communicator(context, devices=Gpu)
     engine = Engine(asynchronous, channel, find_failed=context.board.find_failed, threads=context.messages.concurrent)
-    return Parts(blocking, engine)
+    return Membership(blocking, engine)
 
 
 def context_of(

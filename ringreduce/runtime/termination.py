@@ -162,7 +162,7 @@ class Termination:
             self._exit(status)
         except SystemExit as error:
             if self._acts() and threading.current_thread() is threading.main_thread():
-                setattr(error, _MARK, _Mark(lambda: self._keep_exit_code(status)))
+                setattr(error, _MARK, _ExitMark(lambda: self._keep_exit_code(status)))
             raise
 
     def _keep_exit_code(self, status: Any) -> None:
@@ -193,7 +193,7 @@ class Termination:
         os._exit(_ORPHANED)
 
 
-class _Mark:
+class _ExitMark:
     """Is part of an exit, and so is freed with it: if the interpreter does that itself, the exit ends the program.
 
     Nothing else shows it: programs catch and drop exits, and exit handlers do not get them. The interpreter frees the

@@ -32,10 +32,10 @@ from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.topology import Topology
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observer
-from ringreduce.observe.timeline import Clock, Program
-from ringreduce.runtime.bootstrap import Connection, Limit, ParentRank, check_settings, check_versions
+from ringreduce.observe.timeline import JobClock, Program
+from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, check_settings, check_versions
 from ringreduce.runtime.groups import Group
-from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
+from ringreduce.runtime.process_sets import Membership, ProcessSet, connect
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
 
@@ -130,12 +130,12 @@ class World:
         ]
         return Metrics.of(communicators, engines)
 
-    def _register(self, process_set: ProcessSet, ranks: list[int], parts: Parts | None) -> None:
+    def _register(self, process_set: ProcessSet, ranks: list[int], parts: Membership | None) -> None:
         self._last_set += 1
         process_set.register(self._last_set, ranks, self.rank, parts, self.lifetime)
         self.sets[self._last_set] = process_set
 
-    def _unregister_all(self) -> list[Parts]:
+    def _unregister_all(self) -> list[Membership]:
         registered = [each.unregister() for _, each in sorted(self.sets.items(), reverse=True)]
         self.sets.clear()
         return [parts for parts in registered if parts is not None]
@@ -163,8 +163,8 @@ class OwnWorld(World):
         everyone: ProcessSet,
         connection: Connection,
         messages: Messages,
-        parts: Parts,
-        clock: Clock,
+        parts: Membership,
+        clock: JobClock,
         config: Config,
         followers: Sequence[Callable[[Program | None], object]],
         lifetime: Lifetime,
@@ -183,7 +183,7 @@ class OwnWorld(World):
         everyone: ProcessSet,
         connection: Connection,
         config: Config,
-        limit: Limit,
+        limit: StartLimit,
         followers: Sequence[Callable[[Program | None], object]],
         lifetime: Lifetime,
     ) -> OwnWorld:
@@ -205,7 +205,7 @@ class OwnWorld(World):
             check_settings(messages, config)
             parts = connect(connection.messages, config, lifetime)
             undo.insert(0, parts.close)
-            world = cls(everyone, connection, messages, parts, Clock.agree(messages), config, followers, lifetime)
+            world = cls(everyone, connection, messages, parts, JobClock.agree(messages), config, followers, lifetime)
             undo = [world.close]
             world._log_choices()
             world._use_table()

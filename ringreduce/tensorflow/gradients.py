@@ -33,7 +33,7 @@ from ringreduce.tensorflow.calls import (
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.slices import added_up, places_of
 from ringreduce.training.applying import Distribution, ListReduction, variables_of, with_methods
-from ringreduce.training.checks import Model
+from ringreduce.training.checks import CheckedModel
 from ringreduce.training.combinations import ADASUM, SAMPLES, SHARES, refusal
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
@@ -183,7 +183,7 @@ class GradientReduction(ListReduction):
             name, rest = self._name(identity, traced), list(found)
             sparse, values = rest[: len(parts)], rest[len(parts) :]
             weights_now = (lambda: values) if in_session else read
-            model = Model(names, weights_now, list(zip(names[count:], sparse, strict=False)))
+            model = CheckedModel(names, weights_now, list(zip(names[count:], sparse, strict=False)))
             reduced, weights = self._reduce_dense(each_dense, variables[:count], name, of, model)
             return [*reduced, *self._gather(sparse, name, weights)]
 
@@ -205,7 +205,7 @@ class GradientReduction(ListReduction):
         return reduced
 
     def _reduce_dense(
-        self, gradients: list[Host | None], variables: Sequence[Any], name: str, samples: Any, model: Model
+        self, gradients: list[Host | None], variables: Sequence[Any], name: str, samples: Any, model: CheckedModel
     ) -> tuple[list[Any], Weights | None]:
         """Return reduced dense gradients, possibly none, and the weights of their averages."""
         if self._op == Adasum:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import TransportError
-from ringreduce.transport.messages import Messages, Request
+from ringreduce.transport.messages import Messages, Prequest
 
 Array = npt.NDArray[Any]
 
@@ -36,17 +36,17 @@ class RecordingMessages(_Wrapper):
         self.started: list[tuple[str, int, int]] = []
         self._described: dict[int, tuple[str, int, int]] = {}
 
-    def send(self, data: Array, peer: int, tag: int) -> Request:
+    def send(self, data: Array, peer: int, tag: int) -> Prequest:
         request = self._inner.send(data, peer, tag)
         self._described[id(request)] = ("send", peer, data.nbytes)
         return request
 
-    def recv(self, data: Array, peer: int, tag: int) -> Request:
+    def recv(self, data: Array, peer: int, tag: int) -> Prequest:
         request = self._inner.recv(data, peer, tag)
         self._described[id(request)] = ("recv", peer, data.nbytes)
         return request
 
-    def start(self, requests: Sequence[Request]) -> None:
+    def start(self, requests: Sequence[Prequest]) -> None:
         self.started += [self._described[id(request)] for request in requests if id(request) in self._described]
         self._inner.start(requests)
 
@@ -65,17 +65,17 @@ class FailingMessages(_Wrapper):
         self._left = after
         self._silently = silently
 
-    def start(self, requests: Sequence[Request]) -> None:
+    def start(self, requests: Sequence[Prequest]) -> None:
         self._left -= 1
         if self._left >= 0:
             self._inner.start(requests)
         elif not self._silently:
             raise TransportError("this transport fails on purpose")
 
-    def test_all(self, requests: Sequence[Request]) -> bool:
+    def test_all(self, requests: Sequence[Prequest]) -> bool:
         return self._left >= 0 and self._inner.test_all(requests)
 
-    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
         return self._inner.test_some(requests) if self._left >= 0 else ()
 
 
@@ -92,16 +92,16 @@ class DamagingMessages(_Wrapper):
         self._left = after
         self._places: dict[int, Array] = {}
 
-    def recv(self, data: Array, peer: int, tag: int) -> Request:
+    def recv(self, data: Array, peer: int, tag: int) -> Prequest:
         request = self._inner.recv(data, peer, tag)
         self._places[id(request)] = data
         return request
 
-    def test_all(self, requests: Sequence[Request]) -> bool:
+    def test_all(self, requests: Sequence[Prequest]) -> bool:
         self.test_some(requests)
         return self._inner.test_all(requests)
 
-    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
         ended = self._inner.test_some(requests)
         for index in ended:
             place = self._places.get(id(requests[index]))

@@ -15,7 +15,7 @@ from ringreduce.common.errors import RingReduceError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
-from ringreduce.runtime.process_sets import Parts, ProcessSet
+from ringreduce.runtime.process_sets import Membership, ProcessSet
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.shared.node import join
@@ -107,7 +107,7 @@ def run_process_sets(
     def run(engine: Engine) -> T:
         rank, settings = engine.communicator.rank, engine.communicator.config
         process_set = ProcessSet(range(size))
-        parts = Parts(_communicator(blocking, rank, settings), engine)
+        parts = Membership(_communicator(blocking, rank, settings), engine)
         process_set.register(1, list(range(size)), rank, parts, Lifetime())
         return function(process_set)
 

@@ -44,7 +44,7 @@ class _Hook(NamedTuple):
         self.weight.hooks.remove(self)
 
 
-class _Weights(HostMemory, Hooks):
+class _ToyGradients(HostMemory, Hooks):
     """The gradients of the toy, which weights keep."""
 
     def watch(self, parameter: _Weight, watcher: Watcher, record: Any) -> list[_Hook]:
@@ -66,7 +66,7 @@ class Toy:
     ) -> None:
         self.named = [(name, _Weight(value.copy())) for name, value in values.items()]
         self.steps = 0  # that have begun to change the weights
-        self.training = Training("Toy", process_set, HOST, lambda _: _Weights())
+        self.training = Training("Toy", process_set, HOST, lambda _: _ToyGradients())
         with self.training.checking("Toy"):
             parameters = [weight for _, weight in self.named]
             checked = Options(**options).checked(self.training.communicator.config, parameters)

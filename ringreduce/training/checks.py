@@ -24,7 +24,7 @@ _FIRST_STEPS = 3  # that compare the ranks' gradients
 _SHOWN = 3  # differences in a warning
 
 
-class Model(NamedTuple):
+class CheckedModel(NamedTuple):
     """What the gradients of a step are of, for checks: where a `Memory` knows gradients alone.
 
     Attributes:
@@ -71,7 +71,7 @@ class Checks:
         self._weights_every, self._finite_every = config.check_weights_every, config.check_finite_every
         self._compares_data = config.check_data and ranks.size > 1
         self._begins = memory.advice.first is not None and ranks.size > 1  # weights are still to be compared once
-        self.model: Model | None = None
+        self.model: CheckedModel | None = None
 
     @property
     def idle(self) -> bool:

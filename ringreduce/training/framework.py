@@ -350,7 +350,7 @@ class Memory(Protocol):
         """Return a checksum of 32 bits of the parameters' values; 0 where only gradients are known.
 
         Args:
-            parameters: or their values, where a `ringreduce.training.checks.Model` has them.
+            parameters: or their values, where a `ringreduce.training.checks.CheckedModel` has them.
         """
         return 0
 

@@ -61,7 +61,7 @@ class ArraySpec:
         self.nbytes = prod(self.shape) * self.dtype.itemsize
 
 
-class _Slot:
+class _HostSlot:
     """See `ringreduce.training.framework.Slot`. What a step has returned stays as it is while somebody holds it."""
 
     __slots__ = ("_memory", "_unshared", "parameter", "place")
@@ -101,10 +101,12 @@ class HostMemory(Memory):
 
     def lay_out(
         self, communicator: Communicator, parameters: Sequence[ArraySpec], starts: Sequence[int]
-    ) -> tuple[Any, list[_Slot]]:
+    ) -> tuple[Any, list[_HostSlot]]:
         memory, dtype = communicator.empty(starts[-1], np.uint8), DType.of(parameters[0].dtype)
         memory[:] = 0
-        slots = [_Slot(each, memory[start:][: each.nbytes]) for start, each in zip(starts, parameters, strict=False)]
+        slots = [
+            _HostSlot(each, memory[start:][: each.nbytes]) for start, each in zip(starts, parameters, strict=False)
+        ]
         return typed(memory, dtype), slots
 
     def pack(self, places: Sequence[Any], gradients: Sequence[Any]) -> None:

@@ -19,8 +19,8 @@ from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.engine import CollectiveOp, Engine, Operation, Reduction
 from ringreduce.runtime import config, count, global_process_set
-from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
-from ringreduce.training.checks import Model
+from ringreduce.runtime.process_sets import Membership, ProcessSet, connect
+from ringreduce.training.checks import CheckedModel
 from ringreduce.training.compression import State
 from ringreduce.training.framework import Arrays, Hooks, Memory, Named
 from ringreduce.training.gradients import Gradients
@@ -240,7 +240,7 @@ class Training:
 
     def _take_place(self) -> None:
         """Find the ranks to train with."""
-        ranks: ProcessSet | Parts = self._process_set
+        ranks: ProcessSet | Membership = self._process_set
         self._alone = not self._process_set.included()
         if self._alone:
             ranks = connect(lambda waiter: MemoryWorld(1).messages(0), config(), Lifetime())
@@ -284,7 +284,7 @@ class ListTraining:
             checked = Options(**options).checked(self.training.communicator.config, self._specs)
         self.training.begin(kind, lambda: named, checked, None)
 
-    def reduce(self, gradients: Sequence[Any], samples: Any = None, model: Model | None = None) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], samples: Any = None, model: CheckedModel | None = None) -> list[Any]:
         """Return the averages, or sums, of gradients over the ranks. Collective.
 
         Args:

@@ -31,7 +31,7 @@ from ringreduce.training.framework import Found, Look, Memory, Named
 from ringreduce.training.names import Identity, name_in
 from ringreduce.training.options import Options
 from ringreduce.training.overlap import Overlap
-from ringreduce.training.repeats import Repeat
+from ringreduce.training.repeats import RepeatedStep
 from ringreduce.training.sharding import Sharding
 from ringreduce.training.shares import Shares, counts_of
 from ringreduce.training.staleness import LateAverages
@@ -102,7 +102,7 @@ class GradientReducer:
         self._record: Record | None = None
         self._found = b""  # what the last agreement has found
         self._alike, self._patience = 0, 1  # so many agreements have found the same; so many are needed to repeat it
-        self._last: Repeat | None = None
+        self._last: RepeatedStep | None = None
         self._refused = False  # whether the ranks have come to this step in different ways
 
     def reduce(self, gradients: Sequence[Any], fresh: Sequence[bool] | None = None) -> list[Any]:
@@ -293,7 +293,7 @@ class GradientReducer:
         ):
             alike = zlib.crc32(found + repr(self._counts).encode(), self.buckets.layout)
             text = f"a step of {self.ranks.name} like the last, {alike:08x}"
-            self._last = Repeat(found, parameters, buckets, [each.flat for each in buckets], slots, text)
+            self._last = RepeatedStep(found, parameters, buckets, [each.flat for each in buckets], slots, text)
 
     # ---- any other step ----
 

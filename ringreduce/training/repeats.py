@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from ringreduce.training.buckets import Bucket
 from ringreduce.training.framework import Slot
 
-__all__ = ["Repeat"]
+__all__ = ["RepeatedStep"]
 
 
-class Repeat(NamedTuple):
+class RepeatedStep(NamedTuple):
     """A step that can be made again without an agreement.
 
     Attributes:

@@ -41,7 +41,7 @@ def require_room(averages: Averages, staleness: int) -> None:
         )
 
 
-class _Exchange(NamedTuple):
+class _LateGradients(NamedTuple):
     """Gradients of one step, under way or averaged.
 
     Attributes:
@@ -78,7 +78,7 @@ class LateAverages:
         self._staleness, self._memory, self._ranks, self._buckets = staleness, memory, ranks, buckets
         self._named = named
         self._rings: dict[int, deque[Bucket]] = {}  # by the id of a bucket: it and others in turn, the next one first
-        self._pending: deque[_Exchange] = deque()
+        self._pending: deque[_LateGradients] = deque()
         self._steps = 0
 
     @property
@@ -127,7 +127,7 @@ class LateAverages:
                 with suppress(RingReduceError):
                     self._ranks.engine.wait(operation)
         parameters = self._parameters()
-        self._pending = deque(_Exchange(parameters, each, ()) for each in averages)
+        self._pending = deque(_LateGradients(parameters, each, ()) for each in averages)
 
     def loaded(self) -> Averages:
         """Return the averages that `state` has waited for or `load` has got, and that are still to be applied."""
@@ -139,7 +139,7 @@ class LateAverages:
 
     def _submitted(
         self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes, error: ConfigError | None
-    ) -> _Exchange:
+    ) -> _LateGradients:
         trainable = self._memory.is_trainable
         wanted = bytes(
             max(each, Found.DENSE) if each or trainable(parameter) else each
@@ -163,7 +163,7 @@ class LateAverages:
             placed |= {number: mine[number] for number in target.numbers if wanted[number]}
             filled.append(target)
         used = f"{len(wanted) - wanted.count(0)} of {len(wanted)} parameters, {zlib.crc32(wanted):08x}"
-        return _Exchange(parameters, placed, self._operations(name, filled, used))
+        return _LateGradients(parameters, placed, self._operations(name, filled, used))
 
     def _free(self, bucket: Bucket, gradients: Sequence[Any]) -> Bucket:
         """Return the next bucket of the ring; a new one, if the program still holds a gradient in it."""
@@ -197,7 +197,7 @@ class LateAverages:
             operations.append(made)
         return operations
 
-    def _wait(self, exchange: _Exchange) -> None:
+    def _wait(self, exchange: _LateGradients) -> None:
         for operation in exchange.operations:
             self._ranks.wait(operation)
             if operation.active < self._ranks.size:

@@ -32,7 +32,7 @@ _REMEDY = (
 )
 
 
-class Bucket(Protocol):
+class WatchedBucket(Protocol):
     """What this module asks of `ringreduce.training.buckets.Bucket`."""
 
     slots: Sequence[Slot]
@@ -75,11 +75,11 @@ class Uncleared:
         scaled: the parameters, by id, whose parts were multiplied before something was added to them.
     """
 
-    def __init__(self, memory: Memory, buckets: Iterable[Bucket], size: int, *, divides: bool) -> None:
+    def __init__(self, memory: Memory, buckets: Iterable[WatchedBucket], size: int, *, divides: bool) -> None:
         assert isinstance(memory, InPlace)
         self._memory: Any = memory
         self._buckets, self._size = buckets, size
-        self.parted: list[Bucket] = []
+        self.parted: list[WatchedBucket] = []
         self._parts_only = False
         self._may_divide, self.divides = divides and isinstance(memory, Hooks), False  # it is not known yet
         self._known: dict[int, _Left] = {}  # by the parameter's id
@@ -88,7 +88,7 @@ class Uncleared:
         self._written: set[int] = set()  # of which a rank had its part alone
         self._kept = False
 
-    def watch(self, bucket: Bucket, own: Iterable[slice]) -> None:
+    def watch(self, bucket: WatchedBucket, own: Iterable[slice]) -> None:
         """Take note of a new bucket.
 
         Args:
@@ -100,7 +100,7 @@ class Uncleared:
         for slot, part in zip(bucket.slots, own, strict=True):
             self._known[id(slot.parameter)] = _Left(slot, part)
 
-    def forget(self, buckets: Collection[Bucket]) -> None:
+    def forget(self, buckets: Collection[WatchedBucket]) -> None:
         """Forget parameters that are in none of these buckets."""
         known = {id(slot.parameter) for bucket in buckets for slot in bucket.slots}
         self._known = {key: left for key, left in self._known.items() if key in known}

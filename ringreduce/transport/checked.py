@@ -11,12 +11,12 @@ import numpy as np
 
 from ringreduce.buffers import Array
 from ringreduce.common.errors import TransportError
-from ringreduce.transport.messages import Messages, Request
+from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.waiting import Waiter
 
 
 @dataclass(slots=True)
-class _Transfer:
+class _CheckedTransfer:
     """A message and the one behind it, which holds its checksum.
 
     Attributes:
@@ -32,7 +32,7 @@ class _Transfer:
     note: Array
     peer: int
     is_send: bool
-    parts: tuple[Request, Request]
+    parts: tuple[Prequest, Prequest]
     nopen: int = field(default=0)
 
     def checksum(self) -> int:
@@ -72,27 +72,27 @@ class _CheckedMessages:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def send(self, data: Array, peer: int, tag: int) -> Request:
+    def send(self, data: Array, peer: int, tag: int) -> Prequest:
         return self._described(self._inner.send, data, peer, tag, is_send=True)
 
-    def recv(self, data: Array, peer: int, tag: int) -> Request:
+    def recv(self, data: Array, peer: int, tag: int) -> Prequest:
         return self._described(self._inner.recv, data, peer, tag, is_send=False)
 
     def _described(
-        self, describe: Callable[[Array, int, int], Request], data: Array, peer: int, tag: int, *, is_send: bool
-    ) -> Request:
+        self, describe: Callable[[Array, int, int], Prequest], data: Array, peer: int, tag: int, *, is_send: bool
+    ) -> Prequest:
         note = np.zeros(1, np.uint32)
         parts = describe(data, peer, tag), describe(note, peer, tag + self.max_tag + 1)
-        return _Transfer(data, note, peer, is_send, parts)
+        return _CheckedTransfer(data, note, peer, is_send, parts)
 
-    def start(self, requests: Sequence[Request]) -> None:
+    def start(self, requests: Sequence[Prequest]) -> None:
         for each in _transfers(requests):
             each.nopen = 2
             if each.is_send:
                 each.note[0] = each.checksum()
         self._inner.start(_parts(requests))
 
-    def test_all(self, requests: Sequence[Request]) -> bool:
+    def test_all(self, requests: Sequence[Prequest]) -> bool:
         if not self._inner.test_all(_parts(requests)):
             return False
         for each in _transfers(requests):
@@ -100,7 +100,7 @@ class _CheckedMessages:
                 each.end()
         return True
 
-    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
         ended = []
         for position in self._inner.test_some(_parts(requests)):
             each = _transfers(requests)[position // 2]
@@ -110,10 +110,10 @@ class _CheckedMessages:
                 ended.append(position // 2)
         return ended
 
-    def free(self, requests: Sequence[Request]) -> None:
+    def free(self, requests: Sequence[Prequest]) -> None:
         self._inner.free(_parts(requests))
 
-    def give_up(self, requests: Sequence[Request]) -> None:
+    def give_up(self, requests: Sequence[Prequest]) -> None:
         self._inner.give_up(_parts(requests))
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:
@@ -121,10 +121,10 @@ class _CheckedMessages:
         return None if part is None else checked(part)
 
 
-def _transfers(requests: Sequence[Request]) -> Sequence[_Transfer]:
-    return cast("Sequence[_Transfer]", requests)
+def _transfers(requests: Sequence[Prequest]) -> Sequence[_CheckedTransfer]:
+    return cast("Sequence[_CheckedTransfer]", requests)
 
 
-def _parts(requests: Sequence[Request]) -> list[Request]:
+def _parts(requests: Sequence[Prequest]) -> list[Prequest]:
     """Return what the transport underneath knows of them, in their order."""
     return [part for each in _transfers(requests) for part in each.parts]

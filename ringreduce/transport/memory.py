@@ -12,7 +12,7 @@ import numpy as np
 from ringreduce.buffers import Array
 from ringreduce.common.errors import CollectiveTimeoutError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.transport.messages import Request
+from ringreduce.transport.messages import Prequest
 from ringreduce.transport.shared.segments import Segments
 from ringreduce.transport.waiting import Waiter
 
@@ -25,7 +25,7 @@ class MemoryWorld:
         self.timeout_s = timeout_s
         # deque.append and popleft are atomic, so the queues need no lock of their own; and so is dict.setdefault, while
         # a defaultdict may give two threads a queue each.
-        self.queues: dict[tuple[int, int, int], deque[_Transfer]] = {}
+        self.queues: dict[tuple[int, int, int], deque[_MemoryTransfer]] = {}
         self.notes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
         self.segments: dict[tuple[int, int], Array] = {}
         self.payloads: list[bytes] = [b""] * size
@@ -37,7 +37,7 @@ class MemoryWorld:
 
 
 @dataclass(slots=True)
-class _Transfer:
+class _MemoryTransfer:
     """A described message.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Transfer:
         copy: what was sent; None once it was received.
     """
 
-    queue: deque[_Transfer]
+    queue: deque[_MemoryTransfer]
     data: Array
     is_send: bool
     done: bool = field(default=True)
@@ -73,35 +73,35 @@ class MemoryMessages:
         self.size = world.size
         self._subsets = 0
 
-    def send(self, data: Array, peer: int, tag: int) -> Request:
-        return _Transfer(self._queue(self.rank, peer, tag), data, is_send=True)
+    def send(self, data: Array, peer: int, tag: int) -> Prequest:
+        return _MemoryTransfer(self._queue(self.rank, peer, tag), data, is_send=True)
 
-    def recv(self, data: Array, peer: int, tag: int) -> Request:
-        return _Transfer(self._queue(peer, self.rank, tag), data, is_send=False)
+    def recv(self, data: Array, peer: int, tag: int) -> Prequest:
+        return _MemoryTransfer(self._queue(peer, self.rank, tag), data, is_send=False)
 
-    def _queue(self, sender: int, receiver: int, tag: int) -> deque[_Transfer]:
+    def _queue(self, sender: int, receiver: int, tag: int) -> deque[_MemoryTransfer]:
         return self._world.queues.setdefault((sender, receiver, tag), deque())
 
-    def start(self, requests: Sequence[Request]) -> None:
+    def start(self, requests: Sequence[Prequest]) -> None:
         for each in requests:
-            assert isinstance(each, _Transfer) and each.done, "a transfer was started twice"
+            assert isinstance(each, _MemoryTransfer) and each.done, "a transfer was started twice"
             each.done = False
             if each.is_send:
                 each.copy = each.data.copy()
                 each.queue.append(each)
 
-    def test_all(self, requests: Sequence[Request]) -> bool:
+    def test_all(self, requests: Sequence[Prequest]) -> bool:
         self.test_some(requests)
         for each in requests:
-            assert isinstance(each, _Transfer)
+            assert isinstance(each, _MemoryTransfer)
             if not each.done:
                 return False
         return True
 
-    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
         finished = []
         for index, each in enumerate(requests):
-            assert isinstance(each, _Transfer)
+            assert isinstance(each, _MemoryTransfer)
             if each.done or (each.copy is not None if each.is_send else not each.queue):
                 continue
             if not each.is_send:
@@ -115,7 +115,7 @@ class MemoryMessages:
             finished.append(index)
         return finished
 
-    def free(self, requests: Sequence[Request]) -> None:
+    def free(self, requests: Sequence[Prequest]) -> None:
         pass
 
     def allreduce(self, data: Array, op: ReduceOp) -> None:
@@ -148,9 +148,9 @@ class MemoryMessages:
         )
         return world.messages(ranks.index(self.rank)) if self.rank in ranks else None
 
-    def give_up(self, requests: Sequence[Request]) -> None:
+    def give_up(self, requests: Sequence[Prequest]) -> None:
         for each in requests:
-            assert isinstance(each, _Transfer)
+            assert isinstance(each, _MemoryTransfer)
             each.done = True
 
     def renew(self) -> None:

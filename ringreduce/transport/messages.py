@@ -17,7 +17,7 @@ T = TypeVar("T")
 _FAILURES = (RingReduceError, MemoryError, OSError, ValueError)
 
 
-class Request(Protocol):
+class Prequest(Protocol):
     """A transfer that was described once and can be started any number of times, one at a time."""
 
 
@@ -39,22 +39,22 @@ class Messages(Protocol):
     #: Whether two transports may be used by two threads at once.
     concurrent: bool
 
-    def send(self, data: Array, peer: int, tag: int) -> Request:
+    def send(self, data: Array, peer: int, tag: int) -> Prequest:
         """Describe a message from contiguous ``data`` (at most 2 GiB); does not start it."""
 
-    def recv(self, data: Array, peer: int, tag: int) -> Request:
+    def recv(self, data: Array, peer: int, tag: int) -> Prequest:
         """Describe a message into contiguous ``data`` of exactly the size that is sent; does not start it."""
 
-    def start(self, requests: Sequence[Request]) -> None:
+    def start(self, requests: Sequence[Prequest]) -> None:
         """Start transfers; their memory is the transport's until a test reports them complete."""
 
-    def test_all(self, requests: Sequence[Request]) -> bool:
+    def test_all(self, requests: Sequence[Prequest]) -> bool:
         """Return whether all started ``requests`` are complete; never blocks."""
 
-    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
         """Return the indices of requests that became complete since they were last asked about; never blocks."""
 
-    def free(self, requests: Sequence[Request]) -> None:
+    def free(self, requests: Sequence[Prequest]) -> None:
         """Give back requests that will not be started again; those that were given up go once they have ended."""
 
     @property
@@ -84,7 +84,7 @@ class Messages(Protocol):
             waiter: how the collective calls of the new transport wait.
         """
 
-    def give_up(self, requests: Sequence[Request]) -> None:
+    def give_up(self, requests: Sequence[Prequest]) -> None:
         """Record a call that was given up: all transfers that it had started, complete or not, in that order."""
 
     def renew(self) -> None:

@@ -38,7 +38,7 @@ _WHO_IS_HERE, _I_AM = 0, 1  # what is sent with it
 _FAILED = {getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
 
 
-class _Copy(NamedTuple):
+class _Duplicate(NamedTuple):
     """A duplicate of a communicator, which can be used once the request is complete."""
 
     comm: MPI.Intracomm
@@ -47,7 +47,7 @@ class _Copy(NamedTuple):
 
 #: By communicator (as Fortran knows it), the duplicates that were begun and not taken, in their order. MPI cannot take
 #: back a collective call, so the next ones who ask for duplicates go on with them.
-_begun: defaultdict[int, list[_Copy]] = defaultdict(list)
+_begun: defaultdict[int, list[_Duplicate]] = defaultdict(list)
 #: Notes sent while waiting for duplicates; MPI needs their memory until they are sent.
 _sent_notes: list[tuple[MPI.Request, bytes]] = []
 #: The ranks of the job that have not failed; None: all.
@@ -158,7 +158,9 @@ def duplicates(comm: MPI.Intracomm, waiter: Waiter, count: int) -> list[MPI.Intr
     with translated():
         for number in range(count):
             if number == len(begun):
-                begun.append(_Copy(*comm.Idup()))  # not Dup, which waits without limit for a rank that does not come
+                begun.append(
+                    _Duplicate(*comm.Idup())
+                )  # not Dup, which waits without limit for a rank that does not come
             _finish(comm, begun[number].request, waiter)
     made = [copy for copy, _ in _begun.pop(comm.py2f())]
     for each in made:

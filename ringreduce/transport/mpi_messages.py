@@ -14,7 +14,7 @@ import numpy as np
 from ringreduce.buffers import Array
 from ringreduce.common.errors import CollectiveTimeoutError, TransportError, name_ranks
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.transport.messages import Request, exchange_json
+from ringreduce.transport.messages import Prequest, exchange_json
 from ringreduce.transport.mpi import duplicates, library, peers_in, soon, translate, translated
 from ringreduce.transport.waiting import Waiter
 
@@ -45,7 +45,7 @@ def revoke_all() -> None:
         each.revoke()
 
 
-class _Transfer(NamedTuple):
+class _DescribedMessage(NamedTuple):
     """A message that was described."""
 
     request: MPI.Prequest
@@ -71,8 +71,8 @@ class MpiMessages:
     def __init__(self, comm: MPI.Intracomm, waiter: Waiter) -> None:
         self._waiter = waiter
         # A request that is under way when its call fails is not freed: MPI may still write to the memory it names.
-        self._described: dict[int, _Transfer] = {}
-        self._given_up: list[_Transfer] = []
+        self._described: dict[int, _DescribedMessage] = {}
+        self._given_up: list[_DescribedMessage] = []
         self._to_free: list[MPI.Prequest] = []  # of those
         self._data, control = duplicates(comm, waiter, 2)
         self._control = _Control(control, waiter)
@@ -84,25 +84,25 @@ class MpiMessages:
         self.library = library()
         _open.add(self)
 
-    def send(self, data: Array, peer: int, tag: int) -> Request:
+    def send(self, data: Array, peer: int, tag: int) -> Prequest:
         with translated(self._data):
             return self._keep(self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag), True, data, peer, tag)
 
-    def recv(self, data: Array, peer: int, tag: int) -> Request:
+    def recv(self, data: Array, peer: int, tag: int) -> Prequest:
         with translated(self._data):
             return self._keep(self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag), False, data, peer, tag)
 
     def _keep(self, request: MPI.Prequest, is_send: bool, data: Array, peer: int, tag: int) -> MPI.Prequest:
-        self._described[id(request)] = _Transfer(request, is_send, peer, tag, data.nbytes)
+        self._described[id(request)] = _DescribedMessage(request, is_send, peer, tag, data.nbytes)
         return request
 
-    def start(self, requests: Sequence[Request]) -> None:
+    def start(self, requests: Sequence[Prequest]) -> None:
         try:
             MPI.Prequest.Startall(cast("list[MPI.Prequest]", requests))
         except MPI.Exception as error:
             raise translate(error, self._data) from error
 
-    def test_all(self, requests: Sequence[Request]) -> bool:
+    def test_all(self, requests: Sequence[Prequest]) -> bool:
         try:
             if len(requests) == 1:
                 return cast("MPI.Request", requests[0]).Test()
@@ -110,13 +110,13 @@ class MpiMessages:
         except MPI.Exception as error:
             raise translate(error, self._data) from error
 
-    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
         try:
             return MPI.Request.Testsome(cast("list[MPI.Request]", requests)) or ()
         except MPI.Exception as error:
             raise translate(error, self._data) from error
 
-    def free(self, requests: Sequence[Request]) -> None:
+    def free(self, requests: Sequence[Prequest]) -> None:
         given_up = {id(each.request) for each in self._given_up}
         with translated(self._data):
             for request in cast("Sequence[MPI.Prequest]", requests):
@@ -149,7 +149,7 @@ class MpiMessages:
         part.Free()
         return messages
 
-    def give_up(self, requests: Sequence[Request]) -> None:
+    def give_up(self, requests: Sequence[Prequest]) -> None:
         self._given_up += [self._described[id(each)] for each in requests]
 
     def renew(self) -> None:

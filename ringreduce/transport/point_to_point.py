@@ -13,8 +13,8 @@ import numpy as np
 from ringreduce.buffers import Array, Operand
 from ringreduce.common.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
 from ringreduce.common.lifetime import Lifetime
-from ringreduce.common.serial import Task
-from ringreduce.transport.messages import Messages, Request
+from ringreduce.common.serial import SerialTask
+from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.waiting import Waiter
 
 _HEAD = struct.Struct("<qqqH")  # the tag, the number, bytes, and how long the description is
@@ -22,7 +22,7 @@ _SMALL = 4096  # bytes that travel in the note itself
 _PIECE = 1 << 30  # bytes of one message
 
 
-class Transfer:
+class PeerTransfer:
     """An array that is sent or received.
 
     Attributes:
@@ -43,7 +43,7 @@ class Transfer:
         self.is_send = is_send
         self.done = False
         self.error: BaseException | None = None
-        self.requests: list[Request] = []
+        self.requests: list[Prequest] = []
         self.then: Callable[[], object] | None = None
 
     def __str__(self) -> str:
@@ -90,8 +90,8 @@ class PointToPoint:
         self._lock = threading.RLock()
         self._numbers = [0] * messages.size  # of the large arrays that each rank was sent
         self._announced: list[tuple[int, int, bytes]] = []  # sender, tag and note, in the order in which they came
-        self._awaited: list[Transfer] = []  # receives that nothing has come for yet
-        self._moving: list[Transfer] = []
+        self._awaited: list[PeerTransfer] = []  # receives that nothing has come for yet
+        self._moving: list[PeerTransfer] = []
         self._lifetime = lifetime
         lifetime.listen_while_held("failed", self._end_all)
         lifetime.listen_while_held("forked", self._forked)
@@ -101,7 +101,7 @@ class PointToPoint:
         """Whether anything is under way."""
         return bool(self._moving or self._awaited)
 
-    def send(self, source: Operand, peer: int, tag: int) -> Transfer:
+    def send(self, source: Operand, peer: int, tag: int) -> PeerTransfer:
         """Begin to send an array; it belongs to the transfer until that is done.
 
         Args:
@@ -114,7 +114,7 @@ class PointToPoint:
         """
         self._require(peer, tag)
         what, data = source.describe(by_count=self._counts_decide), source.flat().view(np.uint8)
-        transfer = Transfer(data, what, peer, tag, is_send=True)
+        transfer = PeerTransfer(data, what, peer, tag, is_send=True)
         with self._lock:
             self._lifetime.require_open("message")
             text, number = what.encode(), self._numbers[peer]
@@ -128,7 +128,7 @@ class PointToPoint:
             self._start(transfer, data, number)
         return transfer
 
-    def recv(self, target: Operand, peer: int | None, tag: int) -> Transfer:
+    def recv(self, target: Operand, peer: int | None, tag: int) -> PeerTransfer:
         """Begin to receive into an array.
 
         Args, Raises:
@@ -138,7 +138,7 @@ class PointToPoint:
         target.require_writable()
         room = target.view if target.contiguous else np.empty(target.shape, target.dtype.storage)
         what = target.describe(by_count=self._counts_decide)
-        transfer = Transfer(room.reshape(-1).view(np.uint8), what, peer, tag, is_send=False)
+        transfer = PeerTransfer(room.reshape(-1).view(np.uint8), what, peer, tag, is_send=False)
         if not target.contiguous:
             transfer.then = partial(np.copyto, target.view, room)
         with self._lock:
@@ -147,7 +147,7 @@ class PointToPoint:
             self._advance()
         return transfer
 
-    def wait(self, transfer: Transfer, timeout_s: float | None = None) -> None:
+    def wait(self, transfer: PeerTransfer, timeout_s: float | None = None) -> None:
         """Return once a transfer is done.
 
         Args:
@@ -174,7 +174,7 @@ class PointToPoint:
         if transfer.error is not None:
             raise transfer.error
 
-    def wait_for_some(self, transfers: Sequence[Transfer], changed: Callable[[], bool]) -> None:
+    def wait_for_some(self, transfers: Sequence[PeerTransfer], changed: Callable[[], bool]) -> None:
         """Return once one of several transfers is done, or what is waited for has ``changed``; raises as `wait`."""
 
         def over() -> bool:
@@ -184,7 +184,7 @@ class PointToPoint:
 
         self.waiter.until(over, lambda: f"the other side of a {transfers[0]}")
 
-    def withdraw(self, transfer: Transfer) -> None:
+    def withdraw(self, transfer: PeerTransfer) -> None:
         """Receive into an array no more, unless that has begun."""
         with self._lock:
             if transfer in self._awaited:
@@ -254,7 +254,7 @@ class PointToPoint:
         except RingReduceError as error:
             self.fail(error)
 
-    def _matched(self, transfer: Transfer) -> bool:
+    def _matched(self, transfer: PeerTransfer) -> bool:
         """Return whether what a receive waits for was announced; then it is received."""
         tag, source = transfer.tag, transfer.peer
         found = next((each for each in self._announced if each[1] == tag and source in (None, each[0])), None)
@@ -272,7 +272,7 @@ class PointToPoint:
                 transfer.end()
         else:
             room = transfer.data if agrees else np.empty(nbytes, np.uint8)
-            moving = transfer if agrees else Transfer(room, text, sender, tag, is_send=False)
+            moving = transfer if agrees else PeerTransfer(room, text, sender, tag, is_send=False)
             self._start(moving, room, number, sender)
         if not agrees:
             rank = self._messages.rank
@@ -280,7 +280,7 @@ class PointToPoint:
             transfer.end(MismatchError(values))
         return True
 
-    def _start(self, transfer: Transfer, data: Array, number: int, sender: int | None = None) -> None:
+    def _start(self, transfer: PeerTransfer, data: Array, number: int, sender: int | None = None) -> None:
         """Start the messages of a large array; its number separates them from those of other arrays."""
         tag = number % self._messages.max_tag
         pieces = [data[low : low + _PIECE] for low in range(0, data.nbytes, _PIECE)]
@@ -310,12 +310,12 @@ class Deliveries:
         self._messages = messages
         self._threads = threads
         self._changed = threading.Condition()
-        self._added: list[tuple[Transfer, Task]] = []  # which the thread has not seen
+        self._added: list[tuple[PeerTransfer, SerialTask]] = []  # which the thread has not seen
         self._thread: threading.Thread | None = None
 
-    def add(self, transfer: Transfer) -> Task:
+    def add(self, transfer: PeerTransfer) -> SerialTask:
         """Return what ends when a transfer does, with its error; or with why it cannot be waited for any longer."""
-        task = Task(lambda: self._messages.wait(transfer), str(transfer))
+        task = SerialTask(lambda: self._messages.wait(transfer), str(transfer))
         if not self._threads:
             task.run()
             return task
@@ -336,7 +336,7 @@ class Deliveries:
             self._thread.join()
 
     def _work(self) -> None:
-        waiting: list[tuple[Transfer, Task]] = []
+        waiting: list[tuple[PeerTransfer, SerialTask]] = []
         while True:
             with self._changed:
                 if not waiting:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.cupy_driver import Arithmetic, Device, Driver, Event, Stream, reduced
+from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, Device, Event, Stream, reduced
 
 __all__ = ["HostArray", "HostDriver", "HostMachine"]
 
@@ -166,8 +166,8 @@ def _needed(tasks: Sequence[_Task]) -> list[_Task]:
     return list(found.values())
 
 
-class HostDriver(Driver):
-    """A `ringreduce.gpu.cupy_driver.Driver` of one rank over host memory; see the module.
+class HostDriver(CupyDriver):
+    """A `ringreduce.gpu.cupy_driver.CupyDriver` of one rank over host memory; see the module.
 
     Args:
         machine: what it shares with the drivers of other ranks; None: a machine of its own.

@@ -107,6 +107,21 @@ def test_names_are_imported_and_exported_one_by_one(path: Path):
     assert all(isinstance(name, str) for node in lists for name in ast.literal_eval(node.value))
 
 
+#: What only one framework needs: bindings give the same name to what has the same purpose.
+BINDINGS = {"horovod", "jax", "keras", "tensorflow", "torch"}
+
+
+def test_a_class_name_stands_for_one_thing():
+    """Outside of bindings; an underscore makes no other name."""
+    places = defaultdict[str, list[str]](list)
+    for path, tree in TREES.items():
+        if place_of(path) not in BINDINGS:
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name.strip("_")].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert {name: each for name, each in places.items() if len(each) > 1} == {}
+
+
 def test_every_folder_has_a_level():
     """No module lies loose at the root, and a new folder gets its place in the table before it gets users."""
     assert {place_of(path) for path in SOURCES} == set(LEVELS)

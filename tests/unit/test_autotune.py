@@ -14,7 +14,7 @@ import pytest
 from ringreduce.algorithms import Collective, names
 from ringreduce.bench.tune import Sample, distinct, fit
 from ringreduce.collectives import Work
-from ringreduce.collectives.tuning import Candidate, Key, Model, Row, Table, format_seconds, work
+from ringreduce.collectives.tuning import Candidate, CostModel, Key, MeasuredSize, Table, format_seconds, work
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 from ringreduce.transport.shared.board import MAILBOX_NBYTES
@@ -28,16 +28,18 @@ NODE, FLAT, GRID, UNEVEN = (
 TOPOLOGIES = [NODE, FLAT, GRID, UNEVEN, Topology.uniform(1, 2), Topology.from_hosts("abab")]
 
 KEY = Key(FLAT, "Some MPI 1.2", "0.1.0")
-MODEL = Model(alpha=1e-5, beta=1e-9, sync=2e-6, copy=1e-10, gamma=2e-10, vendor_alpha=3e-5, vendor_beta=4e-9)
+MODEL = CostModel(alpha=1e-5, beta=1e-9, sync=2e-6, copy=1e-10, gamma=2e-10, vendor_alpha=3e-5, vendor_beta=4e-9)
 
 
-def table(*rows: dict[str, float], sizes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18), model: Model = MODEL) -> Table:
+def table(
+    *rows: dict[str, float], sizes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18), model: CostModel = MODEL
+) -> Table:
     """Return a table of medians in microseconds."""
     return Table(
         KEY,
         model,
         tuple(
-            Row(nbytes, tuple(Candidate.of_times(name, [us * 1e-6]) for name, us in row.items()))
+            MeasuredSize(nbytes, tuple(Candidate.of_times(name, [us * 1e-6]) for name, us in row.items()))
             for nbytes, row in zip(sizes, rows, strict=False)
         ),
     )
@@ -136,7 +138,7 @@ def test_a_slow_network_is_not_taken_for_a_slow_processor():
 
 def test_fit_of_nothing_is_nothing():
     """Parameters of which the samples say nothing are 0."""
-    assert fit([]) == Model(0, 0, 0, 0, 0)
+    assert fit([]) == CostModel(0, 0, 0, 0, 0)
     found = fit([Sample("two_shot", 8, NODE, 1e-6), Sample("two_shot", 1 << 20, NODE, 1e-4)])
     assert (found.alpha, found.beta) == (0, 0)
     assert found.sync > 0
@@ -206,7 +208,7 @@ def test_choose_below_the_sizes():
 
 def test_choose_with_a_model_that_knows_nothing():
     """A model of zeros leaves the times as they are."""
-    found = table({"ring": 60, "direct": 20}, model=Model(0, 0, 0, 0, 0))
+    found = table({"ring": 60, "direct": 20}, model=CostModel(0, 0, 0, 0, 0))
     assert found.choose(1 << 30)[:2] == ("direct", pytest.approx(20e-6))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ringreduce.bench.measure import (
-    Clock,
+    CallStopwatch,
     Contender,
     Summary,
     bound_contenders,
@@ -54,7 +54,7 @@ def test_contenders_take_turns():
     """After the warm-up, turns alternate; each begins with two untimed calls, timed ones stand behind a barrier."""
     log = Log(0.0)
     contenders = [log.contender(name, [1.0] * 15) for name in "ab"]
-    times = time_in_turn(log, contenders, 10, 1, watch=Clock(lambda: log.now))
+    times = time_in_turn(log, contenders, 10, 1, watch=CallStopwatch(lambda: log.now))
     first, second = (["x", "x", *["barrier", "x"] * iterations] for iterations in (8, 2))
     turns = [event.replace("x", name) for turn in (first, second) for name in "ab" for event in turn]
     assert log.events == ["a", "b", *turns, "allreduce"]
@@ -64,7 +64,9 @@ def test_contenders_take_turns():
 def test_the_slowest_rank_counts():
     """An iteration takes as long as it took on the rank that was slowest in it."""
     log = Log(other_s=2.0)
-    (times,) = time_in_turn(log, [log.contender("a", [9.0, 9.0, 1.0, 3.0, 1.5])], 3, 0, watch=Clock(lambda: log.now))
+    (times,) = time_in_turn(
+        log, [log.contender("a", [9.0, 9.0, 1.0, 3.0, 1.5])], 3, 0, watch=CallStopwatch(lambda: log.now)
+    )
     assert times.tolist() == [2.0, 3.0, 2.0]
 
 
@@ -72,7 +74,7 @@ def test_garbage_collection_is_on_again_afterwards():
     """The collector pauses while the clock runs, and only then."""
     assert gc.isenabled()
     log = Log(0.0)
-    time_in_turn(log, [log.contender("a", [1.0] * 3)], 1, 0, watch=Clock(lambda: log.now))
+    time_in_turn(log, [log.contender("a", [1.0] * 3)], 1, 0, watch=CallStopwatch(lambda: log.now))
     assert gc.isenabled()
 
 

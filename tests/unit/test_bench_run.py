@@ -10,9 +10,9 @@ import pytest
 
 from ringreduce.bench import bench
 from ringreduce.bench.cases import COLLECTIVES, OPS, TYPES
-from ringreduce.bench.measure import Contender, Summary, Usage
+from ringreduce.bench.measure import Contender, ProcessorTimes, Summary
 from ringreduce.bench.results import Report, Settings
-from ringreduce.cli.commands import Progress
+from ringreduce.cli.commands import ProgressLine
 from ringreduce.common.errors import ConfigError
 from ringreduce.testing import run_ranks
 
@@ -123,7 +123,7 @@ def test_repeated_calls():
 def test_progress_is_told_now_and_then(capsys: pytest.CaptureFixture[str]):
     """Not with each part, not at the end, and with what is left of the time at the same pace."""
     now = [0.0]
-    progress = Progress("bench allreduce", lambda: now[0])
+    progress = ProgressLine("bench allreduce", lambda: now[0])
     for done in range(1, 6):
         now[0] += 3.0
         progress(done, 5)
@@ -204,10 +204,10 @@ def test_a_busy_machine_is_told(taken: float, busy: bool):
     """All ranks report what others took of their machine's time while they measured; the JSON report has it."""
     begun: set[int] = set()  # the threads that have looked once
 
-    def read() -> Usage:
+    def read() -> ProcessorTimes:
         first = threading.get_ident() not in begun
         begun.add(threading.get_ident())
-        return Usage(0.0, 0.0, 0.0, 7) if first else Usage(1.0, taken, 0.0, 7)
+        return ProcessorTimes(0.0, 0.0, 0.0, 7) if first else ProcessorTimes(1.0, taken, 0.0, 7)
 
     reports, _ = run(Settings("allgather", **FAST), read=read)
     assert len({report.busy for report in reports}) == 1

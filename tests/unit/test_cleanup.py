@@ -7,7 +7,7 @@ from typing import Any
 
 from ringreduce.common.errors import TransportError
 from ringreduce.common.lifetime import close_all
-from ringreduce.runtime.process_sets import Parts
+from ringreduce.runtime.process_sets import Membership
 from ringreduce.testing import caught
 
 
@@ -34,5 +34,5 @@ def test_all_of_a_process_set_is_closed() -> None:
 
     engine: Any = SimpleNamespace(close=fail)
     communicator: Any = SimpleNamespace(close=lambda: closed.append("communicator"))
-    assert isinstance(caught(Parts(communicator, engine).close), TransportError)
+    assert isinstance(caught(Membership(communicator, engine).close), TransportError)
     assert closed == ["communicator"]

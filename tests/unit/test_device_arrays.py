@@ -23,7 +23,7 @@ from ringreduce.buffers.device_arrays import DeviceOperand, c_order, empty_on_de
 from ringreduce.common.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu import cupy_driver
-from ringreduce.gpu.cupy_driver import Arithmetic, Driver, cuda_driver, reduced
+from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, cuda_driver, reduced
 from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
 
 
@@ -357,7 +357,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.__version__, module.cuda = "14.0.0", MagicMock(runtime=runtime)
     module.cuda.driver.ctxGetCurrent.return_value = 4711
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(cupy_driver, "_driver", lambda number: Driver(module, number))
+    monkeypatch.setattr(cupy_driver, "_driver", lambda number: CupyDriver(module, number))
     return runtime
 
 

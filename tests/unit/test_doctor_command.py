@@ -18,7 +18,7 @@ import ringreduce
 from ringreduce.cli import reports
 from ringreduce.common.config import Config
 from ringreduce.doctor import doctor
-from ringreduce.doctor.facts import Facts, Mpi, World, collect, stranger
+from ringreduce.doctor.facts import Facts, Mpi, WorldFacts, collect, stranger
 from ringreduce.doctor.findings import Finding, by_rank, examine
 from ringreduce.gpu.awareness import conclude
 from ringreduce.gpu.cupy_driver import Device
@@ -56,7 +56,7 @@ def job(*changes: dict[str, object], nodes: tuple[tuple[int, ...], ...] = (), **
     """Sound ranks of one job, each with its changes."""
     size = len(changes)
     common = replace(SOUND, environ=launched(size), mpi=replace(OPEN_MPI, size=size))
-    placed = World(nodes=nodes or (tuple(range(size)),), **world)
+    placed = WorldFacts(nodes=nodes or (tuple(range(size)),), **world)
     return [replace(common, rank=rank, world=placed, **each) for rank, each in enumerate(changes)]
 
 
@@ -108,10 +108,10 @@ ALONE = [
     ("shared memory", {"unshareable": "no memfd"}, "warning", "none: no memfd", "see each other in /proc"),
     ("/dev/shm", {"shm_nbytes": 0}, "warning", "none", "--shm-size=1g"),
     ("/dev/shm", {"shm_nbytes": 64 << 20}, "warning", "64 MiB", "--shm-size=1g"),
-    ("start", {"world": World(complaint="no way")}, "problem", "no way", "ringreduce.init() fails"),
+    ("start", {"world": WorldFacts(complaint="no way")}, "problem", "no way", "ringreduce.init() fails"),
     (
         "start",
-        {"world": World(said=("something", "these variables have no meaning here"))},
+        {"world": WorldFacts(said=("something", "these variables have no meaning here"))},
         "warning",
         "something",
         "the log",
@@ -128,7 +128,7 @@ ALONE = [
         *("HOROVOD_LOG_LEVEL=info", "nothing here: HOROVOD_FUSION_TRESHOLD (did you mean HOROVOD_FUSION_THRESHOLD?)."),
     ),
     (
-        *("time limits", {"world": World(config=Config(timeout_s=7, stall_warning_s=None))}, "ok"),
+        *("time limits", {"world": WorldFacts(config=Config(timeout_s=7, stall_warning_s=None))}, "ok"),
         *("after 7 s; late ranks are named never", ""),
     ),
     ("tuning table", {}, "ok", "needs several ranks", ""),
@@ -370,7 +370,7 @@ def test_a_launcher_of_the_same_family_is_no_stranger(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_facts_are_collected_whatever_is_missing():
     """On any machine: what every machine has is found, and the environment holds only variables that matter."""
-    facts = collect(World(), 3, environ={"RINGREDUCE_TIMEOUT": "5", "SECRET": "x", "OMP_NUM_THREADS": "1"})
+    facts = collect(WorldFacts(), 3, environ={"RINGREDUCE_TIMEOUT": "5", "SECRET": "x", "OMP_NUM_THREADS": "1"})
     assert facts.rank == 3
     assert facts.packages["numpy"] == np.__version__
     assert facts.core_numbers == tuple(sorted(os.sched_getaffinity(0)))
@@ -383,13 +383,13 @@ def test_facts_are_collected_whatever_is_missing():
 def test_the_launcher_of_the_library_counts_and_not_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without an mpirun on the path, or with a strange one first, the report names the one that would be started."""
     pytest.importorskip("mpi4py")
-    usual = collect(World(), 0, environ={})
+    usual = collect(WorldFacts(), 0, environ={})
     for said in ("", "echo 'mpirun (Open MPI) 99.1'", "echo 'HYDRA build details:'"):
         if said:
             (tmp_path / "mpirun").write_text(f"#!/bin/sh\n{said}\n")
             (tmp_path / "mpirun").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
-        found = collect(World(), 0, environ={})
+        found = collect(WorldFacts(), 0, environ={})
         assert (found.mpirun, found.no_mpirun) == (usual.mpirun, "")
 
 

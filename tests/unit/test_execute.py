@@ -10,7 +10,7 @@ import pytest
 from ringreduce.algorithms import Collective, schedule_for
 from ringreduce.algorithms.schedule import Schedule, Step, Transfer
 from ringreduce.buffers import DTYPES, kernels_for
-from ringreduce.collectives.execution import BoundSchedule, Link, Memory
+from ringreduce.collectives.execution import BlockMemory, BoundSchedule, Link
 from ringreduce.common.errors import CollectiveTimeoutError
 from ringreduce.common.partition import Partition, segments_of_buffer
 from ringreduce.common.reduce_ops import SUM, ReduceOp
@@ -37,7 +37,7 @@ def allreduce(
         plan = BoundSchedule(
             schedule,
             segments_of_buffer(count, schedule.nblocks, limit),
-            Memory(mine),
+            BlockMemory(mine),
             kernels_for(FLOAT32, op, size),
             Link(rank, Waiter(20.0, crowded=True), "test", messages),
         )
@@ -134,7 +134,7 @@ def test_a_plan_without_messages_touches_memory_alone() -> None:
     buffers = [np.arange(10, dtype=np.float32), np.full(10, 100, np.float32)]
     for rank in (0, 1):
         schedule = schedule_for(Collective.ALLREDUCE, "two_shot", rank, Topology.uniform(1, 2))
-        memory = Memory(buffers[rank], {1 - rank: buffers[1 - rank]})
+        memory = BlockMemory(buffers[rank], {1 - rank: buffers[1 - rank]})
         segments = [Partition.even(10, schedule.nblocks).segment]
         kernels = kernels_for(FLOAT32, SUM, 2)
         for call in BoundSchedule(schedule, segments, memory, kernels, Link(rank, Waiter(1.0), "test")).calls:
@@ -146,7 +146,7 @@ def test_loads_that_are_reduced_are_reduced_by_rank() -> None:
     """What would only be copied is refused before anything runs, rather than lost."""
     whole = range(1)
     step = Step(loads=(Transfer(1, whole, reduce=True),))
-    memory = Memory(np.zeros(4, np.float32), {1: np.ones(4, np.float32)})
+    memory = BlockMemory(np.zeros(4, np.float32), {1: np.ones(4, np.float32)})
     with pytest.raises(AssertionError, match="reduced by rank"):
         BoundSchedule(
             Schedule(1, (step,)), [(slice(0, 4),)], memory, kernels_for(FLOAT32, SUM, 2), Link(0, Waiter(1.0), "test")
@@ -162,7 +162,7 @@ def test_waiting_in_vain_names_the_peers(limit: int) -> None:
     segments = segments_of_buffer(30, schedule.nblocks, limit)
     kernels = kernels_for(FLOAT32, SUM, 3)
     link = Link(0, Waiter(0.001), "allreduce of thirty", messages)
-    plan = BoundSchedule(schedule, segments, Memory(mine), kernels, link)
+    plan = BoundSchedule(schedule, segments, BlockMemory(mine), kernels, link)
     error = caught(plan.run)
     assert isinstance(error, CollectiveTimeoutError)
     assert "messages of ranks 1-2 in allreduce of thirty" in str(error)
@@ -190,7 +190,7 @@ def test_requests_are_given_back() -> None:
     make: Callable[[str], BoundSchedule] = lambda name: BoundSchedule(  # noqa: E731
         schedule_for(Collective.ALLREDUCE, name, 0, Topology.uniform(3, 1)),
         segments_of_buffer(30, schedule_for(Collective.ALLREDUCE, name, 0, Topology.uniform(3, 1)).nblocks, 2),
-        Memory(np.ones(30, np.float32)),
+        BlockMemory(np.ones(30, np.float32)),
         kernels_for(FLOAT32, SUM, 3),
         Link(0, Waiter(1.0), "test", messages),
     )

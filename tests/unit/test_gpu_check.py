@@ -19,7 +19,7 @@ from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.bench import bench
-from ringreduce.bench.contenders import OnDevice
+from ringreduce.bench.contenders import OnGpu
 from ringreduce.bench.results import Report, Settings
 from ringreduce.gpu import aware_path, staging
 from ringreduce.gpu.inventory import Inventory
@@ -66,7 +66,7 @@ class HostTools:
         return time.perf_counter() - begin
 
 
-class HostPlace(OnDevice):
+class HostPlace(OnGpu):
     """Arrays of a host driver, shared ones too."""
 
     def empty(self, nbytes: int, *, shared: bool) -> Any:

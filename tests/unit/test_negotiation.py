@@ -21,9 +21,9 @@ from ringreduce.engine.decisions import (
     Detached,
     Expired,
     Joined,
-    Kind,
     Late,
     Named,
+    OperationKind,
     OperationSignature,
     Refuse,
     Run,
@@ -43,7 +43,7 @@ Action = tuple[Any, ...]
 
 def summed(count: int = 4, dtype: str = "float32", text: str = "") -> OperationSignature:
     """Return the signature of an allreduce."""
-    return OperationSignature(text or f"sum of {count} {dtype}", Kind.REDUCTION, "sum", ((dtype, count),))
+    return OperationSignature(text or f"sum of {count} {dtype}", OperationKind.REDUCTION, "sum", ((dtype, count),))
 
 
 def called(text: str = "broadcast") -> OperationSignature:
@@ -285,7 +285,7 @@ def test_a_plan_fuses_what_the_coordinators_program_submits_between_two_waits(si
 
 def test_collectives_that_are_no_allreduce_travel_alone() -> None:
     """Nothing is fused but allreduces of one dtype."""
-    mixed = OperationSignature("group", Kind.REDUCTION, "sum", (("float32", 2), ("int64", 2)))
+    mixed = OperationSignature("group", OperationKind.REDUCTION, "sum", (("float32", 2), ("int64", 2)))
     program = [("submit", "a", called()), ("submit", "b", called()), ("submit", "c", mixed), ("submit", "d", mixed)]
     runs = play([[*program, ("wait",)] * 8] * 2)[0].runs
     assert all(len(each) == 1 for each in runs)
@@ -521,7 +521,7 @@ def test_a_join_waits_since_anything_was_last_submitted() -> None:
 def test_a_call_that_a_rank_cannot_make_is_refused_on_all(before: int) -> None:
     """Under its name, also where the others' signature has a number, and also if all ranks refuse alike."""
     coordinator, participant = Coordinator(2, BIG), Participant(2, plans=False)
-    right, refused = summed(), OperationSignature("allreduce(refused: no such op)", Kind.REFUSAL)
+    right, refused = summed(), OperationSignature("allreduce(refused: no such op)", OperationKind.REFUSAL)
     for _ in range(before):
         for rank in range(2):
             coordinator.receive(rank, ["new", "x", right.encode()])
@@ -602,7 +602,7 @@ def test_a_repeated_round_adds_nothing() -> None:
 
 
 #: The signature of what other ranks may leave out.
-GUESS = OperationSignature("a part", Kind.IN_PLACE, "sum", (("float32", 3),), speculative=True)
+GUESS = OperationSignature("a part", OperationKind.IN_PLACE, "sum", (("float32", 3),), speculative=True)
 
 
 def test_nobody_waits_for_what_is_speculative() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ringreduce.common.instruments import EngineTally, Pace
 from ringreduce.engine import Engine
-from ringreduce.engine.pace import Pacemaker, Paces, Usage
+from ringreduce.engine.pace import Pacemaker, Paces, ProcessUsage
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.pace import Lasting, find_slow
 from ringreduce.testing import run_engines
@@ -32,8 +32,8 @@ class Machine:
             2, lambda: self.waited_s, self.sent.append, (4, 5), lambda: self.now_s, lambda: self.usage()
         )
 
-    def usage(self) -> Usage:
-        return Usage(self.processor_s, self.switches, self.faults)
+    def usage(self) -> ProcessUsage:
+        return ProcessUsage(self.processor_s, self.switches, self.faults)
 
     def step(self, own_s: float, waits_s: float = 0.0, joins: int = 0) -> None:
         """Make a step: own work of which the process gets half a core, and waits; then a reduction of 1 s."""

@@ -12,7 +12,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.testing import run_ranks
 from ringreduce.training.compression import (
     BucketCompression,
-    Ranks,
+    ReducingRanks,
     WireFormat,
     WireState,
     has_reducers,
@@ -62,7 +62,9 @@ def gradients(rank: int, step: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng([31, rank, step]).standard_normal(300).astype(np.float32)
 
 
-def reduce(reducer: Any, communicator: Communicator, ranks: Ranks, flat: npt.NDArray[Any], average: bool) -> None:
+def reduce(
+    reducer: Any, communicator: Communicator, ranks: ReducingRanks, flat: npt.NDArray[Any], average: bool
+) -> None:
     """Do what is done with a bucket in a step; in a wire format, buckets travel by the communicator itself."""
     reducer.reduce(communicator if isinstance(reducer, WireState) else ranks, flat, average)
 
@@ -96,10 +98,10 @@ def test_a_signature_tells_settings_apart_but_not_objects() -> None:
 @pytest.mark.parametrize("compression", ALL, ids=signature_of)
 @pytest.mark.parametrize("size", [1, 3])
 def test_reducers_ask_few_things_of_the_ranks(compression: BucketCompression, size: int) -> None:
-    """What `Ranks` has is enough, and the result and the state have the same bits as with a communicator."""
+    """What `ReducingRanks` has is enough, and the result and the state have the same bits as with a communicator."""
 
     def run(communicator: Communicator) -> bool:
-        few: Ranks = Few(communicator)
+        few: ReducingRanks = Few(communicator)
         results = []
         for ranks in (communicator, few):
             reducer = compression.reducer([(15, 20)], [slice(0, 300)])

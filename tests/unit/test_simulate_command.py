@@ -15,13 +15,13 @@ from ringreduce.algorithms import Collective, names
 from ringreduce.bench.simulation.clock import Links
 from ringreduce.bench.simulation.cluster import Cluster, Simulator, links_of, topology_of
 from ringreduce.bench.simulation.report import scaling, simulate
-from ringreduce.bench.simulation.training import Training, simulate_step
+from ringreduce.bench.simulation.training import SimulatedTraining, simulate_step
 from ringreduce.cli.simulate import command
-from ringreduce.collectives.tuning import Model
+from ringreduce.collectives.tuning import CostModel
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 
-MODEL = Model(alpha=2e-6, beta=2e-11, sync=2e-6, copy=1e-10, gamma=2e-10, message=5e-7)
+MODEL = CostModel(alpha=2e-6, beta=2e-11, sync=2e-6, copy=1e-10, gamma=2e-10, message=5e-7)
 LINKS = Links(MODEL, alpha=1e-6, beta=1.25e-10)
 FOUR = Cluster(Topology.uniform(4, 1), LINKS)
 
@@ -40,7 +40,7 @@ def refusal(*arguments: str) -> str:
     return found.output if isinstance(found.exception, SystemExit) else str(found.exception)
 
 
-def report(topology: Topology, model: Model) -> str:
+def report(topology: Topology, model: CostModel) -> str:
     """Return the report of a bench whose times a model has made."""
     algorithms = names(Collective.ALLREDUCE, topology)
     results = [
@@ -81,7 +81,7 @@ def test_reports_give_links():
     """Several nodes give the terms of nodes and links; one node, those of messages inside."""
     inner = replace(MODEL, alpha=7e-7, beta=3e-10)
     texts = [report(Topology.uniform(2, 4), MODEL), report(Topology.uniform(1, 4), inner)]
-    found = links_of(texts, Links(Model(1, 1, 1, 1, 1, 1), 1, 1))
+    found = links_of(texts, Links(CostModel(1, 1, 1, 1, 1, 1), 1, 1))
     for term in ("alpha", "beta", "sync", "copy", "gamma", "message"):
         assert getattr(found.between, term) == pytest.approx(getattr(MODEL, term), rel=1e-5), term
     assert (found.alpha, found.beta) == pytest.approx((7e-7, 3e-10), rel=1e-5)
@@ -121,7 +121,7 @@ def exchange(nbytes: int) -> float:
     return 1e-3 + 1e-9 * nbytes
 
 
-STEP = Training(compute_s=0.03, nbytes=8_000_000, update_s=0.002)
+STEP = SimulatedTraining(compute_s=0.03, nbytes=8_000_000, update_s=0.002)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ STEP = Training(compute_s=0.03, nbytes=8_000_000, update_s=0.002)
     ],
     ids=["synchronous", "period", "stale", "stale and long", "overlap"],
 )
-def test_a_step_of_ranks_that_are_never_late(training: Training, expected: float):
+def test_a_step_of_ranks_that_are_never_late(training: SimulatedTraining, expected: float):
     """Computation, exchange and update add up, but for what overlaps."""
     found = simulate_step(training, FOUR, exchange)
     assert found.seconds == pytest.approx(expected)
@@ -245,7 +245,7 @@ def test_options_take_the_place_of_what_a_report_says(
     """Also those that say what is usual; nothing else changes but for the rate of memory, which is two terms."""
     paths = [tmp_path / "one.json", tmp_path / "two.json"]
     for nodes, path in enumerate(paths, 1):
-        model = Model(alpha=3e-6, beta=3e-11, sync=3e-6, copy=3e-10, gamma=3e-10, message=6e-7)
+        model = CostModel(alpha=3e-6, beta=3e-11, sync=3e-6, copy=3e-10, gamma=3e-10, message=6e-7)
         path.write_text(report(Topology.uniform(nodes, 4), model))
     options = ["--nodes", "4", "-e", "8", "--json", *(word for path in paths for word in ("--from", str(path)))]
 
@@ -300,7 +300,7 @@ def test_wrong_use_is_refused(arguments: list[str], complaint: str):
 def test_progress_is_told():
     """After each size, and after each number of ranks for each rate of links."""
     sizes, ranks = [], []
-    training = Training(compute_s=0.01, nbytes=1 << 10)
+    training = SimulatedTraining(compute_s=0.01, nbytes=1 << 10)
     report = simulate(FOUR, [8, 16, 24], ["ring"], training, lambda done, total: sizes.append((done, total)))
     scaling(report, [1e9, 1e10], ["ring"], lambda done, total: ranks.append((done, total)))
     assert sizes == [(1, 4), (2, 4), (3, 4)]

@@ -11,11 +11,11 @@ from ringreduce.algorithms import Algorithm, Collective, find, names
 from ringreduce.bench.simulation.clock import Links, ends_of
 from ringreduce.bench.simulation.rounds import Lines
 from ringreduce.bench.simulation.traffic import traffic_of
-from ringreduce.collectives.tuning import Model
+from ringreduce.collectives.tuning import CostModel
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 
-MODEL = Model(alpha=2e-6, beta=2e-11, sync=2e-6, copy=1e-10, gamma=2e-10, message=5e-7)
+MODEL = CostModel(alpha=2e-6, beta=2e-11, sync=2e-6, copy=1e-10, gamma=2e-10, message=5e-7)
 LINKS = Links(MODEL, alpha=1e-6, beta=1.25e-10)
 SHAPES = [(4, 1), (8, 1), (6, 1), (4, 2), (8, 4), (2, 8), (3, 4), (5, 3)]
 UNEVEN = [Topology.from_hosts("aabbbc"), Topology.from_hosts("abcabcab"), Topology.from_hosts("aaab")]
@@ -110,7 +110,7 @@ def test_barriers_and_touched_bytes_are_those_of_the_model(name: str):
 
 def test_a_large_buffer_fills_the_link():
     """Its segments share the link out of a node, which each of P ranks fills with 2 n (P - 1) / P bytes."""
-    only_rate = Links(Model(0, 1e-9, 0, 0, 0), 0, 0)
+    only_rate = Links(CostModel(0, 1e-9, 0, 0, 0), 0, 0)
     for name in ("ring", "halving_doubling", "direct"):
         found = times(find(Collective.ALLREDUCE, name), Topology.uniform(8, 1), 1 << 27, only_rate, whole=False)
         assert found.max() == pytest.approx(2 * 7 / 8 * (1 << 27) * 1e-9, rel=0.02), name

@@ -8,7 +8,7 @@ import pytest
 
 from ringreduce.common.errors import CollectiveTimeoutError, ShutdownError
 from ringreduce.common.lifetime import Lifetime
-from ringreduce.common.serial import InOrder, Task
+from ringreduce.common.serial import InOrder, SerialTask
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -18,14 +18,14 @@ def test_tasks_run_in_their_order(threads: bool):
     order, done, gate = InOrder("test", lifetime, threads=threads), list[int](), threading.Event()
     where = list[threading.Thread]()
 
-    def task(number: int) -> Task:
+    def task(number: int) -> SerialTask:
         def call() -> None:
             if threads and number == 1:
                 gate.wait(10)
             done.append(number)
             where.append(threading.current_thread())
 
-        return Task(call, f"task {number}")
+        return SerialTask(call, f"task {number}")
 
     tasks = [task(number) for number in range(4)]
     order.submit(tasks[0], here=True)
@@ -50,7 +50,7 @@ def test_errors_reach_whoever_waits():
     """A task keeps its error, and those after it run; waits end in time."""
     order = InOrder("test", Lifetime(), threads=True)
     gate = threading.Event()
-    bad, good = Task(lambda: 1 / 0, "bad"), Task(lambda: gate.wait(10), "the good one")
+    bad, good = SerialTask(lambda: 1 / 0, "bad"), SerialTask(lambda: gate.wait(10), "the good one")
     heard = list[bool]()
     for each in (bad, good):
         order.submit(each, here=False)
@@ -69,9 +69,9 @@ def test_errors_reach_whoever_waits():
 def test_what_a_task_calls_when_done_comes_before_those_that_wait():
     """So it is at the same place on all ranks, however far ahead the program is."""
     order, done, gate = InOrder("test", Lifetime(), threads=True), list[str](), threading.Event()
-    first = Task(lambda: gate.wait(10), "first")
-    first.when_done(lambda: order.submit(Task(lambda: done.append("inner"), "inner"), here=False))
-    second = Task(lambda: done.append("second"), "second")
+    first = SerialTask(lambda: gate.wait(10), "first")
+    first.when_done(lambda: order.submit(SerialTask(lambda: done.append("inner"), "inner"), here=False))
+    second = SerialTask(lambda: done.append("second"), "second")
     for each in (first, second):
         order.submit(each, here=False)
     gate.set()

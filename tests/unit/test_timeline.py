@@ -24,12 +24,12 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.engine import Engine, Reduction
 from ringreduce.observe import timeline as module
-from ringreduce.observe.timeline import Clock, Timeline, distance
+from ringreduce.observe.timeline import JobClock, Timeline, distance
 from ringreduce.observe.trace_file import collect
 from ringreduce.testing import run_engines, run_threads
 from ringreduce.transport.memory import MemoryWorld
 
-CLOCK = Clock("job", 0.0)
+CLOCK = JobClock("job", 0.0)
 Event = dict[str, Any]
 
 
@@ -44,7 +44,7 @@ def begin(path: Path) -> Iterator[Callable[..., Timeline]]:
     """A function that begins a trace; those that a test does not end are ended after it."""
     begun = []
 
-    def begin(rank: int = 0, number: int = 1, clock: Clock = CLOCK, at: Path = path, **more: Any) -> Timeline:
+    def begin(rank: int = 0, number: int = 1, clock: JobClock = CLOCK, at: Path = path, **more: Any) -> Timeline:
         begun.append(Timeline(at, clock, number, rank, "host", **{"mark_batches": False, **more}))
         return begun[-1]
 
@@ -84,7 +84,7 @@ def test_a_clock_is_as_far_ahead_as_the_fastest_messages_allow(
 def test_ranks_of_one_machine_agree_on_the_clock(size: int) -> None:
     """Where all read the same clock, they agree on when it was 0, and on the job, to the bit."""
     world = MemoryWorld(size, 30.0)
-    clocks = run_threads(size, lambda rank: Clock.agree(world.messages(rank)))
+    clocks = run_threads(size, lambda rank: JobClock.agree(world.messages(rank)))
     assert len(set(clocks)) == 1
 
 
@@ -139,8 +139,8 @@ def test_nothing_but_the_file_is_there_in_the_end(path: Path, begin: Callable[..
 
 KILLED = """
 import os, signal, sys
-from ringreduce.observe.timeline import Clock, Timeline
-timelines = [Timeline(sys.argv[1], Clock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1)]
+from ringreduce.observe.timeline import JobClock, Timeline
+timelines = [Timeline(sys.argv[1], JobClock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1)]
 for timeline in reversed(timelines):
     timeline.span("work", 0.0, 1.0, 1)
     timeline.write(50.0)
@@ -173,7 +173,7 @@ def test_what_killed_ranks_have_written_is_not_lost(path: Path, begin: Callable[
 def test_another_trace_begins_the_file_anew(path: Path, begin: Callable[..., Timeline]) -> None:
     """Neither an earlier job's trace nor an earlier one of this job is left of a file; an empty one will do."""
     path.touch()
-    for clock, number in ((CLOCK, 1), (CLOCK, 2), (Clock("another job", 0.0), 2)):
+    for clock, number in ((CLOCK, 1), (CLOCK, 2), (JobClock("another job", 0.0), 2)):
         timelines = [begin(rank, number, clock) for rank in (1, 0)]
         for timeline in timelines:
             timeline.span("work", 0.0, 1.0, 1)
@@ -354,11 +354,11 @@ def test_a_trace_that_has_given_way_is_not_written(
 
 FULL_DISK = """
 import logging, resource, sys
-from ringreduce.observe.timeline import Clock, Timeline
+from ringreduce.observe.timeline import JobClock, Timeline
 
 path, limit = sys.argv[1], int(sys.argv[2])
 logging.basicConfig(format="logged: %(message)s")
-both = [Timeline(path, Clock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1)]
+both = [Timeline(path, JobClock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1)]
 both[0].span("before", 0.0, 1.0, 1)
 both[0].write(50.0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # a write that goes beyond is cut short
@@ -390,9 +390,9 @@ def test_a_disk_that_is_full_from_the_start_is_refused(path: Path) -> None:
     """No part of a trace is left."""
     source = """
 import resource, sys
-from ringreduce.observe.timeline import Clock, Timeline
+from ringreduce.observe.timeline import JobClock, Timeline
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-Timeline(sys.argv[1], Clock("job", 0.0), 1, 0, "host", mark_batches=False)
+Timeline(sys.argv[1], JobClock("job", 0.0), 1, 0, "host", mark_batches=False)
 """
     for limit in ("50", "220"):  # for a part; for the file
         command = [sys.executable, "-c", source, str(path), limit]

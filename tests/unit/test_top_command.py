@@ -22,7 +22,7 @@ from ringreduce.doctor.top import prometheus_text, rows
 from ringreduce.observe import observer, snapshots
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.snapshots import FlightRecorder
-from ringreduce.observe.timeline import Clock
+from ringreduce.observe.timeline import JobClock
 from ringreduce.transport.memory import MemoryWorld
 
 
@@ -181,7 +181,7 @@ def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatc
         return Metrics.of([], [])
 
     monkeypatch.setattr(observer, "_EVERY_S", 0.001)
-    observed = observer.Observer(0, 1, Clock("j", 0.0), Config(), [], [])
+    observed = observer.Observer(0, 1, JobClock("j", 0.0), Config(), [], [])
     observed.begin(MemoryWorld(1, 30.0).messages(0), "none", metrics)
     assert written.wait(30)
     (found,) = snapshots.read_all()

@@ -12,20 +12,20 @@ from click.testing import CliRunner
 
 import ringreduce
 from ringreduce.algorithms import Collective
-from ringreduce.bench.measure import Found, Noise, Usage, usage
+from ringreduce.bench.measure import Noise, NoiseFound, ProcessorTimes, usage
 from ringreduce.bench.tune import SIZES, calls_of, tune
 from ringreduce.cli import commands
 from ringreduce.collectives import Problem
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.selection import choose
-from ringreduce.collectives.tuning import Key, Model, Table
+from ringreduce.collectives.tuning import CostModel, Key, Table
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.testing import caught, run_ranks
 
 #: A machine with a quick network.
-TRUTH = Model(alpha=2e-5, beta=1e-9, sync=2e-6, copy=1e-10, gamma=2e-10)
+TRUTH = CostModel(alpha=2e-5, beta=1e-9, sync=2e-6, copy=1e-10, gamma=2e-10)
 
 WORLDS = [(size, node_size) for size in (2, 4) for node_size in (None, 1, 2)]
 
@@ -62,12 +62,12 @@ class Machine:
         self.now += self.speed * sum(times) * 2 * (1.25 * iterations + 3)  # two kinds of buffers; some are not timed
         return [[seconds] * iterations for seconds in times]
 
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorTimes:
         """Let each rank compute nine tenths of the time."""
         neighbours = 1 if self.machine is not None else self.communicator.size
         now = self.now / self.speed
         own = 0.9 * now
-        return Usage(100 + now, 500 + neighbours * own + self.others * now, 7 + own, self.machine or 0)
+        return ProcessorTimes(100 + now, 500 + neighbours * own + self.others * now, 7 + own, self.machine or 0)
 
     def tune(
         self, directory: Path, budget_s: float = 60.0, sizes: Sequence[int] = SIZES, *, even_if_busy: bool = False
@@ -299,7 +299,7 @@ def test_a_table_can_be_made_beside_other_work(others: float, told: bool, tmp_pa
 def test_the_machine_with_the_most_other_work_counts(others: tuple[float, ...], ranks: str | None, cores: float):
     """Each machine is looked at for itself, and all ranks find the same."""
 
-    def run(communicator: Communicator) -> Found:
+    def run(communicator: Communicator) -> NoiseFound:
         machine = Machine(communicator, machine=communicator.rank, others=others[communicator.rank])
         noise = Noise(communicator, machine.usage)
         machine.now = 10.0
@@ -316,7 +316,7 @@ def test_ways_to_count_may_differ(own: float):
     """A hundredth of what the ranks took may be counted for others, and more than all may be counted for the ranks."""
 
     def look(communicator: Communicator, everyone: float) -> float:
-        moments = iter([Usage(0.0, 0.0, 0.0, 7), Usage(1.0, everyone, own, 7)])
+        moments = iter([ProcessorTimes(0.0, 0.0, 0.0, 7), ProcessorTimes(1.0, everyone, own, 7)])
         return Noise(communicator, lambda: next(moments)).look().cores
 
     for everyone, cores in ((own + 0.19 + 0.01 * own, 0.0), (own + 0.21 + 0.01 * own, 0.21 + 0.01 * own), (0.0, 0.0)):
@@ -327,7 +327,7 @@ def test_a_system_that_says_nothing_is_taken_to_be_quiet():
     """Nothing is known there, so nothing is refused."""
 
     def look(communicator: Communicator) -> float:
-        return Noise(communicator, lambda: Usage(0.0, float("nan"), 0.0, 7)).look().cores
+        return Noise(communicator, lambda: ProcessorTimes(0.0, float("nan"), 0.0, 7)).look().cores
 
     assert run_ranks(2, look) == [0.0, 0.0]
 

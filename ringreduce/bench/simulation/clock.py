@@ -5,8 +5,8 @@ at the same time, and arrives a latency later. The segments of a buffer go throu
 `ringreduce.collectives.execution`, and share the links. While a stream waits, the processor works for another one, so
 it has no clock: a stream is held up by its own work alone, but no rank ends before its processor has done all work.
 
-The terms are those of `ringreduce.collectives.tuning.Model`. Both say the same where one segment goes through nodes of
-one rank which send and receive one message at a time; otherwise the model is a sum of what can overlap here.
+The terms are those of `ringreduce.collectives.tuning.CostModel`. Both say the same where one segment goes through nodes
+of one rank which send and receive one message at a time; otherwise the model is a sum of what can overlap here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from ringreduce.bench.simulation.rounds import Floats, Numbers, Round
 from ringreduce.bench.simulation.traffic import Traffic
 from ringreduce.collectives.execution import STREAMS, segment_limit
-from ringreduce.collectives.tuning import Model
+from ringreduce.collectives.tuning import CostModel
 from ringreduce.common.config import Config
 
 _SEGMENT_NBYTES = Config().segment_nbytes
@@ -41,7 +41,7 @@ class Links:
         wire: bytes that travel between nodes for each byte of the buffer.
     """
 
-    between: Model
+    between: CostModel
     alpha: float
     beta: float
     slow: dict[int, float] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def ends_of(traffic: Traffic, nbytes: int, links: Links, starts: Floats) -> Floa
     begun = starts.astype(np.float64) if meet is None else meet(starts) + sync
     limit = segment_limit(_SEGMENT_NBYTES, -(-nbytes // traffic.nblocks))
     nsegments = max(1, -(-nbytes // (limit * traffic.nblocks)))
-    call = _Call(traffic, nbytes / nsegments / traffic.nblocks, links, begun, min(STREAMS, nsegments))
+    call = _CallUnderWay(traffic, nbytes / nsegments / traffic.nblocks, links, begun, min(STREAMS, nsegments))
     call.run(nsegments)
     ends = np.maximum(np.max(call.clocks, axis=0), begun + nsegments * call.busy())
     return ends if meet is None else meet(ends) + sync
@@ -94,7 +94,7 @@ class _Timed:
         self.working += each.copied * (piece * links.beta)
 
 
-class _Call:
+class _CallUnderWay:
     """One allreduce under way.
 
     Attributes:

@@ -19,7 +19,7 @@ from ringreduce.bench.tune import Sample, fit
 from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.call import Path, Problem, path_for
 from ringreduce.collectives.selection import choose
-from ringreduce.collectives.tuning import Model, format_seconds, is_ours
+from ringreduce.collectives.tuning import CostModel, format_seconds, is_ours
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
@@ -36,7 +36,7 @@ WIRES, _CODED = tuple(CODECS), 1 << 20
 
 
 @dataclass(frozen=True)
-class Parts:
+class Rates:
     """Rates and times of the parts of a cluster: seconds, and bytes per second.
 
     Attributes:
@@ -64,7 +64,9 @@ class Parts:
     def links(self) -> Links:
         """Return the terms of the model."""
         copy = 1 / self.memory_rate
-        between = Model(self.latency_s, 1 / self.rate, self.barrier_s, copy, 1 / self.reduction_rate, self.message_s)
+        between = CostModel(
+            self.latency_s, 1 / self.rate, self.barrier_s, copy, 1 / self.reduction_rate, self.message_s
+        )
         wire = CODECS[self.wire].nbytes(_CODED) / (4 * _CODED) if self.wire else 1.0
         return Links(between, self.within_s, copy, burst=float(self.burst_nbytes), wire=wire)
 

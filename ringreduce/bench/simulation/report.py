@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.plots import curve_style, panels, size_axis
 from ringreduce.bench.simulation.cluster import Cluster, Simulator, describe
-from ringreduce.bench.simulation.training import Step, Training, simulate_step
+from ringreduce.bench.simulation.training import SimulatedTraining, StepTimes, simulate_step
 from ringreduce.collectives.compressed import CODED
 from ringreduce.collectives.tuning import format_seconds
 from ringreduce.common.topology import Topology
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """What was simulated.
 
     Attributes:
@@ -37,9 +37,9 @@ class Report:
     times: Mapping[int, Mapping[str, float]]
     reasons: Mapping[int, str]
     left_out: Mapping[str, str]
-    training: Training | None = None
-    step: Step | None = None
-    scaling: Mapping[float, Mapping[int, Step]] = field(default_factory=dict)
+    training: SimulatedTraining | None = None
+    step: StepTimes | None = None
+    scaling: Mapping[float, Mapping[int, StepTimes]] = field(default_factory=dict)
 
     @property
     def assumptions(self) -> str:
@@ -56,9 +56,9 @@ def simulate(
     cluster: Cluster,
     sizes: Iterable[int],
     algorithms: Sequence[str] | None = None,
-    training: Training | None = None,
+    training: SimulatedTraining | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> Report:
+) -> SimulationReport:
     """Simulate allreduces, and a training step.
 
     Args:
@@ -79,15 +79,15 @@ def simulate(
         times[nbytes], reasons[nbytes] = simulator.times(nbytes), simulator.explain(nbytes)
         progress(number, len(sizes) + (training is not None))
     step = None if training is None else _step(training, cluster, algorithms)
-    return Report(cluster, times, reasons, simulator.left_out, training, step)
+    return SimulationReport(cluster, times, reasons, simulator.left_out, training, step)
 
 
 def scaling(
-    report: Report,
+    report: SimulationReport,
     rates: Iterable[float],
     algorithms: Sequence[str] | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> Report:
+) -> SimulationReport:
     """Simulate the training of a report on one rank, on more and more ranks of a node, and on more and more nodes.
 
     Args:
@@ -99,7 +99,7 @@ def scaling(
     cluster, training = report.cluster, report.training
     assert training is not None
     late = {0: max(cluster.late.values())} if cluster.late else {}
-    topologies, found = list(_growing(cluster)), dict[float, dict[int, Step]]()
+    topologies, found = list(_growing(cluster)), dict[float, dict[int, StepTimes]]()
     parts = [(rate, topology) for rate in rates for topology in topologies]
     for number, (rate, topology) in enumerate(parts, 1):
         links = replace(cluster.links, between=replace(cluster.links.between, beta=1 / rate), slow={})
@@ -109,7 +109,7 @@ def scaling(
     return replace(report, scaling=found)
 
 
-def to_text(report: Report) -> str:
+def to_text(report: SimulationReport) -> str:
     """Return tables: times of algorithms by size, choices, and steps."""
     lines = [f"# {report.assumptions}"]
     width = max(len(name) for times in report.times.values() for name in times)
@@ -124,7 +124,7 @@ def to_text(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_dict(report: Report) -> dict[str, Any]:
+def to_dict(report: SimulationReport) -> dict[str, Any]:
     """Return what JSON shows: seconds, bytes and bytes per second."""
     return {
         "placement": report.cluster.topology.describe(),
@@ -146,7 +146,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def figure(report: Report) -> Figure:
+def figure(report: SimulationReport) -> Figure:
     """Return a picture: times over sizes and, if that was simulated, the efficiency of a training over ranks.
 
     Raises:
@@ -171,7 +171,7 @@ def figure(report: Report) -> Figure:
     return drawn
 
 
-def _step(training: Training, cluster: Cluster, algorithms: Sequence[str] | None) -> Step:
+def _step(training: SimulatedTraining, cluster: Cluster, algorithms: Sequence[str] | None) -> StepTimes:
     if cluster.topology.size == 1:
         return simulate_step(training, cluster, lambda nbytes: 0.0)
     together = Simulator(replace(cluster, late={}, noise_s=0.0), _executed(cluster, algorithms))
@@ -195,7 +195,7 @@ def _doubled(last: int) -> Iterator[int]:
     yield last
 
 
-def _scaling_lines(found: Mapping[float, Mapping[int, Step]]) -> Iterator[str]:
+def _scaling_lines(found: Mapping[float, Mapping[int, StepTimes]]) -> Iterator[str]:
     """Yield a table of steps and efficiency: a line for each number of ranks, a column for each rate of links."""
     if found:
         yield "# step and efficiency" + "".join(f" {rate * 8e-9:>12.4g} Gbit/s" for rate in found)
@@ -205,12 +205,12 @@ def _scaling_lines(found: Mapping[float, Mapping[int, Step]]) -> Iterator[str]:
         yield f"{size:>15} rank{'s' * (size > 1):1}{cells}"
 
 
-def _said(step: Step) -> str:
+def _said(step: StepTimes) -> str:
     return (
         f"{format_seconds(step.seconds)}, of which {format_seconds(step.own_s)} are its own; an exchange takes "
         f"{format_seconds(step.exchange_s)}; efficiency {step.efficiency:.1%}"
     )
 
 
-def _entry(step: Step) -> dict[str, float]:
+def _entry(step: StepTimes) -> dict[str, float]:
     return {**dataclasses.asdict(step), "efficiency": step.efficiency}

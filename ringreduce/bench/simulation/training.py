@@ -23,7 +23,7 @@ _EXCHANGES, _SKIPPED = 60, 20
 
 
 @dataclass(frozen=True)
-class Training:
+class SimulatedTraining:
     """What a rank does in a step.
 
     Attributes:
@@ -56,7 +56,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """What a step takes.
 
     Attributes:
@@ -75,7 +75,7 @@ class Step:
         return self.own_s / self.seconds if self.seconds else 1.0
 
 
-def simulate_step(training: Training, cluster: Cluster, exchange: Callable[[int], float]) -> Step:
+def simulate_step(training: SimulatedTraining, cluster: Cluster, exchange: Callable[[int], float]) -> StepTimes:
     """Return what a step of a training takes.
 
     Args:
@@ -100,10 +100,10 @@ def simulate_step(training: Training, cluster: Cluster, exchange: Callable[[int]
             ends = np.maximum(ends, available.pop(step))
         ends += update_s
     seconds = (float(ends.max()) - begun) / ((_EXCHANGES - _SKIPPED) * training.period)
-    return Step(seconds, training.compute_s + update_s, exchange_s)
+    return StepTimes(seconds, training.compute_s + update_s, exchange_s)
 
 
-def _exposed(training: Training, exchange: Callable[[int], float]) -> float:
+def _exposed(training: SimulatedTraining, exchange: Callable[[int], float]) -> float:
     """Return by how much the last bucket is reduced after the end of the backward pass."""
     count = -(-training.nbytes // training.bucket_nbytes)
     sizes = np.diff([min(training.nbytes, each * training.bucket_nbytes) for each in range(count + 1)]).tolist()

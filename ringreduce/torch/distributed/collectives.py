@@ -20,7 +20,7 @@ from ringreduce.runtime import group_collectives
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.arrays import TENSORS, sparse_entries, sum_entries
 from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, Timeout, end_span_with, limit_of, seconds
-from ringreduce.transport.point_to_point import Transfer
+from ringreduce.transport.point_to_point import PeerTransfer
 
 NAME = "ringreduce"
 
@@ -198,7 +198,7 @@ class GroupBackend:
     recvAnysource = recv_anysource  # noqa: N815
 
     def _message(
-        self, name: str, begin: Callable[..., Transfer], tensors: Any, peer: int | None, tag: int
+        self, name: str, begin: Callable[..., PeerTransfer], tensors: Any, peer: int | None, tag: int
     ) -> MessageWork:
         (tensor,) = _tensors(tensors)
         with self._shown(name, [tensor]) as span:

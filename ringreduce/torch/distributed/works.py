@@ -16,10 +16,10 @@ from torch.autograd import profiler
 
 from ringreduce.common.arguments import shown
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.serial import Task
+from ringreduce.common.serial import SerialTask
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.arrays import TENSORS
-from ringreduce.transport.point_to_point import Transfer
+from ringreduce.transport.point_to_point import PeerTransfer
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -86,7 +86,7 @@ _profiler: Any = profiler
 _disable_profiler = _profiler._disable_profiler
 
 
-def end_span_with(task: Task, span: Any) -> None:
+def end_span_with(task: SerialTask, span: Any) -> None:
     """Let a span of torch's profiler last until a task has ended, or until the profiler stops if that is earlier.
 
     Args:
@@ -131,12 +131,12 @@ class _Work(Work):
         result: what its future gives.
     """
 
-    def __init__(self, state: Task | Transfer, result: _Tensors) -> None:
+    def __init__(self, state: SerialTask | PeerTransfer, result: _Tensors) -> None:
         super().__init__()
         self._state, self._result = state, list(result)
         self._future: Any = None
 
-    def task(self) -> Task:
+    def task(self) -> SerialTask:
         """Return what ends when this is done, without anybody waiting for it."""
         raise NotImplementedError
 
@@ -188,11 +188,11 @@ class CollectiveWork(_Work):
         result: its tensors.
     """
 
-    def __init__(self, task: Task, result: _Tensors) -> None:
+    def __init__(self, task: SerialTask, result: _Tensors) -> None:
         super().__init__(task, result)
         self._task = task
 
-    def task(self) -> Task:
+    def task(self) -> SerialTask:
         return self._task
 
     def wait(self, timeout: Timeout = None) -> bool:
@@ -209,13 +209,13 @@ class MessageWork(_Work):
         tensor: its memory.
     """
 
-    def __init__(self, group: Group, transfer: Transfer, tensor: torch.Tensor) -> None:
+    def __init__(self, group: Group, transfer: PeerTransfer, tensor: torch.Tensor) -> None:
         super().__init__(transfer, [tensor])
         self._group = group
         self._transfer = transfer
         self._release = TENSORS.keep_in_place([] if transfer.done else [tensor])
 
-    def task(self) -> Task:
+    def task(self) -> SerialTask:
         task = self._group.delivered(self._transfer)
         task.when_done(self._release)
         return task

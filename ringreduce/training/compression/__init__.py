@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float32]
 State = dict[str, npt.NDArray[Any]]
 
 
-class Ranks(Protocol):
+class ReducingRanks(Protocol):
     """The ranks that reduce a bucket together, and all that a reducer asks of them; a `Communicator` is one."""
 
     @property
@@ -52,7 +52,7 @@ class Reducer(Protocol):
     def error(self) -> float:
         """The relative error that compressing made on this rank in the last call, in the Euclidean norm; 0.0 before."""
 
-    def reduce(self, ranks: Ranks, flat: npt.NDArray[Any], average: bool) -> None:
+    def reduce(self, ranks: ReducingRanks, flat: npt.NDArray[Any], average: bool) -> None:
         """Replace a bucket by its approximate sum or average over the ranks, of the same bits on all. Collective.
 
         Args:

@@ -31,7 +31,7 @@ import numpy as np
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM
-from ringreduce.training.compression import Floats, Ranks, Residual, State
+from ringreduce.training.compression import Floats, ReducingRanks, Residual, State
 
 #: Matrices are multiplied a few rows at a time, so many elements: these stay in the cache of a core meanwhile, and
 #: OpenBLAS is fast for small matrices, but not for a large one and a thin one (2048 x 2048 by rank 2, one core with
@@ -97,7 +97,7 @@ class PowerSGDReducer(Residual):
         self._bound: tuple[Floats, Floats, list[_Whole | _Product]] | None = None
 
     @np.errstate(all="ignore")  # what is not finite is passed on like any other number
-    def reduce(self, ranks: Ranks, flat: Floats, average: bool) -> None:
+    def reduce(self, ranks: ReducingRanks, flat: Floats, average: bool) -> None:
         """Replace a bucket by an approximate sum or average over the ranks. Collective.
 
         A parameter that is not finite on some rank is so in the result: all of it, if it is a matrix.
@@ -128,7 +128,7 @@ class PowerSGDReducer(Residual):
         """Return what the next `reduce` depends on: ``factors``, the same on all ranks, and what `Residual` keeps."""
         return {"factors": self._guess, **super().kept()}
 
-    def _bind(self, ranks: Ranks) -> tuple[Floats, Floats, list[_Whole | _Product]]:
+    def _bind(self, ranks: ReducingRanks) -> tuple[Floats, Floats, list[_Whole | _Product]]:
         """Return communication memory for what travels first and second, and the parameters that use it."""
         pieces = self.pieces(self.unsent)
         matrices, rank = self._matrices, self._rank

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.training.compression import Floats, Ranks, Residual
+from ringreduce.training.compression import Floats, ReducingRanks, Residual
 
 _INFINITY_BITS = 0x7F800000  # of a float32; what is above is not a number
 _MAGNITUDE_BITS = 0x7FFFFFFF
@@ -65,7 +65,7 @@ class TopKReducer(Residual):
         self._count = min(size, max(1, math.ceil(settings.fraction * size)))
 
     @np.errstate(all="ignore")  # what is not finite travels as any other number
-    def reduce(self, ranks: Ranks, flat: Floats, average: bool) -> None:
+    def reduce(self, ranks: ReducingRanks, flat: Floats, average: bool) -> None:
         """Replace a bucket by the sum or average of the ranks' largest entries. Collective.
 
         An entry that is not finite on some rank is so in the result, however many there are.

@@ -14,7 +14,7 @@ from ringreduce.buffers import Array, Operand, divide, divide_toward_zero, narro
 from ringreduce.collectives.call import Path, Task
 from ringreduce.collectives.compressed import Coded, Feedback
 from ringreduce.collectives.context import Context, NodeSchedule
-from ringreduce.collectives.execution import Memory
+from ringreduce.collectives.execution import BlockMemory
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.common.partition import Partition, segments_of_blocks, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
@@ -44,7 +44,7 @@ def plan_reduction(
     if memory is None:
         scratch = context.scratch.shared(context.arena, count * task.dtype.itemsize, _KEPT_NBYTES)
         memory = Operand(scratch.view(task.dtype.storage), task.dtype)
-    plan = plans.get((*key, memory.address), lambda: _Reduction(context, task, memory, scratch))
+    plan = plans.get((*key, memory.address), lambda: _MessageReduction(context, task, memory, scratch))
     if plan.coding is not None:
         plan.coding.feedback = feedback
     return plan
@@ -82,7 +82,7 @@ class _LibraryReduction(BoundCall):
         _store(context, work, task, target)
 
 
-class _Reduction(BoundCall):
+class _MessageReduction(BoundCall):
     """An allreduce, or a reduction to a root.
 
     Args:
@@ -164,7 +164,7 @@ class _ReduceScatter(BoundCall):
             )
             for segment in segments
         ]
-        memory = Memory(work) if target is None else Memory(work, result=target, result_segments=results)
+        memory = BlockMemory(work) if target is None else BlockMemory(work, result=target, result_segments=results)
         op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # only the own block is complete in the end
         self._schedule = context.bind(task, segments, memory, context.kernels(task.dtype, op))
         self._own = work[own] if target is None else target

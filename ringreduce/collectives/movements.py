@@ -12,7 +12,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array, Operand, address_of, unowned
 from ringreduce.collectives.call import Task
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.execution import BoundSchedule, Elements, Memory
+from ringreduce.collectives.execution import BlockMemory, BoundSchedule, Elements
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.rows import agreed_part, received_rows
 from ringreduce.common.partition import (
@@ -32,7 +32,7 @@ def plan_transfer(context: Context, task: Task, source: Operand, numbers: tuple[
     return context.plans.get(key, lambda: make(context, task, source, numbers))
 
 
-class _Transfer(BoundCall):
+class _Movement(BoundCall):
     """A movement as messages.
 
     Args:
@@ -59,7 +59,7 @@ class _Transfer(BoundCall):
         """Return the numbers of all ranks, in rank order."""
         context, signature, count = self._context, self._task.signature, len(self._numbers)
         key = "numbers", signature.code, count
-        return context.plans.get(key, lambda: _Exchange(context, signature, count)).run(self._numbers)
+        return context.plans.get(key, lambda: _NumbersExchange(context, signature, count)).run(self._numbers)
 
     def _run(self, bind: Callable[[], BoundSchedule], *where: int) -> None:
         """Run a schedule. ``where``: the addresses and numbers that it is bound to, to keep it; empty: it runs once."""
@@ -74,10 +74,10 @@ class _Transfer(BoundCall):
             schedule.close()
 
     def _bind(self, segments: Sequence[Segment], memory: Elements) -> BoundSchedule:
-        return self._context.bind(self._task, segments, Memory(memory))
+        return self._context.bind(self._task, segments, BlockMemory(memory))
 
 
-class _Broadcast(_Transfer):
+class _Broadcast(_Movement):
     def _move(self, place: Place) -> None:
         context, task, source = self._context, self._task, self._source
 
@@ -92,7 +92,7 @@ class _Broadcast(_Transfer):
             np.copyto(target.view, source)
 
 
-class _Allgather(_Transfer):
+class _Allgather(_Movement):
     def _move(self, place: Place) -> None:
         context, task = self._context, self._task
         rows = received_rows(task.signature.text, self._exchange(), context.rank)
@@ -107,7 +107,7 @@ class _Allgather(_Transfer):
         self._run(bind, target.address, *rows)
 
 
-class _Alltoall(_Transfer):
+class _Alltoall(_Movement):
     def _move(self, place: Place) -> None:
         context, task = self._context, self._task
         everyone = self._exchange()
@@ -120,7 +120,7 @@ class _Alltoall(_Transfer):
 
         def bind() -> BoundSchedule:
             largest = max(max(each[1:]) for each in everyone) * task.kind.row
-            memory = _Parts((0, self._source), (self._source.size, unowned(target.view, target.address)))
+            memory = _JoinedParts((0, self._source), (self._source.size, unowned(target.view, target.address)))
             both = Partition.of_sizes([*sending, *receiving])
             return self._bind(segments_of_blocks(both, context.segment_limit(target.view, largest), largest), memory)
 
@@ -131,13 +131,13 @@ class _Alltoall(_Transfer):
             self._run(bind)  # the numbers mostly differ from call to call
 
 
-class _Gather(_Transfer):
+class _GatherRows(_Movement):
     def _move(self, place: Place) -> None:
         context, task, source = self._context, self._task, self._source
         rows = received_rows(task.signature.text, self._exchange(), task.kind.root)
         partition = Partition.of_sizes([each * task.kind.row for each in rows])
         own = partition.segment[context.rank]
-        memory: Elements = _Parts((own.start, source))
+        memory: Elements = _JoinedParts((own.start, source))
         where: tuple[int, ...] = (self._where, *rows)
         if context.rank == task.kind.root:
             target = place(rows)
@@ -150,13 +150,13 @@ class _Gather(_Transfer):
         self._run(lambda: self._bind(_across(context, partition, memory), memory), *where)
 
 
-class _Scatter(_Transfer):
+class _Scatter(_Movement):
     def _move(self, place: Place) -> None:
         context, task = self._context, self._task
         target = place(agreed_part(task.signature.text, self._exchange(), task.kind.root))
         partition = Partition.of_sizes([target.count] * context.topology.size)
         own = partition.segment[context.rank]
-        memory: Elements = _Parts((own.start, unowned(target.view, target.address)))
+        memory: Elements = _JoinedParts((own.start, unowned(target.view, target.address)))
         where: tuple[int, ...] = (target.address, target.count)
         work: Array | None = None
         if context.rank == task.kind.root:
@@ -170,16 +170,16 @@ class _Scatter(_Transfer):
             _copy(work[own], target.view)
 
 
-_TRANSFERS: dict[Collective, type[_Transfer]] = {
+_TRANSFERS: dict[Collective, type[_Movement]] = {
     Collective.BROADCAST: _Broadcast,
     Collective.ALLGATHER: _Allgather,
     Collective.ALLTOALL: _Alltoall,
-    Collective.GATHER: _Gather,
+    Collective.GATHER: _GatherRows,
     Collective.SCATTER: _Scatter,
 }
 
 
-class _Exchange:
+class _NumbersExchange:
     """Gives a few numbers of every rank to all; runs within a call, after the rendezvous."""
 
     reusable = True
@@ -188,7 +188,7 @@ class _Exchange:
         size = context.topology.size
         self._everyone = np.empty((size, count), np.int64)
         self._mine = self._everyone[context.rank]
-        memory, segments = Memory(self._everyone.reshape(-1)), [Partition.of_sizes([count] * size).segment]
+        memory, segments = BlockMemory(self._everyone.reshape(-1)), [Partition.of_sizes([count] * size).segment]
         schedule = context.schedule(Collective.ALLGATHER, "direct")
         self._schedule = BoundSchedule(schedule, segments, memory, None, context.link(signature))
 
@@ -202,7 +202,7 @@ class _Exchange:
         self._schedule.close()
 
 
-class _Parts:
+class _JoinedParts:
     """Parts of a whole as one, without a copy: all that is asked for is within one of them.
 
     Args:

@@ -17,7 +17,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array, Call, Operand, address_of, unowned
 from ringreduce.collectives.call import Task
 from ringreduce.collectives.context import BINDINGS, LINE_NBYTES, Context, NodePlan
-from ringreduce.collectives.execution import Memory
+from ringreduce.collectives.execution import BlockMemory
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
 from ringreduce.common.partition import Partition, Segment
@@ -105,7 +105,7 @@ class _ToRoot(NodePlan):
             else:
                 result = there
         places = zip(peers, others[::2], strict=True)
-        memory = Memory(
+        memory = BlockMemory(
             source,
             {peer: context.arena.at(peer, place, source.dtype, source.size) for peer, place in places},
             result=result,
@@ -134,7 +134,7 @@ class _Layout(NamedTuple):
     peers: Mapping[int, tuple[int, Segment]]
 
 
-class _Bound(NamedTuple):
+class _BoundLoads(NamedTuple):
     """What a rank does after the rendezvous.
 
     Attributes:
@@ -230,7 +230,7 @@ class _Loads(NodePlan):
         layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)
         return layout
 
-    def _bind(self, layout: _Layout, others: list[int], target: Operand, published: int) -> _Bound:
+    def _bind(self, layout: _Layout, others: list[int], target: Operand, published: int) -> _BoundLoads:
         """Bind what loads into a target."""
         context, board, source = self._context, self._board, self._source
         result, own, after = unowned(target.view, target.address), layout.own, list[Call]()
@@ -254,7 +254,7 @@ class _Loads(NodePlan):
                     peers[peer] = context.arena.at(peer, place, source.dtype, size)
                     if published == MAILED:  # no barrier shows that a peer has given up meanwhile
                         present.append(partial(board.require_present, number, self._text))
-        memory = Memory(
+        memory = BlockMemory(
             source,
             peers,
             {peer: blocks for peer, (_, blocks) in layout.peers.items()},
@@ -264,7 +264,7 @@ class _Loads(NodePlan):
         )
         calls += context.bind_on_node(self._task, self._task.choice.algorithm, layout.mine, memory)
         some_wait = any(place != MAILED for place in (published, *others[::2]))
-        return _Bound(calls + present, some_wait, after)
+        return _BoundLoads(calls + present, some_wait, after)
 
 
 def _is_read(task: Task, rank: int) -> bool:
