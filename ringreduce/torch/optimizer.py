@@ -371,8 +371,8 @@ class DistributedOptimizer(wrapping.Wrapper):
         Raises:
             MismatchError: the ranks have different parameters now, or another rank's are wrong.
         """
-        groups = self._optimizer.param_groups
-        before = len(groups)
+        self.rejoin()
+        before = len(self._optimizer.param_groups)
         try:
             with self._training.checking(f"{_KIND}.add_param_group"):
                 self._optimizer.add_param_group(param_group)
@@ -381,7 +381,7 @@ class DistributedOptimizer(wrapping.Wrapper):
             self._training.require_agreement()
             self._training.gradients.watch()
         except Exception:
-            del groups[before:]
+            del self._optimizer.param_groups[before:]
             raise
 
     @property

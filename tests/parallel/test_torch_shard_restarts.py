@@ -114,6 +114,23 @@ def divide_otherwise(parameters: list[Any], optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_are_added_in_a_new_world_before_its_first_step(nodes: None, name: str) -> None:
+    for shard in shards():
+        weights = []
+        for each, ends in ((None, False), (shard, True)):
+            parameters, optimizer = made(name, each)
+            make_step(parameters, optimizer, 0)
+            if ends:
+                restart(parameters, optimizer)
+            parameters.append(torch.nn.Parameter(torch.ones(9, dtype=torch.float64)))
+            optimizer.add_param_group({"params": parameters[-1:]})
+            for step in range(1, 4):
+                make_step(parameters, optimizer, step)
+            weights.append([parameter.detach().clone() for parameter in parameters])
+        torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "between", [restart, restart_twice, restart_and_save, restart_and_load, restart_and_broadcast, divide_otherwise]
 )
