@@ -189,7 +189,7 @@ class BoundSchedule:
         nstreams = min(STREAMS, len(segments))
         self._streams: list[list[_BoundStep]] = [[] for _ in range(nstreams)]
         make = memory.make_scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
-        scratches = [(_StreamScratch(make), _StreamScratch(make)) for _ in range(nstreams)]
+        scratches = [(_Landing(make), _Landing(make)) for _ in range(nstreams)]
         self._requests: list[Prequest] = []
         try:
             for index, segment in enumerate(segments):
@@ -286,9 +286,7 @@ class BoundSchedule:
 
     # ---- binding ----
 
-    def _bind(
-        self, index: int, segment: Segment, tag: int, scratch: _StreamScratch, kept: _StreamScratch
-    ) -> Iterator[_BoundStep]:
+    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Landing, kept: _Landing) -> Iterator[_BoundStep]:
         kept.reset()
         known: dict[range, Bytes] = {}  # blocks that the step before has combined -> their encoding
         for number, step in enumerate(self._schedule.steps):
@@ -307,8 +305,8 @@ class BoundSchedule:
         index: int,
         segment: Segment,
         tag: int,
-        scratch: _StreamScratch,
-        kept: _StreamScratch,
+        scratch: _Landing,
+        kept: _Landing,
         known: dict[range, Bytes],
     ) -> Iterator[_BoundStep]:
         """Bind a step with messages; where they are encoded, a round before it encodes what it sends.
@@ -397,7 +395,7 @@ class BoundSchedule:
             yield from load_and_store(result, loads, stores, combine, memory.copies, in_place=in_place)
 
 
-class _StreamScratch:
+class _Landing:
     """Memory in which one stream receives what is to be reduced; each step uses all of it again."""
 
     def __init__(self, make: Callable[[int], Array]) -> None:
