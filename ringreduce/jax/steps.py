@@ -117,8 +117,11 @@ class Steps:
         engine = process_set.engine
         known = self._watched.setdefault(engine, {})
         if place not in known:
-            name = operation() or engine.new_name(self._kind)
-            known[place] = _Watched(engine, name, f"{self._kind}, {place}", self._advice)
+            name, all_known = operation() or engine.new_name(self._kind), engine.attached[_AllWatched]
+            # Other steps of this name are those of a program that was traced anew, on some ranks perhaps: they go on.
+            if name not in all_known:
+                all_known[name] = _Watched(engine, name, f"{self._kind}, {place}", self._advice)
+            known[place] = all_known[name]
         return known[place]
 
     # ---- compiled programs ----
@@ -227,3 +230,7 @@ class _Watched:
         """Look at further gradients of a step. Collective."""
         self._names = names
         self._checks.look_at_gradients(self._step, gradients, more=not last)
+
+
+class _AllWatched(dict[str, _Watched]):
+    """What looks at steps, by their names."""

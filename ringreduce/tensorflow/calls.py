@@ -139,8 +139,8 @@ def reader_of(variables: Sequence[Any]) -> Callable[[], list[Host | None]]:
 
 
 def is_of_session() -> bool:
-    """Return whether what is called now becomes a part of a graph of TensorFlow 1."""
-    return not (tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function)
+    """Return whether what is called now becomes a part of a graph of TensorFlow 1, also within a branch of it."""
+    return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
 def values_when(due: Callable[[], bool], variables: Sequence[Any]) -> list[tf.Tensor]:
