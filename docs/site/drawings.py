@@ -15,7 +15,7 @@ DOCS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(DOCS.parent))
 
 from ringreduce.algorithms import Algorithm, Collective, find  # noqa: E402
-from ringreduce.algorithms.verify import Move, Kind, verify  # noqa: E402
+from ringreduce.algorithms.verify import Kind, Move, verify  # noqa: E402
 from ringreduce.common.topology import Topology  # noqa: E402
 
 CELL, GAP, NODE_GAP, ROW, LEFT, TOP = 26, 26, 30, 74, 64, 34
