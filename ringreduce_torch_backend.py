@@ -66,7 +66,7 @@ def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
         if given.get("init_method") is None and given.get("store") is None:
             if ours:
                 given["init_method"] = f"{_NAME}://"
-            elif "RANK" not in os.environ and _is_launched():
+            elif "RANK" not in os.environ and given.get("rank", -1) < 0 and _is_launched():
                 _refuse(str(given.get("backend")), [each.lower() for each in dist.Backend.backend_list])
         return init(*bound.args, **bound.kwargs)
 
