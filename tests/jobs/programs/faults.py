@@ -93,8 +93,9 @@ def die(how: str) -> None:
     if how == "launcher":
         launcher = processes.launcher()
         assert launcher is not None
-        os.kill(os.getppid(), signal.SIGKILL)  # the shell above this rank
+        shell = os.getppid()
         os.kill(launcher, signal.SIGKILL)
+        os.kill(shell, signal.SIGKILL)  # and this rank with it, perhaps before the next line
     os.kill(os.getpid(), getattr(signal, how))
 
 
