@@ -20,7 +20,7 @@ require_framework("optax", __name__)
 from ringreduce.jax import elastic
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.jax.local import DiLoCo, LocalSGD
-from ringreduce.jax.ops import allgather, allreduce, alltoall, broadcast, error_of, reducescatter
+from ringreduce.jax.ops import allgather, allreduce, alltoall, broadcast, reducescatter
 from ringreduce.jax.optimizer import (
     DistributedGradientTransformation,
     DistributedState,
@@ -49,6 +49,7 @@ from ringreduce.runtime.names import (
 from ringreduce.training.averages import weighted_average
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
+from ringreduce.training.failures import error_of
 from ringreduce.training.objects import allgather_object, broadcast_object
 from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.requests import barrier, join

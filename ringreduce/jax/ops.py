@@ -33,26 +33,17 @@ from ringreduce.jax.steps import Step
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.differentiable import Differentiable
-from ringreduce.training.failures import error_of, raise_unseen
+from ringreduce.training.failures import raise_unseen
 from ringreduce.training.host import HOST
 from ringreduce.training.names import Identity
-from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.requests import Op, RequestBuilder, chosen_op
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "ReproducibleSum",
-    "Sum",
     "allgather",
     "allreduce",
     "allreduce_of",
     "alltoall",
     "broadcast",
-    "error_of",
     "reduce_gradients",
     "reducescatter",
 ]

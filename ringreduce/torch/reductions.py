@@ -1,4 +1,4 @@
-"""Reductions of tensors; see `ringreduce.torch.ops`, which exports them."""
+"""Reductions of tensors, on the terms of `ringreduce.torch.ops`."""
 
 from __future__ import annotations
 
