@@ -150,10 +150,10 @@ def _share(item: pytest.Item, when: str) -> Generator[None, None, None]:
         return
     everyone = PRIVATE.allgather(mine)
     if len({verdict.kind for verdict in everyone}) > 1 or mine.kind == "failed":
-        _restart_world()
         for rank, verdict in enumerate(everyone):
-            if rank != RANK and verdict.kind != "passed":
+            if verdict.kind != "passed":
                 item.add_report_section(when, f"rank {rank}, {verdict.kind}", verdict.text)
+        _restart_world()
     if error is not None and (mine.kind == "failed" or all(verdict.kind == "skipped" for verdict in everyone)):
         raise error
     bad = {rank: verdict for rank, verdict in enumerate(everyone) if verdict.kind != "passed"}
@@ -162,8 +162,8 @@ def _share(item: pytest.Item, when: str) -> Generator[None, None, None]:
 
 
 def _restart_world() -> None:
-    """Begin the next test with a new world: a rank that failed may have left a collective half done."""
-    if rr.is_initialized():
+    """Begin the next test with a new world: a rank that failed may have left a collective half done, or the world."""
+    if PRIVATE.allreduce(rr.is_initialized(), MPI.LOR):
         rr.shutdown()
         rr.init()
 
