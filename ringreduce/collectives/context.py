@@ -269,6 +269,7 @@ class Context:
     def abandon(self) -> None:
         """Give back, after a failure, all that messages under way cannot write to."""
         self.waiter.forget()
+        self.messages.abandon()
         self.arena.segments.close()
 
     def close(self) -> None:

@@ -90,6 +90,10 @@ class Exchange:
         """Let all ranks know that this one takes part in nothing any more."""
         self.send(self.participant.detach(why))
 
+    def abandon(self) -> None:
+        """Leave the channel open, as messages may be under way, and let nobody wait for this rank to close it."""
+        self._channel.abandon()
+
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()

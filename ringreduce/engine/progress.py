@@ -297,6 +297,8 @@ class Progress:
         """Close the exchange, unless a failure has left messages under way."""
         if self._intact:
             self._exchange.close()
+        else:
+            self._exchange.abandon()
 
     def fail(self, error: BaseException) -> None:
         """End all operations, here and on the other ranks: which of them are under way is no longer known."""

@@ -29,6 +29,9 @@ class ControlChannel(Protocol):
     def poll(self) -> tuple[int, bytes] | None:
         """Return the next note and the rank that posted it, None if there is none; never blocks."""
 
+    def abandon(self) -> None:
+        """Let the others know that this rank does not close it. Local."""
+
     def close(self) -> None:
         """Give back what is held; local, and safe to call twice."""
 
@@ -72,6 +75,9 @@ class SharedControlChannel:
                 if stream.put_there[0] != stream.taken:
                     self._arrived.extend((peer, note) for note in stream.take())
         return self._arrived.popleft() if self._arrived else None
+
+    def abandon(self) -> None:
+        """Nobody waits for a rank that does not close it."""
 
     def close(self) -> None:
         """Nothing to give back: the memory goes with the arena, and a peer may still read what was posted last."""

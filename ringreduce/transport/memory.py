@@ -160,6 +160,9 @@ class MemoryMessages:
                 queue.clear()
         self._rendezvous()
 
+    def abandon(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

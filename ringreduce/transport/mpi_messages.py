@@ -32,6 +32,7 @@ _OPS = {
     ReduceOp.MAX: MPI.MAX,
 }
 _NOTE_TAG, _LAST_TAG, _GIVEN_UP_TAG = 0, 1, 2
+_REFUSAL = -1  # in place of a number of notes
 _NO_COMM = cast("MPI.Intracomm", MPI.COMM_NULL)
 
 #: Transports that were not closed, or had transfers under way then: MPI may still use the memory which these name, so
@@ -197,6 +198,10 @@ class MpiMessages:
         control.unfinished = [each for each in control.unfinished if not _all_end(each[0])]
         self._forget()
 
+    def abandon(self) -> None:
+        if self._data != MPI.COMM_NULL and not MPI.Is_finalized():
+            self._control.refuse_to_part()
+
     def close(self) -> None:
         if self._data == MPI.COMM_NULL or MPI.Is_finalized():
             return
@@ -303,6 +308,13 @@ class _Control:
             self._gave_up = f"waited {seconds:.3g} s for {name_ranks(missing)} to join an exchange"
         raise CollectiveTimeoutError(self._gave_up)
 
+    def refuse_to_part(self) -> None:
+        """Tell the others not to wait for this rank in `part`."""
+        refusal = np.array([_REFUSAL])
+        for peer in self._peers:
+            with suppress(MPI.Exception):  # this one has died
+                self.unfinished.append((self.comm.Isend([refusal, MPI.INT64_T], peer, _LAST_TAG), refusal))
+
     def part(self) -> bool:
         """Tell the others how many notes they were sent, and wait a little for theirs; return whether all have come."""
         expected = np.zeros(self.comm.size, np.int64)
@@ -314,8 +326,11 @@ class _Control:
                 pass
             return MPI.Request.Testall(requests) and bool((self._received >= expected).all())
 
+        def refused() -> bool:
+            return bool((expected == _REFUSAL).any())
+
         self.unfinished.append((requests, expected))
-        if not soon(together, self._waiter.crowded):
+        if not soon(lambda: together() or refused(), self._waiter.crowded) or refused():
             return False
         self.unfinished.pop()
         self.posted = [each for each in self.posted if not each[0].Test()]

@@ -13,6 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import ringreduce as rr
+from ringreduce.transport import mpi
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
@@ -159,6 +160,22 @@ def test_commits_hold_averages() -> None:
     optimizer.rejoin()
     train(model, optimizer, range(4, 8))
     assert_same(model, delayed(2, 8))
+
+
+@pytest.mark.parametrize("node_size", [1, None])
+def test_a_world_ends_at_once(
+    nodes_of: Callable[[int | None], None], node_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although averages are under way: a rank that has begun them does not wait for messages that do not come."""
+    monkeypatch.setattr(mpi, "_PARTING_S", 3600.0)
+    nodes_of(node_size)
+    model = mlp()
+    optimizer = wrap(model, 2)
+    for _ in range(5):
+        train(model, optimizer, range(4))
+        rr.barrier()
+        hvd.shutdown()
+        hvd.init()
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8"])

@@ -16,7 +16,7 @@ from mpi4py import MPI
 import ringreduce as rr
 from ringreduce.engine import Reduction
 from ringreduce.testing import caught
-from ringreduce.transport import mpi_job, mpi_messages
+from ringreduce.transport import mpi, mpi_job, mpi_messages
 from ringreduce.transport.waiting import Waiter
 
 PRIVATE = MPI.COMM_WORLD.Dup()
@@ -64,6 +64,16 @@ def test_a_set_that_one_rank_cannot_make(wrong: object) -> None:
         assert error.values[0].startswith("add_process_set(refused: ")
     made = rr.add_process_set([1])
     assert rr.remove_process_set(made)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_nobody_waits_for_a_rank_that_abandons_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "_PARTING_S", 3600.0)
+    messages = mpi_messages.MpiMessages(PRIVATE, Waiter(20.0))
+    if RANK == SIZE - 1:
+        messages.abandon()
+    else:
+        messages.close()
 
 
 def test_ranks_that_are_not_there_are_in_no_set() -> None:
