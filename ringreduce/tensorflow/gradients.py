@@ -31,7 +31,7 @@ from ringreduce.tensorflow.calls import (
     values_when,
 )
 from ringreduce.tensorflow.compression import Compression
-from ringreduce.tensorflow.slices import added_up, places_of
+from ringreduce.tensorflow.slices import added_up, each_index_once, places_of
 from ringreduce.training.applying import Distribution, ListReduction, variables_of, with_methods
 from ringreduce.training.checks import CheckedModel
 from ringreduce.training.combinations import ADASUM, SAMPLES, SHARES, refusal
@@ -112,7 +112,7 @@ class GradientReduction(ListReduction):
         Args:
             gradients: of each variable; None where there is none. Outside of graphs, what a rank lacks counts as zeros,
                 and what no rank has stays None. In a graph None stays None, and the ranks have to agree on that. Of
-                `tf.IndexedSlices`, rows of equal index become one; on one rank they stay as they are.
+                `tf.IndexedSlices`, rows of equal index become one, on one rank as well.
             variables: to which they belong; variables, or whatever a gradient was asked for.
             samples: of how many samples this rank's gradients are means, a number or a tensor; on all ranks or none.
                 None: ``self.samples`` at the time of the step.
@@ -141,6 +141,8 @@ class GradientReduction(ListReduction):
                 made[number] = each
         elif eager:
             tell(steps=1)
+            for number in sparse:
+                made[number] = each_index_once(made[number])
         return made
 
     def pending(self) -> Iterator[tuple[_Gradients, Sequence[Any]]]:
@@ -248,7 +250,7 @@ class GradientReduction(ListReduction):
                 factors = [np.repeat(weights.of_ranks, rows) for rows in parts[-1].T]
             elif self._op is AVERAGE:
                 divisor = self._process_set.size()
-        found = [places_of(each, alone=self._alone) for each in parts[count : 2 * count]]
+        found = [places_of(each) for each in parts[count : 2 * count]]
         indices, places = zip(*found, strict=True)
         return [*parts[:count], *indices, *places, *factors, np.array(float(divisor))]
 

@@ -242,6 +242,24 @@ def test_the_same_words_on_all_ranks_make_the_steps_of_one_process(kind: str) ->
     assert_equal(model, words(lambda optimizer: optimizer))
 
 
+@pytest.mark.parametrize("eagerly", [False, True], ids=["compiled", "eager"])
+def test_words_that_a_batch_has_twice_make_the_step_of_their_sum(eagerly: bool) -> None:
+    """By the formula of Adagrad: a row moves as far on one rank as on several that have the same batch."""
+    keras.utils.set_random_seed(3)
+    words = keras.layers.Embedding(7, 2)
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), words, keras.layers.Flatten()])
+    optimizer = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25, epsilon=1e-7)
+    model.compile(hvd.DistributedOptimizer(optimizer), loss="mse", run_eagerly=eagerly)
+    x = np.array([[1, 5, 1, 0], [5, 5, 3, 1]], np.int32)
+    y = np.random.default_rng(8).normal(size=(2, 8)).astype(np.float32)
+    begin = as_numpy(words.embeddings).astype(np.float64)
+    model.fit(x, y, batch_size=2, **STEADY)
+    total = np.zeros((7, 2))
+    np.add.at(total, x.reshape(-1), (begin[x.reshape(-1)] - y.reshape(-1, 2)) * 2 / y.size)
+    expected = begin - 0.1 * total / np.sqrt(0.25 + total**2 + 1e-7)
+    np.testing.assert_allclose(as_numpy(words.embeddings), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_factors_are_not_rounded_to_16_bits(dtype: str) -> None:
