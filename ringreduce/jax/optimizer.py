@@ -113,10 +113,11 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
             how |= {"compression": late, "staleness": staleness}
             Options(**how).checked(config(), [])
     trees = HostTrees("DistributedGradientTransformation", process_set, **how)
-    inner, steps = optax.with_extra_args_support(tx), Steps("DistributedGradientTransformation", process_set)
-
     # One that is made in each trace is the same each time: a rank may trace more often than others.
     number = 0 if is_tracing() else next(numbers)
+    shared = name is not None or number == 0
+    steps = Steps("DistributedGradientTransformation", process_set, shared=shared)
+    inner = optax.with_extra_args_support(tx)
 
     def identified(updates: Any) -> Identity | None:
         return None if name is not None else _identity(number, updates)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, finalize
 
 import jax
 import numpy as np
@@ -68,18 +68,20 @@ class Steps:
         kind: what errors call it.
         process_set: the ranks that train together.
         advice: for warnings.
+        shared: whether another optimizer may have operations of the same names, and go on with these steps.
 
     Attributes:
         key: by which compiled programs find this, as long as it lives; new in this process.
     """
 
-    def __init__(self, kind: str, process_set: ProcessSet, advice: Advice = ADVICE) -> None:
+    def __init__(self, kind: str, process_set: ProcessSet, advice: Advice = ADVICE, *, shared: bool = False) -> None:
         self.key = f"{kind} {next(_numbers)}"
         self._kind, self._process_set, self._advice = kind, process_set, advice
         self._names: dict[tuple[str, str], Sequence[str]] = {}
         self._weight_names: dict[str, Sequence[str]] = {}
-        self._watched: WeakKeyDictionary[Engine, dict[str, _Watched]] = WeakKeyDictionary()
+        self._engines: WeakSet[Engine] = WeakSet()  # that have something of these steps
         _all[self.key] = self
+        finalize(self, _forget, self.key, self._engines, shared).atexit = False
 
     def of_trees(self, gradients: Any, params: Any, wanted: Callable[[Any], bool] = lambda leaf: True) -> Step:
         """Return a step, given the trees of its gradients and of the parameters; None: they are not known.
@@ -115,11 +117,17 @@ class Steps:
         if not process_set.connected or process_set.size() == 1:
             return None
         engine = process_set.engine
-        known = self._watched.setdefault(engine, {})
+        everything = engine.attached[_AllWatched]
+        known = everything.by_place.get(self.key)
+        if known is None:
+            self._engines.add(engine)
+            known = everything.by_place[self.key] = {}
         if place not in known:
-            name, all_known = operation() or engine.new_name(self._kind), engine.attached[_AllWatched]
+            name, all_known = operation() or engine.new_name(self._kind), everything.by_name
             # Other steps of this name are those of a program that was traced anew, on some ranks perhaps: they go on.
             if name not in all_known:
+                if len(all_known) == _REMEMBERED:
+                    del all_known[next(iter(all_known))]
                 all_known[name] = _Watched(engine, name, f"{self._kind}, {place}", self._advice)
             known[place] = all_known[name]
         return known[place]
@@ -166,6 +174,8 @@ class Steps:
             watched.look_further(arrays, names, last=last)
 
 
+_REMEMBERED = 4096  # names of steps
+
 _numbers = itertools.count()
 _all: WeakValueDictionary[str, Steps] = WeakValueDictionary()
 
@@ -197,13 +207,18 @@ class _Watched:
         name: of the steps, the same on all ranks.
         shown: what errors call the steps.
         advice: for warnings.
+
+    Attributes:
+        name: the argument.
     """
 
     def __init__(self, engine: Engine, name: str, shown: str, advice: Advice) -> None:
-        self._names: Sequence[str] = ()
+        self.name = name
+        named: list[tuple[str, None]] = []  # what the checks keep is not this object: it goes with its last reference
+        self._named = named
         self._joins, self._step = engine.joins, -1
         self._ranks = Ranks(engine, f"{name}, checks", shown, "step")
-        self._checks = Checks(HostMemory(advice), self._ranks, lambda: [(each, None) for each in self._names])
+        self._checks = Checks(HostMemory(advice), self._ranks, lambda: named)
 
     def begin(self) -> bool:
         """Take note that a step begins; return whether something may have to be looked at."""
@@ -220,7 +235,7 @@ class _Watched:
 
     def look(self, gradients: Arrays, names: Sequence[str], model: CheckedModel | None, *, last: bool = True) -> None:
         """Look at the first gradients of a step, and at the weights. Collective."""
-        self._names, self._checks.model = names, model
+        self._named[:], self._checks.model = [(each, None) for each in names], model
         try:
             self._checks.look(self._step, gradients, more=not last)
         finally:
@@ -228,9 +243,28 @@ class _Watched:
 
     def look_further(self, gradients: Arrays, names: Sequence[str], *, last: bool) -> None:
         """Look at further gradients of a step. Collective."""
-        self._names = names
+        self._named[:] = [(each, None) for each in names]
         self._checks.look_at_gradients(self._step, gradients, more=not last)
 
 
-class _AllWatched(dict[str, _Watched]):
-    """What looks at steps, by their names."""
+class _AllWatched:
+    """What looks at steps; an engine keeps it, and drops it when it ends.
+
+    Attributes:
+        by_place: by the key of `Steps`, as long as these live, and the place in the program.
+        by_name: by the name of the steps.
+    """
+
+    def __init__(self) -> None:
+        self.by_place: dict[str, dict[str, _Watched]] = {}
+        self.by_name: dict[str, _Watched] = {}
+
+
+def _forget(key: str, engines: WeakSet[Engine], shared: bool) -> None:
+    """Drop what looks at the steps of a key, which are gone; what may go on with others of its name is kept."""
+    for engine in list(engines):
+        if _AllWatched in engine.attached:
+            everything = engine.attached[_AllWatched]
+            for each in everything.by_place.pop(key, {}).values():
+                if not shared:
+                    everything.by_name.pop(each.name, None)

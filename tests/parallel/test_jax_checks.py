@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.jax as rj  # noqa: E402
+from ringreduce.runtime import global_process_set  # noqa: E402
 from ringreduce.runtime.process import PROCESS  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -201,6 +205,56 @@ def test_steps_are_counted_for_top(called: Any, way: str) -> None:
     before = recorder.steps
     train(called, steps=7, **WAYS[way])
     assert recorder.steps - before == 7
+
+
+def watched() -> int:
+    """Return how many objects look at steps."""
+    gc.collect()
+    return sum(type(each).__module__ == "ringreduce.jax.steps" for each in gc.get_objects())
+
+
+@several
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_that_makes_transformations_for_ever_does_not_grow(called: Any, way: str) -> None:
+    """What looks at the steps of one goes with it."""
+    train(called, **WAYS[way])
+    before = watched()
+    for _ in range(4):
+        train(called, **WAYS[way])
+    assert watched() <= before
+
+
+@several
+def test_a_transformation_that_is_made_in_a_trace_does_not_grow(caplog: pytest.LogCaptureFixture) -> None:
+    """However often it is traced anew; its steps go on, and are not compared from the beginning."""
+
+    def step(number: int, grads: Any) -> Any:
+        tx = rj.DistributedGradientTransformation(optax.sgd(1.0))
+        return tx.update(grads, tx.init(grads), grads)[0]
+
+    counts = []
+    for number in range(5):
+        grads = jnp.full(3, float(RANK + number))
+        np.testing.assert_allclose(
+            jax.jit(partial(step, number))(grads), np.full(3, -(SIZE - 1) / 2 - number), rtol=1e-6
+        )
+        counts.append(watched())
+    assert counts[-1] <= counts[0]
+
+
+@several
+def test_a_world_that_has_ended_leaves_nothing_behind(no_world: None) -> None:
+    """Though the transformation lives on."""
+    rr.init()
+    tx, grads = rj.DistributedGradientTransformation(optax.sgd(1.0)), jnp.ones(3)
+    step = jax.jit(lambda grads, state: tx.update(grads, state, grads)[0])
+    for _ in range(3):
+        rr.init()
+        step(grads, tx.init(grads))
+        engine = weakref.ref(global_process_set.engine)
+        rr.shutdown()
+        gc.collect()
+        assert engine() is None
 
 
 def test_gradients_flow_through_a_step_with_weights(called: Any) -> None:
