@@ -42,6 +42,7 @@ from ringreduce.training.host import ArraySpec, HostMemory
 from ringreduce.training.names import Identity, identity_of, name_in, numbers
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options, averaging
+from ringreduce.training.parameters import in_words
 from ringreduce.training.requests import Adasum, Op, RequestBuilder
 from ringreduce.training.shares import is_by_speed
 from ringreduce.training.weights import Weights
@@ -185,7 +186,8 @@ class GradientReduction(ListReduction):
             name, rest = self._name(identity, traced), list(found)
             sparse, values = rest[: len(parts)], rest[len(parts) :]
             weights_now = (lambda: values) if in_session else read
-            model = CheckedModel(names, weights_now, list(zip(names[count:], sparse, strict=False)))
+            more = list(zip(names[count:], sparse, strict=False))
+            model = CheckedModel(names, weights_now, more, lambda: {} if in_session else in_words(self.settings()))
             reduced, weights = self._reduce_dense(each_dense, variables[:count], name, of, model)
             return [*reduced, *self._gather(sparse, name, weights)]
 
