@@ -11,6 +11,7 @@ P is the number of ranks of the process set.
 | gradients of parameters that no rank used  | None, as on one rank         | zeros                               |
 | integers averaged with a `postscale_factor` | averages, truncated, times it | sums times (factor / P), truncated (2) |
 | rows of one index in allreduced slices      | one: their sum or average    | all; averages of integers float (3)  |
+| averages of metrics in Keras's callback     | over all samples             | over the ranks                       |
 
 (1) gathered; of an average, over P.
 (2) so sums that do not fit their dtype wrap around.
@@ -72,6 +73,11 @@ class Conventions(str, enum.Enum):  # a string in JSON
     @property
     def adds_up_slices(self) -> bool:
         """Whether an allreduce of slices adds up rows of equal index."""
+        return self is Conventions.CHAIN_RULE
+
+    @property
+    def weights_metrics(self) -> bool:
+        """Whether averages of metrics are over the samples of all ranks, in place of the ranks' own averages."""
         return self is Conventions.CHAIN_RULE
 
     @property

@@ -226,7 +226,7 @@ def run_compiled(
     if place is None:
         step = None
     elif step is not None:
-        call, beside = call._replace(step=(step.owner.key, place)), step.weights
+        call, beside = call._replace(step=(step.owner.key, place)), step.arrays
         step.owner.note(place, step)
     run = jax.custom_vjp(wrap(partial(_in_buckets if call.kind == "allreduce" else _at_once, call, shapes, step)))
     dtypes = [each.dtype for each in leaves]

@@ -19,9 +19,8 @@ from jax.custom_batching import custom_vmap
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.jax import ffi
 from ringreduce.jax.calls import LISTED, LISTS, Call, Host, is_traced, name_here, ranks_of
-from ringreduce.jax.steps import ADVICE, Step
+from ringreduce.jax.steps import ADVICE, NOTHING, Step
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.checks import CheckedModel
 from ringreduce.training.failures import raise_unseen
 from ringreduce.training.framework import Advice
 from ringreduce.training.host import ArraySpec, HostMemory
@@ -90,7 +89,7 @@ class HostReduction:
         self._key = f"{kind} {next(_numbers)}"
         self._training: ListTraining | None = None
         self._advice = advice
-        self._weight_names: Callable[[], Sequence[str]] = list
+        self._beside = NOTHING
         LISTS[self._key] = self
 
     def reduce(
@@ -105,22 +104,23 @@ class HostReduction:
             step: whose gradients the arrays are.
         """
         raise_unseen()
-        weights = [] if step is None else list(step.weights)
-        self._weight_names = list if step is None else step.weight_names
+        beside = [] if step is None else list(step.arrays)
+        self._beside = NOTHING if step is None else step.beside
         arrays = [*leaves, *([] if samples is None else [_scalar(samples)])]
         # The name of an allreduce: a rank without numbers of samples makes one, so that both get an error.
         name = name or name_here("allreduce", arrays)
         call = Call(LISTED, name, ranks_of(self._process_set), function=self._key, identity=self._identity)
         if not is_traced(arrays):
-            concrete = () if is_traced(weights) else weights
-            values = lambda: list(map(np.asarray, concrete))  # noqa: E731
+            if is_traced(beside):
+                beside, self._beside = [], NOTHING
+            values = lambda: list(map(np.asarray, beside))  # noqa: E731
             reduced = self._reduced(call.operation, list(map(np.asarray, arrays)), values)
             return [jnp.array(each) for each in reduced]  # copies
         shapes = [each.shape for each in arrays]
         count = len(arrays)
         how: dict[str, Any] = {"batched": None, "always": True}
         run = unmapped(lambda *given: ffi.call(json.dumps(call), given[:count], shapes, after=given[count:], **how))
-        return list(run(*arrays, *weights)[: len(leaves)])
+        return list(run(*arrays, *beside)[: len(leaves)])
 
     def pending(self) -> Iterator[list[Any]]:
         """Yield the averages that are still to be applied, oldest first. Collective."""
@@ -130,11 +130,11 @@ class HostReduction:
     def carry_out(
         self, name: str | None, sources: Sequence[Host], targets: Sequence[Host], others: Callable[[], ffi.Memory]
     ) -> None:
-        """Reduce arrays into others, as the compiled program's operation of a name; ``others`` are the weights."""
+        """Reduce arrays into others, as the compiled program's operation of a name; ``others`` come beside them."""
         for target, each in zip(targets, self._reduced(name, sources, lambda: others().views()), strict=False):
             np.copyto(target, each)
 
-    def _reduced(self, name: str | None, arrays: Sequence[Host], weights: Callable[[], Sequence[Host]]) -> list[Host]:
+    def _reduced(self, name: str | None, arrays: Sequence[Host], beside: Callable[[], Sequence[Host]]) -> list[Host]:
         number = len(self._specs)
         if self._training is None:
             with RequestBuilder("allreduce", name, self._process_set) as prepare:
@@ -144,7 +144,7 @@ class HostReduction:
             how = {"identity": self._identity, "bind": lambda _: HostMemory(self._advice), **self._options}
             self._training = ListTraining(self._kind, named, self._process_set, **how)
         samples = arrays[number] if len(arrays) > number else self._samples()
-        return self._training.reduce(arrays[:number], samples, CheckedModel(self._weight_names(), weights))
+        return self._training.reduce(arrays[:number], samples, self._beside.model(beside))
 
 
 class HostTrees:

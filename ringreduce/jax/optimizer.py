@@ -21,7 +21,7 @@ from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.jax.calls import FUNCTIONS, Call, is_traced, is_tracing, name_here, ranks_of, run_compiled
 from ringreduce.jax.lists import HostTrees, needs_host, unmapped
 from ringreduce.jax.ops import allreduce_of, reduce_gradients
-from ringreduce.jax.steps import Steps
+from ringreduce.jax.steps import Step, Steps
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import (
@@ -113,10 +113,11 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
             how |= {"compression": late, "staleness": staleness}
             Options(**how).checked(config(), [])
     trees = HostTrees("DistributedGradientTransformation", process_set, **how)
-    inner, steps = optax.with_extra_args_support(tx), Steps("DistributedGradientTransformation", process_set)
-
     # One that is made in each trace is the same each time: a rank may trace more often than others.
     number = 0 if is_tracing() else next(numbers)
+    shared = name is not None or number == 0
+    steps = Steps("DistributedGradientTransformation", process_set, shared=shared)
+    inner = optax.with_extra_args_support(tx)
 
     def identified(updates: Any) -> Identity | None:
         return None if name is not None else _identity(number, updates)
@@ -132,7 +133,7 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
         return DistributedTransformation(compressing.init, compressing.update)
 
     def update(updates: Any, state: Any, params: Any = None, *, samples: Any = None, **extra: Any) -> Any:
-        step = steps.of_trees(updates, params)
+        step = steps.of_trees(updates, params, _hyperparameters(state))
         if staleness or samples is not None or needs_host(process_set, updates):
             updates = trees.reduce(updates, name, samples, identified(updates), step)
         else:
@@ -157,6 +158,20 @@ def _identity(number: int, tree: Any) -> Identity:
     """Return what tells the gradients that a transformation, by its number, gets of a tree from all others."""
     leaves, structure = jax.tree.flatten(tree)
     return _known_identity(number, structure, tuple([jnp.shape(each) for each in leaves]))
+
+
+def _hyperparameters(state: Any) -> dict[str, Any]:
+    """Return what `optax.inject_hyperparams` keeps in a state, by name; of equal names the later ones are numbered."""
+    found: dict[str, Any] = {}
+    parts = [state]
+    while parts:
+        for each in jax.tree.leaves(parts.pop(), is_leaf=lambda part: hasattr(part, "hyperparams")):
+            if hasattr(each, "hyperparams"):
+                for name, value in each.hyperparams.items():
+                    same = sum(other.partition(" ")[0] == name for other in found)
+                    found[f"{name} {same + 1}" if same else name] = value
+                parts.append(each.inner_state)
+    return found
 
 
 class DistributedTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -222,7 +237,8 @@ class _Compressing(NamedTuple):
             raise ConfigError("compressed gradients cannot be weighted: use no compression with numbers of samples")
         leaves, structure = jax.tree.flatten(updates)
         chosen = [each for each in leaves if _is_compressed(each)]
-        made, residual = self._compress(chosen, state.lost.arrays, updates, params)
+        step = self.steps.of_trees(updates, params, _hyperparameters(state.inner), _is_compressed)
+        made, residual = self._compress(chosen, state.lost.arrays, updates, step)
         compressed = iter(made)
         others = iter(self.reduce([each for each in leaves if not _is_compressed(each)]))
         reduced = [next(compressed if _is_compressed(each) else others) for each in leaves]
@@ -230,7 +246,7 @@ class _Compressing(NamedTuple):
         return updates, DistributedState(inner, RankState(residual))
 
     def _compress(
-        self, leaves: Sequence[Any], residual: dict[str, Any], tree: Any, params: Any
+        self, leaves: Sequence[Any], residual: dict[str, Any], tree: Any, step: Step
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return reduced gradients, those of a tree that are compressed, and what compression leaves of them."""
         names = sorted(residual)
@@ -239,7 +255,6 @@ class _Compressing(NamedTuple):
         name = name_here(kind, arrays) if self.name is None else f"{self.name}, compressed"
         identity = self.identified(tree)
         call = Call(kind, name, ranks_of(self.process_set), self.op.value, function=compressed.key, identity=identity)
-        step = self.steps.of_trees(tree, params, _is_compressed)
         traced = is_traced(arrays)
         if not traced:
             step.look(leaves, call.operation)

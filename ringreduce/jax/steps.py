@@ -7,9 +7,9 @@ anyway. What is there is read only in steps that look at it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, finalize
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from ringreduce.training.agreement import Ranks
 from ringreduce.training.checks import CheckedModel, Checks
 from ringreduce.training.framework import Advice
 from ringreduce.training.host import HostMemory
+from ringreduce.training.parameters import in_words
 
 ADVICE = Advice(
     "begin with params = broadcast_parameters(params, root_rank=0)",
@@ -34,20 +35,46 @@ ADVICE = Advice(
 Arrays = Sequence[npt.NDArray[Any]]
 
 
+class Beside(NamedTuple):
+    """What the arrays beside gradients are: weights that can be read, and behind them hyper-parameters.
+
+    Attributes:
+        names: returns the names of the weights.
+        nweights: how many weights there are.
+        settings: hyper-parameters by name, as text; None: it is the next of the arrays.
+    """
+
+    names: Callable[[], Sequence[str]]
+    nweights: int
+    settings: Mapping[str, str | None]
+
+    def model(self, arrays: Callable[[], Sequence[Any]]) -> CheckedModel:
+        """Return what checks look at; ``arrays`` returns the values, and is called only if they do."""
+
+        def settings() -> dict[str, str]:
+            values = iter(arrays()[self.nweights :])
+            return in_words({name: next(values) if text is None else text for name, text in self.settings.items()})
+
+        return CheckedModel(self.names(), lambda: arrays()[: self.nweights], settings=settings)
+
+
+NOTHING = Beside(list, 0, {})
+
+
 class Step(NamedTuple):
     """A reduction of the gradients of one step, before it is carried out or while its program is traced.
 
     Attributes:
         owner: of the steps.
         names: returns the names of the gradients.
-        weights: arrays, those that can be read.
-        weight_names: returns their names.
+        arrays: that the program passes beside the gradients.
+        beside: what these are.
     """
 
     owner: Steps
     names: Callable[[], Sequence[str]]
-    weights: Sequence[Any]
-    weight_names: Callable[[], Sequence[str]]
+    arrays: Sequence[Any]
+    beside: Beside
 
     def look(self, gradients: Sequence[Any], operation: str | None) -> None:
         """Look at gradients that are reduced now, by an operation of this name. Collective."""
@@ -56,8 +83,8 @@ class Step(NamedTuple):
         if watched is None or not watched.begin():
             return
         model = None
-        if not any(isinstance(each, jax.core.Tracer) for each in self.weights):
-            model = CheckedModel(self.weight_names(), lambda: list(map(np.asarray, self.weights)))
+        if not any(isinstance(each, jax.core.Tracer) for each in self.arrays):
+            model = self.beside.model(lambda: list(map(np.asarray, self.arrays)))
         watched.look(list(map(np.asarray, gradients)), self.names(), model)
 
 
@@ -68,41 +95,63 @@ class Steps:
         kind: what errors call it.
         process_set: the ranks that train together.
         advice: for warnings.
+        shared: whether another optimizer may have operations of the same names, and go on with these steps.
 
     Attributes:
         key: by which compiled programs find this, as long as it lives; new in this process.
     """
 
-    def __init__(self, kind: str, process_set: ProcessSet, advice: Advice = ADVICE) -> None:
+    def __init__(self, kind: str, process_set: ProcessSet, advice: Advice = ADVICE, *, shared: bool = False) -> None:
         self.key = f"{kind} {next(_numbers)}"
         self._kind, self._process_set, self._advice = kind, process_set, advice
         self._names: dict[tuple[str, str], Sequence[str]] = {}
-        self._weight_names: dict[str, Sequence[str]] = {}
-        self._watched: WeakKeyDictionary[Engine, dict[str, _Watched]] = WeakKeyDictionary()
+        self._beside: dict[str, Beside] = {}
+        self._engines: WeakSet[Engine] = WeakSet()  # that have something of these steps
         _all[self.key] = self
+        finalize(self, _forget, self.key, self._engines, shared).atexit = False
 
-    def of_trees(self, gradients: Any, params: Any, wanted: Callable[[Any], bool] = lambda leaf: True) -> Step:
+    def of_trees(
+        self,
+        gradients: Any,
+        params: Any,
+        settings: Mapping[str, Any],
+        wanted: Callable[[Any], bool] = lambda leaf: True,
+    ) -> Step:
         """Return a step, given the trees of its gradients and of the parameters; None: they are not known.
 
         Args:
             gradients, params: the trees.
+            settings: as for `of_lists`.
             wanted: which leaves of the gradients are reduced.
         """
-        return self.of_lists(
-            lambda: _names_of(gradients, wanted), jax.tree.leaves(params), lambda: _names_of(params, lambda leaf: True)
-        )
+        names, weights = lambda: _names_of(gradients, wanted), jax.tree.leaves(params)
+        return self.of_lists(names, weights, lambda: _names_of(params, lambda leaf: True), settings)
 
     def of_lists(
-        self, names: Callable[[], Sequence[str]], weights: Sequence[Any], weight_names: Callable[[], Sequence[str]]
+        self,
+        names: Callable[[], Sequence[str]],
+        weights: Sequence[Any],
+        weight_names: Callable[[], Sequence[str]],
+        settings: Mapping[str, Any],
     ) -> Step:
-        """Return a step, given the names of its gradients, and weights with their names."""
+        """Return a step.
+
+        Args:
+            names: returns the names of its gradients.
+            weights, weight_names: the weights, and what returns their names.
+            settings: hyper-parameters by name: numbers, arrays, or other things, which do not count.
+        """
         readable = [number for number, each in enumerate(weights) if _is_readable(each)]
 
         def names_of_readable() -> list[str]:
             known = weight_names()
             return [known[number] for number in readable]
 
-        return Step(self, names, [weights[number] for number in readable], names_of_readable)
+        given = {name: each for name, each in settings.items() if isinstance(each, (jax.Array, np.ndarray))}
+        given = {name: each for name, each in given.items() if each.size == 1 and _is_readable(each)}
+        texts = in_words({name: each for name, each in settings.items() if name not in given})
+        beside = Beside(names_of_readable, len(readable), {**texts, **dict.fromkeys(given)})
+        return Step(self, names, [*(weights[number] for number in readable), *given.values()], beside)
 
     def watched(self, place: str, operation: Callable[[], str | None]) -> _Watched | None:
         """Return what looks at the steps of a place in the program; None: there are no other ranks.
@@ -115,11 +164,17 @@ class Steps:
         if not process_set.connected or process_set.size() == 1:
             return None
         engine = process_set.engine
-        known = self._watched.setdefault(engine, {})
+        everything: _AllWatched = engine.attached[_AllWatched]
+        known = everything.by_place.get(self.key)
+        if known is None:
+            self._engines.add(engine)
+            known = everything.by_place[self.key] = {}
         if place not in known:
-            name, all_known = operation() or engine.new_name(self._kind), engine.attached[_AllWatched]
+            name, all_known = operation() or engine.new_name(self._kind), everything.by_name
             # Other steps of this name are those of a program that was traced anew, on some ranks perhaps: they go on.
             if name not in all_known:
+                if len(all_known) == _REMEMBERED:
+                    del all_known[next(iter(all_known))]
                 all_known[name] = _Watched(engine, name, f"{self._kind}, {place}", self._advice)
             known[place] = all_known[name]
         return known[place]
@@ -128,7 +183,8 @@ class Steps:
 
     def note(self, name: str, step: Step) -> None:
         """Note what is known of the steps at a place of a program, which is being traced."""
-        self._weight_names[name] = step.weight_names()
+        names = step.beside.names()
+        self._beside[name] = step.beside._replace(names=lambda: names)
 
     def note_part(self, name: str, part: str, names: Sequence[str]) -> None:
         """Note the names of the gradients that a call of the program reduces: a part of the step."""
@@ -140,7 +196,7 @@ class Steps:
         operation: Callable[[], str],
         part: str,
         gradients: Callable[[], Arrays],
-        weights: Callable[[], Arrays],
+        beside: Callable[[], Arrays],
         *,
         first: bool,
         last: bool,
@@ -152,7 +208,7 @@ class Steps:
             operation: returns the name of the first operation of the step.
             part: which part of the step this is, in words.
             gradients: returns those of this part.
-            weights: returns those that come with the first part.
+            beside: returns what comes beside the first part.
             first, last: whether it is the first or last part of a step.
         """
         watched = self.watched(name, operation)
@@ -161,10 +217,12 @@ class Steps:
         names = self._names[name, part]
         arrays = gradients()[: len(names)]
         if first:
-            watched.look(arrays, names, CheckedModel(self._weight_names[name], weights), last=last)
+            watched.look(arrays, names, self._beside[name].model(beside), last=last)
         else:
             watched.look_further(arrays, names, last=last)
 
+
+_REMEMBERED = 4096  # names of steps
 
 _numbers = itertools.count()
 _all: WeakValueDictionary[str, Steps] = WeakValueDictionary()
@@ -197,13 +255,18 @@ class _Watched:
         name: of the steps, the same on all ranks.
         shown: what errors call the steps.
         advice: for warnings.
+
+    Attributes:
+        name: the argument.
     """
 
     def __init__(self, engine: Engine, name: str, shown: str, advice: Advice) -> None:
-        self._names: Sequence[str] = ()
+        self.name = name
+        named: list[tuple[str, None]] = []  # what the checks keep is not this object: it goes with its last reference
+        self._named = named
         self._joins, self._step = engine.joins, -1
         self._ranks = Ranks(engine, f"{name}, checks", shown, "step")
-        self._checks = Checks(HostMemory(advice), self._ranks, lambda: [(each, None) for each in self._names])
+        self._checks = Checks(HostMemory(advice), self._ranks, lambda: named)
 
     def begin(self) -> bool:
         """Take note that a step begins; return whether something may have to be looked at."""
@@ -211,26 +274,47 @@ class _Watched:
         if self._joins != self._ranks.engine.joins:  # ranks that had joined have made fewer steps
             self._joins, self._step = self._ranks.engine.joins, 0
             self._checks.after_join()
-        return self.looks
+        return self.looks or self._checks.compares_settings(self._step)
 
     @property
     def looks(self) -> bool:
-        """Whether something may have to be looked at."""
+        """Whether something of gradients or weights may have to be looked at."""
         return not self._checks.idle
 
     def look(self, gradients: Arrays, names: Sequence[str], model: CheckedModel | None, *, last: bool = True) -> None:
         """Look at the first gradients of a step, and at the weights. Collective."""
-        self._names, self._checks.model = names, model
+        self._named[:], self._checks.model = [(each, None) for each in names], model
         try:
+            if self._checks.compares_settings(self._step):
+                self._checks.look_at_settings()
             self._checks.look(self._step, gradients, more=not last)
         finally:
             self._checks.model = None
 
     def look_further(self, gradients: Arrays, names: Sequence[str], *, last: bool) -> None:
         """Look at further gradients of a step. Collective."""
-        self._names = names
+        self._named[:] = [(each, None) for each in names]
         self._checks.look_at_gradients(self._step, gradients, more=not last)
 
 
-class _AllWatched(dict[str, _Watched]):
-    """What looks at steps, by their names."""
+class _AllWatched:
+    """What looks at steps; an engine keeps it, and drops it when it ends.
+
+    Attributes:
+        by_place: by the key of `Steps`, as long as these live, and the place in the program.
+        by_name: by the name of the steps.
+    """
+
+    def __init__(self) -> None:
+        self.by_place: dict[str, dict[str, _Watched]] = {}
+        self.by_name: dict[str, _Watched] = {}
+
+
+def _forget(key: str, engines: WeakSet[Engine], shared: bool) -> None:
+    """Drop what looks at the steps of a key, which are gone; what may go on with others of its name is kept."""
+    for engine in list(engines):
+        if _AllWatched in engine.attached:
+            everything = engine.attached[_AllWatched]
+            for each in everything.by_place.pop(key, {}).values():
+                if not shared:
+                    everything.by_name.pop(each.name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -25,6 +26,7 @@ _ADVICE = Advice(
     "arrays as x[rank()::size()], dataset.shard(size(), rank()) of a tf.data.Dataset, or a keras.utils.PyDataset that "
     "divides its batches, for example",
     first=1,
+    schedule="comes behind MetricAverageCallback() in the list of callbacks",
 )
 
 
@@ -100,7 +102,9 @@ if keras.backend.backend() == "jax":
             given = [each for each, gradient in zip(variables, gradients, strict=True) if gradient is not None]
             values = [each.value for each in variables] if self.values is None else self.values
             paths = [each.path for each in variables]
-            return self._steps.of_lists(lambda: [each.path for each in given], values, lambda: paths)
+            with nullcontext() if self.state is None else keras.StatelessScope(self.state):
+                settings = self.settings()
+            return self._steps.of_lists(lambda: [each.path for each in given], values, lambda: paths, settings)
 
         def _listed(self, gradients: Sequence[Any], variables: Sequence[Any], step: Step) -> Sequence[Any]:
             there = [number for number, each in enumerate(gradients) if each is not None]
@@ -137,6 +141,8 @@ if keras.backend.backend() == "jax":
 elif keras.backend.backend() == "torch":
     from ringreduce.torch.arrays import TENSORS
     from ringreduce.torch.gradients import TorchParameters
+    from ringreduce.training.checks import CheckedModel
+    from ringreduce.training.parameters import in_words
 
     class _EagerReduction(ListReduction):
         """Reduces gradients of steps that are not compiled."""
@@ -154,7 +160,9 @@ elif keras.backend.backend() == "torch":
                 how = {"identity": _identity(self.number, variables), **self._how}
                 made = ListTraining(_KIND, named, self._process_set, overlap=False, **how)
                 self.known[key] = made, variables
-            reduced: Sequence[Any] = self.known[key][0].reduce(gradients, self.samples)
+            names = [named_as(each, number) for number, each in enumerate(variables)]
+            now = CheckedModel(names, lambda: [each.value for each in variables], (), lambda: in_words(self.settings()))
+            reduced: Sequence[Any] = self.known[key][0].reduce(gradients, self.samples, now)
             return reduced
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:

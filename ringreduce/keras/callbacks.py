@@ -14,12 +14,11 @@ import keras
 from ringreduce.common.errors import ConfigError
 from ringreduce.keras.backends import as_numpy, named_as, prepare, settle
 from ringreduce.keras.functions import broadcast_variables
-from ringreduce.runtime import rank, size
+from ringreduce.keras.local import require_whole_steps
+from ringreduce.keras.metrics import UNKNOWN, averages_of, samples_of
+from ringreduce.runtime import config, rank, size
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.averages import weighted_average
-from ringreduce.training.combinations import LOCAL, SAMPLES, STALENESS, refusal
 from ringreduce.training.host import ArraySpec
-from ringreduce.training.names import agreed_names
 from ringreduce.training.replicas import Replicas, checking, is_averaged
 
 _log = logging.getLogger(__name__)
@@ -86,23 +85,43 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
 
 
 class MetricAverageCallback(DistributedCallback):
-    """Replaces the metrics of an epoch by their averages over the ranks. Collective.
+    """Replaces the metrics of an epoch, and of its evaluation, by their averages over the ranks. Collective.
 
-    It comes before callbacks that use them: ReduceLROnPlateau, TensorBoard, ModelCheckpoint.
+    It comes before callbacks that use them: ReduceLROnPlateau, EarlyStopping, TensorBoard, ModelCheckpoint.
+
+    Averages are over the samples of all ranks, whose numbers may differ: what one process gets for a metric that is a
+    mean over samples, such as the loss or the accuracy. Each rank's number is that of its metric ``loss``, which Keras
+    keeps; a ``train_step`` of the program's own that updates none, or counts otherwise, decides what it is.
 
     Args:
         device: without meaning here, taken for Horovod's sake.
+        weighted: False: all ranks count alike, whatever their numbers of samples. None: False with Horovod's
+            conventions, else True. Must agree.
+
+    Raises:
+        MismatchError: in `fit`: the ranks have different metrics.
     """
 
-    def __init__(self, device: str = "") -> None:
+    def __init__(self, device: str = "", weighted: bool | None = None) -> None:
         super().__init__()
+        self.weighted = weighted
+        self._trained = self._evaluated = UNKNOWN
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._trained = self._evaluated = UNKNOWN
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._trained = samples_of(self.model)  # an evaluation counts from zero
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._evaluated = samples_of(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if logs is None:
             return
-        names = agreed_names(logs)  # Keras counts metrics, too: one rank's "auc_1" is another's "auc"
-        averages = weighted_average({names[each]: value for each, value in logs.items()}, 1.0)
-        logs.update({each: averages[names[each]] for each in logs})
+        trained = samples_of(self.model) if self._evaluated == UNKNOWN else self._trained
+        weighted = config().conventions.weights_metrics if self.weighted is None else self.weighted
+        logs.update(averages_of(logs, trained, self._evaluated, weighted=weighted))
 
 
 class LearningRateScheduleCallback(DistributedCallback):
@@ -318,7 +337,7 @@ class DiLoCoCallback(DistributedCallback):
         super().on_train_begin(logs)
         self._replicas.rejoin()
         with checking():
-            _require_whole_steps(self.model, self.process_set)
+            require_whole_steps(self.model, self.process_set)
             parameters, buffers = self._found()
         found = [*parameters, *buffers]
         if list(map(id, found)) != list(map(id, self._variables)):
@@ -404,33 +423,3 @@ class LocalSGDCallback(DiLoCoCallback):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
-
-
-def _require_whole_steps(model: Any, process_set: ProcessSet) -> None:
-    """Raise `ConfigError` unless each batch is a step that reduces gradients over the ranks of the process set."""
-    optimizer, mine = model.optimizer, process_set.ranks
-    if model.steps_per_execution != 1:
-        raise ConfigError("DiLoCoCallback counts steps: compile the model with steps_per_execution=1")
-    if optimizer is None:
-        return
-    if hasattr(optimizer, "inner_optimizer"):
-        raise ConfigError(
-            "replicas make equally many steps, but a LossScaleOptimizer skips steps when gradients overflow: "
-            "train in bfloat16, or with a loss_scale_factor"
-        )
-    if optimizer.gradient_accumulation_steps:
-        raise ConfigError("DiLoCoCallback counts each batch as a step: train without gradient_accumulation_steps")
-    distribution = getattr(optimizer, "distribution", None)
-    if distribution is None or not distribution.process_set.included():
-        together = [rank()]
-    else:
-        together = distribution.process_set.ranks
-        if distribution.reduction.staleness:
-            raise refusal(LOCAL, STALENESS)
-        if distribution.reduction.samples is not None:
-            raise refusal(LOCAL, SAMPLES)
-    if together != mine:
-        raise ConfigError(
-            f"the optimizer reduces gradients over the ranks {together}, but the replica has {mine}: compile the model "
-            "with DistributedOptimizer(optimizer, process_set=local.process_set), where local is the DiLoCoCallback"
-        )

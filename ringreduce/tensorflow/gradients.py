@@ -31,7 +31,7 @@ from ringreduce.tensorflow.calls import (
     values_when,
 )
 from ringreduce.tensorflow.compression import Compression
-from ringreduce.tensorflow.slices import added_up, places_of
+from ringreduce.tensorflow.slices import added_up, each_index_once, places_of
 from ringreduce.training.applying import Distribution, ListReduction, variables_of, with_methods
 from ringreduce.training.checks import CheckedModel
 from ringreduce.training.combinations import ADASUM, SAMPLES, SHARES, refusal
@@ -42,6 +42,7 @@ from ringreduce.training.host import ArraySpec, HostMemory
 from ringreduce.training.names import Identity, identity_of, name_in, numbers
 from ringreduce.training.optimizer import ListTraining
 from ringreduce.training.options import Options, averaging
+from ringreduce.training.parameters import in_words
 from ringreduce.training.requests import Adasum, Op, RequestBuilder
 from ringreduce.training.shares import is_by_speed
 from ringreduce.training.weights import Weights
@@ -112,7 +113,7 @@ class GradientReduction(ListReduction):
         Args:
             gradients: of each variable; None where there is none. Outside of graphs, what a rank lacks counts as zeros,
                 and what no rank has stays None. In a graph None stays None, and the ranks have to agree on that. Of
-                `tf.IndexedSlices`, rows of equal index become one; on one rank they stay as they are.
+                `tf.IndexedSlices`, rows of equal index become one, on one rank as well.
             variables: to which they belong; variables, or whatever a gradient was asked for.
             samples: of how many samples this rank's gradients are means, a number or a tensor; on all ranks or none.
                 None: ``self.samples`` at the time of the step.
@@ -141,6 +142,8 @@ class GradientReduction(ListReduction):
                 made[number] = each
         elif eager:
             tell(steps=1)
+            for number in sparse:
+                made[number] = each_index_once(made[number])
         return made
 
     def pending(self) -> Iterator[tuple[_Gradients, Sequence[Any]]]:
@@ -183,7 +186,8 @@ class GradientReduction(ListReduction):
             name, rest = self._name(identity, traced), list(found)
             sparse, values = rest[: len(parts)], rest[len(parts) :]
             weights_now = (lambda: values) if in_session else read
-            model = CheckedModel(names, weights_now, list(zip(names[count:], sparse, strict=False)))
+            more = list(zip(names[count:], sparse, strict=False))
+            model = CheckedModel(names, weights_now, more, lambda: {} if in_session else in_words(self.settings()))
             reduced, weights = self._reduce_dense(each_dense, variables[:count], name, of, model)
             return [*reduced, *self._gather(sparse, name, weights)]
 
@@ -248,7 +252,7 @@ class GradientReduction(ListReduction):
                 factors = [np.repeat(weights.of_ranks, rows) for rows in parts[-1].T]
             elif self._op is AVERAGE:
                 divisor = self._process_set.size()
-        found = [places_of(each, alone=self._alone) for each in parts[count : 2 * count]]
+        found = [places_of(each) for each in parts[count : 2 * count]]
         indices, places = zip(*found, strict=True)
         return [*parts[:count], *indices, *places, *factors, np.array(float(divisor))]
 

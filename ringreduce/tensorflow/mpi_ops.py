@@ -293,7 +293,7 @@ def _gather_slices(slices: Sequence[Any], op: Op, name: str | None, process_set:
     if runtime.config().conventions.adds_up_slices:
 
         def find(arrays: list[Host]) -> list[Host]:
-            return [each for array in arrays for each in places_of(array, alone=process_set.size() == 1)]
+            return [each for array in arrays for each in places_of(array)]
 
         found = run(find, indices, lambda: [(dtype, [None]) for each in indices for dtype in (each.dtype, tf.int64)])
         indices = found[::2]

@@ -1,7 +1,7 @@
 """Rows of `tf.IndexedSlices`: those of equal index become one, their sum or average.
 
-Each rank may have some for an index, and gathered slices have them all. Keras 3 does not add them up, as earlier ones
-did: its optimizers, but SGD, then make another step than for their sum.
+A batch may have several for an index, and gathered slices have those of all ranks. Keras 3 does not add them up, as
+earlier ones did: its optimizers, but SGD, then make another step than for their sum. So one rank adds up its own, too.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ def times(tensor: Any, factor: float) -> Any:
     return tensor * tf.cast(factor, tensor.dtype)
 
 
-def places_of(indices: Host, *, alone: bool) -> Sequence[Host]:
-    """Return the indices, each once, and for each row its place among them.
-
-    Args:
-        indices: of rows.
-        alone: whether there is one rank. Its rows then keep places of their own, and an optimizer makes the step that
-            it makes without ringreduce.
-    """
-    if alone:
-        return np.copy(indices), np.arange(len(indices))
+def places_of(indices: Host) -> Sequence[Host]:
+    """Return the indices of rows, each once, and for each row its place among them."""
     return np.unique(indices, return_inverse=True)
+
+
+def each_index_once(slices: Any) -> Any:
+    """Return `tf.IndexedSlices` of one rank, outside of graphs, with the sum of the rows of each index."""
+    indices, places = places_of(slices.indices.numpy())
+    total = added_up(slices.values, places, len(indices), 1)
+    return tf.IndexedSlices(total, tf.convert_to_tensor(indices), slices.dense_shape)
 
 
 def added_up(values: Any, places: Any, count: Any, divisor: Any, factors: Any = None) -> Any:

@@ -7,8 +7,11 @@ ringreduce: ``optimizer.__class__`` is its class still.
 from __future__ import annotations
 
 import sys
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
@@ -30,9 +33,13 @@ class ListReduction(ABC):
         number: greater than those that were made earlier.
         known: by a key, the reducer of the gradients of some variables, and these variables.
         values: of the variables of the next step, where these do not hold them; None: they do.
+        state: pairs of variables of the optimizer and their values, likewise.
+        settings: returns the hyper-parameters of the optimizer, numbers or arrays of the framework, by name.
     """
 
     values: Sequence[Any] | None = None
+    state: Sequence[tuple[Any, Any]] | None = None
+    settings: Callable[[], Mapping[str, Any]] = dict
 
     def __init__(self, staleness: int = 0) -> None:
         self.staleness = staleness
@@ -107,6 +114,21 @@ class Distribution:
         for averages, variables in self.reduction.pending():
             pairs = zip(averages, variables, strict=True)
             yield [self._ops.convert_to_tensor(each, dtype=variable.dtype) for each, variable in pairs], variables
+
+    def settings_of(self, optimizer: Any) -> dict[str, Any]:
+        """Return the class of an optimizer and its hyper-parameters, by name: what its constructor takes.
+
+        The learning rate is an array, and that of now where it follows a schedule.
+        """
+        while hasattr(optimizer, "inner_optimizer"):
+            optimizer = optimizer.inner_optimizer
+        kinds = [kind for kind in type(optimizer).__mro__ if isinstance(vars(kind).get("__init__"), FunctionType)]
+        names = dict.fromkeys(name for kind in kinds for name in signature(vars(kind)["__init__"]).parameters)
+        found = {name: vars(optimizer)[name] for name in names if name in vars(optimizer) and name != "name"}
+        rate = optimizer._learning_rate
+        if hasattr(rate, "get_config") or not callable(rate):  # else a function of the program, for its own calls
+            found["learning_rate"] = self._ops.convert_to_tensor(optimizer.learning_rate)
+        return {"the optimizer": type(optimizer).__name__, **found}
 
     def _scaled(self, gradient: Any, factor: float) -> Any:
         """Return a gradient times a number. Those of 16 bits are multiplied in float32, and sparse ones stay sparse."""
@@ -205,9 +227,11 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
 
     def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         if hasattr(self, "inner_optimizer"):  # then the base does not call `apply`
-            distribution.reduction.values = list(trainable_variables)
+            reduction = distribution.reduction
+            reduction.values = list(trainable_variables)
+            reduction.state = list(zip(self.variables, optimizer_variables, strict=True))
             grads = distribution.reduced(grads, self._trainable_variables)
-            distribution.reduction.values = None
+            reduction.values = reduction.state = None
         return base.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
@@ -233,7 +257,9 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
     methods: dict[str, Any] = {"apply": apply, "stateless_apply": stateless_apply, "__setattr__": set_attribute}
     methods |= {"register_local_var": register_local_var, "synchronize": synchronize, "samples": samples}
     methods["__class__"] = plain
-    return with_methods(optimizer, distribution=distribution, **methods)
+    made, known = with_methods(optimizer, distribution=distribution, **methods), weakref.ref(optimizer)
+    distribution.reduction.settings = lambda: distribution.settings_of(known())
+    return made
 
 
 def built_optimizer(model: Any, optimizer: Any = None) -> Any:

@@ -31,11 +31,13 @@ class CheckedModel(NamedTuple):
         names: of the weights, in an order that is the same on all ranks.
         values: returns the weights as NumPy arrays, None for what has no value; called only if they are compared.
         sparse: names and arrays of gradients that are reduced apart from the others of the step.
+        settings: returns the hyper-parameters of this rank, as text by name; called only in steps that compare them.
     """
 
     names: Sequence[str]
     values: Callable[[], Sequence[Any]]
     sparse: Sequence[tuple[str, Any]] = ()
+    settings: Callable[[], Mapping[str, str]] = dict
 
 
 class _Watched:
@@ -71,6 +73,7 @@ class Checks:
         self._weights_every, self._finite_every = config.check_weights_every, config.check_finite_every
         self._compares_data = config.check_data and ranks.size > 1
         self._begins = memory.advice.first is not None and ranks.size > 1  # weights are still to be compared once
+        self._compares_settings: bool | None = None  # None: it is not known yet whether there are any
         self.model: CheckedModel | None = None
 
     @property
@@ -89,8 +92,8 @@ class Checks:
         return self.needs_own_gradients or (self._compares_data and step < _FIRST_STEPS)
 
     def after_join(self) -> None:
-        """Compare no data any more: ranks that had joined have made fewer steps."""
-        self._compares_data = False
+        """Compare no data any more, and settings from the beginning: ranks that had joined have made fewer steps."""
+        self._compares_data, self._compares_settings = False, None
 
     def look(self, step: int, gradients: Sequence[Any], *, more: bool = False) -> None:
         """Look at what is due before a step. Collective.
@@ -114,6 +117,24 @@ class Checks:
             self._require_finite(step, gradients)
         if self._compares_data:
             self._compare_data(step, gradients, more=more)
+
+    def compares_settings(self, step: int) -> bool:
+        """Return whether `look_at_settings` compares hyper-parameters before a step; the same on all ranks."""
+        if self._compares_settings is None:
+            return step >= (self._memory.advice.first or 0)
+        return self._compares_settings and step & (step + 1) == 0
+
+    def look_at_settings(self) -> None:
+        """Let rank 0 say, once, which hyper-parameters of the model differ between ranks. Collective.
+
+        For steps in which no `GradientReducer` agrees on them.
+        """
+        said = _settings_of_all(self._ranks, {} if self.model is None else self.model.settings())
+        first = next(iter(said.values()))
+        differ = any(each != first for each in said.values())
+        self._compares_settings = bool(first) and not differ
+        if differ and self._ranks.rank == 0:
+            _log.warning("%s", _differences(said, self._memory.advice.schedule))
 
     def compares_weights(self, step: int) -> bool:
         """Return whether weights are compared before a step; the same on all ranks."""
@@ -250,17 +271,24 @@ class Checks:
 
     def warn_of_settings(self, mine: Mapping[str, str]) -> None:
         """Let rank 0 say which hyper-parameters differ between ranks. Collective."""
-        said = json.dumps([self._ranks.rank, mine]) + "\n"
-        everyone = self._ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
+        said = _settings_of_all(self._ranks, mine)
         if self._ranks.rank == 0:
-            _log.warning("%s", _differences(dict(map(json.loads, everyone.tobytes().decode().splitlines()))))
+            _log.warning("%s", _differences(said, self._memory.advice.schedule))
 
 
-def _differences(said: Mapping[int, Mapping[str, str]]) -> str:
+def _settings_of_all(ranks: Ranks, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:
+    """Return the hyper-parameters of each rank. Collective."""
+    said = json.dumps([ranks.rank, mine]) + "\n"
+    everyone = ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
+    return dict(map(json.loads, everyone.tobytes().decode().splitlines()))
+
+
+def _differences(said: Mapping[int, Mapping[str, str]], schedule: str) -> str:
     """Return a warning that says which hyper-parameters differ between ranks.
 
     Args:
         said: for ranks, the hyper-parameters by name.
+        schedule: as for `Advice`.
     """
     different = []
     for name in dict.fromkeys(name for each in said.values() for name in each):
@@ -273,6 +301,6 @@ def _differences(said: Mapping[int, Mapping[str, str]]) -> str:
     more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
     return (
         "the ranks step with different hyper-parameters, and end with different weights: "
-        f"{'; '.join(different[:_SHOWN])}{more}. All ranks must change them alike: a schedule that follows the loss, "
-        "for example, takes the loss averaged with allreduce"
+        f"{'; '.join(different[:_SHOWN])}{more}. All ranks must change them alike: a schedule that follows the "
+        f"loss, for example, {schedule}"
     )

@@ -278,12 +278,14 @@ class Advice(NamedTuple):
         first: the step, counted from 0, before which `Checks` compare weights: 1 where programs may broadcast after
             their first step. None: the reducer compares them with its first agreement.
         fewer: how a rank gets fewer samples.
+        schedule: what a schedule of hyper-parameters that follows the loss does, so that all ranks change them alike.
     """
 
     broadcast: str
     data: str
     first: int | None = None
     fewer: str = "taking the part of all samples that share() returns, in each epoch"
+    schedule: str = "takes the loss averaged with allreduce"
 
 
 class Memory(Protocol):

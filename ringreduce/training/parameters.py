@@ -153,18 +153,27 @@ def hyperparameters(optimizer: Any) -> dict[str, str]:
     """
     said = {"the optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
-        for name in getattr(optimizer, "defaults", ()):
-            words = _in_words(group.get(name))
-            if words is not None:
-                said[f"{name} of group {number}"] = words
+        values = {f"{name} of group {number}": group.get(name) for name in getattr(optimizer, "defaults", ())}
+        said |= in_words(values)
     return said
 
 
-def _in_words(value: Any) -> str | None:
-    if hasattr(value, "item"):
-        with suppress(Exception):  # an array of several elements: frameworks raise different errors
+def in_words(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return hyper-parameters as text, by name; those that `hyperparameters` leaves out are left out."""
+    said = {name: _words_of(value) for name, value in values.items()}
+    return {name: words for name, words in said.items() if words is not None}
+
+
+def _words_of(value: Any) -> str | None:
+    with suppress(Exception):  # an array of several elements: frameworks raise different errors
+        if hasattr(value, "numpy") and not hasattr(value, "item"):
+            value = value.numpy()
+        if hasattr(value, "item"):
+            single = str(value.dtype).endswith("float32")
             value = value.item()
+            if single:  # 0.1, and not its digits in float64
+                return str(np.float32(value))
     if isinstance(value, (tuple, list)):
-        parts = [_in_words(each) for each in value]
+        parts = [_words_of(each) for each in value]
         return None if None in parts else f"({', '.join(map(str, parts))})"
     return str(value) if value is None or isinstance(value, (bool, int, float, complex, str)) else None

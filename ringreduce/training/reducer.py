@@ -377,7 +377,8 @@ class GradientReducer:
         early = self.early is not None and self.early.begun and self._steps > 1
         if self._compares and self._looks_closer and (self._steps == 0 or early):
             record.sign("weights", self.memory.checksum(parameters))
-        settings = self._settings() if self._settings is not None and self._looks_closer else None
+        begun = self.late is not None or self._steps >= (self.memory.advice.first or 0)
+        settings = self._settings() if self._settings is not None and self._looks_closer and begun else None
         if settings is not None:
             record.sign("settings", zlib.crc32(repr(settings).encode()))
         record.sign("layout", self.buckets.layout)

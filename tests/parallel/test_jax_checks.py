@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.jax as rj  # noqa: E402
+from ringreduce.runtime import global_process_set  # noqa: E402
 from ringreduce.runtime.process import PROCESS  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -179,6 +183,56 @@ def test_what_is_no_number_names_gradient_and_rank(checked: None, called: Any, w
     assert any(f"gradient of {name}" in str(error) for name in ("['a']", "['b']", "array "))
 
 
+@pytest.mark.smoke
+@several
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a chain"])
+def test_rates_that_differ_between_ranks_are_told(
+    small_buckets: None, called: Any, way: str, nested: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of `optax.inject_hyperparams`: rank 0 warns once; in steps 1, 2, 4, 8, with staleness in the first."""
+    caplog.set_level("WARNING", logger="ringreduce")
+
+    def make() -> Any:
+        inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=0.25)
+        return optax.chain(optax.clip(9.0), inner) if nested else inner
+
+    options, differ_in = {**WAYS[way]}, 0 if way == "late" else 2
+    samples = options.pop("samples", None)
+    extra = {} if samples is None else {"samples": samples}
+    for other in (0.0, 0.125 * (RANK == 1)):
+        assert not said(caplog, "hyper-parameters")
+        tx, params = rj.DistributedGradientTransformation(make(), **options), {"a": jnp.ones(3), "b": jnp.ones((2, 5))}
+        state = tx.init(params)
+        step = called(lambda grads, state, params, tx=tx: tx.update(grads, state, params, **extra))
+        for number in range(9):
+            if number == differ_in:
+                inner = getattr(state, "inner", state)
+                injected = inner[1] if nested else inner
+                injected.hyperparams["learning_rate"] = jnp.float32(0.5 + other)
+            grads = {"a": jnp.full(3, float(RANK + number)), "b": jnp.full((2, 5), 1.0)}
+            _, state = step(grads, state, params)
+    found = said(caplog, "hyper-parameters")
+    assert len(found) == (RANK == 0)
+    others = "rank 0" if SIZE == 2 else f"ranks 0, 2{'-3' * (SIZE == 4)}"
+    assert all(f"learning_rate is 0.5 on {others}, 0.625 on rank 1. All ranks" in each for each in found)
+
+
+@several
+def test_hyper_parameters_are_compared_in_few_steps(called: Any) -> None:
+    """In steps 1, 2, 4, 8; each other step communicates its gradients alone."""
+    tx = rj.DistributedGradientTransformation(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+    params, counts = jnp.zeros(3), []
+    state = tx.init(params)
+    step = called(lambda grads, state, params: tx.update(grads, state, params))
+    for number in range(17):
+        counts.append(rr.metrics().operations)
+        _, state = step(jnp.full(3, float(RANK + number)), state, params)
+    per_step = np.diff([*counts, rr.metrics().operations]).tolist()
+    assert [number for number, each in enumerate(per_step) if each > 1 and number > 2] == [3, 7, 15]
+    assert [per_step[number] for number in (3, 7, 15)] == [2] * 3
+
+
 @several
 def test_a_step_that_looks_at_nothing_communicates_its_gradients_alone(called: Any) -> None:
     """After the first steps each step is one operation; what is looked at before that are operations of their own."""
@@ -201,6 +255,56 @@ def test_steps_are_counted_for_top(called: Any, way: str) -> None:
     before = recorder.steps
     train(called, steps=7, **WAYS[way])
     assert recorder.steps - before == 7
+
+
+def watched() -> int:
+    """Return how many objects look at steps."""
+    gc.collect()
+    return sum(type(each).__module__ == "ringreduce.jax.steps" for each in gc.get_objects())
+
+
+@several
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_that_makes_transformations_for_ever_does_not_grow(called: Any, way: str) -> None:
+    """What looks at the steps of one goes with it."""
+    train(called, **WAYS[way])
+    before = watched()
+    for _ in range(4):
+        train(called, **WAYS[way])
+    assert watched() <= before
+
+
+@several
+def test_a_transformation_that_is_made_in_a_trace_does_not_grow(caplog: pytest.LogCaptureFixture) -> None:
+    """However often it is traced anew; its steps go on, and are not compared from the beginning."""
+
+    def step(number: int, grads: Any) -> Any:
+        tx = rj.DistributedGradientTransformation(optax.sgd(1.0))
+        return tx.update(grads, tx.init(grads), grads)[0]
+
+    counts = []
+    for number in range(5):
+        grads = jnp.full(3, float(RANK + number))
+        np.testing.assert_allclose(
+            jax.jit(partial(step, number))(grads), np.full(3, -(SIZE - 1) / 2 - number), rtol=1e-6
+        )
+        counts.append(watched())
+    assert counts[-1] <= counts[0]
+
+
+@several
+def test_a_world_that_has_ended_leaves_nothing_behind(no_world: None) -> None:
+    """Though the transformation lives on."""
+    rr.init()
+    tx, grads = rj.DistributedGradientTransformation(optax.sgd(1.0)), jnp.ones(3)
+    step = jax.jit(lambda grads, state: tx.update(grads, state, grads)[0])
+    for _ in range(3):
+        rr.init()
+        step(grads, tx.init(grads))
+        engine = weakref.ref(global_process_set.engine)
+        rr.shutdown()
+        gc.collect()
+        assert engine() is None
 
 
 def test_gradients_flow_through_a_step_with_weights(called: Any) -> None:

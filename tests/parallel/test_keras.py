@@ -242,6 +242,24 @@ def test_the_same_words_on_all_ranks_make_the_steps_of_one_process(kind: str) ->
     assert_equal(model, words(lambda optimizer: optimizer))
 
 
+@pytest.mark.parametrize("eagerly", [False, True], ids=["compiled", "eager"])
+def test_words_that_a_batch_has_twice_make_the_step_of_their_sum(eagerly: bool) -> None:
+    """By the formula of Adagrad: a row moves as far on one rank as on several that have the same batch."""
+    keras.utils.set_random_seed(3)
+    words = keras.layers.Embedding(7, 2)
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), words, keras.layers.Flatten()])
+    optimizer = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25, epsilon=1e-7)
+    model.compile(hvd.DistributedOptimizer(optimizer), loss="mse", run_eagerly=eagerly)
+    x = np.array([[1, 5, 1, 0], [5, 5, 3, 1]], np.int32)
+    y = np.random.default_rng(8).normal(size=(2, 8)).astype(np.float32)
+    begin = as_numpy(words.embeddings).astype(np.float64)
+    model.fit(x, y, batch_size=2, **STEADY)
+    total = np.zeros((7, 2))
+    np.add.at(total, x.reshape(-1), (begin[x.reshape(-1)] - y.reshape(-1, 2)) * 2 / y.size)
+    expected = begin - 0.1 * total / np.sqrt(0.25 + total**2 + 1e-7)
+    np.testing.assert_allclose(as_numpy(words.embeddings), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_factors_are_not_rounded_to_16_bits(dtype: str) -> None:
@@ -528,6 +546,87 @@ def test_metrics_are_averaged() -> None:
         assert set(mine) == set(ours) == {"loss", "mae"}
         for name, value in ours.items():
             assert value == pytest.approx(np.mean(rr.allgather_object(mine[name])))
+
+
+class Unequal(keras.utils.PyDataset):  # type: ignore[misc,name-defined]
+    """Batches of other numbers of samples on each rank, of which the last is smaller."""
+
+    def __init__(self, rank: int, steps: int, seed: int) -> None:
+        super().__init__()
+        draw = np.random.default_rng([rank, seed])
+        self.sizes = [2 + rank] * (steps - 1) + [1]
+        self.x, self.y = draw.normal(size=(sum(self.sizes), 6)) + rank, draw.normal(size=(sum(self.sizes), 3))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, number: int) -> Any:
+        rows = slice(sum(self.sizes[:number]), sum(self.sizes[: number + 1]))
+        return self.x[rows], self.y[rows]
+
+
+def unequal_metrics(model: Any, *, validated: bool = True, **options: Any) -> list[dict[str, float]]:
+    """Return what callbacks see behind the averages, of epochs in which the weights stay; every second is validated."""
+    broadcast, averaged = hvd.callbacks.BroadcastGlobalVariablesCallback(0), Recorded()
+    model.compile(hvd.DistributedOptimizer(SGD(0.0)), loss="mse", metrics=["mae"])
+    callbacks = [broadcast, hvd.callbacks.MetricAverageCallback(**options), averaged]
+    how = {"validation_data": Unequal(RANK, 2 + RANK, 9), "validation_freq": 2} if validated else {}
+    model.fit(Unequal(RANK, STEPS, 8), epochs=3, callbacks=callbacks, **how, **STEADY)
+    return averaged.logs
+
+
+def metrics_of(model: Any, ranks: list[Any], seed: int, prefix: str = "") -> dict[str, float]:
+    """Return what this process measures by itself on the samples of ranks together."""
+    sets = [Unequal(rank, 2 + rank if prefix else STEPS, seed) for rank in ranks]
+    x, y = (np.concatenate([getattr(each, name) for each in sets]) for name in "xy")
+    return {f"{prefix}{name}": value for name, value in model.evaluate(x, y, return_dict=True, verbose=0).items()}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("validated", [False, True])
+def test_metrics_are_averaged_over_all_samples(validated: bool) -> None:
+    """As one process measures them on the samples of all ranks, of which each has another number."""
+    model = model_of(100)
+    logs = unequal_metrics(model, validated=validated)
+    everyone = list(range(SIZE))
+    training, evaluation = metrics_of(model, everyone, 8), metrics_of(model, everyone, 9, "val_")
+    for number, each in enumerate(logs):
+        expected = training | evaluation if validated and number == 1 else training
+        assert each == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["asked for", "own step"])
+def test_metrics_of_ranks_that_count_alike(way: str) -> None:
+    """On request, and where the model has no metric that counts samples."""
+    model = model_of(100)
+    if way == "own step":
+        model = Uncounted(model.inputs, model.outputs)
+    logs = unequal_metrics(model, validated=way == "asked for", weighted=None if way == "own step" else False)
+    plain = model_of(100)
+    plain.compile(loss="mse", metrics=["mae"])
+    means = [metrics_of(plain, [rank], 8) for rank in range(SIZE)]
+    for name in logs[0]:
+        assert logs[0][name] == pytest.approx(np.mean([each[name] for each in means]), rel=1e-5)
+
+
+class Uncounted(keras.Model):  # type: ignore[misc,name-defined]
+    """Without the metric that counts samples."""
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [each for each in super().metrics if each.name != "loss"]
+
+
+def test_horovods_averages_are_those_of_the_ranks(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the conventions are Horovod's, unless the program asks for others."""
+    monkeypatch.setenv("RINGREDUCE_CONVENTIONS", "horovod")
+    rr.init()
+    model = model_of(100)
+    logs = unequal_metrics(model, validated=False)
+    means = [metrics_of(model, [rank], 8) for rank in range(SIZE)]
+    assert logs[0] == pytest.approx({name: np.mean([each[name] for each in means]) for name in means[0]}, rel=1e-5)
+    logs = unequal_metrics(model, validated=False, weighted=True)
+    assert logs[0] == pytest.approx(metrics_of(model, list(range(SIZE)), 8), rel=1e-5)
 
 
 def test_the_learning_rate_warms_up() -> None:

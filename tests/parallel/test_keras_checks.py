@@ -31,7 +31,15 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def train(
-    way: str, *, begin: int = 5, data: int = RANK, spoil: Any = None, callbacks: Any = (), local: Any = ()
+    way: str,
+    *,
+    begin: int = 5,
+    data: int = RANK,
+    spoil: Any = None,
+    callbacks: Any = (),
+    local: Any = (),
+    epochs: int = 1,
+    make: Any = lambda: keras.optimizers.SGD(0.01),
 ) -> Any:
     """Return a model after some steps, from the weights of a seed, on data of a seed.
 
@@ -41,11 +49,13 @@ def train(
         spoil: rows of the data that are no numbers.
         callbacks: of `fit`.
         local: names of layers whose variables are this rank's own.
+        epochs: how many.
+        make: makes an optimizer.
     """
     keras.utils.set_random_seed(begin)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="a"), keras.layers.Dense(2, name="b")])
     optimizer = hvd.PartialDistributedOptimizer(
-        keras.optimizers.SGD(0.01), local_layers=[model.get_layer(name) for name in local], **WAYS[way]
+        make(), local_layers=[model.get_layer(name) for name in local], **WAYS[way]
     )
     if way == "scaled":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
@@ -55,7 +65,7 @@ def train(
     if spoil is not None:
         x[spoil] = np.nan
     own = [hvd.callbacks.MetricAverageCallback(), *callbacks]
-    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=own)
+    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, epochs=epochs, callbacks=own)
     return model
 
 
@@ -90,6 +100,61 @@ def test_ranks_that_train_on_the_same_data_are_told(way: str, caplog: pytest.Log
     found = said(caplog, "train on the same data")
     assert len(found) == (RANK == 0)
     assert all("keras.utils.PyDataset" in each and "DataLoader" not in each for each in found)
+
+
+@pytest.mark.smoke
+@several
+@pytest.mark.parametrize("way", ["plain", "in passes", "scaled"])
+def test_rates_that_differ_between_ranks_are_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 warns once: names, values, ranks and what helps. Ranks compare theirs in steps 2, 4, 8 and so on."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    for own in (False, True):
+        assert not said(caplog, "hyper-parameters")
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.5 ** (epoch + own * epoch * (RANK == 1)))  # noqa: B023
+        train(way, callbacks=[rates], epochs=3)
+    found = said(caplog, "hyper-parameters")
+    assert len(found) == (RANK == 0)
+    others = "rank 0" if SIZE == 2 else f"ranks 0, 2{'-3' * (SIZE == 4)}"
+    assert all(f"learning_rate is 0.5 on {others}, 0.25 on rank 1." in each for each in found)
+    assert all("comes behind MetricAverageCallback()" in each for each in found)
+
+
+@several
+def test_a_schedule_behind_averaged_metrics_is_the_same_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    """ReduceLROnPlateau on losses of different data: the rates are equal, and nobody warns."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=10.0)
+    model = train("plain", callbacks=[plateau], epochs=4)
+    rates = rr.allgather_object(float(model.optimizer.learning_rate))
+    assert rates == [rates[0]] * SIZE
+    assert rates[0] < 0.01
+    assert not said(caplog, "hyper-parameters")
+
+
+@several
+@pytest.mark.parametrize("way", ["plain", "late"])
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: keras.optimizers.SGD(0.01, momentum=0.5 + RANK * 0.1), "momentum is 0.5 on rank 0"),
+        (lambda: keras.optimizers.Adam(0.01, clipnorm=RANK + 1.0), "clipnorm is 1.0 on rank 0"),
+        (lambda: (keras.optimizers.Adam if RANK else keras.optimizers.AdamW)(0.01), "the optimizer is AdamW on rank 0"),
+        (
+            lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.25 + RANK, 10, 0.5)),
+            "learning_rate is 0.2",
+        ),
+        (lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.25, 10, 0.5)), ""),
+        (lambda: keras.optimizers.Lion(0.01, name=f"rank_{RANK}"), ""),
+    ],
+    ids=["momentum", "clipping", "class", "schedule", "equal schedules", "names"],
+)
+def test_any_argument_of_an_optimizer_counts(way: str, make: Any, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of its constructor, but its name; with staleness they are compared in the first step."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    train(way, make=make)
+    found = said(caplog, "hyper-parameters")
+    assert len(found) == (RANK == 0 and text != "")
+    assert all(text in each for each in found)
 
 
 @several

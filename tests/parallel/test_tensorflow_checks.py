@@ -145,6 +145,32 @@ def test_sparse_gradients_alone_show_whether_data_differ(caplog: pytest.LogCaptu
 
 
 @several
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_rates_that_differ_between_ranks_are_told(called: Any, sparse: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of optimizers of Keras: rank 0 warns once, in step 2, 4, 8 or so on."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    for other in (0.5, 0.5 - 0.25 * (RANK == 1)):
+        assert not said(caplog, "hyper-parameters")
+        optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.5))
+        table = tf.Variable(tf.ones((5, 2)))
+        optimizer.build([table])
+
+        @called
+        def step(x: Any, table: Any = table, optimizer: Any = optimizer) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((tf.gather(table, [1, 3]) if sparse else table) * x)
+            optimizer.apply(tape.gradient(loss, [table]), [table])
+
+        for number in range(9):
+            if number == 5:
+                optimizer.learning_rate = other
+            step(tf.constant(float(RANK + number)))
+    found = said(caplog, "hyper-parameters")
+    assert len(found) == (RANK == 0)
+    assert all("learning_rate is 0.5 on rank" in each and "0.25 on rank 1." in each for each in found)
+
+
+@several
 @pytest.mark.parametrize("number", [0, 1], ids=["dense", "sparse"])
 def test_weights_that_differ_name_the_variable_and_the_rank(checked: None, called: Any, number: int) -> None:
     """RINGREDUCE_CHECK=2: an error on all ranks before the fifth step, as weights are different by then."""

@@ -16,7 +16,6 @@ import ringreduce.tensorflow as hvd  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
-SEVERAL = pytest.mark.sizes(2, 3, 4)  # one rank has only its own rows
 v1 = tf.compat.v1
 optimizers = tf.keras.optimizers
 ROWS = 11
@@ -96,7 +95,6 @@ def test_the_same_rows_on_all_ranks_make_the_step_of_one_process(kind: str) -> N
     np.testing.assert_allclose(made, trained(KINDS[kind](), same), rtol=1e-5, atol=1e-6)
 
 
-@SEVERAL
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_rows_on_each_rank_make_the_step_of_their_average(kind: str) -> None:
     """Of the average as one whole table, in float64, whatever rows come how often on which ranks."""
@@ -107,12 +105,30 @@ def test_other_rows_on_each_rank_make_the_step_of_their_average(kind: str) -> No
     assert all(theirs == made.tobytes() for theirs in rr.allgather_object(made.tobytes()))
 
 
-@pytest.mark.sizes(1)
-def test_one_rank_makes_the_steps_of_keras(step: Any) -> None:
-    """Which does not add up rows of equal index."""
-    own = [batch(0, number, repeated=True) for number in range(3)]
-    made = trained(hvd.DistributedOptimizer(KINDS["Adam"]()), own, step)
-    np.testing.assert_array_equal(made, trained(KINDS["Adam"](), own))
+@pytest.mark.smoke
+@pytest.mark.parametrize("way", ["optimizer", "tape"])
+def test_a_row_that_a_batch_has_twice_makes_the_step_of_its_sum(step: Any, way: str) -> None:
+    """By the formula of Adagrad, on one rank as on several; rows that no rank has stay as they are."""
+    rows, values = batch(RANK, 5, repeated=True)
+    table = tf.Variable(start())
+    optimizer = optimizers.Adagrad(0.1, initial_accumulator_value=0.25, epsilon=1e-7)
+    if way == "optimizer":
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    optimizer.build([table])
+
+    @step
+    def train() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, rows) * values)
+        if way == "tape":
+            tape = hvd.DistributedGradientTape(tape)
+        optimizer.apply(tape.gradient(loss, [table]), [table])
+
+    train()
+    total = np.mean([dense(*batch(rank, 5, repeated=True)) for rank in range(SIZE)], axis=0)
+    expected = start() - 0.1 * total / np.sqrt(0.25 + total**2 + 1e-7)
+    np.testing.assert_allclose(table.numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert len(set(rows.tolist())) < len(rows)
 
 
 @pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
@@ -202,12 +218,10 @@ def test_rows_are_added_up_once(step: Any, dtype: str, samples: bool) -> None:
         np.add.at(expected, theirs[0], theirs[1].astype(wide) * part)
     if dtype == "complex64":
         expected = expected.conj()  # as TensorFlow has it
-    if SIZE > 1:
-        np.testing.assert_array_equal(made.indices, sorted({row for rank in range(SIZE) for row in mine(rank)[0]}))
+    np.testing.assert_array_equal(made.indices, sorted({row for rank in range(SIZE) for row in mine(rank)[0]}))
     tolerance = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float64": 1e-13, "complex64": 1e-6}[dtype]
     whole = np.asarray(tf.convert_to_tensor(made)).astype(wide)
-    if SIZE > 1 or dtype in ("float64", "complex64"):  # TensorFlow itself adds up what one rank has
-        np.testing.assert_allclose(whole, expected, rtol=1.01 * tolerance, atol=1e-6)
+    np.testing.assert_allclose(whole, expected, rtol=1.01 * tolerance, atol=1e-6)
     same = np.asarray(made.values).tobytes()
     assert all(theirs == same for theirs in rr.allgather_object(same))
 
@@ -247,8 +261,7 @@ def test_an_allreduce_of_slices(step: Any, by_horovod: bool, dtype: str, op: Any
         np.testing.assert_allclose(tf.cast(made.values, "float64")[:, 0], expected, rtol=2**-8)
     else:
         assert made.values.dtype == dtype
-        if SIZE > 1:
-            np.testing.assert_array_equal(made.indices, np.unique(rows))
+        np.testing.assert_array_equal(made.indices, np.unique(rows))
         total = np.asarray(tf.cast(tf.math.unsorted_segment_sum(made.values, made.indices, 9), "float64"))[:, 0]
         expected = np.trunc(whole) if "int" in dtype else whole
         np.testing.assert_allclose(total, expected, rtol=2**-8)

@@ -1,0 +1,48 @@
+"""Metrics of all ranks: averages over the samples that each has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce import runtime
+from ringreduce.keras.backends import as_numpy
+from ringreduce.training.averages import weighted_average
+from ringreduce.training.names import agreed_names
+
+UNKNOWN = -1.0  # number of samples
+
+
+def samples_of(model: Any) -> float:
+    """Return over how many samples the metrics of a model are, since they were reset: as its metric ``loss`` says."""
+    losses = [each for each in model.metrics if each.name == "loss" and isinstance(each, keras.metrics.Mean)]
+    return float(as_numpy(losses[0].count)) if losses else UNKNOWN
+
+
+def averages_of(logs: Mapping[str, Any], trained: float, evaluated: float, *, weighted: bool) -> dict[str, float]:
+    """Return the averages of metrics over the ranks. Collective.
+
+    Args:
+        logs: the metrics by name: those of training, and as ``val_...`` those of evaluation.
+        trained, evaluated: over how many samples each of them are on this rank.
+        weighted: whether these numbers are the ranks' weights. Where some rank does not know its number, or none has
+            any, all have the same weight.
+
+    Raises:
+        MismatchError: the ranks have different metrics.
+    """
+    names = agreed_names(logs)  # Keras counts metrics, too: one rank's "auc_1" is another's "auc"
+    mine = np.array([[trained, evaluated]] if weighted else [[UNKNOWN, UNKNOWN]])
+    everyone = runtime.world().allgather(mine)
+    averages: dict[str, float] = {}
+    for column, are_of_evaluation in enumerate((False, True)):
+        counts, own = everyone[:, column], mine[0, column]
+        weight = own if counts.min() >= 0 and len(set(counts.tolist())) > 1 else 1.0
+        chosen = {names[each]: each for each in logs if each.startswith("val_") == are_of_evaluation}
+        if chosen:
+            made = weighted_average({name: logs[each] for name, each in chosen.items()}, weight)
+            averages |= {each: made[name] for name, each in chosen.items()}
+    return averages
