@@ -5,7 +5,10 @@ Every rank runs the same command; rank 0 speaks for all. Wrong use is one line a
 
 from __future__ import annotations
 
+import os
+import pwd
 import sys
+import tempfile
 from contextlib import nullcontext, redirect_stdout
 from typing import Any, NoReturn
 
@@ -26,6 +29,8 @@ class _WorldGroup(click.Group):
         if not options.get("standalone_mode", True):
             return super().main(*arguments, **options)
         options["standalone_mode"] = False
+        if not os.environ.get("HOME"):  # without which Open MPI does not start
+            os.environ["HOME"] = _home()
         try:
             with redirect_stdout(None) if launch().rank else nullcontext():  # or every rank would print the help
                 status = super().main(*arguments, **options)
@@ -63,6 +68,14 @@ main.add_command(simulate.command)
 main.add_command(reports.timeline)
 main.add_command(reports.top)
 main.add_command(commands.tune)
+
+
+def _home() -> str:
+    """Return the folder of this user; where the system knows none, that for temporary files."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return tempfile.gettempdir()
 
 
 def _leave(status: int, complaint: str | None = None) -> NoReturn:

@@ -121,6 +121,16 @@ def _words(text: str) -> tuple[str, ...]:
     show_default="600",
     help="Wait so long for --min-np slots, and from the first rank's init() for the last.",
 )
+@click.option(
+    "--grace",
+    "grace_s",
+    type=float,
+    default=5.0,
+    metavar="SECONDS",
+    show_default="5",
+    help="After SIGTERM, ranks of this host have so long to end before they are killed.",
+)
+@click.option("--stdin", is_flag=True, help="Rank 0 reads this command's standard input; else it is empty.")
 @click.option("--network-interface", "interfaces", metavar="NAMES", help="For messages: eth0,eth1.")
 @click.option("--ssh-port", type=click.IntRange(1, 65535), show_default="ssh's own", help="Of the other hosts.")
 @click.option(
@@ -144,7 +154,8 @@ def command(dry_run: bool, **options: Any) -> int:
     Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set; --verbose shows it. Inside an allocation
     of Slurm, PBS or LSF, ranks run on its hosts. If a rank fails, the job ends, the traceback of that rank is shown
     last, and the exit status is the rank's; with --elastic it is 0 as long as some ranks have reached the end. Ctrl-C
-    and SIGTERM end all ranks. On all hosts the program must lie in the same place.
+    ends all ranks. SIGTERM does, too, and gives those of this host --grace seconds, for a handler that saves. SIGUSR1
+    and SIGUSR2 are passed on to them. On all hosts the program must lie in the same place.
 
     With --elastic, the job survives ranks that die, in whatever way, and goes on without them: see
     `ringreduce.elastic.run`. It takes Open MPI 5.
@@ -162,7 +173,7 @@ def command(dry_run: bool, **options: Any) -> int:
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
     make_folder(spec)
-    status = Restarts(start).run()
+    status = Restarts(start.with_stdin()).run()
     with suppress(ConfigError):  # then there is no trace
         given = {name: value for name, value in spec.variables().items() if value is not None}
         if trace := Config.from_environ({**os.environ, **given}).timeline:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.jax.ops import in_native_order, is_key
 from ringreduce.jax.optimizer import RankState
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
@@ -45,11 +46,6 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
     return jax.tree_util.tree_unflatten(structure, leaves)
 
 
-def is_key(leaf: Any) -> bool:
-    """Return whether a leaf is a random key, or several."""
-    return isinstance(leaf, jax.Array) and bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
 def _writable(leaf: Any) -> Any:
     """Return the values of a leaf in memory that may be overwritten."""
     if isinstance(leaf, jax.core.Tracer):
@@ -60,7 +56,7 @@ def _writable(leaf: Any) -> Any:
         raise UnsupportedBufferError(
             f"broadcast_parameters takes arrays, got {type(leaf).__name__}; use broadcast_object for other things"
         )
-    return np.array(leaf)
+    return in_native_order(np.array(leaf))
 
 
 def like(array: Any, leaf: Any) -> Any:

@@ -10,7 +10,8 @@ import numpy as np
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.jax.calls import is_traced
-from ringreduce.jax.functions import is_key, like
+from ringreduce.jax.functions import like
+from ringreduce.jax.ops import is_key
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.host import ArraySpec
 from ringreduce.training.replicas import Replicas, checking, is_averaged

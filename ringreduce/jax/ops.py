@@ -189,13 +189,40 @@ def _on_leaves(
     raise_unseen()
     name = name or name_here(kind, leaves)
     with RequestBuilder(kind, name, process_set):
-        leaves = list(map(_usable, leaves))
+        keys = [is_key(leaf) for leaf in leaves]
+        values = [_words(kind, leaf) if key else _usable(leaf) for key, leaf in zip(keys, leaves, strict=True)]
     collectives = _Collectives(HOST, name, process_set, identity=identity, step=step)
-    return jax.tree.unflatten(structure, collective(collectives, leaves, *given))
+    results = collective(collectives, values, *given)
+    made = [_as_key(result, leaf) if key else result for key, leaf, result in zip(keys, leaves, results, strict=True)]
+    return jax.tree.unflatten(structure, made)
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether a leaf is a random key, or several."""
+    return isinstance(leaf, jax.Array) and bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _words(kind: str, key: Any) -> Any:
+    """Return random keys as the integers that they are made of; those of a key are the last dimension."""
+    if kind not in ("allgather", "alltoall", "broadcast"):
+        raise UnsupportedBufferError(
+            f"{kind} computes with numbers, and random keys are none; use broadcast or allgather, or pass "
+            "jax.random.key_data(key)"
+        )
+    if kind != "broadcast" and not key.ndim:
+        raise UnsupportedBufferError(f"{kind} needs arrays with at least one dimension, got one random key: key[None]")
+    return jax.random.key_data(key)
+
+
+def _as_key(words: Any, like: Any) -> Any:
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
 
 
 def _usable(leaf: Any) -> Any:
     """Return a leaf as an array of JAX."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        DType.of(leaf.dtype.newbyteorder("="))  # raises for strings and objects, in our words
+        leaf = in_native_order(leaf)
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except TypeError as error:
@@ -205,6 +232,11 @@ def _usable(leaf: Any) -> Any:
         ) from error
     DType.of(array.dtype)  # raises for dtypes that collectives do not take
     return array
+
+
+def in_native_order(array: Any) -> Any:
+    """Return an array of NumPy in this machine's byte order, which JAX and collectives take alone."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def allreduce(
@@ -300,8 +332,8 @@ def allgather(tree: Any, *, name: str | None = None, process_set: ProcessSet = g
     """Concatenate the ranks' arrays along the first dimension, in rank order. Collective.
 
     Args:
-        tree: arrays of at least one dimension, as a pytree. Outside of `jit` the first may differ between ranks; the
-            others and the dtypes must agree.
+        tree: arrays of at least one dimension, random keys too, as a pytree. Outside of `jit` the first may differ
+            between ranks; the others and the dtypes must agree.
         name, process_set: as for `allreduce`.
     """
     return _on_leaves(_Collectives.allgather, "allgather", tree, name, process_set)
@@ -311,8 +343,8 @@ def alltoall(tree: Any, *, name: str | None = None, process_set: ProcessSet = gl
     """Send an equal part of each array to every rank, and concatenate what they sent, in rank order. Collective.
 
     Args:
-        tree: arrays, as a pytree, whose first dimension is a multiple of the number of ranks; shapes and dtypes must
-            agree.
+        tree: arrays, random keys too, as a pytree, whose first dimension is a multiple of the number of ranks; shapes
+            and dtypes must agree.
         name, process_set: as for `allreduce`.
     """
     return _on_leaves(_Collectives.exchange, "alltoall", tree, name, process_set)
@@ -324,7 +356,8 @@ def broadcast(
     """Return the root's arrays. Collective.
 
     Args:
-        tree: arrays, as a pytree; shapes and dtypes must agree on all ranks, values count at the root only.
+        tree: arrays, random keys too, as a pytree; shapes and dtypes must agree on all ranks, values count at the root
+            only.
         root_rank: the sender, as a rank of the world; must agree.
         name, process_set: as for `allreduce`.
     """

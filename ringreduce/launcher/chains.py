@@ -118,6 +118,12 @@ class Chains:
         found = bool(chains) and all(each.under or each.top.name not in _SHELLS for each in chains)
         return found or self._looks >= _FIRST_LOOKS
 
+    def ranks(self) -> list[int]:
+        """Return the processes that mpirun has started as ranks, now and below it."""
+        mpirun = _SeenProcess.look(self._pid)
+        found = {} if mpirun is None else self._find(mpirun)
+        return [chain.top.pid for chain in found.values() if chain.top.lives]
+
     def has_told(self, rank: int) -> None:
         """The shell over a rank has said how that ended."""
         self._told.add(rank)

@@ -23,6 +23,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import end_with_parent
 from ringreduce.launcher.chains import Chains
 from ringreduce.launcher.failures import KEPT_NBYTES
+from ringreduce.launcher.grace import Grace
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.tracebacks import Tracebacks
 
@@ -32,8 +33,10 @@ _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended, or ranks should begin again (seconds).
 _LOOK_EVERY_S = 1.0
 _FIRST_LOOKS_S = 0.05
-#: What mpirun gets to end, once it is asked to, before it is killed with its ranks: it gives these two seconds.
+#: What mpirun gets to end, once it is asked to, before it is killed with its ranks: it gives these half a second.
 _TO_END_S = 15.0
+#: What mpirun gets to end by itself, once its ranks of this host have ended, before it is asked to, as others may run.
+_BY_ITSELF_S = 2.0
 
 #: Starts a rank where others survive it, and says how it has ended.
 SUPERVISOR = shell("rank")
@@ -155,6 +158,9 @@ class Job:
         environment: of its ranks.
         on_mark: called with each mark.
         verbose: whether mpirun's own notices of failures are shown.
+        grace_s: how long ranks of this host have to end by SIGTERM.
+        grows: whether SIGUSR2 asks ranks to begin again, so that users' own are not passed on.
+        stdin: what mpirun reads, as for `subprocess.Popen`; None: what this process does.
 
     Attributes:
         stopped: whether it ends because this process got SIGTERM, SIGHUP or an interrupt.
@@ -168,8 +174,14 @@ class Job:
         on_mark: Callable[[Mark], None],
         *,
         verbose: bool = False,
+        grace_s: float = 0.0,
+        grows: bool = False,
+        stdin: int | None = None,
     ) -> None:
         self.stopped = False
+        self._grace: Grace | None = None
+        self._grace_s, self._grows = grace_s, grows
+        self._had_grace, self._ends_at = False, math.inf
         self._ended_line = True
         self.written = b""
         self._ended_by: signal.Signals | None = None
@@ -179,6 +191,7 @@ class Job:
         self._process = subprocess.Popen(
             line,
             env=environment,
+            stdin=stdin,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
@@ -186,16 +199,18 @@ class Job:
         )
         self._output = Output(None if verbose else self._process.pid)
         self._tracebacks = Tracebacks(_ranks_of(line))
-        has_shells = SUPERVISOR[-1] in line
+        self._has_shells = SUPERVISOR[-1] in line
         self._chains = Chains(
             self._process.pid,
-            self._on_unsaid_death if has_shells else None,
+            self._on_unsaid_death if self._has_shells else None,
             self._say,
             _timeout_s(environment) / _LOOK_EVERY_S,
         )
         self._looked = time.monotonic()
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
         self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
+        for each in (signal.SIGUSR1, signal.SIGUSR2):
+            self._handled_before[each] = signal.signal(each, self._pass_on)
 
     def wait(self, look: Callable[[], object] = lambda: None) -> int:
         """Return its status, once it has ended; that of an interrupted program, if this is interrupted meanwhile.
@@ -220,7 +235,7 @@ class Job:
                 signal.signal(number, handler)
             assert self._process.stderr is not None
             self._process.stderr.close()
-        if self._ended_by is not None and status:
+        if self._ended_by is not None and (status or self._had_grace):
             say(f"ended by {self._ended_by.name}; all ranks have ended")
             return 128 + self._ended_by
         return status if status >= 0 else 128 - status
@@ -232,11 +247,27 @@ class Job:
     def end(self) -> None:
         """Have mpirun end all ranks; it is killed if it does not."""
         self._killed_at = min(self._killed_at, time.monotonic() + _TO_END_S)
+        self._grace, self._ends_at = None, math.inf
         self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGCONT)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._process.poll() is not None:
+            return  # the job has ended before
         self._ended_by = signal.Signals(number)
-        self._stop()
+        ranks = self._chains.ranks()
+        if number != signal.SIGTERM or self.stopped or not self._grace_s or not ranks:
+            if self._grace is not None:
+                self._grace.kill()
+            self._stop()
+            return
+        self.stopped = self._had_grace = True
+        self._grace = Grace(self._process.pid, self._grace_s, holds=not self._has_shells, known=ranks)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Have mpirun send a signal to all ranks, once there are any: before, mpirun would end by it."""
+        if not (self._grows and number == signal.SIGUSR2) and self._grace is None and self._chains.ranks():
+            self._process.send_signal(number)
 
     def _stop(self) -> None:
         self.stopped = True
@@ -253,6 +284,13 @@ class Job:
     def _look(self) -> bool:
         """Look after the processes of this host, every second; return whether it has."""
         self._kill_if_late()
+        if self._grace is not None:
+            if self._grace.is_over():
+                self._grace, self._ends_at = None, time.monotonic() + _BY_ITSELF_S
+                self._process.send_signal(signal.SIGCONT)  # it passes on what ranks have written, and ends
+            return False
+        if time.monotonic() >= self._ends_at:
+            self.end()
         if self._chains.known and time.monotonic() < self._looked + _LOOK_EVERY_S:
             return False
         self._looked = time.monotonic()
@@ -262,7 +300,7 @@ class Job:
     @property
     def _look_again_s(self) -> float:
         """How long to wait for something else until the next look: little, until the processes of ranks are known."""
-        return _LOOK_EVERY_S if self._chains.known else _FIRST_LOOKS_S
+        return _LOOK_EVERY_S if self._chains.known and self._grace is None else _FIRST_LOOKS_S
 
     def _wait_for_end(self) -> int:
         while True:

@@ -180,7 +180,15 @@ class Restarts:
         line, environment = self._start.command(hosts, more)
         self._hosts = self._hosts.started(hosts)
         ranks = self._ranks = _JobRanks()
-        job = Job(line, environment, lambda mark: self._on_mark(mark, job), verbose=self._spec.verbose)
+        job = Job(
+            line,
+            environment,
+            lambda mark: self._on_mark(mark, job),
+            verbose=self._spec.verbose,
+            grace_s=self._spec.grace_s,
+            grows=bool(self._spec.growth),
+            stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
+        )
         status = job.wait((lambda: self._look(job)) if self._spec.growth else (lambda: None))
         status = status or int(self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))
         if status and not job.stopped and ranks.leaving is None:

@@ -41,6 +41,8 @@ class LaunchSpec:
         ssh_port: where other hosts are reached; None: the standard one.
         more: options for mpirun.
         verbose: whether to show the command line, the variables that are set, and mpirun's own notices of failures.
+        grace_s: how long ranks have to end by SIGTERM before they are killed.
+        stdin: whether rank 0 reads this command's standard input.
         horovod: whether ranks find Horovod's variables of their place, ``HOROVOD_RANK`` and so on.
     """
 
@@ -64,6 +66,8 @@ class LaunchSpec:
     ssh_port: int | None = None
     more: tuple[str, ...] = ()
     verbose: bool = False
+    grace_s: float = 5.0
+    stdin: bool = False
     horovod: bool = False
 
     @property
@@ -88,6 +92,8 @@ class LaunchSpec:
             raise ConfigError("-H and --hostfile both name the hosts; give one of them")
         if not 0 < self.start_timeout_s < TIMEOUT_MAX:
             raise ConfigError(f"--start-timeout {self.start_timeout_s:g} is no time to wait; give seconds, more than 0")
+        if not 0 <= self.grace_s < TIMEOUT_MAX:
+            raise ConfigError(f"--grace {self.grace_s:g} is no time to wait; give seconds, 0 or more")
         if self.prefix and (self.elastic or self.folder):
             other = "--log-dir" if self.folder else "--elastic"
             raise ConfigError(f"--prefix does not go with {other}; without it, --log-dir has a file for each rank")

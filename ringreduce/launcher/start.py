@@ -19,6 +19,7 @@ from ringreduce.launcher.job import HEARING, SUPERVISOR, say
 from ringreduce.launcher.mpirun import Mpirun, find
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
+from ringreduce.launcher.stdin import StandardInput
 
 __all__ = ["UNNAMED", "Start", "make_folder", "prepare"]
 
@@ -48,6 +49,7 @@ class Start:
         listed: slots by host at the start; of a job that a script finds hosts for, what is there without it.
         slots: by host, for mpirun, where these do not change; none: this machine, or what mpirun finds itself.
         remote: whether there may be other hosts.
+        stdin: what ranks read.
     """
 
     spec: LaunchSpec
@@ -57,6 +59,16 @@ class Start:
     listed: Mapping[str, int] = field(default_factory=dict)
     slots: Mapping[str, int] = field(default_factory=dict)
     remote: bool = False
+    stdin: StandardInput = field(default_factory=StandardInput)
+
+    def with_stdin(self) -> Start:
+        """Return this with what ranks read; see `StandardInput.take`, also for errors."""
+        first = next(iter(self.listed), UNNAMED)
+        stdin = StandardInput.take(self.spec, rank_0_is_here=is_here(first, self.here))
+        if stdin.passes or self.mpirun.kind != "Open MPI":
+            return replace(self, stdin=stdin)
+        spec = replace(self.spec, more=("--stdin", "none", *self.spec.more))  # or rank 0 would never see the end
+        return replace(self, spec=spec, stdin=stdin)
 
     def command(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment of a job.
@@ -112,6 +124,7 @@ class Start:
             *(HEARING if spec.growth else ()),
             *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
             *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),
+            *self.stdin.before,
             *spec.program,
         ]
 

@@ -111,8 +111,21 @@ class Termination:
             self._detach(f"it {why}")
             self._flush()
         finally:
-            self._abort(code)
+            self._end_job(code)
         return False
+
+    def _end_job(self, code: int) -> None:
+        """End all ranks; this one alone while `ringreduce run` gives the others time to end by SIGTERM.
+
+        It has stopped mpirun meanwhile, for which an abort would wait.
+        """
+        pid = processes.launcher()
+        if pid is not None and processes.is_stopped(pid):
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # its reader has ended, or the program has closed it
+                    stream.flush()
+            os._exit(code)
+        self._abort(code)
 
     def _acts(self) -> bool:
         """Return whether this is the rank, and not a process that it has forked, and has a world."""
@@ -139,7 +152,7 @@ class Termination:
                     stream.flush()
             self._flush()  # what led here is what the trace is for
         finally:
-            self._abort(code)
+            self._end_job(code)
 
     def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Let the other ranks and the user know of an exception that ends this one."""

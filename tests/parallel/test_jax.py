@@ -538,3 +538,38 @@ def test_the_elastic_loop_raises_the_error_that_has_failed_a_program() -> None:
 
     with pytest.raises(rr.MismatchError):
         train(rj.elastic.JaxState(step=0))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_travel(called: Any, impl: str) -> None:
+    """As keys of their kind; their numbers are those of the ranks that they come from."""
+    rank, size = rj.rank(), rj.size()
+    draw = lambda keys: [int(jax.random.bits(key)) for key in keys]  # noqa: E731
+    mine = jax.random.split(jax.random.key(rank, impl=impl), size)
+    all_of_them = [jax.random.split(jax.random.key(each, impl=impl), size) for each in range(size)]
+    got = called(lambda key: rj.broadcast({"key": key}, size - 1))(mine)["key"]
+    assert jax.random.key_impl(got) == jax.random.key_impl(mine)
+    assert draw(got) == draw(all_of_them[-1])
+    assert draw(called(rj.allgather)(mine)) == [each for keys in all_of_them for each in draw(keys)]
+    assert draw(called(rj.alltoall)(mine)) == [draw(keys)[rank] for keys in all_of_them]
+    one = rj.broadcast(jax.random.key(rank, impl=impl))
+    assert one.shape == ()
+    assert int(jax.random.bits(one)) == int(jax.random.bits(jax.random.key(0, impl=impl)))
+    for collective in (rj.allreduce, rj.reducescatter):
+        with pytest.raises(rr.UnsupportedBufferError, match=r"jax\.random\.key_data"):
+            collective(mine)
+    with pytest.raises(rr.UnsupportedBufferError, match="at least one dimension"):
+        rj.allgather(mine[0])
+
+
+def test_arrays_of_foreign_byte_order_are_converted() -> None:
+    """As JAX has none; strings are refused by their dtype."""
+    rank, size = rj.rank(), rj.size()
+    foreign = (np.arange(3) + rank).astype(np.dtype("f4").newbyteorder())
+    assert np.asarray(rj.allreduce(foreign, rj.Sum)).tolist() == [size * (i + (size - 1) / 2) for i in range(3)]
+    assert np.asarray(rj.broadcast(foreign)).tolist() == [0, 1, 2]
+    got = rj.broadcast_parameters({"array": foreign, "number": foreign[0]}, size - 1)
+    assert got["array"].tolist() == [size - 1, size, size + 1]
+    assert got["number"] == size - 1
+    with pytest.raises(rr.UnsupportedBufferError, match="elements of type"):
+        rj.allreduce(np.array(["a", "b"]))

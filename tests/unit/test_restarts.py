@@ -43,9 +43,7 @@ class Jobs:
             stopped = False
             written = b""
 
-            def __init__(
-                self, line: list[str], environment: Mapping[str, str], on_mark: OnMark, *, verbose: bool
-            ) -> None:
+            def __init__(self, line: list[str], environment: Mapping[str, str], on_mark: OnMark, **how: object) -> None:
                 self._on_mark, self._tell = on_mark, left.pop(0)
                 jobs.asked.append(0)
 

@@ -29,13 +29,15 @@ rank_lives() {
 if [ "$rank" -eq 0 ]; then
     first=$(($(wc -c <"$file") + 1))
     ( (
+        # What mpirun sends to the rank reaches these, too. They show what it writes until it has ended.
+        trap "" TERM USR1 USR2
         tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null &
         while rank_lives; do
             sleep 0.5
         done
         # tail shows what came last within this time.
         sleep 0.2
-        kill $!
+        kill -KILL $!
     ) 2>/dev/null &)
 fi
 exec "$@" >>"$file" 2>&1

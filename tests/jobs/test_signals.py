@@ -1,0 +1,240 @@
+"""Signals and standard input of `ringreduce run` and `horovodrun`: what of them reaches the ranks, and how they end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import launching
+import pytest
+from launching import LIMIT_S, RINGREDUCE, Job, job_environment
+
+#: Each rank says that it is ready, and goes on until it is told to end by a line of `go`, or by a signal.
+READY = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["OMPI_COMM_WORLD_RANK"]
+def is_ready():
+    with open(folder / "ready", "w") as file:
+        file.write("x")
+    holds = open(folder / "lives", "w")  # until this process ends
+    return holds
+"""
+LOOPS = """
+import ringreduce as rr
+rr.init()
+holds = is_ready()
+while rr.allreduce(int(len(list(folder.glob("dumps/rank-*.json"))) < rr.size())):
+    pass
+print("rank", rank, "came to its end", flush=True)
+"""
+#: Rank 1 ends first, in a way that ends a job at other times; rank 0 ends once the process of rank 1 has.
+SAVES = """
+how = sys.argv[2]
+if how != "alone":
+    import ringreduce as rr
+    rr.init()
+def end(number, frame):
+    if rank == "0":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        os.set_blocking(first, True)
+        os.read(first, 1)
+        again = signal.sigtimedwait([signal.SIGTERM], 2.0)  # that mpirun would send before it kills
+        (folder / "saved").write_text("not all" if again else "all")
+        print("saved", flush=True)
+    sys.exit(7)
+first = os.open(folder / "first", os.O_RDWR if rank == "1" else os.O_RDONLY | os.O_NONBLOCK)
+signal.signal(signal.SIGTERM, signal.SIG_DFL if rank == "1" and how == "dies" else end)
+holds = is_ready()
+while True:
+    signal.pause()
+"""
+STAYS = """
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+if rank == "0":
+    import subprocess
+    child = subprocess.Popen(["sleep", "1000"], stdout=open(folder / "lives", "w"))
+holds = is_ready()
+while True:
+    signal.pause()
+"""
+READS = "import os, sys; text = sys.stdin.read(); print(os.environ['OMPI_COMM_WORLD_RANK'], len(text))"
+
+
+@contextmanager
+def started(
+    folder: Path, program: str, *arguments: str, options: tuple[str, ...] = (), command: str = "ringreduce run"
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start a job of two ranks; once both are ready, yield it, and a file that ends when none of its processes runs."""
+    for name in ("ready", "lives", "first"):
+        os.mkfifo(folder / name)
+    ready = os.open(folder / "ready", os.O_RDWR)  # so that it does not end between two ranks
+    lives = os.open(folder / "lives", os.O_RDONLY | os.O_NONBLOCK)
+    name, *words = command.split()
+    line = [RINGREDUCE.with_name(name), *words, "-np", "2", *options, sys.executable, "-c", READY + program, folder]
+    with (
+        job_environment(RINGREDUCE_DUMP=str(folder / "dumps")) as environment,
+        subprocess.Popen(
+            [*line, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=environment,
+        ) as job,
+    ):
+        try:
+            count = 0
+            while count < 2:
+                assert select.select([ready], [], [], LIMIT_S)[0]
+                count += len(os.read(ready, 2 - count))
+            yield job, lives
+        finally:
+            os.close(ready)
+            os.close(lives)
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+
+
+def assert_nothing_is_left(lives: int) -> None:
+    """No process of a rank, nor what it has started."""
+    assert select.select([lives], [], [], LIMIT_S)[0]
+    assert os.read(lives, 1) == b""
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("ringreduce run", ()),
+        ("ringreduce run", ("--elastic",)),
+        ("horovodrun", ()),
+        ("ringreduce run", ("--log-dir",)),
+    ],
+    ids=["run", "elastic", "horovodrun", "log-dir"],
+)
+def test_sigusr1_makes_ranks_write_their_calls(tmp_path: Path, command: str, options: tuple[str, ...]) -> None:
+    """As under mpirun; the job goes on."""
+    options = (*options, str(tmp_path / "logs")) if "--log-dir" in options else options
+    with started(tmp_path, LOOPS, command=command, options=options) as (job, _):
+        job.send_signal(signal.SIGUSR1)
+        said, errors = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, errors
+    assert "rank 0 came to its end" in said
+    assert {each.name for each in (tmp_path / "dumps").iterdir()} == {"rank-0.json", "rank-1.json"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
+def test_signals_of_users_reach_the_handlers_of_ranks(
+    tmp_path: Path, number: signal.Signals, options: tuple[str, ...]
+) -> None:
+    """Of any program."""
+    program = (
+        f"signal.signal({int(number)}, lambda *_: (print('rank', rank, 'heard it', flush=True), os._exit(0)))\n"
+        "holds = is_ready()\nwhile True: signal.pause()"
+    )
+    with started(tmp_path, program, options=options) as (job, _):
+        job.send_signal(number)
+        said, errors = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, errors
+    assert sorted(said.splitlines()) == ["rank 0 heard it", "rank 1 heard it"]
+
+
+@pytest.mark.parametrize("how", ["alone", "exits", "dies"])
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("ringreduce run", ()), ("ringreduce run", ("--elastic", "--max-restarts", "2")), ("horovodrun", ())],
+    ids=["run", "elastic", "horovodrun"],
+)
+def test_a_rank_may_save_after_sigterm(tmp_path: Path, command: str, options: tuple[str, ...], how: str) -> None:
+    """Also when another rank has ended before, with a status or by the signal; the job is not started again."""
+    options = (*options, "--grace", "60") if command == "ringreduce run" else options
+    with started(tmp_path, SAVES, how, command=command, options=options) as (job, lives):
+        job.send_signal(signal.SIGTERM)
+        said, errors = job.communicate(timeout=LIMIT_S)
+        assert_nothing_is_left(lives)
+    assert job.returncode == 143, errors
+    assert (tmp_path / "saved").read_text() == "all"
+    assert said == "saved\n"
+    assert "ringreduce: ended by SIGTERM; all ranks have ended\n" in errors
+
+
+@pytest.mark.parametrize("options", [("--grace", "0.5"), ("--elastic", "--grace", "0.5"), ("--grace", "0")])
+def test_ranks_that_do_not_end_by_sigterm_are_killed(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """With what they have started."""
+    with started(tmp_path, STAYS, options=options) as (job, lives):
+        job.send_signal(signal.SIGTERM)
+        errors = job.communicate(timeout=LIMIT_S)[1]
+        assert_nothing_is_left(lives)
+    assert job.returncode == 143, errors
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_does_not_wait(tmp_path: Path, second: signal.Signals) -> None:
+    """As whoever sends it does not."""
+    program = STAYS.replace("None)", "print('asked', flush=True, file=open(folder / 'ready', 'w')))")
+    with started(tmp_path, program, options=("--grace", "10000")) as (job, lives):
+        job.send_signal(signal.SIGTERM)
+        heard = os.open(tmp_path / "ready", os.O_RDONLY | os.O_NONBLOCK)
+        assert select.select([heard], [], [], LIMIT_S)[0]
+        os.close(heard)
+        job.send_signal(second)
+        errors = job.communicate(timeout=LIMIT_S)[1]
+        assert_nothing_is_left(lives)
+    assert job.returncode in (128 + second, 143), errors
+
+
+def read(text: str, *arguments: object, command: str = "ringreduce run") -> Job:
+    """Run a command line whose standard input is a text."""
+    name, *words = command.split()
+    line = [RINGREDUCE.with_name(name), *words, "-np", 2, *arguments]
+    return launching.run("sh", "-c", 'printf %s "$0" | "$@"', text, *line, limit_s=60)
+
+
+@pytest.mark.parametrize("command", ["ringreduce run", "ringreduce run --elastic", "horovodrun"])
+@pytest.mark.parametrize("words", [("-", "a"), ("-u", "-", "a"), ()])
+def test_all_ranks_run_a_program_on_standard_input(command: str, words: tuple[str, ...]) -> None:
+    """And see its end."""
+    done = read("import os, sys\nprint(os.environ['OMPI_COMM_WORLD_RANK'], sys.argv[1:])", sys.executable, *words)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {[*words][-1:]}" for rank in range(2)]
+
+
+@pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
+def test_rank_0_reads_standard_input_on_demand(options: tuple[str, ...]) -> None:
+    """To its end; the others read nothing."""
+    done = read("x" * 100_000, "--stdin", *options, sys.executable, "-c", READS)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 100000", "1 0"]
+
+
+@pytest.mark.parametrize("command", ["ringreduce run", "ringreduce run --elastic", "horovodrun"])
+def test_a_job_leaves_standard_input_to_the_script_around_it(command: str) -> None:
+    """Ranks that read find nothing, at once."""
+    name, *words = command.split()
+    line = [RINGREDUCE.with_name(name), *words, "-np", 2, sys.executable, "-c", READS]
+    script = 'printf "one\\ntwo\\n" | while read -r line; do echo "$line"; "$@"; done'
+    done = launching.run("sh", "-c", script, "sh", *line, limit_s=60)
+    assert sorted(done.stdout.splitlines()) == ["0 0", "0 0", "1 0", "1 0", "one", "two"], done.stderr
+
+
+def test_standard_input_that_cannot_be_read_is_refused() -> None:
+    """In a line, before any rank starts."""
+    line = [RINGREDUCE, "run", "-np", 2, "--stdin", sys.executable, "-c", READS]
+    done = launching.run("sh", "-c", '"$@" <&-', "sh", *line, limit_s=60)
+    assert done.returncode == 2
+    assert "--stdin: there is no standard input" in done.stderr
+
+
+def test_a_job_needs_no_home() -> None:
+    """Though Open MPI does."""
+    line = [RINGREDUCE, "run", "-np", "2", sys.executable, "-c", "import ringreduce as rr; rr.init(); print(rr.size())"]
+    done = launching.run(*line, limit_s=60, HOME=None)
+    assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
