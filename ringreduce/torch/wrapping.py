@@ -6,6 +6,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import FrameType, MethodType
 from typing import Any, NoReturn, cast
 
@@ -13,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.torch.own_methods import ADVICE, Arrivals, guarded
 from ringreduce.training.combinations import ADASUM, SHARES, refusal
 from ringreduce.training.framework import Named
 from ringreduce.training.optimizer import Training
@@ -123,6 +125,10 @@ class Wrapper(torch.optim.Optimizer):
     _optimizer: torch.optim.Optimizer
     _named: Callable[[], Named]
 
+    _has_own_methods = False
+    _arrivals: Arrivals | None = None
+    _advice = ADVICE
+
     # If this were true, a GradScaler would set its scale as attributes here, where the wrapped optimizer does not see
     # them. As it is false, GradScaler unscales the gradients itself.
     _step_supports_amp_scaling = False
@@ -132,7 +138,8 @@ class Wrapper(torch.optim.Optimizer):
         kind = type(optimizer)
         plain = kind is torch.optim.Optimizer or isinstance(optimizer, Wrapper) or not is_optimizer(optimizer)
         if cls.__base__ is Wrapper and not plain:
-            cls = type(f"Distributed{kind.__name__}", (cls, kind), {})
+            own = guarded(cls, kind)
+            cls = type(f"Distributed{kind.__name__}", (cls, kind), {**own, "_has_own_methods": bool(own)})
         return object.__new__(cls)
 
     @property
@@ -176,6 +183,16 @@ class Wrapper(torch.optim.Optimizer):
             "its place, or if its __getstate__ leaves it out. A DistributedOptimizer can be copied by copy.deepcopy"
         )
 
+    def _watch_arrivals(self) -> Arrivals | None:
+        """Watch gradients, if the optimizer's class has methods of its own that may step with them."""
+        if self._has_own_methods:
+            self._arrivals = Arrivals(partial(parameters_of, self._optimizer))
+        return self._arrivals
+
+    def _may_own_methods_step(self) -> bool:
+        """Return whether methods of the optimizer's own may step with the gradients as they are."""
+        raise NotImplementedError  # subclasses know how
+
     def _prepare_for_scaler(self, caller: FrameType) -> None:
         """Hear that a frame reads the parameter groups: it may be a GradScaler's."""
         raise NotImplementedError  # subclasses know how
@@ -208,8 +225,10 @@ def apply_late(parameters: Sequence[torch.Tensor], late: LateAverages, step: Cal
         step()
 
 
-def reduced_loss(training: Training, loss: torch.Tensor | int | float) -> Any:
-    """Return the loss of a closure, reduced like the gradients, as what it was. Collective."""
+def reduced_loss(training: Training, loss: Any) -> Any:
+    """Return the loss of a closure, reduced like the gradients, as what it was; anything else as it is. Collective."""
+    if training.alone or not isinstance(loss, (torch.Tensor, int, float)):
+        return loss
     common = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
     training.reduce_loss(common.numpy())
     return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
