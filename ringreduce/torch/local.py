@@ -15,7 +15,7 @@ from ringreduce.common.arguments import CheckingArguments, shown
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set, init
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch import wrapping
+from ringreduce.torch import wrapper, wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import Compression, Compressor, each_array
 from ringreduce.torch.local_state import StateAverage
@@ -64,7 +64,7 @@ class TensorLeaves:
         return [(tensor, place.view(tensor.shape)) for tensor, place in zip(self._tensors, places, strict=True)]
 
 
-class DiLoCo(wrapping.Wrapper):
+class DiLoCo(wrapper.Wrapper):
     """Wraps a torch optimizer: replicas step by themselves, and exchange weights once per period.
 
     A replica is a node, whose ranks reduce their gradients in each step as with `DistributedOptimizer`; or one rank; or
@@ -143,7 +143,7 @@ class DiLoCo(wrapping.Wrapper):
         self._warm: bool | None = None  # whether steps are those of the warm-up; None: the next call finds out
         ranks = global_process_set.communicator
         with CheckingArguments(ranks, "DiLoCo", "DiLoCo"):
-            if isinstance(optimizer, wrapping.Wrapper):
+            if isinstance(optimizer, wrapper.Wrapper):
                 raise ConfigError("DiLoCo wraps the optimizer itself, which a DistributedOptimizer has as `wrapped`")
             wrapping.require_optimizer(optimizer, "DiLoCo")
             parameters = wrapping.parameters_of(optimizer)

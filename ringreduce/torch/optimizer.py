@@ -16,7 +16,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch import wrapping
+from ringreduce.torch import wrapper, wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.gradients import TorchParameters
@@ -34,7 +34,7 @@ from ringreduce.training.requests import Adasum, require_process_set
 _KIND = "DistributedOptimizer"
 
 
-class DistributedOptimizer(wrapping.Wrapper):
+class DistributedOptimizer(wrapper.Wrapper):
     """Wraps a torch optimizer: `step` reduces the gradients over all ranks, then lets the wrapped one step.
 
     It is a `torch.optim.Optimizer` for learning-rate schedulers and everything else that asks, and shares parameter
