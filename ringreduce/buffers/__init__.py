@@ -14,12 +14,12 @@ from ringreduce.buffers.arrays import (
     unowned,
 )
 from ringreduce.buffers.dtypes import DTYPES, Array, Bytes, DType
+from ringreduce.buffers.integers import divide_toward_zero, divide_wrapped, sums_fit
 from ringreduce.buffers.kernels import (
     Call,
     Kernels,
     WeightedKernels,
     divide,
-    divide_toward_zero,
     kernels_for,
     narrow,
     quiet_context,
@@ -40,6 +40,7 @@ __all__ = [
     "as_given",
     "divide",
     "divide_toward_zero",
+    "divide_wrapped",
     "kernels_for",
     "library_of",
     "like",
@@ -49,6 +50,7 @@ __all__ = [
     "operand_of",
     "quiet_context",
     "require_host",
+    "sums_fit",
     "typed",
     "unowned",
     "widen",

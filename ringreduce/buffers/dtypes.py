@@ -25,6 +25,7 @@ class DType:
         kind: ``"float"``, ``"complex"``, ``"int"``, ``"uint"`` or ``"bool"``.
         itemsize: bytes per element.
         integral: whether averages are truncated toward zero; booleans count as 0 and 1.
+        is_long: whether this is an integer of 64 bits, the widest: sums of them may not fit.
         half: whether this is a 16-bit float, which is accumulated in float32.
     """
 
@@ -33,11 +34,13 @@ class DType:
     kind: str
     itemsize: int = field(init=False, compare=False)
     integral: bool = field(init=False, compare=False)
+    is_long: bool = field(init=False, compare=False)
     half: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "itemsize", self.storage.itemsize)
         object.__setattr__(self, "integral", self.kind in ("int", "uint", "bool"))
+        object.__setattr__(self, "is_long", self.integral and self.itemsize == 8)
         object.__setattr__(self, "half", self.kind == "float" and self.itemsize == 2)
 
     @classmethod

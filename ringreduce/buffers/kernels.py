@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers.dtypes import DTYPES, Array, DType, ml_bfloat16
+from ringreduce.buffers.integers import divide_toward_zero, divide_wrapped, quotient, sums_fit
 from ringreduce.common.reduce_ops import ReduceOp
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ _UFUNCS = {
 
 #: So many elements are averaged at a time: what they are summed in stays in a core's second-level cache.
 _IN_CACHE = 32 << 10
+#: Up to so many 64-bit integers are averaged one by one.
+_FEW = 8
 
 
 def divide(target: Array, size: int) -> None:
@@ -72,6 +75,8 @@ def kernels_for(dtype: DType, op: ReduceOp, size: int) -> Kernels:
     """Return the kernels that serve ``dtype``; cheap, but worth caching in a plan."""
     if dtype.half and importlib.util.find_spec("torch") is not None:
         return TorchHalfKernels(dtype, op, size)
+    if dtype.is_long and op is ReduceOp.AVERAGE:
+        return LongAverageKernels(dtype, op, size)
     if dtype.half or (op is ReduceOp.AVERAGE and dtype.integral):
         return WideKernels(dtype, op, size)
     return UfuncKernels(dtype, op, size)
@@ -193,6 +198,41 @@ class WideKernels:
         return combine
 
 
+class LongAverageKernels(WideKernels):
+    """Averages of 64-bit integers. Where a sum could wrap around, the terms are divided first."""
+
+    def _bound(self, sources: Sequence[Array], divisor: int | None) -> Callable[[Array], object]:
+        assert divisor is not None
+        if sources[0].size <= _FEW and sources[0].ndim == 1:
+            return partial(_average_few, sources, divisor)
+        first, *others = sources
+        total, term = self._total.like(first), self._term.like(first)
+
+        def combine(target: Array) -> None:
+            fits = sums_fit(sources, divisor, term)
+            summed = first
+            for source in others:
+                summed = np.add(summed, source, out=total)
+            if summed is first:
+                np.copyto(total, first)
+            if fits:
+                divide_toward_zero(total, divisor, term, target)
+                return
+            np.floor_divide(first, divisor, out=term)
+            for source in others:
+                np.add(term, source // divisor, out=term)
+            divide_wrapped(total, term, divisor)
+            np.copyto(target, total)
+
+        return combine
+
+
+def _average_few(sources: Sequence[Array], divisor: int, target: Array) -> None:
+    """Average a few integers: for these, to call NumPy takes longer than Python's own, which have no limits."""
+    terms = zip(*[source.tolist() for source in sources], strict=True)
+    target[:] = [quotient(sum(each), divisor) for each in terms]
+
+
 class TorchHalfKernels:
     """float16 and bfloat16 through torch's vector code: three to twenty times NumPy's speed."""
 
@@ -308,26 +348,6 @@ def narrow(wide: Array, dtype: DType, target: Array) -> None:
         np.copyto(target, _round_to_bfloat16(wide))
     else:
         np.copyto(target, wide, casting="unsafe")
-
-
-def divide_toward_zero(wide: Array, divisor: int, scratch: Array | None = None) -> None:
-    """Divide integers in place; -7 / 2 gives -3.
-
-    Args:
-        wide: the numbers, of a type that also holds them plus or minus the divisor.
-        divisor: at least 1.
-        scratch: of the same shape and type, is overwritten; None: memory is taken for it.
-    """
-    if wide.dtype.kind != "u":
-        # A negative number is brought up by divisor - 1: then rounding down gives what rounding up gave.
-        scratch = np.empty_like(wide) if scratch is None else scratch
-        np.right_shift(wide, 8 * wide.itemsize - 1, out=scratch)
-        np.bitwise_and(scratch, divisor - 1, out=scratch)
-        np.add(wide, scratch, out=wide)
-    if divisor & (divisor - 1) == 0:
-        np.right_shift(wide, divisor.bit_length() - 1, out=wide)  # several times as fast
-    else:
-        np.floor_divide(wide, divisor, out=wide)
 
 
 def _round_to_bfloat16(wide: Array) -> Array:

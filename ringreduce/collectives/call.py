@@ -96,7 +96,8 @@ class Path(Enum):
     Attributes:
         transport: what moves the bytes, for people.
         reduces_at_once: whether one rank reduces all terms of an element at once. Otherwise 16-bit floats are reduced
-            in float32 and rounded at the end, and averages of integers are summed in 64 bits and divided at the end.
+            in float32 and rounded at the end, and averages of integers are summed in 64 bits and divided at the end;
+            `ringreduce.collectives.integer_averages` has those whose sums could wrap around.
     """
 
     transport: str

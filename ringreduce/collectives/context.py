@@ -224,17 +224,19 @@ class Context:
     def _enter(self, signature: Signature) -> None:
         """Begin a call of several nodes; wait for all ranks, unless the call itself does so."""
         if not (self.agreement.enter(signature.text) or signature.waits):
-            self.plans.get(("barrier", signature.code), partial(self._barrier, signature)).run()
+            self.any_rank(signature, False)
             if self.instruments.observers:
                 self.instruments.step("barrier between nodes")
 
-    def _barrier(self, signature: Signature) -> BoundSchedule:
-        """Bind an allreduce of one byte, which no rank can end before all have begun it."""
-        schedule = self.schedule(Collective.ALLREDUCE, "recursive_doubling")
-        kernels, memory = self.kernels(DTYPES["uint8"], MAX), BlockMemory(np.zeros(1, np.uint8))
-        return BoundSchedule(
-            schedule, [(slice(0, 1),)], memory, kernels, self.link(signature)._replace(instruments=None)
-        )
+    def any_rank(self, signature: Signature, answer: bool) -> bool:
+        """Return whether an answer is true on any rank. Collective; no rank has it before all have come.
+
+        Args:
+            signature: of the call that all ranks are in.
+            answer: of this rank.
+        """
+        plan = self.plans.get(("any rank", signature.code), partial(_AnyRank, self, signature))
+        return plan.run(answer)
 
     def recover(self, mismatch: MismatchError, number: int) -> None:
         """Go on after a mismatch between nodes: end the messages under way, agree on the count of calls. Collective.
@@ -279,6 +281,30 @@ class Context:
         self.waiter.forget()
         self.messages.close()
         self.arena.segments.close()
+
+
+class _AnyRank:
+    """An allreduce of one byte."""
+
+    reusable = True
+
+    def __init__(self, context: Context, signature: Signature) -> None:
+        self._byte = np.zeros(1, np.uint8)
+        self._schedule = BoundSchedule(
+            context.schedule(Collective.ALLREDUCE, "recursive_doubling"),
+            [(slice(0, 1),)],
+            BlockMemory(self._byte),
+            context.kernels(DTYPES["uint8"], MAX),
+            context.link(signature)._replace(instruments=None),
+        )
+
+    def run(self, answer: bool) -> bool:
+        self._byte[0] = answer
+        self._schedule.run()
+        return bool(self._byte[0])
+
+    def close(self) -> None:
+        self._schedule.close()
 
 
 class NodeSchedule:

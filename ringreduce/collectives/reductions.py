@@ -7,6 +7,8 @@ addresses and keep no array of the caller's alive: a plan runs only while the ca
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from ringreduce.algorithms import Collective
@@ -15,6 +17,7 @@ from ringreduce.collectives.call import Path, Task
 from ringreduce.collectives.compressed import Coded, Feedback
 from ringreduce.collectives.context import Context, NodeSchedule
 from ringreduce.collectives.execution import BlockMemory
+from ringreduce.collectives.integer_averages import LongAverage
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.common.partition import Partition, segments_of_blocks, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
@@ -34,20 +37,37 @@ def plan_reduction(
     if task.choice.path is Path.LIBRARY:
         return plans.get(("library", task.signature.code), lambda: _LibraryReduction(context, task))
     key = "messages", task.signature.code, task.choice.algorithm
+    average = _long_average(context, task, count)
+    if average is not None:
+        count = sum(average.counts)
     if task.kind.collective is Collective.REDUCE_SCATTER:
         assert target is not None
         if task.is_wide or not all(step.by_rank for step in context.steps(task).steps):
-            return plans.get(key, lambda: _ReduceScatter(context, task, np.empty(count, task.dtype.storage), None))
+            buffer = partial(np.empty, count, task.dtype.storage)
+            return plans.get(key, lambda: _ReduceScatter(context, task, buffer(), None, average))
         where, work, into = (*key, source.address, target.address), source.view, target.view
         return plans.get(where, lambda: _ReduceScatter(context, task, unowned(work), unowned(into)))
     memory, scratch = _memory(context, task, source, target), None
     if memory is None:
         scratch = context.scratch.shared(context.arena, count * task.dtype.itemsize, _KEPT_NBYTES)
         memory = Operand(scratch.view(task.dtype.storage), task.dtype)
-    plan = plans.get((*key, memory.address), lambda: _MessageReduction(context, task, memory, scratch))
+    plan = plans.get((*key, memory.address), lambda: _MessageReduction(context, task, memory, scratch, average))
     if plan.coding is not None:
         plan.coding.feedback = feedback
     return plan
+
+
+def _long_average(context: Context, task: Task, count: int) -> LongAverage | None:
+    """Return what averages 64-bit integers; None: the task is another one, or there are none."""
+    kind, size = task.kind, context.topology.size
+    if not (kind.dtype.is_long and kind.op is ReduceOp.AVERAGE and count):
+        return None
+    if kind.collective is Collective.REDUCE_SCATTER:
+        return LongAverage(size, kind.counts, context.rank)
+    if kind.collective is Collective.REDUCE:
+        any_rank = partial(context.any_rank, task.signature)
+        return LongAverage(size, [count], 0 if context.rank == kind.root else None, any_rank)
+    return LongAverage(size, [count], 0)
 
 
 def _memory(context: Context, task: Task, source: Operand, target: Operand | None) -> Operand | None:
@@ -70,16 +90,26 @@ class _LibraryReduction(BoundCall):
         self._context, self._task = context, task
 
     def run(self, source: Operand, place: Place) -> None:
-        context, task, target = self._context, self._task, place(())
-        context.rendezvous(task.signature)
+        context, task = self._context, self._task
+        average = _long_average(context, task, source.view.size)
+        if average is not None:
+            buffer = np.empty(sum(average.counts), task.dtype.storage)
+            return average.run(source, place, buffer, lambda: self._reduce(buffer))
+        target = place(())
         work = np.empty(source.view.size, task.dtype.storage) if task.is_wide else target.view
         _load(source, task, work)
-        context.messages.allreduce(work, task.op)
-        if context.instruments.observers:
-            context.instruments.step("the library's own allreduce")
+        self._reduce(work)
         if task.op is ReduceOp.AVERAGE:
             divide(work, context.topology.size)
         _store(context, work, task, target)
+        return None
+
+    def _reduce(self, work: Array) -> None:
+        context = self._context
+        context.rendezvous(self._task.signature)
+        context.messages.allreduce(work, self._task.op)
+        if context.instruments.observers:
+            context.instruments.step("the library's own allreduce")
 
 
 class _MessageReduction(BoundCall):
@@ -90,12 +120,16 @@ class _MessageReduction(BoundCall):
         task: what to do.
         memory: in which it works: the caller's array, or scratch.
         scratch: that, to keep it; None: ``memory`` is the caller's.
+        average: of 64-bit integers, for which there is scratch; None: this is another reduction.
 
     Attributes:
         coding: how elements travel in a wire format; None: as they are.
     """
 
-    def __init__(self, context: Context, task: Task, memory: Operand, scratch: Array | None) -> None:
+    def __init__(
+        self, context: Context, task: Task, memory: Operand, scratch: Array | None, average: LongAverage | None
+    ) -> None:
+        self._average = average
         self._context, self._task, self._shares_memory = context, task, task.choice.path is Path.HIERARCHICAL
         self._scratch, self._address, count = scratch, memory.address, memory.count
         self.reusable = scratch is None or scratch.nbytes <= _KEPT_NBYTES
@@ -118,23 +152,30 @@ class _MessageReduction(BoundCall):
         self._schedule = NodeSchedule(context, task, self._work, segments, self.coding)
 
     def run(self, source: Operand, place: Place) -> None:
-        context, signature, work = self._context, self._signature, self._work
+        work = self._work
+        if self._average is not None:
+            return self._average.run(source, place, work, self._reduce)
         if source.address != self._address:
             _load(source, self._task, work)
         if self.coding is not None:
             self.coding.begin()
+        self._reduce()
+        if self._wants_result:
+            if self._divides:
+                divide(work, self._context.topology.size)
+            target = place(())
+            if target.address != self._address:
+                _store(self._context, work, self._task, target)
+        return None
+
+    def _reduce(self) -> None:
+        context, signature = self._context, self._signature
         if self._shares_memory:
             self._schedule.run(context.rendezvous_at_board(signature))
             context.board.barrier(signature.text)
         else:
             context.rendezvous(signature)
             self._schedule.run([])
-        if self._wants_result:
-            if self._divides:
-                divide(work, context.topology.size)
-            target = place(())
-            if target.address != self._address:
-                _store(context, work, self._task, target)
 
     def close(self) -> None:
         self._schedule.close()
@@ -149,14 +190,19 @@ class _ReduceScatter(BoundCall):
         task: what to do.
         work: the source; or a buffer of the plan, for partial sums or a wider type.
         target: the result; None: it is copied from the buffer.
+        average: of 64-bit integers, for which there is a buffer; None: this is another reduction.
     """
 
-    def __init__(self, context: Context, task: Task, work: Array, target: Array | None) -> None:
+    def __init__(
+        self, context: Context, task: Task, work: Array, target: Array | None, average: LongAverage | None = None
+    ) -> None:
         self._context, self._task, self._work, self._target = context, task, work, target
+        self._average = average
         self.reusable = target is not None or work.nbytes <= _COPIED_NBYTES
-        partition = Partition.of_sizes(task.kind.counts)
+        counts = task.kind.counts if average is None else average.counts
+        partition = Partition.of_sizes(counts)
         own = partition.segment[context.rank]
-        segments = segments_of_blocks(partition, context.segment_limit(work, max(task.kind.counts)))
+        segments = segments_of_blocks(partition, context.segment_limit(work, max(counts)))
         results = [
             tuple(
                 slice(part.start - own.start, part.stop - own.start) if rank == context.rank else slice(0, 0)
@@ -170,14 +216,20 @@ class _ReduceScatter(BoundCall):
         self._own = work[own] if target is None else target
 
     def run(self, source: Operand, place: Place) -> None:
-        self._context.rendezvous(self._task.signature)
+        if self._average is not None:
+            return self._average.run(source, place, self._work, self._reduce)
         if self._target is None:
             _load(source, self._task, self._work)
-        self._schedule.run()
+        self._reduce()
         if self._task.op is ReduceOp.AVERAGE:
             divide(self._own, self._context.topology.size)
         if self._target is None:
             _store(self._context, self._own, self._task, place(()))
+        return None
+
+    def _reduce(self) -> None:
+        self._context.rendezvous(self._task.signature)
+        self._schedule.run()
 
     def close(self) -> None:
         self._schedule.close()

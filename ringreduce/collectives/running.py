@@ -29,7 +29,7 @@ from ringreduce.collectives.state import CallTimer, CommState
 from ringreduce.common.arguments import shape_text
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.instruments import Tally
-from ringreduce.common.reduce_ops import SUM
+from ringreduce.common.reduce_ops import AVERAGE, SUM
 from ringreduce.transport.shared.board import Signature
 
 #: Those in which all ranks' arrays have the same shape.
@@ -400,6 +400,8 @@ def _waits(kind: CallKind, choice: Choice, shape: tuple[object, ...] | None) -> 
     """Return whether no rank can end a call before all have come to it; see `Signature`."""
     if kind.collective in (Collective.GATHER, Collective.SCATTER):
         return True  # each rank publishes how much it has, and reads the others'
+    if kind.collective is Collective.REDUCE and kind.dtype.is_long and kind.op is AVERAGE and kind.nbytes:
+        return True  # all ranks learn at the end whether sums could wrap around
     if kind.collective.rooted or shape is None or choice.path is Path.LIBRARY or 0 in shape:
         return False  # a rank that has its data goes on without the others; for an empty array nobody waits
     # With fewer rows than ranks, some ranks get nothing of a reduce-scatter.

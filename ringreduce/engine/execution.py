@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, narrow, typed, widen
+from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, divide_wrapped, narrow, typed, widen
 from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
@@ -136,7 +136,9 @@ class Executor:
             buffer.parts[0][:] = _neutral(op, dtype)
         if instruments.observers:
             instruments.step(f"pack {len(pairs)} arrays")
-        if divisor:
+        if divisor and dtype.is_long:
+            self._average_long(buffer.flat, divisor)
+        elif divisor:
             total = widen(buffer.flat, dtype) if dtype.half or dtype.integral else buffer.flat  # wide enough for a sum
             communicator.allreduce(total, SUM, out=total)
             (divide_toward_zero if total.dtype.kind in "iu" else divide)(total, divisor)
@@ -147,6 +149,14 @@ class Executor:
             np.copyto(target, part)
         if instruments.observers:
             instruments.step(f"unpack {len(pairs)} arrays")
+
+    def _average_long(self, flat: npt.NDArray[Any], divisor: int) -> None:
+        """Divide the sums of 64-bit integers, which may wrap around, in place. Collective."""
+        both = np.concatenate([flat, flat // divisor])
+        self.communicator.allreduce(both, SUM, out=both)
+        sums, quotients = both[: len(flat)], both[len(flat) :]
+        divide_wrapped(sums, quotients, divisor)
+        np.copyto(flat, sums)
 
     def _buffer(self, dtype: DType, count: int, shapes: tuple[tuple[int, ...], ...]) -> _Buffer:
         """Return a communication buffer; the same one for equal arguments, since a repeated call is fastest then.

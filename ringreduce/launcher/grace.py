@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ringreduce.common.processes import has_ended
 
-__all__ = ["Grace"]
-
 
 class Grace:
     """Asks the ranks of this host to end, and kills those that have not after some time.

@@ -16,8 +16,6 @@ from pathlib import Path
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.spec import LaunchSpec
 
-__all__ = ["StandardInput"]
-
 _PYTHON = (sys.executable, "-I", "-S", "-c")
 _GO_ON = "os.execvp(sys.argv[2], sys.argv[2:])"
 #: Gives each rank a text, as a file in memory; takes it.

@@ -55,5 +55,16 @@ def added_up(values: Any, places: Any, count: Any, divisor: Any, factors: Any = 
         if factors is not None:
             rows *= tf.reshape(tf.cast(factors, wide), [-1, *[1] * (rows.shape.rank - 1)])
         total = tf.math.unsorted_segment_sum(rows, places, count)
+        if dtype in (tf.int64, tf.uint64):
+            divisor = tf.cast(divisor, dtype)
+            return _divided(total, tf.math.unsorted_segment_sum(rows // divisor, places, count), divisor)
         divide = tf.truncatediv if wide.is_integer else tf.divide
         return tf.cast(divide(total, tf.cast(divisor, wide)), dtype)
+
+
+def _divided(sums: Any, quotients: Any, divisor: Any) -> Any:
+    """Divide, toward zero, sums of 64-bit integers that may have wrapped around; see `ringreduce.buffers.integers`."""
+    remainders = sums - quotients * divisor
+    whole = remainders // divisor
+    floor = quotients + whole
+    return floor + tf.cast((floor < 0) & (remainders != whole * divisor), floor.dtype)

@@ -183,6 +183,7 @@ def _resizable_flag() -> int | None:
     return changed[0] if storage.resizable() else None
 
 
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # that torch adds up by index
 _HALVES = torch.float16, torch.bfloat16
 
 #: The only instance.
@@ -250,15 +251,33 @@ def of_entries(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, d
         shape: of the tensor.
         divisor: integers are divided toward zero.
     """
+    if divisor != 1 and values.dtype in _INTEGERS:
+        return _averages_of_entries(indices, values, shape, divisor)
     wide = values.float() if values.dtype in _HALVES else values
     total = torch.sparse_coo_tensor(indices.t(), wide, shape, check_invariants=False).coalesce()
     if divisor != 1:
-        rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
-        total = torch.div(total, divisor, rounding_mode=rounding)
+        total = torch.div(total, divisor)
     if wide is not values:
         found, sums = total.indices(), total.values().to(values.dtype)
         total = torch.sparse_coo_tensor(found, sums, shape, check_invariants=False, is_coalesced=True)
     return total
+
+
+def _averages_of_entries(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int) -> torch.Tensor:
+    """Do what `of_entries` does for integers: exact even where the sums of 64 bits wrap around.
+
+    `ringreduce.buffers.integers` says why the sums of the quotients tell what is missing.
+    """
+    terms = values.long()
+    both = torch.stack([terms, terms.div(divisor, rounding_mode="floor")], -1)
+    total = torch.sparse_coo_tensor(indices.t(), both, (*shape, 2), check_invariants=False).coalesce()
+    sums, quotients = total.values().unbind(-1)
+    remainders = sums - quotients * divisor
+    whole = remainders.div(divisor, rounding_mode="floor")
+    averages = quotients + whole
+    averages += (averages < 0) & (remainders != whole * divisor)  # toward zero
+    averages = averages.to(values.dtype)
+    return torch.sparse_coo_tensor(total.indices(), averages, shape, check_invariants=False, is_coalesced=True)
 
 
 def sum_entries(

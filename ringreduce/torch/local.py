@@ -15,11 +15,12 @@ from ringreduce.common.arguments import CheckingArguments, shown
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set, init
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch import wrapping
+from ringreduce.torch import wrapper, wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import Compression, Compressor, each_array
 from ringreduce.torch.local_state import StateAverage
 from ringreduce.torch.optimizer import DistributedOptimizer
+from ringreduce.torch.own_methods import LOCAL_ADVICE
 from ringreduce.torch.reduced import scaler_of
 from ringreduce.torch.shardable import require_not_shared
 from ringreduce.training.combinations import LOCAL, SCALER, refusal
@@ -63,7 +64,7 @@ class TensorLeaves:
         return [(tensor, place.view(tensor.shape)) for tensor, place in zip(self._tensors, places, strict=True)]
 
 
-class DiLoCo(wrapping.Wrapper):
+class DiLoCo(wrapper.Wrapper):
     """Wraps a torch optimizer: replicas step by themselves, and exchange weights once per period.
 
     A replica is a node, whose ranks reduce their gradients in each step as with `DistributedOptimizer`; or one rank; or
@@ -119,6 +120,8 @@ class DiLoCo(wrapping.Wrapper):
         UnsupportedBufferError: parameters are sharded, or have no shape yet.
     """
 
+    _advice = LOCAL_ADVICE
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -140,7 +143,7 @@ class DiLoCo(wrapping.Wrapper):
         self._warm: bool | None = None  # whether steps are those of the warm-up; None: the next call finds out
         ranks = global_process_set.communicator
         with CheckingArguments(ranks, "DiLoCo", "DiLoCo"):
-            if isinstance(optimizer, wrapping.Wrapper):
+            if isinstance(optimizer, wrapper.Wrapper):
                 raise ConfigError("DiLoCo wraps the optimizer itself, which a DistributedOptimizer has as `wrapped`")
             wrapping.require_optimizer(optimizer, "DiLoCo")
             parameters = wrapping.parameters_of(optimizer)
@@ -163,6 +166,7 @@ class DiLoCo(wrapping.Wrapper):
         leaves = [TensorLeaves(partial(list, parameters[place])) for place in places]
         over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
         self._local = LocalTraining(f"DiLoCo over {over}", options, leaves, self._others(model))
+        self._watch_arrivals()
         self._enter_phase()
 
     def _others(self, model: torch.nn.Module | None) -> list[Average]:
@@ -217,6 +221,8 @@ class DiLoCo(wrapping.Wrapper):
         self._local.before_step()
         result = self._stepping.step() if closure is None else self._stepping.step(closure)
         self._local.after_step()
+        if self._arrivals is not None:
+            self._arrivals.reduced()
         if self._warm is not self._local.warming:
             self._enter_phase()
         return result
@@ -224,6 +230,8 @@ class DiLoCo(wrapping.Wrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         self._stepping.zero_grad(set_to_none)
+        if self._arrivals is not None:
+            self._arrivals.cleared()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
         """Reduce the gradients over the replica, then clip them. Collective over the replica.
@@ -300,6 +308,9 @@ class DiLoCo(wrapping.Wrapper):
 
     def __repr__(self) -> str:
         return f"DiLoCo(every {self._options.period} steps, {len(self._replicas)} replicas of {self._optimizer!r})"
+
+    def _may_own_methods_step(self) -> bool:
+        return global_process_set.communicator.size == 1
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:
         if scaler_of(caller) is not None:

@@ -16,7 +16,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch import wrapping
+from ringreduce.torch import wrapper, wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.gradients import TorchParameters
@@ -34,7 +34,7 @@ from ringreduce.training.requests import Adasum, require_process_set
 _KIND = "DistributedOptimizer"
 
 
-class DistributedOptimizer(wrapping.Wrapper):
+class DistributedOptimizer(wrapper.Wrapper):
     """Wraps a torch optimizer: `step` reduces the gradients over all ranks, then lets the wrapped one step.
 
     It is a `torch.optim.Optimizer` for learning-rate schedulers and everything else that asks, and shares parameter
@@ -52,7 +52,7 @@ class DistributedOptimizer(wrapping.Wrapper):
     are right when they are reduced again; with `Sum` they must be zeroed after every reduction.
 
     With ``reduce_in="backward"`` the gradients are averages when ``backward()`` returns, as with torch's DDP, so that a
-    program may change them or look at them before it steps; `step` does not reduce them again. All ranks then make the
+    program may change them before it steps, or step by the optimizer's own methods, as for SAM. All ranks then make the
     same backward passes. Gradients that no rank has stay None. Passes but the last of a step are made within `no_sync`,
     or declared.
 
@@ -136,8 +136,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         shard: Literal["node", "all"] | None = None,
         staleness: int = 0,
     ) -> None:
-        # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
-        # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
+        # Optimizer.__init__ is not called: what it would set is the wrapped optimizer's, by properties and __getattr__.
         self._optimizer = optimizer
         sparse_only = isinstance(optimizer, torch.optim.SparseAdam)
         bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense and not sparse_only)
@@ -176,7 +175,7 @@ class DistributedOptimizer(wrapping.Wrapper):
 
     def _reset_step_state(self, options: Options) -> None:
         self._op, self._adasum, self.needs_whole_commits = options.op, options.adasum, options.needs_whole_commits
-        self._reduced = Reduced()
+        self._reduced = Reduced(self._watch_arrivals())
         self._skipping = False
         self._stepper = Stepper(self._optimizer, self._training)
         self._unwatch = wrapping.watch_steps(self._optimizer, self._stepped_by_itself)
@@ -220,20 +219,20 @@ class DistributedOptimizer(wrapping.Wrapper):
         with self._stepper.reading:
             self._stepper.require_unchanged()
             if self._adasum and not self._training.alone:
-                self._reduced.forget()
+                self._reduced.taken()
                 step = self._stepper.step if closure is None else partial(self._stepper.step, closure)
                 return wrapping.step_and_combine(self._parameters(), self._training, step)
             if closure is not None:
                 self._training.options.require_on_time(CLOSURE)
                 result = self._stepper.step(partial(self._evaluate, closure))
-                self._reduced.forget()
+                self._reduced.taken()
                 return result
             if not (self._skipping or self._reduced.is_final(id(self))) and self._training.gradients.pending:
                 if self._reduced.state is State.SYNCHRONIZED and not self._training.alone:
                     warn_of_second_reduction(adds_up=self._op is SUM)
                 with self._training.reducer.own_parts():
                     self._reduce()
-            self._reduced.forget()
+            self._reduced.taken()
             return self._stepper.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -420,8 +419,6 @@ class DistributedOptimizer(wrapping.Wrapper):
         loss = closure()
         if not self._skipping:
             self._reduce()
-        if self._training.alone or not isinstance(loss, (torch.Tensor, int, float)):
-            return loss
         return wrapping.reduced_loss(self._training, loss)
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:
@@ -438,6 +435,9 @@ class DistributedOptimizer(wrapping.Wrapper):
 
     def _parameters(self) -> list[torch.Tensor]:
         return wrapping.parameters_of(self._optimizer)
+
+    def _may_own_methods_step(self) -> bool:
+        return self._training.alone or self._skipping or self._training.options.in_backward
 
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ringreduce.torch.own_methods import Arrivals
 from ringreduce.training.combinations import SCALER, SKIPPING
 
 #: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients; private to torch.
@@ -29,23 +30,37 @@ class State(Enum):
 class Reduced:
     """The state of one optimizer's gradients, from step to step.
 
+    Args:
+        arrivals: is told of what happens to them; None: nobody.
+
     Attributes:
         state: what they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arrivals: Arrivals | None = None) -> None:
         self.state = State.OWN
+        self._arrivals = arrivals
         self._heard: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters, by their ids
         # The GradScaler for which they were reduced, and the state that it keeps for the step.
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
 
     def forget(self) -> None:
-        """Take the gradients for this rank's own from now on."""
+        """Take the gradients for this rank's own from now on: they are cleared."""
         self.state, self._scaler = State.OWN, None
+        if self._arrivals is not None:
+            self._arrivals.cleared()
+
+    def taken(self) -> None:
+        """Take the gradients for this rank's own from now on: a step takes what there is."""
+        self.forget()
+        if self._arrivals is not None:
+            self._arrivals.reduced()
 
     def synchronized(self) -> None:
         """Take note that they were reduced; what was clipped stays so."""
         self._scaler = None
+        if self._arrivals is not None:
+            self._arrivals.reduced()
         if self.state is not State.CLIPPED:
             self.state = State.SYNCHRONIZED
 
@@ -57,7 +72,7 @@ class Reduced:
         def added_to(parameter: torch.Tensor) -> None:
             reduced = this()
             if reduced is not None and reduced.state is State.CLIPPED:
-                reduced.forget()
+                reduced.state, reduced._scaler = State.OWN, None
 
         for parameter in parameters:
             known = self._heard.get(id(parameter))

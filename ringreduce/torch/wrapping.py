@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType, MethodType
-from typing import Any, NoReturn, cast
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -109,78 +108,6 @@ def require_parameters(parameters: Iterable[torch.Tensor]) -> None:
             )
 
 
-def _of_wrapped(name: str) -> Any:
-    """Return a property of a `DistributedOptimizer` that is its wrapped optimizer's."""
-    return property(
-        lambda wrapper: getattr(wrapper._optimizer, name),
-        lambda wrapper, value: setattr(wrapper._optimizer, name, value),
-    )
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer that shares all but its steps with the one that it wraps, which is ``_optimizer``."""
-
-    _optimizer: torch.optim.Optimizer
-    _named: Callable[[], Named]
-
-    # If this were true, a GradScaler would set its scale as attributes here, where the wrapped optimizer does not see
-    # them. As it is false, GradScaler unscales the gradients itself.
-    _step_supports_amp_scaling = False
-
-    def __new__(cls, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
-        # Also an instance of the wrapped optimizer's class, for programs that ask what kind it is.
-        kind = type(optimizer)
-        plain = kind is torch.optim.Optimizer or isinstance(optimizer, Wrapper) or not is_optimizer(optimizer)
-        if cls.__base__ is Wrapper and not plain:
-            cls = type(f"Distributed{kind.__name__}", (cls, kind), {})
-        return object.__new__(cls)
-
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """What errors call the parameters, by parameter; by Horovod's name, under which libraries look for it."""
-        return {parameter: name for name, parameter in self._named()}
-
-    @property
-    def wrapped(self) -> torch.optim.Optimizer:
-        """The optimizer that makes the steps."""
-        return self._optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        # A GradScaler looks for overflows in the gradients, and divides them by its scale, just before the step or when
-        # the program tells it to. If it did so before they are reduced, some ranks would skip the step.
-        self._prepare_for_scaler(sys._getframe(1))
-        return self._optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = value
-
-    state = _of_wrapped("state")
-    defaults = _of_wrapped("defaults")
-
-    def __getattr__(self, name: str) -> Any:
-        # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
-        if name == "_optimizer":
-            raise AttributeError(name)
-        found = getattr(self._optimizer, name)
-        if isinstance(found, MethodType) and found.__self__ is self._optimizer:
-            return MethodType(found.__func__, self)  # so that its `self.step()` is the one that reduces
-        return found
-
-    def __reduce__(self) -> NoReturn:
-        kind = next(each.__name__ for each in type(self).__mro__ if each.__base__ is Wrapper)
-        raise TypeError(
-            f"a {kind} belongs to the running job and cannot be pickled; save its state_dict(), or the optimizer that "
-            "it wraps, which is its attribute `wrapped`. An object that holds one can be pickled while `wrapped` is in "
-            "its place, or if its __getstate__ leaves it out. A DistributedOptimizer can be copied by copy.deepcopy"
-        )
-
-    def _prepare_for_scaler(self, caller: FrameType) -> None:
-        """Hear that a frame reads the parameter groups: it may be a GradScaler's."""
-        raise NotImplementedError  # subclasses know how
-
-
 def step_and_combine(parameters: Iterable[torch.Tensor], training: Training, step: Callable[[], Any]) -> Any:
     """Step with this rank's own gradients; then combine the changes of all ranks by Adasum. Collective.
 
@@ -208,8 +135,10 @@ def apply_late(parameters: Sequence[torch.Tensor], late: LateAverages, step: Cal
         step()
 
 
-def reduced_loss(training: Training, loss: torch.Tensor | int | float) -> Any:
-    """Return the loss of a closure, reduced like the gradients, as what it was. Collective."""
+def reduced_loss(training: Training, loss: Any) -> Any:
+    """Return the loss of a closure, reduced like the gradients, as what it was; anything else as it is. Collective."""
+    if training.alone or not isinstance(loss, (torch.Tensor, int, float)):
+        return loss
     common = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
     training.reduce_loss(common.numpy())
     return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()

@@ -91,7 +91,7 @@ class Messages(Protocol):
         """End the messages that were given up, on all ranks, so that none matches a later one. Collective."""
 
     def abandon(self) -> None:
-        """Let the others know that this rank does not close it, as after a failure: messages may be under way. Local."""
+        """Let the others know that this rank does not close it, as messages may be under way. Local."""
 
     def close(self) -> None:
         """Give back what the transport holds; local, and safe to call twice."""

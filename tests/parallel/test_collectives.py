@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mpi4py import MPI
+from whole_numbers import check_averages
 
 import ringreduce as rr
 from ringreduce.collectives import Context
@@ -50,6 +51,14 @@ def test_collectives_conform_on_several_nodes(node_size: int) -> None:
     assert several.topology.single_node == (several.size <= node_size)
     check_collectives(several)
     several.close()
+
+
+@pytest.mark.parametrize("node_size", [None, 1, 2])
+def test_averages_of_long_integers(node_size: int | None) -> None:
+    """They are exact whatever the sum, by every algorithm, the MPI library's own among them."""
+    ours = communicator(node_size=node_size)
+    check_averages(ours, "int64", counts=(5, 4099))
+    ours.close()
 
 
 @pytest.mark.sizes(2)

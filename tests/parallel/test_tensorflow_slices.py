@@ -267,6 +267,19 @@ def test_an_allreduce_of_slices(step: Any, by_horovod: bool, dtype: str, op: Any
         np.testing.assert_allclose(total, expected, rtol=2**-8)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint64"])
+def test_averages_of_large_integers_in_slices(step: Any, dtype: str) -> None:
+    """They are exact where the sum overflows; dense ones are, too."""
+    limits = np.iinfo(dtype)
+    least = -3 - RANK if limits.min else 3 + RANK
+    values = tf.constant([[limits.max - RANK], [limits.min], [least]], dtype)
+    made = step(lambda each: hvd.allreduce(tf.IndexedSlices(each, [0, 1, 2], tf.constant([3, 1]))))(values)
+    mean = (6 + SIZE - 1) // 2
+    wanted = np.array([[limits.max - SIZE // 2], [limits.min], [-mean if limits.min else mean]], dtype)
+    np.testing.assert_array_equal(made.values, wanted)
+    np.testing.assert_array_equal(step(hvd.allreduce)(values), wanted)
+
+
 def test_gradients_flow_through_an_allreduce_of_slices(step: Any) -> None:
     """Those of the sum of all ranks' losses."""
     weights = [1.0 + rank for rank in range(SIZE)]

@@ -206,6 +206,24 @@ def test_averages_of_sparse_integers_are_integers(world: rr.Communicator) -> Non
     assert result.to_dense().tolist() == [0, -3, 5]
 
 
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_averages_of_integers_whose_sum_overflows(nodes_of: Any, node_size: int | None) -> None:
+    """The sum of such numbers wrapped around before it was divided."""
+    nodes_of(node_size)
+    rank, size = hvd.rank(), hvd.size()
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8):
+        limits = torch.iinfo(dtype)
+        wanted = [limits.max - size // 2, limits.min, -3]
+        mine = torch.tensor([limits.max - rank, limits.min, -3], dtype=dtype)
+        assert hvd.allreduce(mine, op=hvd.Average).tolist() == wanted
+        assert [each.tolist() for each in hvd.grouped_allreduce([mine, mine[:1]])] == [wanted, wanted[:1]]
+        assert hvd.synchronize(hvd.allreduce_async(mine, name=f"{dtype}")).tolist() == wanted
+        assert hvd.reducescatter(mine[:1].repeat(size), op=hvd.Average).tolist() == wanted[:1]
+        assert hvd.sparse_allreduce_async(mine.to_sparse(), op=hvd.Average)().to_dense().tolist() == wanted
+        assert hvd.allreduce_(mine, op=hvd.Average).tolist() == wanted
+        assert mine.tolist() == wanted
+
+
 def test_a_default_device_changes_nothing() -> None:
     """Programs may let torch make tensors elsewhere; what travels is made on the CPU all the same."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 40), hvd.SyncBatchNorm(40), torch.nn.Linear(40, 2))

@@ -250,6 +250,11 @@ def test_large_whole_numbers_are_averaged_over_those_that_are_left() -> None:
             assert out.tolist() == [120, -7, -128]
             flags = engine.run(reduction("b", np.array([True, engine.communicator.rank == 0]), op=AVERAGE))
             assert flags[0].tolist() == [True, False]
+            for dtype in (np.int64, np.uint64):
+                limits = np.iinfo(dtype)
+                large = np.array([limits.max - engine.communicator.rank, limits.min, limits.max], dtype)
+                (out,) = engine.run(reduction(f"t {limits}", large, op=AVERAGE))
+                assert out.tolist() == [limits.max - 1, limits.min, limits.max]
         engine.wait(engine.join())
 
     run_engines(3, program, config=SETTINGS)

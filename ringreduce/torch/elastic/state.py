@@ -13,7 +13,8 @@ from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, Stat
 from ringreduce.torch.commits import committed, copied, own, sharded_steps
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ringreduce.torch.wrapping import Wrapper, watch_steps
+from ringreduce.torch.wrapper import Wrapper
+from ringreduce.torch.wrapping import watch_steps
 
 __all__ = [
     "ModelStateHandler",

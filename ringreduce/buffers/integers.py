@@ -1,0 +1,86 @@
+"""Averages of integers: toward zero, and exact even where a sum of 64-bit integers wraps around.
+
+A sum S that has wrapped around lacks a multiple of 2**64. Each of its terms is q d + r, with the divisor d and r from 0
+to d - 1. Let Q be the sum of all q. The sum of all r is S - d Q: it is small, so the multiple of 2**64 does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringreduce.buffers.dtypes import Array
+
+#: Bits of the numbers that are not negative, by the kind of dtype.
+_BITS = {"i": 63, "u": 64}
+
+
+def sums_fit(terms: Sequence[Array], size: int, scratch: Array | None = None) -> bool:
+    """Return whether no sum of 64-bit integers can wrap around; False where that is not sure.
+
+    Args:
+        terms: equal views; of each rank one, or some of these.
+        size: how many terms a sum has.
+        scratch: such a view, is overwritten; needed for more than one of the terms.
+    """
+    first, *others = terms
+    if not first.size:
+        return True
+    limit = (1 << _BITS[first.dtype.kind] - (size - 1).bit_length()) - 1
+    seen = first
+    for each in others:  # the bits of all numbers together are within the limit just if each of them is
+        seen = np.bitwise_or(seen, each, out=scratch)
+    if seen.view(np.uint64).max() <= limit:
+        return True
+    if first.dtype.kind == "u":
+        return False
+    return all(each.max() <= limit and each.min() >= -limit for each in terms)
+
+
+def quotient(dividend: int, divisor: int) -> int:
+    """Return the quotient toward zero, by a positive divisor."""
+    return dividend // divisor if dividend >= 0 else -(-dividend // divisor)
+
+
+def divide_toward_zero(wide: Array, divisor: int, scratch: Array | None = None, out: Array | None = None) -> None:
+    """Divide integers; -7 / 2 gives -3.
+
+    Args:
+        wide: the numbers, of a type that also holds them plus or minus the divisor; are overwritten.
+        divisor: at least 1.
+        scratch: of the same shape and type, is overwritten; None: memory is taken for it.
+        out: where the quotients go, the same; None: in place.
+    """
+    out = wide if out is None else out
+    if wide.dtype.kind != "u":
+        # A negative number is brought up by divisor - 1: then rounding down gives what rounding up gave.
+        scratch = np.empty_like(wide) if scratch is None else scratch
+        if divisor == 2 and wide.itemsize == 8:
+            np.right_shift(wide.view(np.uint64), 63, out=scratch.view(np.uint64))
+        else:
+            np.right_shift(wide, 8 * wide.itemsize - 1, out=scratch)
+            np.bitwise_and(scratch, divisor - 1, out=scratch)
+        np.add(wide, scratch, out=wide)
+    if divisor & (divisor - 1) == 0:
+        np.right_shift(wide, divisor.bit_length() - 1, out=out)  # several times as fast
+    else:
+        np.floor_divide(wide, divisor, out=out)
+
+
+def divide_wrapped(sums: Array, quotients: Array, divisor: int) -> None:
+    """Divide, in place and toward zero, sums of 64 bits that may have wrapped around.
+
+    Args:
+        sums: modulo 2**64.
+        quotients: the sums of all terms' quotients by the divisor, rounded down, modulo 2**64; are overwritten.
+        divisor: at least 1. The quotients of the true sums fit.
+    """
+    remainders = sums - quotients * divisor
+    whole = remainders // divisor
+    np.add(quotients, whole, out=quotients)
+    if sums.dtype.kind != "u":
+        up = quotients < 0
+        up &= remainders != whole * divisor
+        np.add(quotients, up, out=quotients)
+    np.copyto(sums, quotients)

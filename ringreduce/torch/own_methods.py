@@ -1,0 +1,142 @@
+"""Methods that the class of a wrapped optimizer has besides torch's: refused where they step with unreduced gradients.
+
+Such are the ``first_step`` and ``second_step`` of optimizers for flat minima. Their ``self`` is the wrapper, so that
+they reduce by ``self.step()``. Others write to parameters by themselves, or by an optimizer within. They may do so if
+no gradient came since the last step or reduction: to swap averages of weights, for example.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ringreduce.common.errors import ConfigError
+
+#: What to do instead, with a `DistributedOptimizer` and with `DiLoCo`.
+ADVICE = (
+    'Wrap the optimizer with reduce_in="backward": then gradients are averages when backward() returns, whatever steps '
+    "with them (or, if each rank is meant to do this by itself, call it within skip_synchronize())"
+)
+LOCAL_ADVICE = (
+    "DiLoCo and LocalSGD count steps, and exchange weights, in step() alone: let the optimizer do all of this in its "
+    "step(closure)"
+)
+
+_FEW = 8  # elements of a parameter that are compared, for writes by ``p.data`` that torch does not count
+
+
+class Arrivals:
+    """Whether backward passes have added to gradients since the last step or reduction.
+
+    Args:
+        find: returns the parameters. It must not keep the wrapper alive.
+
+    Attributes:
+        reductions: how often gradients were reduced, or taken by a step.
+        count: how often a pass has added to a gradient.
+        fresh: whether one has since then.
+    """
+
+    def __init__(self, find: Callable[[], list[torch.Tensor]]) -> None:
+        self._find = find
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._hooks: list[Any] = []
+        self.reductions = self.count = 0
+        self.fresh = False
+        self.watch()
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+
+    def watch(self) -> None:
+        """Watch parameters that are not watched yet."""
+        this = weakref.ref(self)
+
+        def added_to(parameter: torch.Tensor) -> None:
+            if (arrivals := this()) is not None:
+                arrivals.fresh = True
+                arrivals.count += 1
+
+        for parameter in self._find():
+            known = self._watched.get(id(parameter))
+            if parameter.requires_grad and parameter.is_leaf and (known is None or known() is not parameter):
+                self._watched[id(parameter)] = weakref.ref(parameter)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(added_to))  # type: ignore[no-untyped-call]
+
+    def cleared(self) -> None:
+        """Take note that the gradients are None or zero."""
+        self.fresh = False
+        self.watch()
+
+    def reduced(self) -> None:
+        """Take note that they were reduced, or that a step took them."""
+        self.reductions += 1
+        self.cleared()
+
+    def snapshot(self, *, values: bool) -> list[tuple[Any, ...]]:
+        """Return what tells whether parameters are written to or replaced; ``values``: also by ``p.data``."""
+        return [
+            (0 if each.is_inference() else each._version, each.data_ptr(), _first_bytes(each) if values else b"")
+            for each in self._find()
+            if each.layout is torch.strided
+        ]
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _first_bytes(parameter: torch.Tensor) -> bytes:
+    few = parameter.detach().as_strided((min(_FEW, parameter.numel()),), (1,))
+    return bytes(few.clone().view(torch.uint8).tolist())
+
+
+def guarded(wrapper: type, kind: type) -> Mapping[str, Callable[..., Any]]:
+    """Return the public methods that a wrapper takes over from the class of an optimizer, each in a `call`.
+
+    Args:
+        wrapper: its own attributes go first.
+        kind: of the optimizer. What torch's classes have is left as it is.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for each in kind.__mro__:
+        if each.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for name, value in vars(each).items():
+            if isinstance(value, FunctionType) and not (name[0] == "_" or name in found or hasattr(wrapper, name)):
+                found[name] = _guarded(value)
+    return found
+
+
+def _guarded(function: FunctionType) -> Callable[..., Any]:
+    @wraps(function)
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        return call(self, function, arguments, options)
+
+    return method
+
+
+def call(wrapper: Any, function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Call a method with the wrapper in place of the optimizer.
+
+    Raises:
+        ConfigError: it has written to parameters, while gradients came that were not reduced since.
+    """
+    arrivals: Arrivals | None = wrapper._arrivals
+    if arrivals is None or wrapper._may_own_methods_step():
+        return function(wrapper, *arguments, **options)
+    fresh, count, reductions = arrivals.fresh, arrivals.count, arrivals.reductions
+    before = arrivals.snapshot(values=fresh)
+    result = function(wrapper, *arguments, **options)
+    came = (fresh or arrivals.count != count) and arrivals.reductions == reductions
+    if came and arrivals.snapshot(values=fresh) != before:
+        raise ConfigError(
+            f"{function.__name__}() of {type(wrapper.wrapped).__name__} has changed parameters by this rank's own "
+            "gradients, which no step has reduced: the ranks' weights differ now, so load weights, or begin again. "
+            f"{wrapper._advice}"
+        )
+    return result
