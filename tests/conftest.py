@@ -71,6 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(watchdog, "watchdog")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is thorough, without --all."""
+    if not os.environ.get("TEST_ALL"):
+        left_out = [item for item in items if item.get_closest_marker("thorough") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_collection_finish() -> None:
     """Leave what lives as long as the tests out of garbage collections, which tests ask for again and again."""
     gc.collect()

@@ -150,8 +150,11 @@ def test_signals_of_users_reach_the_handlers_of_ranks(
 @pytest.mark.parametrize("how", ["alone", "exits", "dies"])
 @pytest.mark.parametrize(
     ("command", "options"),
-    [("ringreduce run", ()), ("ringreduce run", ("--elastic", "--max-restarts", "2")), ("horovodrun", ())],
-    ids=["run", "elastic", "horovodrun"],
+    [
+        pytest.param("ringreduce run", (), id="run"),
+        pytest.param("ringreduce run", ("--elastic", "--max-restarts", "2"), id="elastic"),
+        pytest.param("horovodrun", (), id="horovodrun", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_rank_may_save_after_sigterm(tmp_path: Path, command: str, options: tuple[str, ...], how: str) -> None:
     """Also when another rank has ended before, with a status or by the signal; the job is not started again."""
@@ -198,11 +201,20 @@ def read(text: str, *arguments: object, command: str = "ringreduce run") -> Job:
     return launching.run("sh", "-c", 'printf %s "$0" | "$@"', text, *line, limit_s=60)
 
 
-@pytest.mark.parametrize("command", ["ringreduce run", "ringreduce run --elastic", "horovodrun"])
-@pytest.mark.parametrize("words", [("-", "a"), ("-u", "-", "a"), ()])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("ringreduce run", ("-", "a")),
+        ("ringreduce run", ("-u", "-", "a")),
+        ("ringreduce run", ()),
+        ("ringreduce run --elastic", ("-", "a")),
+        ("horovodrun", ("-", "a")),
+    ],
+)
 def test_all_ranks_run_a_program_on_standard_input(command: str, words: tuple[str, ...]) -> None:
     """And see its end."""
-    done = read("import os, sys\nprint(os.environ['OMPI_COMM_WORLD_RANK'], sys.argv[1:])", sys.executable, *words)
+    program = "import os, sys\nprint(os.environ['OMPI_COMM_WORLD_RANK'], sys.argv[1:])"
+    done = read(program, sys.executable, *words, command=command)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} {[*words][-1:]}" for rank in range(2)]
 

@@ -80,8 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not for this number of ranks.
 
-    Tests marked ``sizes(...)`` are for these alone. Of those marked ``usually(...)``, without --all, each case is for
-    these and for one other number.
+    Tests marked ``sizes(...)`` are for these alone. Of those marked ``spread``, without --all, each case is for one
+    number, so that every number has its share of the cases.
     """
     left_out = [item for item in items if not _is_wanted(item)]
     config.hook.pytest_deselected(items=left_out)
@@ -89,13 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_wanted(item: pytest.Item) -> bool:
-    if not all(SIZE in mark.args for mark in item.iter_markers("sizes")):
-        return False
-    mark = item.get_closest_marker("usually")
-    if mark is None or SIZE in mark.args or os.environ.get("TEST_ALL_SIZES"):
-        return True
-    others = [size for size in (1, 2, 3, 4) if size not in mark.args]
-    return others[zlib.crc32(item.nodeid.encode()) % len(others)] == SIZE
+    sizes = [
+        size for size in range(1, max(SIZE, 4) + 1) if all(size in mark.args for mark in item.iter_markers("sizes"))
+    ]
+    if item.get_closest_marker("spread") is not None and not os.environ.get("TEST_ALL"):
+        sizes = [sizes[zlib.crc32(item.nodeid.encode()) % len(sizes)]]
+    return SIZE in sizes
 
 
 class SharedVerdicts:

@@ -136,7 +136,7 @@ def run(*used: str) -> list[Any]:
     return [each.detach().clone() for each in model.parameters()]
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:torch.jit", "ignore:.*overlap")
 @pytest.mark.parametrize(("one", "other"), [each for each in combinations(table.FEATURES, 2) if each != ONE_ARGUMENT])
 def test_pairs(one: str, other: str) -> None:

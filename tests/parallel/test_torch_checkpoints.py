@@ -12,7 +12,7 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 import ringreduce.torch as hvd  # noqa: E402
 
-pytestmark = pytest.mark.usually(2)
+pytestmark = pytest.mark.spread
 
 STEPS = 7
 

@@ -323,7 +323,7 @@ def nothing_first(optimizer: Optimizer, model: Model, step: int) -> None:
     pass
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @pytest.mark.parametrize("first", [clip_first, clear_first, pass_first, average_first, nothing_first])
 @pytest.mark.parametrize(("saved_after", "loaded_after"), [(5, 0), (5, 2), (2, 5), (3, 0)])
 def test_steps_belong_to_the_phase_that_was_loaded(nodes_of_one: None, saved_after: int, loaded_after: int, first: Any):
@@ -701,7 +701,7 @@ RESUMED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @pytest.mark.parametrize("options", RESUMED)
 @pytest.mark.parametrize("stop", [2, 3, 6, 7, 9])
 def test_a_run_that_is_stopped_goes_on_with_the_same_bits(nodes_of_one: None, stop: int, options: dict[str, Any]):

@@ -258,7 +258,7 @@ SAME_BITS = [
 WHERE_IT_MATTERS = [plainly, with_different_graphs, with_a_pass_that_is_thrown_away, with_uneven_data]
 
 
-@pytest.mark.usually(3)
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("steps", "options"),
     [

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 import ringreduce.torch as hvd  # noqa: E402
 
-pytestmark = pytest.mark.usually(2)
+pytestmark = pytest.mark.spread
 
 LAYERS = {"body": (5, 7), "middle": (7, 3), "head": (3, 11), "spare": (2, 3)}
 EVERYTHING = ("body", "middle", "head")

@@ -13,7 +13,7 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
-pytestmark = pytest.mark.usually(2)
+pytestmark = pytest.mark.spread
 
 Model = Any
 Optimizer = Any

@@ -125,7 +125,7 @@ def require_same(run: Callable[[str | None], tuple[Model, Optimizer]]) -> None:
             assert torch.equal(one, other)
 
 
-@pytest.mark.usually(3)
+@pytest.mark.spread
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bits_of_every_optimizer(name: str):
     """A scheduler changes the learning rate meanwhile."""
@@ -144,7 +144,7 @@ def test_bits_of_every_optimizer(name: str):
     require_same(run)
 
 
-@pytest.mark.usually(3)
+@pytest.mark.spread
 @pytest.mark.parametrize("bucket_nbytes", [1, 1000, 1 << 20])
 @pytest.mark.parametrize("name", WHOLE)
 def test_bits_of_optimizers_that_need_whole_parameters(name: str, bucket_nbytes: int):
@@ -667,7 +667,7 @@ def test_clipping_between_nodes(nodes: None):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.usually(4)
+@pytest.mark.spread
 def test_what_one_rank_saves_of_all_nodes(nodes: None):
     """Where a node has all state, it needs no other rank; else it raises on all, while the others make a step."""
     if len(set(map(len, rr.world().topology.nodes))) > 1:

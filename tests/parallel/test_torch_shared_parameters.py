@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
 # A rank alone has its parameters for itself.
-pytestmark = [pytest.mark.sizes(2, 3, 4), pytest.mark.usually(2)]
+pytestmark = [pytest.mark.sizes(2, 3, 4), pytest.mark.spread]
 
 Optimizer = Any
 

@@ -91,7 +91,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_training_is_that_of_one_process(nodes: None, options: dict[str, Any], set_to_none: bool) -> None:
@@ -117,7 +117,7 @@ def test_training_is_that_of_one_process(nodes: None, options: dict[str, Any], s
         torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_in_fewer_bits(nodes: None, dtype: Any) -> None:
     """One step is right up to rounding."""
@@ -135,7 +135,7 @@ def test_gradients_in_fewer_bits(nodes: None, dtype: Any) -> None:
     require_equal_bits(model)
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 def test_a_closure_gets_the_loss_of_the_whole_batch(nodes: None) -> None:
     """However often a line search calls it."""
     model, whole = make_model(), make_model()
@@ -324,7 +324,7 @@ def lbfgs(parameters: Any) -> Any:
     return torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe")
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 @pytest.mark.parametrize(
     ("make", "options", "step"),
@@ -347,7 +347,7 @@ def test_an_epoch_by_speed_is_that_of_one_process(
     Epochs(make, **options).train(step)
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("options", [{}, {"reduce_in": "backward"}], ids=str)
 def test_a_scaler_leaves_out_the_same_steps(nodes: None, options: dict[str, Any], unscales: bool) -> None:

@@ -92,7 +92,7 @@ def test_weights_are_those_of_one_process_that_delays(staleness: int) -> None:
         assert_same(model, delayed(staleness, 9, left=staleness))
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("stable", [True, False])
 def test_the_stability_limit(staleness: int, stable: bool) -> None:

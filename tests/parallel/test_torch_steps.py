@@ -296,7 +296,7 @@ def test_sparse_gradients_show_whether_the_ranks_have_the_same_data(
     )
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @several
 @pytest.mark.parametrize(
     "options",

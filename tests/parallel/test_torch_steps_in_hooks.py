@@ -83,7 +83,7 @@ def the_last_one_steps(model: Any, wrap: Callable[..., Any]) -> Callable[[bool],
     return in_order(register, lambda: made.append(wrap(sgd(model.parameters()), model.named_parameters())))
 
 
-@pytest.mark.usually(2)
+@pytest.mark.spread
 @pytest.mark.parametrize("program", [each_steps_by_itself, the_last_one_steps])
 @pytest.mark.parametrize(
     ("reduce_in", "overlap"), list(itertools.product(["step", "backward"], [True, False])), ids=str

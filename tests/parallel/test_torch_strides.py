@@ -13,7 +13,7 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
-pytestmark = pytest.mark.usually(2)
+pytestmark = pytest.mark.spread
 
 SHAPES: dict[str, Callable[[Any], Any]] = {
     "one of a row": lambda dtype: torch.arange(2.0).to(dtype).view(1, 2)[:, 1],
