@@ -20,9 +20,9 @@ def sums_fit(terms: Sequence[Array], size: int, scratch: Array | None = None) ->
     """Return whether no sum of 64-bit integers can wrap around; False where that is not sure.
 
     Args:
-        terms: equal views; of each rank one, or some of these.
-        size: how many terms a sum has.
-        scratch: such a view, is overwritten; needed for more than one of the terms.
+        terms: views of one shape and dtype; those of all ranks, or of some ranks.
+        size: the number of terms of a sum, one for each rank.
+        scratch: of the same shape and dtype, is overwritten; needed if there are several views.
     """
     first, *others = terms
     if not first.size:
@@ -50,7 +50,7 @@ def divide_toward_zero(wide: Array, divisor: int, scratch: Array | None = None, 
         wide: the numbers, of a type that also holds them plus or minus the divisor; are overwritten.
         divisor: at least 1.
         scratch: of the same shape and type, is overwritten; None: memory is taken for it.
-        out: where the quotients go, the same; None: in place.
+        out: for the quotients, of the same shape and type; None: in place.
     """
     out = wide if out is None else out
     if wide.dtype.kind != "u":

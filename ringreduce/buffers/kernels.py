@@ -199,7 +199,7 @@ class WideKernels:
 
 
 class LongAverageKernels(WideKernels):
-    """Averages of 64-bit integers. Where a sum could wrap around, the terms are divided first."""
+    """Averages of 64-bit integers. If a sum could wrap around, the quotients of the terms are summed as well."""
 
     def _bound(self, sources: Sequence[Array], divisor: int | None) -> Callable[[Array], object]:
         assert divisor is not None
@@ -228,7 +228,7 @@ class LongAverageKernels(WideKernels):
 
 
 def _average_few(sources: Sequence[Array], divisor: int, target: Array) -> None:
-    """Average a few integers: for these, to call NumPy takes longer than Python's own, which have no limits."""
+    """Average a few integers as Python's own: this is faster than calls of NumPy, and cannot overflow."""
     terms = zip(*[source.tolist() for source in sources], strict=True)
     target[:] = [quotient(sum(each), divisor) for each in terms]
 

@@ -154,8 +154,8 @@ def command(dry_run: bool, **options: Any) -> int:
     Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set; --verbose shows it. Inside an allocation
     of Slurm, PBS or LSF, ranks run on its hosts. If a rank fails, the job ends, the traceback of that rank is shown
     last, and the exit status is the rank's; with --elastic it is 0 as long as some ranks have reached the end. Ctrl-C
-    ends all ranks. SIGTERM does, too, and gives those of this host --grace seconds, for a handler that saves. SIGUSR1
-    and SIGUSR2 are passed on to them. On all hosts the program must lie in the same place.
+    ends all ranks. So does SIGTERM, but ranks of this host have --grace seconds, for example to save. SIGUSR1 and
+    SIGUSR2 are passed on to all ranks. On all hosts the program must lie in the same place.
 
     With --elastic, the job survives ranks that die, in whatever way, and goes on without them: see
     `ringreduce.elastic.run`. It takes Open MPI 5.

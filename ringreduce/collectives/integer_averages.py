@@ -20,7 +20,7 @@ _IN_CACHE = 32 << 10
 
 
 class LongAverage:
-    """The average of 64-bit integers over ranks, which are summed in a buffer.
+    """The average of 64-bit integers over ranks. It is computed in a buffer.
 
     Args:
         size: of how many ranks.

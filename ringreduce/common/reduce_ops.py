@@ -8,8 +8,8 @@
 | max     | largest, NaN wins (2)  | largest                           | any                  |
 | product | product                | product, wraps around             | all                  |
 
-(1) over the whole range of the dtype, whatever the sum: of 64-bit integers that could overflow, the quotients are
-summed as well.
+(1) even if the sum overflows: if a sum of 64-bit integers could, the quotients of its terms by the size are summed as
+well.
 (2) a NaN on any rank gives NaN; complex numbers are ordered like NumPy's: by real, then by imaginary part.
 
 float16 and bfloat16 are accumulated in float32 and rounded once where one rank adds up all ranks' values

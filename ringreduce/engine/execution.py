@@ -151,7 +151,7 @@ class Executor:
             instruments.step(f"unpack {len(pairs)} arrays")
 
     def _average_long(self, flat: npt.NDArray[Any], divisor: int) -> None:
-        """Divide the sums of 64-bit integers, which may wrap around, in place. Collective."""
+        """Average 64-bit integers over the ranks, in place and exactly: their sums may wrap around. Collective."""
         both = np.concatenate([flat, flat // divisor])
         self.communicator.allreduce(both, SUM, out=both)
         sums, quotients = both[: len(flat)], both[len(flat) :]

@@ -139,7 +139,7 @@ class Steps:
         Args:
             names: returns the names of its gradients.
             weights, weight_names: the weights, and what returns their names.
-            settings: hyper-parameters by name: numbers, arrays, or other things, which do not count.
+            settings: hyper-parameters by name; those that `in_words` leaves out are left out here, too.
         """
         readable = [number for number, each in enumerate(weights) if _is_readable(each)]
 
@@ -311,7 +311,7 @@ class _AllWatched:
 
 
 def _forget(key: str, engines: WeakSet[Engine], shared: bool) -> None:
-    """Drop what looks at the steps of a key, which are gone; what may go on with others of its name is kept."""
+    """Drop what looked at the steps of a `Steps` that is gone; if shared, keep what another one may go on with."""
     for engine in list(engines):
         if _AllWatched in engine.attached:
             everything = engine.attached[_AllWatched]

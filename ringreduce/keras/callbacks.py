@@ -89,9 +89,10 @@ class MetricAverageCallback(DistributedCallback):
 
     It comes before callbacks that use them: ReduceLROnPlateau, EarlyStopping, TensorBoard, ModelCheckpoint.
 
-    Averages are over the samples of all ranks, whose numbers may differ: what one process gets for a metric that is a
-    mean over samples, such as the loss or the accuracy. Each rank's number is that of its metric ``loss``, which Keras
-    keeps; a ``train_step`` of the program's own that updates none, or counts otherwise, decides what it is.
+    Averages are over the samples of all ranks; ranks may have different numbers of samples. For a metric that is a mean
+    over samples, such as the loss or the accuracy, one process with all samples gets the same value. A rank's number of
+    samples is the count of Keras's metric ``loss``. If a rank has no such metric, or no rank has counted samples, all
+    ranks count alike. A ``train_step`` of the program's own that updates this metric decides what it counts.
 
     Args:
         device: without meaning here, taken for Horovod's sake.

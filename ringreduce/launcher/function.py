@@ -37,7 +37,7 @@ _NO_MEANING = (
     "disable_cache has no meaning here: mpirun checks no hosts beforehand, so nothing is kept of that",
     "ssh_identity_file has no meaning here: name it in ~/.ssh/config",
 )
-#: The ranks get no time to end by SIGTERM: then the caller has an error already, or ends.
+#: No grace: the command gets SIGTERM only when the caller has an error already, or ends.
 _RUN = (sys.executable, "-m", "ringreduce", "run", "--grace=0")
 _WORK = ("-c", "from ringreduce.launcher.function import work; work()")
 #: The exit status of commands that have refused their arguments.

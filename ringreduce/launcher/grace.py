@@ -1,4 +1,4 @@
-"""What ranks get to end by SIGTERM, in place of the quarter of a second that mpirun gives them before it kills them."""
+"""The time that ranks have to end after SIGTERM. mpirun itself kills them after a quarter of a second."""
 
 from __future__ import annotations
 

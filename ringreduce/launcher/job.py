@@ -33,9 +33,10 @@ _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended, or ranks should begin again (seconds).
 _LOOK_EVERY_S = 1.0
 _FIRST_LOOKS_S = 0.05
-#: What mpirun gets to end, once it is asked to, before it is killed with its ranks: it gives these half a second.
+#: How long mpirun has to end after SIGTERM, before it and its ranks are killed. It gives ranks less than a second.
 _TO_END_S = 15.0
-#: What mpirun gets to end by itself, once its ranks of this host have ended, before it is asked to, as others may run.
+#: How long mpirun has to end by itself after the ranks of this host have ended. Then it gets SIGTERM: ranks of other
+#: hosts may still run.
 _BY_ITSELF_S = 2.0
 
 #: Starts a rank where others survive it, and says how it has ended.

@@ -1,6 +1,7 @@
 """What ranks read as standard input: nothing, a program that all of them run, or on rank 0 what this command reads.
 
-mpirun passes on what it reads to rank 0, but not that it ends there, and takes all of it from whoever reads the rest.
+mpirun reads all of its standard input and passes it on to rank 0, but does not pass on its end. Other readers of the
+same input, such as a shell loop around the command, get nothing.
 """
 
 from __future__ import annotations

@@ -115,9 +115,9 @@ class Termination:
         return False
 
     def _end_job(self, code: int) -> None:
-        """End all ranks; this one alone while `ringreduce run` gives the others time to end by SIGTERM.
+        """End all ranks; but only this rank, while `ringreduce run` waits for ranks to end after SIGTERM.
 
-        It has stopped mpirun meanwhile, for which an abort would wait.
+        During that time mpirun is stopped, and an abort would wait for mpirun.
         """
         pid = processes.launcher()
         if pid is not None and processes.is_stopped(pid):

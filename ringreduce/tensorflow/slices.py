@@ -1,7 +1,8 @@
 """Rows of `tf.IndexedSlices`: those of equal index become one, their sum or average.
 
-A batch may have several for an index, and gathered slices have those of all ranks. Keras 3 does not add them up, as
-earlier ones did: its optimizers, but SGD, then make another step than for their sum. So one rank adds up its own, too.
+A batch may have several rows of an index, and gathered slices have the rows of all ranks. Keras 3 does not add them up,
+unlike earlier versions, and all its optimizers except SGD then make another step than with the sum. So rows are added
+up on one rank, too.
 """
 
 from __future__ import annotations

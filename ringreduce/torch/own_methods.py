@@ -19,8 +19,8 @@ from ringreduce.common.errors import ConfigError
 
 #: What to do instead, with a `DistributedOptimizer` and with `DiLoCo`.
 ADVICE = (
-    'Wrap the optimizer with reduce_in="backward": then gradients are averages when backward() returns, whatever steps '
-    "with them (or, if each rank is meant to do this by itself, call it within skip_synchronize())"
+    'Wrap the optimizer with reduce_in="backward": then gradients are already reduced when backward() returns (or, if '
+    "each rank is meant to step with its own gradients, call the method within skip_synchronize())"
 )
 LOCAL_ADVICE = (
     "DiLoCo and LocalSGD count steps, and exchange weights, in step() alone: let the optimizer do all of this in its "
@@ -135,8 +135,8 @@ def call(wrapper: Any, function: Callable[..., Any], arguments: tuple[Any, ...],
     came = (fresh or arrivals.count != count) and arrivals.reductions == reductions
     if came and arrivals.snapshot(values=fresh) != before:
         raise ConfigError(
-            f"{function.__name__}() of {type(wrapper.wrapped).__name__} has changed parameters by this rank's own "
-            "gradients, which no step has reduced: the ranks' weights differ now, so load weights, or begin again. "
+            f"{function.__name__}() of {type(wrapper.wrapped).__name__} has changed parameters with this rank's "
+            "own gradients, which were not reduced. The ranks' weights differ now: load a checkpoint, or start again. "
             f"{wrapper._advice}"
         )
     return result

@@ -31,7 +31,7 @@ class Reduced:
     """The state of one optimizer's gradients, from step to step.
 
     Args:
-        arrivals: is told of what happens to them; None: nobody.
+        arrivals: notes when they are reduced, taken by a step or cleared; None: nothing does.
 
     Attributes:
         state: what they are.

@@ -29,7 +29,8 @@ rank_lives() {
 if [ "$rank" -eq 0 ]; then
     first=$(($(wc -c <"$file") + 1))
     ( (
-        # What mpirun sends to the rank reaches these, too. They show what it writes until it has ended.
+        # Signals that mpirun sends to the rank reach these processes, too. They ignore them, so that they show all
+        # that the rank writes until it has ended.
         trap "" TERM USR1 USR2
         tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null &
         while rank_lives; do

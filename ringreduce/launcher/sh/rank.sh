@@ -12,7 +12,8 @@ trap "" USR2
 asked_to_end=
 trap "asked_to_end=1" TERM HUP INT
 
-# These reach the rank by itself, as mpirun sends them to all of the group. A rank that does not handle one ends by it.
+# mpirun sends SIGUSR1 to the whole process group, so the rank gets it, too, and ends if it has no handler. The shell
+# must not end by it.
 trap : USR1
 
 # Where the rank writes its own marks: to this standard error, wherever its own goes to.
