@@ -61,6 +61,11 @@ def launcher() -> int | None:
     return next((pid for pid, name in ancestors() if name in _PROGRAMS), None)
 
 
+def is_launcher(name: str) -> bool:
+    """Return whether a process of this name, as the kernel has it, starts ranks and stays with them until they end."""
+    return name in _PROGRAMS
+
+
 def ancestors() -> Iterator[tuple[int, str]]:
     """Yield the processes above this one, the nearest first, each with its name; as far as they can be seen."""
     pid = os.getppid()

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Chains"]
-
 #: So many looks are taken soon after each other at most, at the start.
 _FIRST_LOOKS = 100
 _SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "mksh", "zsh"}
@@ -23,23 +21,25 @@ _SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "mksh", "zsh"}
 _RANKS = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 
 
-class _SeenProcess(NamedTuple):
+class SeenProcess(NamedTuple):
     """A process as it was seen.
 
     Attributes:
         pid: its number.
         name: as the kernel has it, 15 characters of it.
         state: the kernel's letter.
+        parent: the number of the process that has started it; another one's, if that has ended.
         began: when, in ticks of the kernel: another process of this number began at another time.
     """
 
     pid: int
     name: str
     state: str
+    parent: int
     began: int
 
     @classmethod
-    def look(cls, pid: int) -> _SeenProcess | None:
+    def look(cls, pid: int) -> SeenProcess | None:
         """Return a process as it is now; None: there is none."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -47,20 +47,25 @@ class _SeenProcess(NamedTuple):
             return None
         name, _, rest = text.partition("(")[2].rpartition(") ")
         words = rest.split()
-        return cls(pid, name, words[0], int(words[19]))
+        return cls(pid, name, words[0], int(words[1]), int(words[19]))
 
     @property
     def lives(self) -> bool:
         """Whether it was more than what is kept for its parent."""
         return self.state not in "ZX"
 
-    def children(self) -> list[_SeenProcess]:
+    @property
+    def is_shell(self) -> bool:
+        """Whether it is a shell, which may stand over a rank."""
+        return self.name in _SHELLS
+
+    def children(self) -> list[SeenProcess]:
         """Return those that it has now, as they are."""
         found: list[int] = []
         for path in Path(f"/proc/{self.pid}/task").glob("*/children"):
             with suppress(OSError):  # that thread has ended
                 found += map(int, path.read_text(encoding="ascii").split())
-        return [each for each in map(_SeenProcess.look, found) if each is not None]
+        return [each for each in map(SeenProcess.look, found) if each is not None]
 
     def rank(self) -> int | None:
         """Return the number of its rank, None if it belongs to none."""
@@ -84,8 +89,8 @@ class _Chain:
     """
 
     rank: int
-    top: _SeenProcess
-    under: list[_SeenProcess] = field(default_factory=list)
+    top: SeenProcess
+    under: list[SeenProcess] = field(default_factory=list)
     stopped: int = 0
     missed: int = 0
 
@@ -115,14 +120,14 @@ class Chains:
     def known(self) -> bool:
         """Whether the processes of ranks were found, those under shells as well, or there will be none of this host."""
         chains = self._chains.values()
-        found = bool(chains) and all(each.under or each.top.name not in _SHELLS for each in chains)
+        found = bool(chains) and all(each.under or not each.top.is_shell for each in chains)
         return found or self._looks >= _FIRST_LOOKS
 
-    def ranks(self) -> list[int]:
+    def ranks(self) -> list[SeenProcess]:
         """Return the processes that mpirun has started as ranks, now and below it."""
-        mpirun = _SeenProcess.look(self._pid)
+        mpirun = SeenProcess.look(self._pid)
         found = {} if mpirun is None else self._find(mpirun)
-        return [chain.top.pid for chain in found.values() if chain.top.lives]
+        return [chain.top for chain in found.values() if chain.top.lives]
 
     def has_told(self, rank: int) -> None:
         """The shell over a rank has said how that ended."""
@@ -131,15 +136,15 @@ class Chains:
     def look(self) -> None:
         """Continue what is stopped and would keep the job from ending, and end what is left of a chain that is torn."""
         self._looks += 1
-        mpirun = _SeenProcess.look(self._pid)
+        mpirun = SeenProcess.look(self._pid)
         if mpirun is None or not mpirun.lives:
             return
-        stopped: dict[tuple[int, int], tuple[_SeenProcess, str]] = {}
+        stopped: dict[tuple[int, int], tuple[SeenProcess, str]] = {}
         if mpirun.state == "T":  # then nothing of the ranks' output passes, and none of their ends is noticed
             stopped[mpirun.pid, mpirun.began] = mpirun, "mpirun"
         there = self._find(mpirun)
         for key, chain in self._chains.items():  # the kernel may leave out children while others end
-            if key not in there and _is_there(chain.top):
+            if key not in there and is_there(chain.top):
                 there[key] = chain
         for key, chain in there.items():
             if self._is_left_by_its_rank(chain):
@@ -148,14 +153,14 @@ class Chains:
         for key in self._stopped & stopped.keys():
             process, what = stopped[key]
             self._say(f"{what} (process {process.pid}) is stopped, and is continued, or the job would not end")
-            _send(process, signal.SIGCONT)
+            send(process, signal.SIGCONT)
         self._stopped = set(stopped)
         for key in [*self._chains]:
             if key not in there:
                 self._look_at_rest(key, others=bool(there))
         self._chains |= there
 
-    def _find(self, parent: _SeenProcess) -> dict[tuple[int, int], _Chain]:
+    def _find(self, parent: SeenProcess) -> dict[tuple[int, int], _Chain]:
         """Return the chains that there are, those known with what was known; daemons of the launcher are gone through.
 
         A process that has just been made is still that of its parent, and has no number yet.
@@ -175,11 +180,11 @@ class Chains:
 
     def _is_left_by_its_rank(self, chain: _Chain) -> bool:
         """Return whether a shell is stopped, and all that it has started has ended."""
-        under = [_SeenProcess.look(each.pid) for each in chain.under]
-        return chain.top.state == "T" and chain.top.name in _SHELLS and not any(each and each.lives for each in under)
+        under = [SeenProcess.look(each.pid) for each in chain.under]
+        return chain.top.state == "T" and chain.top.is_shell and not any(each and each.lives for each in under)
 
     def _look_at_rank(self, chain: _Chain) -> None:
-        is_shell = chain.top.name in _SHELLS
+        is_shell = chain.top.is_shell
         stopped = [each for each in (chain.under if is_shell else [chain.top]) if each.state == "T"]
         chain.stopped = chain.stopped + 1 if stopped else 0
         if chain.stopped > self._patience:
@@ -188,7 +193,7 @@ class Chains:
                     f"rank {chain.rank} (process {each.pid}) has been stopped for {chain.stopped} s, and is killed: "
                     "the others wait no longer than RINGREDUCE_TIMEOUT"
                 )
-                _send(each, signal.SIGKILL)
+                send(each, signal.SIGKILL)
             chain.stopped = 0
 
     def _look_at_rest(self, key: tuple[int, int], others: bool) -> None:
@@ -200,11 +205,11 @@ class Chains:
         if self._on_death is None:
             del self._chains[key]
             return
-        left = [each for each in chain.under if _is_there(each)]
+        left = [each for each in chain.under if is_there(each)]
         if left and chain.rank not in self._told:
             self._say(f"the shell over rank {chain.rank} (process {chain.top.pid}) has died, and the rank is killed")
         for each in left:
-            _send(each, signal.SIGKILL)
+            send(each, signal.SIGKILL)
         chain.missed += 1
         if chain.rank in self._told:
             del self._chains[key]
@@ -214,12 +219,14 @@ class Chains:
                 self._on_death(chain.rank)
 
 
-def _is_there(process: _SeenProcess) -> bool:
-    now = _SeenProcess.look(process.pid)
+def is_there(process: SeenProcess) -> bool:
+    """Return whether a process runs on, and no other one has its number now."""
+    now = SeenProcess.look(process.pid)
     return now is not None and now.began == process.began and now.lives
 
 
-def _send(process: _SeenProcess, number: signal.Signals) -> None:
-    if _is_there(process):
+def send(process: SeenProcess, number: signal.Signals) -> None:
+    """Send a signal to a process that runs on."""
+    if is_there(process):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)

@@ -1,15 +1,21 @@
-"""The time that ranks have to end after SIGTERM. mpirun itself kills them after a quarter of a second."""
+"""What ranks get to end by SIGTERM, in place of the quarter of a second that mpirun gives them before it kills them."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ringreduce.common.processes import has_ended
+from ringreduce.common.processes import is_launcher
+from ringreduce.launcher.chains import SeenProcess, is_there, send
+
+#: Lets mpirun go on when the process that has stopped it is gone; takes its number. Whoever reads the standard input of
+#: this sees its end then, however that process has ended.
+_CONTINUE = ("sh", "-c", 'trap "" TERM HUP INT; read -r _; kill -CONT "$0"')
 
 
 class Grace:
@@ -24,16 +30,20 @@ class Grace:
         known: the processes that mpirun has started as ranks, as far as they are its descendants.
     """
 
-    def __init__(self, pid: int, seconds: float, *, holds: bool, known: list[int]) -> None:
+    def __init__(self, pid: int, seconds: float, *, holds: bool, known: Iterable[SeenProcess]) -> None:
         self._until = time.monotonic() + seconds
+        self._pid, self._waker = pid, _continues_later(pid) if holds else None
         if holds:
             os.kill(pid, signal.SIGSTOP)
-        self._ranks = sorted({*known, *_ranks_of(pid)})
-        self._send(signal.SIGTERM)
+        ranks = {each.pid: each for each in [*known, *_ranks_of(pid)]}
+        self._ranks = list(ranks.values())
+        for rank in self._ranks:
+            for each in _programs(rank):
+                send(each, signal.SIGTERM)
 
     def is_over(self) -> bool:
         """Return whether all ranks of this host have ended; those that have used up their time are killed."""
-        if all(map(has_ended, self._ranks)):
+        if not any(map(is_there, self._ranks)):
             return True
         if time.monotonic() < self._until:
             return False
@@ -42,32 +52,48 @@ class Grace:
 
     def kill(self) -> None:
         """Kill the ranks, with what they have started."""
-        self._send(signal.SIGKILL)
-
-    def _send(self, number: signal.Signals) -> None:
         for rank in self._ranks:
-            with suppress(ProcessLookupError, PermissionError):
-                # mpirun gives each rank a group: the shell over it, and what it starts, are in there.
-                (os.killpg if os.getpgid(rank) == rank else os.kill)(rank, number)
+            now = SeenProcess.look(rank.pid)
+            if now is not None and now.began == rank.began:  # it may have ended, and what it has started may not
+                with suppress(ProcessLookupError, PermissionError):
+                    # mpirun gives each rank a group: the shell over it, and what it starts, are in there.
+                    (os.killpg if os.getpgid(rank.pid) == rank.pid else os.kill)(rank.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Let mpirun go on, which passes on what ranks have written."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGCONT)
+        if self._waker is not None and self._waker.stdin is not None:
+            self._waker.stdin.close()
+            self._waker.wait()
 
 
-def _ranks_of(pid: int) -> list[int]:
-    """Return the processes that Open MPI's mpirun has started as ranks, also those under daemons of their own."""
-    found = set(_processes_of(pid))
-    return [each for each in found if _parent(each) not in found]
+def _continues_later(pid: int) -> subprocess.Popen[bytes]:
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(
+        [*_CONTINUE, str(pid)], stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
+    )
 
 
-def _processes_of(pid: int) -> Iterator[int]:
-    end = b"-%d@" % pid
+def _programs(rank: SeenProcess) -> Iterator[SeenProcess]:
+    """Yield a rank, and what a shell over it has started. What it starts itself, to load data, is its own to end."""
+    yield rank
+    if rank.is_shell:
+        for each in rank.children():
+            yield from _programs(each)
+
+
+def _ranks_of(pid: int) -> Iterator[SeenProcess]:
+    """Yield the processes that Open MPI's mpirun has started as ranks, also those under daemons of their own."""
+    here, number = os.uname().nodename.encode().split(b".")[0], b"%d" % pid
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is somebody else's
             variables = path.read_bytes().split(b"\0")
-            names = [each for each in variables if each.startswith(b"PMIX_NAMESPACE=prterun-")]
-            if names and end in names[0] and any(each.startswith(b"OMPI_COMM_WORLD_RANK=") for each in variables):
-                yield int(path.parent.name)
-
-
-def _parent(pid: int) -> int:
-    with suppress(OSError, IndexError):
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    return 0
+            job = next((each for each in variables if each.startswith(b"PMIX_NAMESPACE=prterun-")), b"")
+            host, _, last = job.partition(b"=prterun-")[2].rpartition(b"@")[0].rpartition(b"-")
+            is_ours = last == number and host.split(b".")[0] == here
+            if is_ours and any(each.startswith(b"OMPI_COMM_WORLD_RANK=") for each in variables):
+                found = SeenProcess.look(int(path.parent.name))
+                parent = None if found is None else SeenProcess.look(found.parent)
+                if found is not None and parent is not None and is_launcher(parent.name):
+                    yield found

@@ -248,9 +248,11 @@ class Job:
     def end(self) -> None:
         """Have mpirun end all ranks; it is killed if it does not."""
         self._killed_at = min(self._killed_at, time.monotonic() + _TO_END_S)
-        self._grace, self._ends_at = None, math.inf
+        grace, self._grace = self._grace, None
+        self._ends_at = math.inf
         self._process.send_signal(signal.SIGTERM)
-        self._process.send_signal(signal.SIGCONT)
+        if grace is not None:
+            grace.end()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._process.poll() is not None:
@@ -285,10 +287,12 @@ class Job:
     def _look(self) -> bool:
         """Look after the processes of this host, every second; return whether it has."""
         self._kill_if_late()
-        if self._grace is not None:
-            if self._grace.is_over():
-                self._grace, self._ends_at = None, time.monotonic() + _BY_ITSELF_S
-                self._process.send_signal(signal.SIGCONT)  # it passes on what ranks have written, and ends
+        grace = self._grace
+        if grace is not None:
+            if grace.is_over() and self._grace is grace:  # else a second signal has ended it
+                self._grace = None
+                self._ends_at = time.monotonic() + _BY_ITSELF_S
+                grace.end()
             return False
         if time.monotonic() >= self._ends_at:
             self.end()

@@ -106,6 +106,6 @@ def reads_program(program: tuple[str, ...]) -> bool:
             return True
         if word in ("-W", "-X", "--check-hash-based-pycs"):
             next(words, None)  # its value
-        elif not word.startswith("-") or re.match(r"-[A-Za-z]*[cmhV?]|--(help|version)", word):
+        elif not word.startswith("-") or re.match(r"-[A-VYZa-z]*[cmhV?]|--(help|version)", word):
             return False
     return True

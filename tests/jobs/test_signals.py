@@ -169,6 +169,57 @@ def test_a_rank_may_save_after_sigterm(tmp_path: Path, command: str, options: tu
     assert "ringreduce: ended by SIGTERM; all ranks have ended\n" in errors
 
 
+@pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
+def test_what_a_rank_has_started_gets_no_sigterm(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """It is the rank's to end: processes that load data, for example, are needed until the step ends."""
+    program = """
+import subprocess
+child = subprocess.Popen(["sh", "-c", "read _; echo lives"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def end(number, frame):
+    print("rank", rank, child.communicate("\\n")[0], end="", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, end)
+holds = is_ready()
+while True:
+    signal.pause()
+"""
+    with started(tmp_path, program, options=(*options, "--grace", "60")) as (job, lives):
+        job.send_signal(signal.SIGTERM)
+        said, errors = job.communicate(timeout=LIMIT_S)
+        assert_nothing_is_left(lives)
+    assert job.returncode == 143, errors
+    assert sorted(said.splitlines()) == ["rank 0 lives", "rank 1 lives"]
+
+
+def test_ranks_may_end_well_after_sigterm(tmp_path: Path) -> None:
+    """They do not wait in the end of MPI for an mpirun that is stopped."""
+    program = """
+import ringreduce as rr
+rr.init()
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+holds = is_ready()
+while True:
+    signal.pause()
+"""
+    with started(tmp_path, program, options=("--grace", "10000")) as (job, lives):
+        job.send_signal(signal.SIGTERM)
+        errors = job.communicate(timeout=LIMIT_S)[1]
+        assert_nothing_is_left(lives)
+    assert job.returncode == 143, errors
+
+
+def test_ranks_end_with_a_launcher_that_is_killed_while_they_save(tmp_path: Path) -> None:
+    """It has stopped mpirun, which ends with it by SIGTERM once it goes on."""
+    program = STAYS.replace("None)", "print('asked', flush=True, file=open(folder / 'ready', 'w')))")
+    with started(tmp_path, program, options=("--grace", "10000")) as (job, lives):
+        job.send_signal(signal.SIGTERM)
+        heard = os.open(tmp_path / "ready", os.O_RDONLY | os.O_NONBLOCK)
+        assert select.select([heard], [], [], LIMIT_S)[0]
+        os.close(heard)
+        job.kill()
+        assert_nothing_is_left(lives)
+
+
 @pytest.mark.parametrize("options", [("--grace", "0.5"), ("--elastic", "--grace", "0.5"), ("--grace", "0")])
 def test_ranks_that_do_not_end_by_sigterm_are_killed(tmp_path: Path, options: tuple[str, ...]) -> None:
     """With what they have started."""
