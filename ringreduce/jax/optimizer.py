@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -165,13 +165,18 @@ def _hyperparameters(state: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     parts = [state]
     while parts:
-        for each in jax.tree.leaves(parts.pop(), is_leaf=lambda part: hasattr(part, "hyperparams")):
-            if hasattr(each, "hyperparams"):
+        for each in jax.tree.leaves(parts.pop(), is_leaf=_is_injected):
+            if _is_injected(each):
                 for name, value in each.hyperparams.items():
                     same = sum(other.partition(" ")[0] == name for other in found)
                     found[f"{name} {same + 1}" if same else name] = value
                 parts.append(each.inner_state)
     return found
+
+
+def _is_injected(part: Any) -> bool:
+    """Return whether a part of a state is of `optax.inject_hyperparams`; programs may have such names in their own."""
+    return hasattr(part, "inner_state") and isinstance(getattr(part, "hyperparams", None), Mapping)
 
 
 class DistributedTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]

@@ -27,6 +27,10 @@ LOCAL_ADVICE = (
     "step(closure)"
 )
 
+#: Methods of optimizers that need no schedule: they swap averages of weights in and out, and make no step. An epoch may
+#: end, and call them, between backward passes that make one step.
+_SWAPS = ("train", "eval")
+
 _FEW = 8  # elements of a parameter that are compared, for writes by ``p.data`` that torch does not count
 
 
@@ -66,6 +70,10 @@ class Arrivals:
                 self._watched[id(parameter)] = weakref.ref(parameter)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(added_to))  # type: ignore[no-untyped-call]
 
+    def are_there(self) -> bool:
+        """Return whether such gradients are there: a program may have cleared them by ``model.zero_grad()``."""
+        return self.fresh and any(each.grad is not None for each in self._find())
+
     def cleared(self) -> None:
         """Take note that the gradients are None or zero."""
         self.fresh = False
@@ -77,9 +85,18 @@ class Arrivals:
         self.cleared()
 
     def snapshot(self, *, values: bool) -> list[tuple[Any, ...]]:
-        """Return what tells whether parameters are written to or replaced; ``values``: also by ``p.data``."""
+        """Return what tells whether parameters are written to or replaced.
+
+        Args:
+            values: whether it tells of writes by ``p.data``, too, to parameters in host memory. To read one on a GPU
+                would wait for the GPU.
+        """
         return [
-            (0 if each.is_inference() else each._version, each.data_ptr(), _first_bytes(each) if values else b"")
+            (
+                0 if each.is_inference() else each._version,
+                each.data_ptr(),
+                _first_bytes(each) if values and each.device.type == "cpu" else b"",
+            )
             for each in self._find()
             if each.layout is torch.strided
         ]
@@ -100,14 +117,16 @@ def guarded(wrapper: type, kind: type) -> Mapping[str, Callable[..., Any]]:
 
     Args:
         wrapper: its own attributes go first.
-        kind: of the optimizer. What torch's classes have is left as it is.
+        kind: of the optimizer. What torch's classes have is left as it is, and so are ``train`` and ``eval``.
     """
     found: dict[str, Callable[..., Any]] = {}
     for each in kind.__mro__:
         if each.__module__.partition(".")[0] in ("torch", "builtins"):
             continue
         for name, value in vars(each).items():
-            if isinstance(value, FunctionType) and not (name[0] == "_" or name in found or hasattr(wrapper, name)):
+            if name[0] == "_" or name in _SWAPS or name in found or hasattr(wrapper, name):
+                continue
+            if isinstance(value, FunctionType):
                 found[name] = _guarded(value)
     return found
 
@@ -129,7 +148,7 @@ def call(wrapper: Any, function: Callable[..., Any], arguments: tuple[Any, ...],
     arrivals: Arrivals | None = wrapper._arrivals
     if arrivals is None or wrapper._may_own_methods_step():
         return function(wrapper, *arguments, **options)
-    fresh, count, reductions = arrivals.fresh, arrivals.count, arrivals.reductions
+    fresh, count, reductions = arrivals.are_there(), arrivals.count, arrivals.reductions
     before = arrivals.snapshot(values=fresh)
     result = function(wrapper, *arguments, **options)
     came = (fresh or arrivals.count != count) and arrivals.reductions == reductions

@@ -10,6 +10,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -118,7 +119,8 @@ class Distribution:
     def settings_of(self, optimizer: Any) -> dict[str, Any]:
         """Return the class of an optimizer and its hyper-parameters, by name: what its constructor takes.
 
-        The learning rate is an array, and that of now where it follows a schedule.
+        The learning rate is an array. For a schedule these are its class and what its constructor takes: TensorFlow
+        counts a step while this runs, so that the schedule's value could be that of the next step on some ranks.
         """
         while hasattr(optimizer, "inner_optimizer"):
             optimizer = optimizer.inner_optimizer
@@ -126,7 +128,9 @@ class Distribution:
         names = dict.fromkeys(name for kind in kinds for name in signature(vars(kind)["__init__"]).parameters)
         found = {name: vars(optimizer)[name] for name in names if name in vars(optimizer) and name != "name"}
         rate = optimizer._learning_rate
-        if hasattr(rate, "get_config") or not callable(rate):  # else a function of the program, for its own calls
+        if hasattr(rate, "get_config"):
+            found |= _made_of("learning_rate", rate)
+        elif not callable(rate):  # else a function of the program, for its own calls
             found["learning_rate"] = self._ops.convert_to_tensor(optimizer.learning_rate)
         return {"the optimizer": type(optimizer).__name__, **found}
 
@@ -169,6 +173,17 @@ class Distribution:
         for old, new in zip(kept, rest, strict=True):
             old.assign(new)
         return list(result)
+
+
+def _made_of(name: str, schedule: Any) -> dict[str, Any]:
+    """Return the class of a schedule and the arguments in its config, by name, but its name; schedules in it, too."""
+    found: dict[str, Any] = {name: type(schedule).__name__}
+    with suppress(Exception):  # a program's own schedule needs a config only to be saved
+        for argument, value in schedule.get_config().items():
+            if argument != "name":
+                part = f"{argument} of {name}"
+                found |= _made_of(part, value) if hasattr(value, "get_config") else {part: value}
+    return found
 
 
 def with_methods(instance: Any, **methods: Any) -> Any:

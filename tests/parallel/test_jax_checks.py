@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -216,6 +216,53 @@ def test_rates_that_differ_between_ranks_are_told(
     assert len(found) == (RANK == 0)
     others = "rank 0" if SIZE == 2 else f"ranks 0, 2{'-3' * (SIZE == 4)}"
     assert all(f"learning_rate is 0.5 on {others}, 0.625 on rank 1. All ranks" in each for each in found)
+
+
+class Tuned(NamedTuple):
+    """A state of a program's own, that has names of optax."""
+
+    hyperparams: Any
+    inner: Any
+
+
+class Held(NamedTuple):
+    """Another, whose hyper-parameters have no names."""
+
+    hyperparams: Any
+    inner_state: Any
+
+
+@several
+@pytest.mark.parametrize(
+    "state_of",
+    [
+        lambda inner: Tuned({"rate": 1.0}, inner),
+        lambda inner: Held(jnp.ones(2), inner),
+        lambda inner: Held(None, inner),
+    ],
+    ids=["no inner state", "an array", "nothing"],
+)
+def test_a_state_of_a_program_may_have_hyper_parameters(
+    called: Any, state_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is updated as any state, and the `optax.inject_hyperparams` within it is found."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5 + 0.125 * RANK)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, within = inner.update(updates, state[1], params)
+        return updates, type(state)(state[0], within)
+
+    tx = rj.DistributedGradientTransformation(
+        optax.GradientTransformation(lambda params: state_of(inner.init(params)), update)
+    )
+    grads = jnp.full(3, float(RANK))
+    step = called(lambda grads, state: tx.update(grads, state, grads))
+    updates, _ = step(grads, tx.init(grads))
+    np.testing.assert_allclose(updates, np.full(3, -(SIZE - 1) / 2 * (0.5 + 0.125 * RANK)), rtol=1e-6)
+    found = said(caplog, "hyper-parameters")
+    assert len(found) == (RANK == 0)
+    assert all("learning_rate is 0.5 on rank 0" in each for each in found)
 
 
 @several

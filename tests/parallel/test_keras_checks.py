@@ -30,6 +30,23 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+class Own(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+    """Has other values on each rank, as a schedule has that is read in another step; wraps a schedule, if given."""
+
+    def __init__(self, wrapped: Any = None) -> None:
+        self.wrapped = wrapped
+
+    def __call__(self, step: Any) -> Any:
+        return 0.25 + RANK
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() if self.wrapped is None else {"wrapped": self.wrapped, "name": f"rank_{RANK}"}
+
+
+def decay(begin: float) -> Any:
+    return keras.optimizers.schedules.ExponentialDecay(begin, 10, 0.5)
+
+
 def train(
     way: str,
     *,
@@ -140,16 +157,39 @@ def test_a_schedule_behind_averaged_metrics_is_the_same_on_all_ranks(caplog: pyt
         (lambda: keras.optimizers.Adam(0.01, clipnorm=RANK + 1.0), "clipnorm is 1.0 on rank 0"),
         (lambda: (keras.optimizers.Adam if RANK else keras.optimizers.AdamW)(0.01), "the optimizer is AdamW on rank 0"),
         (
-            lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.25 + RANK, 10, 0.5)),
-            "learning_rate is 0.2",
+            lambda: keras.optimizers.SGD(decay(0.25 + RANK)),
+            "initial_learning_rate of learning_rate is 0.25 on rank 0",
         ),
-        (lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.25, 10, 0.5)), ""),
+        (lambda: keras.optimizers.SGD(decay(0.25)), ""),
+        (
+            lambda: keras.optimizers.SGD(Own(decay(0.25 + RANK))),
+            "initial_learning_rate of wrapped of learning_rate is 0.25 on rank 0",
+        ),
+        (lambda: keras.optimizers.SGD(Own(decay(0.25))), ""),
+        (lambda: keras.optimizers.SGD(Own() if RANK else decay(0.25)), "learning_rate is ExponentialDecay on rank 0"),
+        (lambda: keras.optimizers.SGD(Own()), ""),
+        (lambda: keras.optimizers.SGD(lambda: 0.25 + RANK), ""),
         (lambda: keras.optimizers.Lion(0.01, name=f"rank_{RANK}"), ""),
     ],
-    ids=["momentum", "clipping", "class", "schedule", "equal schedules", "names"],
+    ids=[
+        "momentum",
+        "clipping",
+        "class",
+        "schedule",
+        "equal schedules",
+        "schedule in a schedule",
+        "values of a schedule",
+        "class of a schedule",
+        "no config",
+        "function",
+        "names",
+    ],
 )
 def test_any_argument_of_an_optimizer_counts(way: str, make: Any, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Those of its constructor, but its name; with staleness they are compared in the first step."""
+    """Those of its constructor and of a schedule's, but names; with staleness they are compared in the first step.
+
+    Values of schedules and functions do not count.
+    """
     caplog.set_level("WARNING", logger="ringreduce")
     train(way, make=make)
     found = said(caplog, "hyper-parameters")

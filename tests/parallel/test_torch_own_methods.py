@@ -60,6 +60,8 @@ class Sam(torch.optim.Optimizer):  # type: ignore[misc, name-defined]
             for parameter in group["params"]:
                 parameter.mul_(-1.0)
 
+    train = eval = swap
+
     def step_and_swap(self) -> None:
         self.step()
         self.swap()
@@ -186,6 +188,38 @@ def test_what_writes_without_new_gradients_goes_on(world: rr.Communicator) -> No
     optimizer.add_param_group({"params": [other]})
     optimizer.swap()
     assert optimizer.asked == 4
+
+
+def test_gradients_that_the_model_has_cleared_are_not_there(world: rr.Communicator) -> None:
+    """A program may clear them by `model.zero_grad()`, of which the optimizer hears nothing; later ones count again."""
+    model = torch.nn.Linear(2, 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(Sam(model.parameters()), model.named_parameters())
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        model(torch.ones(1, 2)).sum().backward()
+        model.zero_grad()
+        optimizer.swap()
+        optimizer.swap()
+    model(torch.ones(1, 2)).sum().backward()
+    assert isinstance(caught(optimizer.swap), rr.ConfigError) == (world.size > 1)
+
+
+@pytest.mark.parametrize("wrap", ["DistributedOptimizer", "LocalSGD"])
+def test_weights_are_swapped_in_the_midst_of_gradients_by_train_and_eval(world: rr.Communicator, wrap: str) -> None:
+    """An epoch may end while gradients are accumulated; the step averages those from before and after it."""
+    weight, options = weight_of(), {} if wrap == "DistributedOptimizer" else {"period": 1, "replica": "rank"}
+    optimizer = getattr(hvd, wrap)(Sam([weight]), [("w", weight)], **options)
+    add_gradient(weight, world.rank)
+    optimizer.eval()
+    torch.testing.assert_close(weight.detach(), -weight_of().detach(), rtol=0, atol=0)
+    optimizer.train()
+    add_gradient(weight, world.rank)
+    optimizer.step()
+    mean = torch.tensor([(world.size - 1) / 2, 0.0])
+    expected = weight_of().detach() - RATE * 2 * (weight_of().detach() - mean)
+    torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-12)
 
 
 def test_replicas_that_step_by_own_methods_are_refused(world: rr.Communicator) -> None:
