@@ -81,6 +81,11 @@ class Engine:
         return self._progress.joins
 
     @property
+    def mismatches(self) -> int:
+        """How often the ranks have disagreed; the same on all ranks once the error of an operation was raised."""
+        return self._progress.mismatches
+
+    @property
     def waited_s(self) -> float:
         """How long the program has waited for operations, in a wait that goes on, too."""
         return self._driver.waited_s

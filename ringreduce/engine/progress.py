@@ -70,6 +70,7 @@ class Progress:
 
     Attributes:
         joins: how often all ranks have joined.
+        mismatches: how often the ranks have disagreed; all ranks know of each.
         news_s: the clock when there was last something to do.
         overlaps: whether the program does something else meanwhile; for the tally.
     """
@@ -82,7 +83,7 @@ class Progress:
         find_failed: Callable[[str], CollectiveError | None],
         clock: Callable[[], float],
     ) -> None:
-        self.joins = 0
+        self.joins = self.mismatches = 0
         self.overlaps = False
         self.news_s = self._checked_s = clock()
         self._communicator = communicator
@@ -192,6 +193,7 @@ class Progress:
         matched in order: then the ranks are in step if all submitted from the same lines.
         """
         name = refused.name
+        self.mismatches += 1
         if not is_unnamed(name):
             texts = {rank: f"{name}: {text}" for rank, text in refused.values.items()}
             own = self._pending.take([name])
@@ -214,6 +216,7 @@ class Progress:
 
     def _cross(self, crossed: Crossed) -> None:
         """End the operations that the ranks wait for, each for another one; all, if one of these has no name."""
+        self.mismatches += 1
         in_step = not any(map(is_unnamed, crossed.names))
         error = MismatchError(
             crossed.values,

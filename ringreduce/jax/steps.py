@@ -264,15 +264,17 @@ class _Watched:
         self.name = name
         named: list[tuple[str, None]] = []  # what the checks keep is not this object: it goes with its last reference
         self._named = named
-        self._joins, self._step = engine.joins, -1
+        self._since, self._step = (engine.joins, engine.mismatches), -1
         self._ranks = Ranks(engine, f"{name}, checks", shown, "step")
         self._checks = Checks(HostMemory(advice), self._ranks, lambda: named)
 
     def begin(self) -> bool:
         """Take note that a step begins; return whether something may have to be looked at."""
         self._step += 1
-        if self._joins != self._ranks.engine.joins:  # ranks that had joined have made fewer steps
-            self._joins, self._step = self._ranks.engine.joins, 0
+        engine = self._ranks.engine
+        if self._since != (engine.joins, engine.mismatches):
+            # Ranks that had joined have made fewer steps, and some have begun a step that ended in a mismatch.
+            self._since, self._step = (engine.joins, engine.mismatches), 0
             self._checks.after_join()
         return self.looks or self._checks.compares_settings(self._step)
 
