@@ -14,7 +14,7 @@ from ringreduce.buffers.arrays import (
     unowned,
 )
 from ringreduce.buffers.dtypes import DTYPES, Array, Bytes, DType
-from ringreduce.buffers.integers import divide_toward_zero, divide_wrapped, sums_fit
+from ringreduce.buffers.integers import averages, divide_toward_zero, divide_wrapped, sums_fit
 from ringreduce.buffers.kernels import (
     Call,
     Kernels,
@@ -38,6 +38,7 @@ __all__ = [
     "WeightedKernels",
     "address_of",
     "as_given",
+    "averages",
     "divide",
     "divide_toward_zero",
     "divide_wrapped",

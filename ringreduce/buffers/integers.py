@@ -7,6 +7,7 @@ to d - 1. Let Q be the sum of all q. The sum of all r is S - d Q: it is small, s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -68,19 +69,20 @@ def divide_toward_zero(wide: Array, divisor: int, scratch: Array | None = None, 
         np.floor_divide(wide, divisor, out=out)
 
 
-def divide_wrapped(sums: Array, quotients: Array, divisor: int) -> None:
-    """Divide, in place and toward zero, sums of 64 bits that may have wrapped around.
+def averages(sums: Any, quotients: Any, divisor: Any) -> tuple[Any, Any]:
+    """Return averages of 64-bit integers, rounded down, and of which one more is the average toward zero.
 
     Args:
-        sums: modulo 2**64.
-        quotients: the sums of all terms' quotients by the divisor, rounded down, modulo 2**64; are overwritten.
+        sums: arrays of NumPy or torch, which may have wrapped around: modulo 2**64.
+        quotients: the sums of all terms' quotients by the divisor, rounded down, modulo 2**64.
         divisor: at least 1. The quotients of the true sums fit.
     """
     remainders = sums - quotients * divisor
     whole = remainders // divisor
-    np.add(quotients, whole, out=quotients)
-    if sums.dtype.kind != "u":
-        up = quotients < 0
-        up &= remainders != whole * divisor
-        np.add(quotients, up, out=quotients)
-    np.copyto(sums, quotients)
+    down = quotients + whole
+    return down, (down < 0) & (remainders != whole * divisor)
+
+
+def divide_wrapped(sums: Array, quotients: Array, divisor: int) -> None:
+    """Replace sums by averages toward zero; for arguments see `averages`."""
+    np.add(*averages(sums, quotients, divisor), out=sums)

@@ -61,6 +61,12 @@ def launcher() -> int | None:
     return next((pid for pid, name in ancestors() if name in _PROGRAMS), None)
 
 
+def launcher_is_stopped() -> bool:
+    """Return whether `launcher` is stopped, as while ranks end by SIGTERM: MPI would wait for it."""
+    pid = launcher()
+    return pid is not None and is_stopped(pid)
+
+
 def is_launcher(name: str) -> bool:
     """Return whether a process of this name, as the kernel has it, starts ranks and stays with them until they end."""
     return name in _PROGRAMS

@@ -152,6 +152,7 @@ elif keras.backend.backend() == "torch":
             self._process_set, self._how = process_set, _how(options)
             bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense, advice=_ADVICE)
             self._how |= {"arrays": TENSORS, "bind": bind}
+            self._models: dict[tuple[int, ...], CheckedModel] = {}
 
         def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
             key = tuple(map(id, variables))
@@ -160,9 +161,12 @@ elif keras.backend.backend() == "torch":
                 how = {"identity": _identity(self.number, variables), **self._how}
                 made = ListTraining(_KIND, named, self._process_set, overlap=False, **how)
                 self.known[key] = made, variables
-            names = [named_as(each, number) for number, each in enumerate(variables)]
-            now = CheckedModel(names, lambda: [each.value for each in variables], (), lambda: in_words(self.settings()))
-            reduced: Sequence[Any] = self.known[key][0].reduce(gradients, self.samples, now)
+                self._models[key] = CheckedModel(
+                    [name for name, _ in named],
+                    lambda: [each.value for each in variables],
+                    settings=lambda: in_words(self.settings()),
+                )
+            reduced: Sequence[Any] = self.known[key][0].reduce(gradients, self.samples, self._models[key])
             return reduced
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:

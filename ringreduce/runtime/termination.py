@@ -115,15 +115,9 @@ class Termination:
         return False
 
     def _end_job(self, code: int) -> None:
-        """End all ranks; but only this rank, while `ringreduce run` waits for ranks to end after SIGTERM.
-
-        During that time mpirun is stopped, and an abort would wait for mpirun.
-        """
-        pid = processes.launcher()
-        if pid is not None and processes.is_stopped(pid):
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # its reader has ended, or the program has closed it
-                    stream.flush()
+        """End all ranks; but only this rank, while `ringreduce run` waits for ranks to end after SIGTERM."""
+        if processes.launcher_is_stopped():
+            _flush_streams()
             os._exit(code)
         self._abort(code)
 
@@ -147,9 +141,7 @@ class Termination:
         code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
         try:
             self._report(kind, error, traceback)
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # its reader has ended, or the program has closed it
-                    stream.flush()
+            _flush_streams()
             self._flush()  # what led here is what the trace is for
         finally:
             self._end_job(code)
@@ -249,6 +241,12 @@ def _exit_code(status: Any) -> int:
         # The interpreter gives a C int to the system, which keeps 8 bits. It takes what fits in no C long for -1.
         return (number if -(1 << 63) <= number < 1 << 63 else -1) & 0xFF
     return 1
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # its reader has ended, or the program has closed it
+            stream.flush()
 
 
 def _ends_program(traceback: TracebackType | None) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringreduce.buffers import DTYPES, Operand
+from ringreduce.buffers import DTYPES, Operand, averages
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.torch.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
@@ -264,20 +264,14 @@ def of_entries(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, d
 
 
 def _averages_of_entries(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int) -> torch.Tensor:
-    """Do what `of_entries` does for integers: exact even where the sums of 64 bits wrap around.
-
-    `ringreduce.buffers.integers` says why the sums of the quotients tell what is missing.
-    """
+    """Do what `of_entries` does for integers: exact even where the sums of 64 bits wrap around."""
     terms = values.long()
     both = torch.stack([terms, terms.div(divisor, rounding_mode="floor")], -1)
     total = torch.sparse_coo_tensor(indices.t(), both, (*shape, 2), check_invariants=False).coalesce()
     sums, quotients = total.values().unbind(-1)
-    remainders = sums - quotients * divisor
-    whole = remainders.div(divisor, rounding_mode="floor")
-    averages = quotients + whole
-    averages += (averages < 0) & (remainders != whole * divisor)  # toward zero
-    averages = averages.to(values.dtype)
-    return torch.sparse_coo_tensor(total.indices(), averages, shape, check_invariants=False, is_coalesced=True)
+    down, is_below = averages(sums, quotients, divisor)
+    found = (down + is_below).to(values.dtype)
+    return torch.sparse_coo_tensor(total.indices(), found, shape, check_invariants=False, is_coalesced=True)
 
 
 def sum_entries(

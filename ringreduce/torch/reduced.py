@@ -44,15 +44,18 @@ class Reduced:
         # The GradScaler for which they were reduced, and the state that it keeps for the step.
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
 
+    def _become_own(self) -> None:
+        self.state, self._scaler = State.OWN, None
+
     def forget(self) -> None:
         """Take the gradients for this rank's own from now on: they are cleared."""
-        self.state, self._scaler = State.OWN, None
+        self._become_own()
         if self._arrivals is not None:
             self._arrivals.cleared()
 
     def taken(self) -> None:
         """Take the gradients for this rank's own from now on: a step takes what there is."""
-        self.forget()
+        self._become_own()
         if self._arrivals is not None:
             self._arrivals.reduced()
 
@@ -72,7 +75,7 @@ class Reduced:
         def added_to(parameter: torch.Tensor) -> None:
             reduced = this()
             if reduced is not None and reduced.state is State.CLIPPED:
-                reduced.state, reduced._scaler = State.OWN, None
+                reduced._become_own()
 
         for parameter in parameters:
             known = self._heard.get(id(parameter))

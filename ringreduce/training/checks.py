@@ -129,7 +129,7 @@ class Checks:
 
         For steps in which no `GradientReducer` agrees on them.
         """
-        said = _settings_of_all(self._ranks, {} if self.model is None else self.model.settings())
+        said = _settings_of_all(self._ranks, settings_of(self.model))
         first = next(iter(said.values()))
         differ = any(each != first for each in said.values())
         self._compares_settings = bool(first) and not differ
@@ -274,6 +274,11 @@ class Checks:
         said = _settings_of_all(self._ranks, mine)
         if self._ranks.rank == 0:
             _log.warning("%s", _differences(said, self._memory.advice.schedule))
+
+
+def settings_of(model: CheckedModel | None) -> Mapping[str, str]:
+    """Return the hyper-parameters of a model, as text by name; empty if there is none."""
+    return {} if model is None else model.settings()
 
 
 def _settings_of_all(ranks: Ranks, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:

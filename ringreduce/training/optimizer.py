@@ -249,9 +249,6 @@ class Training:
         self._engine: Engine = ranks.engine
 
 
-_UNKNOWN = CheckedModel((), tuple)
-
-
 class ListTraining:
     """Reduces lists of arrays over the ranks. Collective.
 
@@ -283,10 +280,9 @@ class ListTraining:
         if identity is not None:
             meet(kind, identity, process_set)
         self._zeros, self._specs = arrays.zeros_like, [each for _, each in named]
-        self._models = models = [_UNKNOWN]  # that of the next step
         with self.training.checking(kind):
             checked = Options(**options).checked(self.training.communicator.config, self._specs)
-        self.training.begin(kind, lambda: named, checked, lambda: models[0].settings())
+        self.training.begin(kind, lambda: named, checked, None)
 
     def reduce(self, gradients: Sequence[Any], samples: Any = None, model: CheckedModel | None = None) -> list[Any]:
         """Return the averages, or sums, of gradients over the ranks. Collective.
@@ -307,10 +303,9 @@ class ListTraining:
         self.training.rejoin()
         reducer = self.training.reducer
         reducer.samples, reducer.checks.model = samples, model
-        self._models[0] = model or _UNKNOWN
         reduced = reducer.reduce(gradients)
         reducer.stepped += 1
-        reducer.checks.model, self._models[0] = None, _UNKNOWN
+        reducer.checks.model = None
         count(steps=1)
         return reduced if reducer.late is None else self._whole(reduced)
 

@@ -24,7 +24,7 @@ from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM
 from ringreduce.engine import Engine, InPlaceAllreduce, Operation
 from ringreduce.training.agreement import Ranks, Record
 from ringreduce.training.buckets import Buckets
-from ringreduce.training.checks import Checks
+from ringreduce.training.checks import Checks, settings_of
 from ringreduce.training.combinations import ADASUM, BACKWARD, SAMPLES, STALENESS, refusal, require_together
 from ringreduce.training.compression import State
 from ringreduce.training.framework import Found, Look, Memory, Named
@@ -50,8 +50,8 @@ class GradientReducer:
         kind: of the optimizer, for errors.
         over: its parameters, for errors; the same on all ranks.
         options: settled; the same on all ranks.
-        settings: returns this rank's hyper-parameters, as text by name. The ranks compare theirs in steps 1, 2, 4, 8
-            and so on, as that takes a while.
+        settings: returns this rank's hyper-parameters, as text by name; None: `Checks.model` has them. The ranks
+            compare theirs in steps 1, 2, 4, 8 and so on, as that takes a while.
         identity: of the optimizer, for names of operations; None: it is made in the same order on all ranks.
 
     Attributes:
@@ -95,7 +95,8 @@ class GradientReducer:
         self._counted_in = -1  # the step for which a sampler was last asked
         self._told: int | None = None  # this rank's samples, and those of all, when they were last agreed on
         self._counts: dict[int, int] = {}
-        self._settings = settings
+        checks = self.checks
+        self._settings: Callable[[], Mapping[str, str]] | None = settings or (lambda: settings_of(checks.model))
         self._steps = 0  # calls of `reduce` on this rank, from 0 again when all ranks have joined
         self._joins = engine.joins
         self._compares = memory.advice.first is None  # weights, as long as they are equal

@@ -17,7 +17,7 @@ import numpy as np
 
 from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, TransportError, name_ranks
 from ringreduce.common.launch import launch
-from ringreduce.common.processes import at_exit, is_stopped, launcher
+from ringreduce.common.processes import at_exit, launcher_is_stopped
 from ringreduce.transport.waiting import Waiter
 
 # mpi4py starts MPI at its import, with Python's lock held, and MPI waits there for all ranks of the job: no other
@@ -80,9 +80,8 @@ def use_survivors(comm: MPI.Intracomm) -> None:
 
 
 def _finalize() -> None:
-    mpirun = launcher()
-    if MPI.Is_finalized() or (mpirun is not None and is_stopped(mpirun)):
-        return  # `ringreduce run` stops mpirun, which MPI.Finalize() would wait for, while ranks end by SIGTERM
+    if MPI.Is_finalized() or launcher_is_stopped():
+        return
     if _survivors is None and not (launch().survives_deaths and _failed_ranks(MPI.COMM_WORLD)):
         MPI.Finalize()
         return

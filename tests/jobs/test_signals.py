@@ -64,6 +64,7 @@ holds = is_ready()
 while True:
     signal.pause()
 """
+STAYS_AND_SAYS_SO = STAYS.replace("None)", "print('asked', flush=True, file=open(folder / 'ready', 'w')))")
 READS = "import os, sys; text = sys.stdin.read(); print(os.environ['OMPI_COMM_WORLD_RANK'], len(text))"
 
 
@@ -101,6 +102,14 @@ def started(
             os.close(lives)
             with suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
+
+
+def ask_to_end(job: subprocess.Popen[str], folder: Path) -> None:
+    """Send SIGTERM to a job, and wait until a rank has it."""
+    job.send_signal(signal.SIGTERM)
+    heard = os.open(folder / "ready", os.O_RDONLY | os.O_NONBLOCK)
+    assert select.select([heard], [], [], LIMIT_S)[0]
+    os.close(heard)
 
 
 def assert_nothing_is_left(lives: int) -> None:
@@ -210,12 +219,8 @@ while True:
 
 def test_ranks_end_with_a_launcher_that_is_killed_while_they_save(tmp_path: Path) -> None:
     """It has stopped mpirun, which ends with it by SIGTERM once it goes on."""
-    program = STAYS.replace("None)", "print('asked', flush=True, file=open(folder / 'ready', 'w')))")
-    with started(tmp_path, program, options=("--grace", "10000")) as (job, lives):
-        job.send_signal(signal.SIGTERM)
-        heard = os.open(tmp_path / "ready", os.O_RDONLY | os.O_NONBLOCK)
-        assert select.select([heard], [], [], LIMIT_S)[0]
-        os.close(heard)
+    with started(tmp_path, STAYS_AND_SAYS_SO, options=("--grace", "10000")) as (job, lives):
+        ask_to_end(job, tmp_path)
         job.kill()
         assert_nothing_is_left(lives)
 
@@ -233,12 +238,8 @@ def test_ranks_that_do_not_end_by_sigterm_are_killed(tmp_path: Path, options: tu
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_second_signal_does_not_wait(tmp_path: Path, second: signal.Signals) -> None:
     """As whoever sends it does not."""
-    program = STAYS.replace("None)", "print('asked', flush=True, file=open(folder / 'ready', 'w')))")
-    with started(tmp_path, program, options=("--grace", "10000")) as (job, lives):
-        job.send_signal(signal.SIGTERM)
-        heard = os.open(tmp_path / "ready", os.O_RDONLY | os.O_NONBLOCK)
-        assert select.select([heard], [], [], LIMIT_S)[0]
-        os.close(heard)
+    with started(tmp_path, STAYS_AND_SAYS_SO, options=("--grace", "10000")) as (job, lives):
+        ask_to_end(job, tmp_path)
         job.send_signal(second)
         errors = job.communicate(timeout=LIMIT_S)[1]
         assert_nothing_is_left(lives)
