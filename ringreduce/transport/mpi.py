@@ -6,6 +6,7 @@ MPI's exceptions are translated here and nowhere else.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -82,13 +83,27 @@ def use_survivors(comm: MPI.Intracomm) -> None:
 def _finalize() -> None:
     if MPI.Is_finalized() or launcher_is_stopped():
         return
-    if _survivors is None and not (launch().survives_deaths and _failed_ranks(MPI.COMM_WORLD)):
+    if not launch().survives_deaths:
         MPI.Finalize()
-        return
-    # After a failure, Open MPI 5.0 sometimes waits in there for ever. So the survivors end by a barrier of their own.
+    elif _all_part() and _survivors is None:
+        MPI.Finalize()
+
+
+def _all_part() -> bool:
+    """Wait until all ranks end; return False as soon as one of them has died.
+
+    MPI_Finalize of Open MPI 5.0 waits for ever in one of ten jobs if a rank dies before it has come there. After a
+    failure it sometimes does so in any case, so the survivors end by this barrier alone.
+    """
+    comm = MPI.COMM_WORLD if _survivors is None else _survivors
     with suppress(MPI.Exception):
+        barrier = comm.Ibarrier()
         if _survivors is not None:
-            soon(_survivors.Ibarrier().Test)
+            return soon(barrier.Test)
+        ended = Waiter(math.inf)
+        ended.until(lambda: barrier.Test() or _failed_ranks(comm), str)
+        return barrier.Test() and not _failed_ranks(comm)
+    return False
 
 
 if _is_ours:
