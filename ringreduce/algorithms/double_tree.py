@@ -27,7 +27,9 @@ from ringreduce.common.topology import Topology
 
 
 def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    order, size, place = topology.order, topology.size, topology.place_of(rank)
+    order = topology.order
+    size = topology.size
+    place = topology.place_of(rank)
     rounds = 2 * floor_log2(size)
     sends: list[list[Transfer]] = [[] for _ in range(rounds)]
     recvs: list[list[Transfer]] = [[] for _ in range(rounds)]
@@ -35,11 +37,13 @@ def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
         own = _in_tree(tree, place, size)
         above = _parent(own, size)
         if above is not None:
-            parent, up = order[_in_tree(tree, above, size, back=True)], _level(own)
+            parent = order[_in_tree(tree, above, size, back=True)]
+            up = _level(own)
             sends[up].append(Transfer(parent, block(tree)))
             recvs[rounds - 1 - up].append(Transfer(parent, block(tree)))
         for below in _children(own, size):
-            child, up = order[_in_tree(tree, below, size, back=True)], _level(below)
+            child = order[_in_tree(tree, below, size, back=True)]
+            up = _level(below)
             recvs[up].append(Transfer(child, block(tree), reduce=True))
             sends[rounds - 1 - up].append(Transfer(child, block(tree)))
     for outgoing, incoming in zip(sends, recvs, strict=True):
@@ -70,7 +74,8 @@ def _parent(place: int, size: int) -> int | None:
 
 def _children(place: int, size: int) -> Iterator[int]:
     """Yield the places below, from left to right: those whose `_parent` this is."""
-    number, level = place + 1, _level(place)
+    number = place + 1
+    level = _level(place)
     if level:
         yield place - (1 << level - 1)
     right = next((k for k in reversed(range(level)) if number + (1 << k) <= size), None)

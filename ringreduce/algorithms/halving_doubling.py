@@ -36,7 +36,8 @@ def _core_steps(place: int, size: int, rank_at: Callable[[int], int]) -> Iterato
     for k in range(floor_log2(size)):
         halves = mine[: len(mine) // 2], mine[len(mine) // 2 :]
         upper = place >> k & 1
-        mine, theirs = halves[upper], halves[1 - upper]
+        mine = halves[upper]
+        theirs = halves[1 - upper]
         halvings.append((rank_at(place ^ (1 << k)), mine, theirs))
     for peer, mine, theirs in halvings:
         yield Step(sends=(Transfer(peer, theirs),), recvs=(Transfer(peer, mine, reduce=True),), by_rank=True)

@@ -72,7 +72,8 @@ def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
 
     def cost(topology: Topology) -> Cost:
         largest = max(len(node) for node in topology.nodes)
-        inner, lanes = across.cost(_one_lane(topology)), topology.lanes
+        inner = across.cost(_one_lane(topology))
+        lanes = topology.lanes
         touched = 2 * (largest - 1) / lanes if to_all else int(lanes > 1)
         return Cost(steps=inner.steps + 2 * (largest > 1), sent=inner.sent / lanes, touched=touched)
 

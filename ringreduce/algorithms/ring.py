@@ -42,8 +42,11 @@ def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
 
 def _rounds(rank: int, topology: Topology, lead: int, reduce: bool) -> Iterator[Step]:
     """Pass blocks on P - 1 times; the first that a rank sends is that of the rank ``lead`` places before it."""
-    order, size, place = topology.order, topology.size, topology.place_of(rank)
-    after, before = order[(place + 1) % size], order[place - 1]
+    order = topology.order
+    size = topology.size
+    place = topology.place_of(rank)
+    after = order[(place + 1) % size]
+    before = order[place - 1]
     for turn in range(size - 1):
         outgoing = block(order[(place - lead - turn) % size])
         incoming = block(order[(place - lead - turn - 1) % size])

@@ -104,7 +104,8 @@ def _one_block(topology: Topology) -> int:
 
 def _largest_subtree(topology: Topology) -> int:
     """Return how many blocks the rank hands on that hands on most, but for the root."""
-    size, half = topology.size, (1 << ceil_log2(topology.size)) // 2
+    size = topology.size
+    half = (1 << ceil_log2(topology.size)) // 2
     return max(size - half, half // 2) if size > 1 else 0
 
 

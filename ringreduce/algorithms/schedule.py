@@ -67,8 +67,10 @@ class Collective(Enum):
             By place, which of the rank's own blocks is there before; and whose terms, as a bit mask of ranks, of which
             block have to be there afterwards.
         """
-        at_root, everyone = rank == root, (1 << size) - 1
-        everything, own = {block: block for block in range(nblocks)}, {rank: rank}
+        at_root = rank == root
+        everyone = (1 << size) - 1
+        everything = {block: block for block in range(nblocks)}
+        own = {rank: rank}
         gathered = {peer: (1 << peer, peer) for peer in range(size)}
         reduced = {block: (everyone, block) for block in everything}
         sent = {block: (1 << rank, block) for block in range(size)}

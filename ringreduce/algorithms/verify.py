@@ -48,7 +48,10 @@ class ScheduleError(AssertionError):
         peer: int | None = None,
         block: int | None = None,
     ) -> None:
-        self.rank, self.step, self.peer, self.block = rank, step, peer, block
+        self.rank = rank
+        self.step = step
+        self.peer = peer
+        self.block = block
         places = {"rank": rank, "step": step, "peer": peer, "block": block}
         where = ", ".join(f"{name} {number}" for name, number in places.items() if number is not None)
         super().__init__(f"{where}: {problem}" if where else problem)
@@ -281,8 +284,11 @@ class _SymbolicRanks:
     """All ranks, their memory and the messages between them."""
 
     def __init__(self, schedules: Sequence[Schedule], collective: Collective, root: int) -> None:
-        self.schedules, self.collective, self.size = schedules, collective, len(schedules)
-        nblocks, ranks = schedules[0].nblocks, range(self.size)
+        self.schedules = schedules
+        self.collective = collective
+        self.size = len(schedules)
+        nblocks = schedules[0].nblocks
+        ranks = range(self.size)
         states = [collective.before_and_after(rank, self.size, nblocks, root) for rank in ranks]
         self.memory = [
             {place: _Value(block, 1 << rank, rank) for place, block in states[rank][0].items()} for rank in ranks
@@ -323,7 +329,8 @@ class _SymbolicRanks:
 
     def _start(self, rank: int) -> None:
         """Post the messages of the next step; what is sent are the values of this moment."""
-        step, number = self._step(rank), self._done[rank] + 1
+        step = self._step(rank)
+        number = self._done[rank] + 1
         if step is None:
             return
         self._arrived[rank].clear()
@@ -339,12 +346,15 @@ class _SymbolicRanks:
         for pair, sends in self._sends.items():
             recvs = self._recvs[pair]
             while sends and recvs:
-                send, recv = sends.popleft(), recvs.popleft()
+                send = sends.popleft()
+                recv = recvs.popleft()
                 self._check_same_sizes(recv.rank, recv.step, recv.transfer, send.transfer.blocks)
                 self._arrived[recv.rank][recv.place] = send.values
                 self._waiting[send.rank] -= 1
                 self._waiting[recv.rank] -= 1
-                blocks, into, reduce = send.transfer.blocks, recv.transfer.blocks, recv.transfer.reduce
+                blocks = send.transfer.blocks
+                into = recv.transfer.blocks
+                reduce = recv.transfer.reduce
                 self._moves.append(Move(Kind.MESSAGE, send.rank, blocks, recv.rank, into, reduce))
 
     def _check_same_sizes(self, rank: int, number: int, transfer: Transfer, remote: range) -> None:
@@ -361,7 +371,8 @@ class _SymbolicRanks:
 
     def _finish(self, rank: int) -> None:
         """Apply what came in to the memory of ``rank``, and its stores to that of its peers."""
-        step, number = self._step(rank), self._done[rank] + 1
+        step = self._step(rank)
+        number = self._done[rank] + 1
         assert step is not None
         incoming = [(recv, self._arrived[rank][index]) for index, recv in enumerate(step.recvs)]
         for access in (*step.loads, *step.stores):

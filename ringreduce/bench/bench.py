@@ -71,7 +71,8 @@ def run(
         device = OnGpu(world) if settings.device == "cuda" else OnHost(world)
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(contextlib.closing(PEERS[name](world, device))) for name in settings.peers]
-        bench, rows = Bench(world, settings, peers, device), []
+        bench = Bench(world, settings, peers, device)
+        rows = []
         machine = describe_machine(world, device)
         if head:
             show(writer.head(machine))
@@ -109,7 +110,8 @@ class Bench:
 
     def plan(self) -> Iterator[tuple[Case, str]]:
         """Yield every case and the algorithm (``"auto"`` or a name) to run it with, in the order of the table."""
-        settings, collective = self._settings, self._collective
+        settings = self._settings
+        collective = self._collective
         algorithms = [settings.algorithm]
         if algorithms == ["all"] and not collective.point_to_point:
             algorithms = self._world.algorithms(collective.name)
@@ -134,7 +136,8 @@ class Bench:
 
     def _result(self, case: Case, algorithm: str, *, in_place: bool, alone: bool) -> Result:
         """Verify ours, time it in turn with its rivals unless it runs alone, and verify it again."""
-        settings, asked = self._settings, None if algorithm == "auto" else algorithm
+        settings = self._settings
+        asked = None if algorithm == "auto" else algorithm
         ours = self._ours.contender(case, asked, in_place=in_place)
         wrong = [self._count_wrong(case, ours) for _ in range(settings.check)]
         rivals = [] if alone else self._rivals(case)
@@ -148,7 +151,8 @@ class Bench:
         timed = [each.repeated(settings.aggregated) for each in group]
         times = time_in_turn(self._world, timed, iterations, warmup, watch=self._device.watch)
         found = {each.name: Summary.of_seconds(row, parts) for each, row in zip(group, times, strict=True)}
-        mine, share = found[ours.name], None
+        mine = found[ours.name]
+        share = None
         if settings.check:
             wrong.append(self._count_wrong(case, ours))
         if bound:

@@ -249,7 +249,8 @@ class Reference:
             return 0
         if result is None or result.shape != (case.output_count,):
             return case.output_count
-        name, everyone = case.collective.name, list(range(case.nranks))
+        name = case.collective.name
+        everyone = list(range(case.nranks))
         givers = {"broadcast": [case.root], "scatter": [case.root], "sendrecv": [(rank - 1) % case.nranks]}
         givers |= {"latency": [1 - rank], "bandwidth": [1 - rank]}
         givers |= dict.fromkeys(("allgather", "gather", "alltoall"), everyone)

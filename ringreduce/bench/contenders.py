@@ -59,7 +59,9 @@ class LibraryMessages(NamedTuple):
 
 def pattern(case: Case, rank: int, through: LibraryMessages, source: Any, new: Callable[[], Any]) -> Callable[[], Any]:
     """Return what sends and receives: in a ring, or between ranks 0 and 1; it returns what came, into ``new()``."""
-    size, peer, many = case.nranks, 1 - rank, case.collective.messages
+    size = case.nranks
+    peer = 1 - rank
+    many = case.collective.messages
     send, recv, exchange, isend, irecv, wait, answer = through
 
     def ring() -> Any:

@@ -58,7 +58,8 @@ def heads_of(form: str, heads: Mapping[str, str], mark: str = "#") -> str:
 
 def cells_of(row: Row, peers: Sequence[str]) -> dict[str, Any]:
     """Return what tables show of a row, by column: of the form in place, where there is one."""
-    best, time = row.best, row.best.time
+    best = row.best
+    time = row.best.time
     cells = {"size": format_nbytes(best.case.nbytes), "time (us)": _time(time.median)}
     cells |= {"busbw (GB/s)": _bus_bw(best), "#wrong": _or_na(best.nwrong, "{}")}
     cells |= {"algorithm": best.algorithm, "transport": best.transport, "bound": _or_na(best.bound_share, "{:.0%}")}
@@ -165,7 +166,9 @@ class ShortWriter(Writer):
         return head + heads_of(self._form(), {}, mark="")
 
     def row(self, row: Row) -> str:
-        settings, case, cells = self.settings, row.best.case, cells_of(row, self.settings.peers)
+        settings = self.settings
+        case = row.best.case
+        cells = cells_of(row, self.settings.peers)
         if len(settings.types) > 1 or len(settings.ops) > 1:
             cells["algorithm"] += f" {case.type_name} {case.op_name or ''}".rstrip()
         return self._form().format_map(cells) + "\n"
@@ -191,12 +194,14 @@ class OsuWriter(Writer):
         test = f"{collective.osu_name} Latency".lstrip()
         how = f"{self.settings.form}; Avg: mean over the iterations of the slowest rank's time"
         if collective.name == "bandwidth":
-            test, how = "Bandwidth", f"messages one after the other, {collective.messages} before an answer"
+            test = "Bandwidth"
+            how = f"messages one after the other, {collective.messages} before an answer"
         title = f"OSU MPI {test} Test layout, ringreduce {machine.versions['ringreduce']}"
         return comments(title, how, f"Datatype: {', '.join(self.settings.types)}.") + heads_of(self._form(), {}, "")
 
     def row(self, row: Row) -> str:
-        time, nbytes = row.best.time, row.best.case.nbytes
+        time = row.best.time
+        nbytes = row.best.case.nbytes
         us = {"Avg Latency(us)": time.mean, "Min Latency(us)": time.min, "Max Latency(us)": time.max}
         us |= {"P50 Tail Lat(us)": time.median, "P90 Tail Lat(us)": time.p90, "P99 Tail Lat(us)": time.p99}
         us |= {"Bandwidth (MB/s)": nbytes / time.mean if time.mean else 0.0}

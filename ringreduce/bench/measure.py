@@ -166,7 +166,8 @@ def time_in_turn(
     for contender in contenders:
         for _ in range(warmup):
             contender.call()
-    times, turn = np.empty((len(contenders), iterations)), turn_for(iterations)
+    times = np.empty((len(contenders), iterations))
+    turn = turn_for(iterations)
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -244,7 +245,8 @@ def usage() -> ProcessorTimes:
         everyone = (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except (OSError, ValueError):
-        everyone, machine = float("nan"), socket.gethostname()
+        everyone = float("nan")
+        machine = socket.gethostname()
     return ProcessorTimes(time.monotonic(), everyone, time.process_time(), zlib.crc32(machine.encode()))
 
 
@@ -285,7 +287,8 @@ class Noise:
             ranks = np.flatnonzero(rows[:, 3] == machine)
             elapsed, everyone = rows[ranks, :2].max(axis=0).tolist()
             own = float(rows[ranks, 2].sum())
-            others, tolerated = everyone - own, _TOLERATED * elapsed + _TOLERATED_SHARE * own
+            others = everyone - own
+            tolerated = _TOLERATED * elapsed + _TOLERATED_SHARE * own
             if elapsed >= _SEEN_S and others > max(tolerated, worst.cores * elapsed):  # NaN is too little
                 text = f"on the machine of {name_ranks(ranks.tolist())}, other processes took {others / elapsed:.2f} "
                 text += f"cores on average, and the ranks {own / elapsed:.2f}"

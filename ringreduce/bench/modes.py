@@ -40,7 +40,8 @@ __all__ = ["MODES", "Mode", "hidden", "run_mode"]
 Start = Callable[[Any], Callable[[], object]]
 
 # Of overlap.
-_ITERATIONS, _ENOUGH_S = (10, 100), 2.0  # as many as take so long, within limits
+_ENOUGH_S = 2.0  # iterations take so long in all
+_ITERATIONS = (10, 100)  # the fewest and the most
 _WARMUP = 3
 _PROBES = 10  # calls from which the length of the computation follows
 _SIDE = 128  # of the matrices that are multiplied: they stay in a core's cache, and take some tens of microseconds
@@ -115,7 +116,8 @@ def _async(settings: Settings) -> Iterator[dict[str, Any]]:
         ``median_us`` and ``p95_us``: microseconds from the first submission to the last result, over the iterations, of
         the rank with the largest; ``nwrong``: wrong elements, over all ranks.
     """
-    world, iterations = runtime.world(), settings.iterations
+    world = runtime.world()
+    iterations = settings.iterations
     yield _submit(world, "latency", 1, 4, iterations or 2000)
     yield _submit(world, "together", 160, 64 << 10, iterations or 100)
 
@@ -129,7 +131,9 @@ def _submit(world: Communicator, name: str, operations: int, nbytes: int, iterat
     start = hvd.allreduce_async if operations == 1 else hvd.allreduce_async_
     tensors = [torch.empty(nbytes // 4) for _ in range(operations)]
     names = [f"{name} {index}" for index in range(operations)]
-    results, times, size = tensors, np.empty(iterations), world.size
+    results = tensors
+    times = np.empty(iterations)
+    size = world.size
     world.barrier()
     for iteration in range(-max(10, iterations // 5), iterations):  # the first make names known and the plan agreed
         for tensor in tensors:
@@ -192,7 +196,8 @@ def _hide(
     import torch
 
     torch.set_num_threads(1)
-    tensor, matrix = torch.zeros(count), torch.ones(_SIDE, _SIDE)
+    tensor = torch.zeros(count)
+    matrix = torch.ones(_SIDE, _SIDE)
     product = torch.empty_like(matrix)
 
     def contender(name: str, call: Callable[[], Any]) -> Contender:
@@ -207,7 +212,9 @@ def _hide(
         wait()
 
     multiply = contender("compute", lambda: torch.mm(matrix, matrix, out=product))
-    group, wrong, slowest_s = [], {}, 0.0
+    group = []
+    wrong = {}
+    slowest_s = 0.0
     for name, start in starts.items():
         tensor.fill_(1.0 + world.rank)
         start(tensor)()

@@ -77,11 +77,13 @@ class MpiPeer:
     def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         if not self._can(case):
             return None
-        rank, in_place = self._comm.rank, case.collective.in_place and not new_results
+        rank = self._comm.rank
+        in_place = case.collective.in_place and not new_results
         if in_place:
             source, result = in_one(case, self._new(case.buffer_count, case.dtype), rank)
         else:
-            source, result = self._new(case.input_count, case.dtype), self._new(case.output_count, case.dtype)
+            source = self._new(case.input_count, case.dtype)
+            result = self._new(case.output_count, case.dtype)
         if in_place and case.collective.name == "reduce_scatter":  # MPI puts the result first
             result = source[: case.count]
         new = room(case, None if new_results else result)
@@ -105,8 +107,11 @@ class MpiPeer:
 
     def _call(self, case: Case, source: Array, *, in_place: bool) -> Callable[[Any], object]:
         """Return what carries out a collective, given where the result goes."""
-        comm, root, mpi = self._comm, case.root, self._mpi
-        at_root, given = comm.rank == root, mpi.IN_PLACE if in_place else source
+        comm = self._comm
+        root = case.root
+        mpi = self._mpi
+        at_root = comm.rank == root
+        given = mpi.IN_PLACE if in_place else source
         op: Any = self._ops.get(case.op)  # None: nothing is reduced
 
         def broadcast(result: Array) -> None:
@@ -129,7 +134,8 @@ class MpiPeer:
         return calls[case.collective.name]
 
     def _messages(self) -> LibraryMessages:
-        comm, wait = self._comm, self._mpi.Request.Waitall
+        comm = self._comm
+        wait = self._mpi.Request.Waitall
 
         def exchange(sent: Array, to: int, got: Array, source: int) -> None:
             comm.Sendrecv(sent, to, 0, got, source, 0)
@@ -140,7 +146,8 @@ class MpiPeer:
         """Try the operation on one element: what MPI takes depends on the library and how it was built."""
         if case.type_name == "bfloat16" or (case.op_name and case.op is AVERAGE):
             return False
-        one, two = np.zeros(1, case.dtype), np.zeros(1, case.dtype)
+        one = np.zeros(1, case.dtype)
+        two = np.zeros(1, case.dtype)
         try:
             self._ops[case.op].Reduce_local(one, two)
         except (self._mpi.Exception, KeyError, ValueError, BufferError):
@@ -174,12 +181,14 @@ class GlooPeer:
         """Prepare one case; None also where Gloo refuses tensors on a GPU, as for some collectives."""
         import torch.distributed as dist
 
-        row, rank = TYPES[case.type_name], dist.get_rank()
+        row = TYPES[case.type_name]
+        rank = dist.get_rank()
         if row.name not in self._TYPES or (case.op_name and case.op is AVERAGE):
             return None
         source = _new(self._device, case.input_count, case)
         result = source if case.collective.overwrites else _new(self._device, case.output_count, case)
-        given, got = _tensor(source, row), _tensor(result, row)
+        given = _tensor(source, row)
+        got = _tensor(result, row)
         if case.collective.point_to_point:
             carry_out: tuple[Any, ...] = (pattern(case, rank, _gloo_messages(), given, lambda: got),)
         else:
@@ -202,7 +211,8 @@ def _gloo_call(case: Case, rank: int, given: Any, got: Any) -> tuple[Any, ...]:
     import torch.distributed as dist
 
     names = {SUM: "SUM", PRODUCT: "PRODUCT", MIN: "MIN", MAX: "MAX"}
-    op, at_root = getattr(dist.ReduceOp, names[case.op]), rank == case.root  # op: meaningless where nothing is reduced
+    op = getattr(dist.ReduceOp, names[case.op])  # meaningless where nothing is reduced
+    at_root = rank == case.root
     # torch renamed these two; the old names warn.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -254,7 +264,8 @@ class StagedMpi(MpiPeer):
         inner = super().contender(case)
         if inner is None:
             return None
-        device, source = self._device, _new(self._device, case.input_count, case)
+        device = self._device
+        source = _new(self._device, case.input_count, case)
         result = source if case.collective.overwrites else _new(device, case.output_count, case)
 
         def call() -> Any:

@@ -46,7 +46,9 @@ _LINES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.
 _DASHES = (*_LINES, *_LINES, _LINES[3], _LINES[1])  # of ten curves, like the markers
 _MARKERS = "os^Dv<>phX"
 _PEERS = ("mpi", "gloo", "nccl")  # whose curves look alike in all pictures
-_WIDTH, _HEIGHT = 6.0, 4.2  # inches, of each of the panels of a picture, which stand one below the other: as on a phone
+# Inches, of each panel of a picture. The panels stand one below the other: as on a phone.
+_WIDTH = 6.0
+_HEIGHT = 4.2
 #: Of a picture on a dark screen: paper, ink and grid. It has a paper of its own, so that it is legible on any page.
 _DARK = """<style>@media (prefers-color-scheme: dark) {
 svg [style*="fill: #ffffff"] { fill: #1b1d21 !important }
@@ -184,7 +186,8 @@ def figure(report: Report) -> Figure:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    collective, machine = report.rows[0].best.case.collective, report.machine
+    collective = report.rows[0].best.case.collective
+    machine = report.machine
     factor = collective.bus_factor(machine.nranks) / 1e3
     drawn, (times, speeds) = panels(2, f"{collective.name}, {machine.placement}")
     found = curves(report)
@@ -252,7 +255,8 @@ def page(reports: Sequence[Report]) -> str:
 
 
 def _section(report: Report) -> str:
-    name, peers = report.settings.collective, report.settings.peers
+    name = report.settings.collective
+    peers = report.settings.peers
     heads = ["size", "time (us)", "busbw (GB/s)", "algorithm", "transport", "bound", *(f"vs {each}" for each in peers)]
     rows = ([cells_of(row, peers)[head] for head in heads] for row in report.rows)
     svg = to_svg(figure(report))

@@ -156,7 +156,8 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry of ``results`` in the JSON report."""
-        case, times = self.case, dataclasses.asdict(self.time)
+        case = self.case
+        times = dataclasses.asdict(self.time)
         found = {"collective": case.collective.name, "size": case.nbytes, "count": case.count, "type": case.type_name}
         found |= {"redop": case.op_name or "none", "root": case.shown_root, "algorithm": self.algorithm}
         found |= {"transport": self.transport, "buffers": self.buffers, "in_place": self.in_place}

@@ -144,11 +144,14 @@ def calls_of(communicator: Communicator, largest_nbytes: int) -> Measure:
     take twice as long as another algorithm on the other kind.
     """
     count = largest_nbytes // 4
-    shared, private = communicator.empty(count), np.zeros(count, np.float32)
+    shared = communicator.empty(count)
+    private = np.zeros(count, np.float32)
     shared.fill(0)  # zeros stay zeros, however often they are summed up
 
     def contender(name: str, nbytes: int) -> Contender:
-        ours, theirs = shared[: nbytes // 4], private[: nbytes // 4]  # a view each: lookups are kept for the array
+        # Two views, made once: what is looked up for an array is kept as long as the array.
+        ours = shared[: nbytes // 4]
+        theirs = private[: nbytes // 4]
 
         def both() -> Array:
             communicator.allreduce(ours, out=ours, algorithm=name)
@@ -192,7 +195,8 @@ class _Tuning:
 
     def fit(self) -> None:
         """Fit the model to a few calls of all algorithms at the smallest size, a middle one and a large one."""
-        topology, middle = self.communicator.topology, (len(self.sizes) - 1) // 2
+        topology = self.communicator.topology
+        middle = (len(self.sizes) - 1) // 2
         self.say(f"# {topology.describe()}; fitting the model to {', '.join(self._names)}\n")
         for nbytes in dict.fromkeys((self.sizes[0], self.sizes[middle])):
             self._probe(nbytes)
@@ -255,7 +259,8 @@ class _Tuning:
     def _contending(self, nbytes: int) -> list[str]:
         """Return what can win at a size; the library's own and what the rules take are always of interest."""
         expected = {name: self._expected_s(name, nbytes) for name in self._names}
-        limit, always = _CONTENDING * min(expected.values()), (VENDOR, self.rules[nbytes])
+        limit = _CONTENDING * min(expected.values())
+        always = (VENDOR, self.rules[nbytes])
         return [name for name, seconds in expected.items() if seconds <= limit or name in always]
 
     def _affordable(self, nbytes: int) -> list[str]:
@@ -365,7 +370,8 @@ def _summary(table: Table, rules: Mapping[int, str]) -> str:
     form = "{:>10}  {:<21} {:>9}  {:>9}  {:<21} {:>9}  {:<21}  {:>8}\n"
     text = "#" + form.format("", "fastest", "median", "model", "second", "median", "built-in rule", "speed-up")[1:]
     for row in table.rows:
-        found, rule = table.choose(row.nbytes), rules[row.nbytes]
+        found = table.choose(row.nbytes)
+        rule = rules[row.nbytes]
         model = table.model.predict(found.algorithm, row.nbytes, table.key.topology)
         times = [format_seconds(each) for each in (found.seconds, model, found.second_seconds)]
         gain = f"{row.medians[rule] / found.seconds:.2f}x" if rule in row.medians else "N/A"
@@ -404,7 +410,8 @@ def fit(samples: Iterable[Sample]) -> CostModel:
     vendor: list[Sample] = []
     for each in samples:
         (ours if is_ours(each.algorithm) else vendor).append(each)
-    factors, seconds = [work(*each[:3]) for each in ours], [each.seconds for each in ours]
+    factors = [work(*each[:3]) for each in ours]
+    seconds = [each.seconds for each in ours]
     parts = _least_squares(factors, seconds, len(Work._fields))
     if parts[_GAMMA] > _MOST_GAMMA:
         known = [each.reduced * _MOST_GAMMA for each in factors]
@@ -442,7 +449,8 @@ def _least_squares(
             solution: Vector = np.linalg.lstsq(columns, target, rcond=None)[0]
             error = float(np.sum((columns @ solution - target) ** 2))
             if (solution >= 0).all() and error < least - 1e-12 * len(factors):
-                least, best = error, [0.0] * count
+                least = error
+                best = [0.0] * count
                 for column, value in zip(chosen, solution / scale[chosen], strict=True):
                     best[column] = float(value)
     return best

@@ -96,10 +96,13 @@ class Operand:  # a frozen dataclass would take three times as long to make
             view.flags.writeable = False
             return cls(view, dtype, is_copy=True)
         try:
-            address, storage = tensor.data_ptr(), tensor.untyped_storage()
+            address = tensor.data_ptr()
+            storage = tensor.untyped_storage()
         except RuntimeError:
             raise UnsupportedBufferError(not_plain(tensor)) from None
-        shape, strides, places = tensor.shape, None, tensor.numel()
+        shape = tensor.shape
+        strides = None
+        places = tensor.numel()
         if places and not tensor.is_contiguous():
             steps = tensor.stride()
             strides = tuple([each * dtype.itemsize for each in steps])

@@ -167,7 +167,8 @@ class _ScaledCodec(Codec):
     def _pieces(self, values: Floats, encoded: Bytes) -> Iterator[tuple[Floats, Array]]:
         """Yield (blocks, elements) and (blocks, bytes) of each piece: whole blocks, and last the shorter one."""
         assert encoded.size == self.nbytes(values.size)
-        row_nbytes, step = self._row_nbytes(self.block), _PIECE // self.block
+        row_nbytes = self._row_nbytes(self.block)
+        step = _PIECE // self.block
         full = values.size // self.block
         elements = values[: full * self.block].reshape(full, self.block)
         rows = encoded[: full * row_nbytes].reshape(full, row_nbytes)
@@ -246,7 +247,8 @@ def _values_of_e4m3() -> Floats:
     Source: P. Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433, table 1.
     """
     codes = np.arange(128)
-    exponents, mantissas = codes >> 3, codes & 7
+    exponents = codes >> 3
+    mantissas = codes & 7
     values = np.where(exponents > 0, (8 + mantissas) * 2.0 ** (exponents - 10), mantissas * 2.0**-9)
     values[127] = np.nan
     return np.concatenate([values, -values]).astype(np.float32)

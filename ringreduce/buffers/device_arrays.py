@@ -190,7 +190,8 @@ def _of_torch(tensor: Any, torch: Any) -> DeviceOperand:
         tensor = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    shape, device = tuple(tensor.shape), tensor.device.index
+    shape = tuple(tensor.shape)
+    device = tensor.device.index
     return DeviceOperand(tensor, tensor.data_ptr(), shape, strides, dtype, device, stream, writable=not lazy)
 
 
@@ -209,7 +210,9 @@ def _of_interface(array: Any, interface: Mapping[str, Any]) -> DeviceOperand:
     named = np.dtype(interface["typestr"])
     if named.kind == "V":  # what NumPy has no code for; bfloat16, if its own dtype says so
         named = getattr(array, "dtype", named)
-    dtype, shape, strides = DType.of(named), tuple(interface["shape"]), interface.get("strides")
+    dtype = DType.of(named)
+    shape = tuple(interface["shape"])
+    strides = interface.get("strides")
     strides = c_order(shape, dtype.itemsize) if strides is None else tuple(strides)
     stream = interface.get("stream")  # None: the array may be used at once, on any stream
     stream = 0 if stream in (None, _LEGACY_STREAM) else stream

@@ -110,7 +110,9 @@ class UfuncKernels:
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         if len(sources) == 1:
             return partial(_copy_into, sources[0])
-        ufunc, size, last = self._ufunc, self._size if complete else None, sources[-1]
+        ufunc = self._ufunc
+        size = self._size if complete else None
+        last = sources[-1]
         if len(sources) == 2:
             return self._combine_pair(sources[0], last, size)
         first, second, *middle = sources[:-1]
@@ -156,7 +158,8 @@ class WideKernels:
         self._ufunc = _UFUNCS[op]
         self._size = size if op is ReduceOp.AVERAGE else None
         wide = self._wide_enough(dtype, size)
-        self._total, self._term = _Scratch(wide), _Scratch(wide)
+        self._total = _Scratch(wide)
+        self._term = _Scratch(wide)
 
     @staticmethod
     def _wide_enough(dtype: DType, size: int) -> np.dtype[Any]:
@@ -182,7 +185,9 @@ class WideKernels:
 
     def _bound(self, sources: Sequence[Array], divisor: int | None) -> Callable[[Array], object]:
         first, *others = [source.view(self._native) for source in sources]
-        total, term, ufunc = self._total.like(first), self._term.like(first), self._ufunc
+        total = self._total.like(first)
+        term = self._term.like(first)
+        ufunc = self._ufunc
 
         def combine(target: Array) -> None:
             np.copyto(total, first)
@@ -206,7 +211,8 @@ class LongAverageKernels(WideKernels):
         if sources[0].size <= _FEW and sources[0].ndim == 1:
             return partial(_average_few, sources, divisor)
         first, *others = sources
-        total, term = self._total.like(first), self._term.like(first)
+        total = self._total.like(first)
+        term = self._term.like(first)
 
         def combine(target: Array) -> None:
             fits = sums_fit(sources, divisor, term)
@@ -293,7 +299,8 @@ class WeightedKernels:
     """
 
     def __init__(self, dtype: DType, weights: Sequence[float], scratch: dict[str, Scratches]) -> None:
-        self._dtype, self._weights = dtype, weights
+        self._dtype = dtype
+        self._weights = weights
         wide = wider(dtype).storage if dtype.half else dtype.storage
         self._scratch = scratch.setdefault(dtype.name, (_Scratch(wide), _Scratch(wide)))
 
@@ -302,7 +309,8 @@ class WeightedKernels:
         total, term = (each.like(sources[0]) for each in self._scratch)
         last = sources[-1]
         (first, weight), *others = zip(sources, self._weights, strict=True)
-        dtype, half = self._dtype, self._dtype.half
+        dtype = self._dtype
+        half = self._dtype.half
 
         def combine(target: Array) -> None:
             np.multiply(widen(first, dtype, total) if half else first, weight, out=total)

@@ -208,7 +208,9 @@ def bench(**options: Any) -> int:
         nwrong, busy = run_mode(settings, _write)
         _say_if_busy(name, busy)
         return int(nwrong > 0)
-    plot, page, several = options.pop("plot"), options.pop("page"), name == "all"
+    plot = options.pop("plot")
+    page = options.pop("page")
+    several = name == "all"
     if several and (plot or options["output_file"]):
         raise click.UsageError("--plot and -J are for one collective; with all there is --report")
     if not options["cycles"] and (several or plot or page or options["output_file"] or options["format"] == "json"):
@@ -234,9 +236,12 @@ def bench(**options: Any) -> int:
 
 def _reports(settings: Settings) -> list[Report]:
     """Measure a collective, or all; and let rank 0 print what is found. Collective."""
-    world, several, as_json = ringreduce.world(), settings.collective == "all", settings.format == "json"
+    world = ringreduce.world()
+    several = settings.collective == "all"
+    as_json = settings.format == "json"
     wanted = [name for name, each in COLLECTIVES.items() if world.size > 1 or not each.of_two]
-    names, reports = wanted if several else [settings.collective], []
+    names = wanted if several else [settings.collective]
+    reports = []
     for number, name in enumerate(names, 1):
         progress = ProgressLine(f"bench {name}, collective {number} of {len(names)}")
         write = None if several and as_json else _write
@@ -275,7 +280,8 @@ def explain(
         ringreduce.allreduce(array, out=array)  # in which the ranks find out whether they can use what is asked for
     if ringreduce.rank() != 0:
         return
-    world, dtype = ringreduce.world(), native_dtype(TYPES[datatype])
+    world = ringreduce.world()
+    dtype = native_dtype(TYPES[datatype])
     chosen: list[dict[str, Any]] = []
     for nbytes in sizes(minbytes, last, None, stepfactor):
         reason = ringreduce.explain(nbytes, dtype, collective, device=device)
@@ -304,7 +310,8 @@ def _settings(options: dict[str, Any]) -> Settings:
     for name in options["types"]:
         native_dtype(TYPES[name])
     options["max_nbytes"] = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
-    shared, new = options.pop("buffers") == "shared", options.pop("results") == "new"
+    shared = options.pop("buffers") == "shared"
+    new = options.pop("results") == "new"
     return Settings(shared_buffers=shared, new_results=new, **options)
 
 

@@ -220,7 +220,8 @@ class _Take(argparse.Action):
 
     def __call__(self, parser: object, plans: argparse.Namespace, values: Any, name: str | None = None) -> None:
         assert name is not None
-        option, text = _NAMED[name], values if isinstance(values, str) else " ".join(values)
+        option = _NAMED[name]
+        text = values if isinstance(values, str) else " ".join(values)
         if option.kind == "file":
             _read_file(text, plans.file)
         else:
@@ -264,7 +265,8 @@ def read(arguments: Sequence[str]) -> CommandLine:
     Raises:
         ConfigError: an option is not known, has no value, or asks for what there is not.
     """
-    plan, given = CommandLine(), CommandLine()
+    plan = CommandLine()
+    given = CommandLine()
     words = parser().parse_args(arguments, argparse.Namespace(file=plan, given=given)).program
     plan.options |= given.options
     plan.settings |= given.settings  # what is said on the command line counts
@@ -291,7 +293,8 @@ def _read_file(path: str, plan: CommandLine) -> None:
         key, colon, value = (part.strip() for part in text.strip().partition(":"))
         if not colon:
             raise ConfigError(f"--config-file {path}, line {number}: expected key: value, got {line.strip()[:60]!r}")
-        key, value = key.replace("-", "_"), value.strip("\"'")
+        key = key.replace("-", "_")
+        value = value.strip("\"'")
         if not text[0].isspace():
             section = "" if value else _SECTIONS.get(key, f"{key}.")
         if value and value.lower() not in ("null", "~", "none"):
@@ -302,9 +305,11 @@ def _take_line(plan: CommandLine, place: str, options: Mapping[str, _Option], ke
     if key == "controller":
         if value.lower() != "gloo":  # MPI is what there is
             return
-        key, value = "use_gloo", "true"
+        key = "use_gloo"
+        value = "true"
     if key == "stall_check_enabled":
-        key, value = "no_stall_check", {"true": "false", "false": "true"}.get(value.lower(), value)
+        key = "no_stall_check"
+        value = {"true": "false", "false": "true"}.get(value.lower(), value)
     option = options.get(key.removesuffix("_enabled"))
     if option is None:
         plan.warnings.append(f"{place} is not known, and not used")

@@ -21,7 +21,9 @@ class ProgressLine:
     """
 
     def __init__(self, of: str, clock: Callable[[], float] = time.monotonic, *, done: str = "measured") -> None:
-        self._of, self._clock, self._verb = of, clock, done
+        self._of = of
+        self._clock = clock
+        self._verb = done
         self._began = self._said = clock()
 
     def __call__(self, done: int, total: int) -> None:

@@ -39,7 +39,9 @@ class Parsed(click.ParamType[Any]):
     """
 
     def __init__(self, name: str, parse: Callable[[str], Any], complaint: str = "{0!r}: {1}") -> None:
-        self.name, self._parse, self._complaint = name, parse, complaint
+        self.name = name
+        self._parse = parse
+        self._complaint = complaint
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):

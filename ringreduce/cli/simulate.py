@@ -44,9 +44,12 @@ def _of_a_number(parse: Any) -> Any:
     return read
 
 
-_RATE, _MEMORY_RATE, _TIME = Parsed("rate", parse_rate), Parsed("rate", _memory_rate), Parsed("time", parse_seconds)
+_RATE = Parsed("rate", parse_rate)
+_MEMORY_RATE = Parsed("rate", _memory_rate)
+_TIME = Parsed("time", parse_seconds)
 _NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
-_SLOW, _LATE = Parsed("link", _of_a_number(parse_rate)), Parsed("delay", _of_a_number(parse_seconds))
+_SLOW = Parsed("link", _of_a_number(parse_rate))
+_LATE = Parsed("delay", _of_a_number(parse_seconds))
 _RATE_BPS = 100e9 / 8  # bytes per second, where --link says nothing
 #: Option -> the term of `Model` that it sets; and, for messages inside a node, the term of `Links`.
 _TERMS = {
@@ -124,7 +127,8 @@ def command(**options: Any) -> int:
         raise click.UsageError("--maxbytes is smaller than --minbytes")
     if options["plot"]:
         plots.require_matplotlib(options["plot"])
-    cluster, algorithms = _cluster(options), options["algorithms"] or None
+    cluster = _cluster(options)
+    algorithms = options["algorithms"] or None
     wanted = sizes(options["minbytes"], options["maxbytes"], None, options["stepfactor"])
     training = None if options["compute_s"] is None else _made(SimulatedTraining, options)
     report = simulate(cluster, wanted, algorithms, training, ProgressLine("simulate", done="simulated"))
@@ -139,7 +143,8 @@ def command(**options: Any) -> int:
 
 
 def _cluster(options: dict[str, Any]) -> Cluster:
-    ranks, nodes = options["ranks"], options["nodes"]
+    ranks = options["ranks"]
+    nodes = options["nodes"]
     if len(ranks) not in (1, nodes):
         raise click.UsageError(f"--ranks-per-node has {len(ranks)} counts, for {nodes} nodes")
     usual = _made(Rates, {**options, "rate": options["rates"][0] if options["rates"] else _RATE_BPS}).links()

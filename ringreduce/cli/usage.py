@@ -96,7 +96,8 @@ def _misplaced(program: Sequence[str], before: Sequence[str]) -> str:
         name, equals, value = word.partition("=")
         if name not in _OURS or any(each.partition("=")[0] == name for each in before):
             continue
-        form, following = _OURS[name], "".join(words[place + 1 : place + 2])
+        form = _OURS[name]
+        following = "".join(words[place + 1 : place + 2])
         if form is None:
             if not equals:
                 return word

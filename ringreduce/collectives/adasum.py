@@ -112,5 +112,7 @@ def _exchange(ranks: Communicator, array: Array, partner: int | None, *, sends: 
 
 def _coefficients(a: Array, b: Array) -> tuple[float, float]:
     """Return the factors of a and b; a vector of zeros changes nothing."""
-    dot, of_a, of_b = float(a @ b), float(a @ a), float(b @ b)
+    dot = float(a @ b)
+    of_a = float(a @ a)
+    of_b = float(b @ b)
     return 1.0 - dot / (2.0 * of_a) if of_a > 0 else 1.0, 1.0 - dot / (2.0 * of_b) if of_b > 0 else 1.0

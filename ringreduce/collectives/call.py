@@ -117,7 +117,8 @@ class Path(Enum):
     MESSAGES = 6, "messages", False
 
     def __init__(self, _: int, transport: str, reduces_at_once: bool) -> None:
-        self.transport, self.reduces_at_once = transport, reduces_at_once
+        self.transport = transport
+        self.reduces_at_once = reduces_at_once
 
     def cost(self, algorithm: str, problem: Problem) -> Work:
         """Return what the algorithm costs in an allreduce.
@@ -125,15 +126,19 @@ class Path(Enum):
         Raises:
             ConfigError: there is no such algorithm of ours, or it cannot run there.
         """
-        share, nbytes = _work_of_one_byte(algorithm, problem.topology), problem.nbytes
+        share = _work_of_one_byte(algorithm, problem.topology)
+        nbytes = problem.nbytes
         if self is Path.ONE_SHOT:  # the data is beside the flags of one barrier; every rank reads that of all others
             return Work(0, 0, 1, share.sent * nbytes, share.reduced * nbytes)
-        sent, touched, reduced = share.sent * nbytes, share.touched * nbytes, share.reduced * nbytes
+        sent = share.sent * nbytes
+        touched = share.touched * nbytes
+        reduced = share.reduced * nbytes
         return share._replace(sent=sent, touched=touched, reduced=reduced)
 
     def as_reduced(self, problem: Problem) -> Problem:
         """Return the problem as this path reduces it: in its own dtype, or in a wider one."""
-        dtype, op = problem.dtype, problem.op
+        dtype = problem.dtype
+        op = problem.op
         averages_integers = op is ReduceOp.AVERAGE and dtype.integral
         if self.reduces_at_once or not (averages_integers or (op is not None and dtype.half)):
             return problem

@@ -22,7 +22,8 @@ class Choices:
     """The part of a `Communicator` that says which algorithm and path calls take, and why."""
 
     def __init__(self, context: Context, gpu: Devices) -> None:
-        self._context, self.gpu = context, gpu
+        self._context = context
+        self.gpu = gpu
         self._table: Table | None = None
 
     def algorithms(
@@ -127,7 +128,8 @@ class Choices:
     def _problem(
         self, collective: Collective | str, nbytes: int, dtype: Any = np.float32, op: ReduceOp | str = SUM
     ) -> Problem:
-        kind, count = _collective(collective), whole_number("nbytes", nbytes, 0)
+        kind = _collective(collective)
+        count = whole_number("nbytes", nbytes, 0)
         return self._context.problem(kind, count, DType.of(dtype), ReduceOp.parse(op))
 
 

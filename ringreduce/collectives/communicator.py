@@ -97,8 +97,10 @@ class Communicator(Messaging, Choices):
         state = CommState(context)
         Messaging.__init__(self, context, channel, state)
         Choices.__init__(self, context, devices(context, state))
-        self.topology, self.size = context.topology, context.topology.size
-        self.hosts, self.config = context.node.hosts, context.config
+        self.topology = context.topology
+        self.size = context.topology.size
+        self.hosts = context.node.hosts
+        self.config = context.config
         self.library = context.messages.library
         self.tallies = {each.value: Tally() for each in Collective}
         self._runner = Runner(context, state, self.gpu, self.tallies, self._choice)
@@ -144,7 +146,8 @@ class Communicator(Messaging, Choices):
             UnsupportedBufferError: a format or weights were asked for, and the array is not of floats.
         """
         if deterministic and algorithm is None and compression is None:
-            algorithm, deterministic = DETERMINISTIC, False
+            algorithm = DETERMINISTIC
+            deterministic = False
         if not (deterministic or compression or len(weights)):
             return self._runner.make("allreduce", array, out, op, algorithm)  # type: ignore[no-any-return]
         how = None, algorithm, deterministic, compression, feedback, tuple(weights)
@@ -368,7 +371,8 @@ class Communicator(Messaging, Choices):
             UnsupportedBufferError: a device was asked for, and CuPy or the GPU is missing.
         """
         self.lifetime.require_open()
-        row, dims = DType.of(dtype), array_shape(shape)
+        row = DType.of(dtype)
+        dims = array_shape(shape)
         if device not in (None, "cpu"):
             return self.gpu.empty(ordinal(device), dims, row)
         memory = self._context.arena.array(prod(dims) * row.itemsize)
@@ -396,14 +400,16 @@ class Communicator(Messaging, Choices):
         Raises:
             TransportError: on all ranks: some node has no such memory.
         """
-        segments, first = self._context.arena.segments, self._context.topology.node_of(self.rank)[0]
+        segments = self._context.arena.segments
+        first = self._context.topology.node_of(self.rank)[0]
         number, made = self._together(lambda: segments.create_kept(nbytes) if first == self.rank else (0, None))
         numbers = self.allgather(np.array([number]))
         return self._together(lambda: segments.open_kept(first, int(numbers[first])) if made is None else made)
 
     def _together(self, step: Callable[[], _T]) -> _T:
         """Take a step that may fail, on all ranks or on none: after a failure all raise `TransportError`."""
-        problem, made = "", None
+        problem = ""
+        made = None
         try:
             made = step()
         except TransportError as error:

@@ -100,18 +100,23 @@ class Coded:
 
     def __init__(self, topology: Topology, rank: int, segment_nbytes: int, task: Task, data: Floats) -> None:
         codec = self._codec = CODECS[task.kind.codec or ""]
-        nlanes, nnodes = topology.lanes, len(topology.nodes)
+        nlanes = topology.lanes
+        nnodes = len(topology.nodes)
         limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), segment_nbytes // 4)
         limit = max(codec.block, limit // codec.block * codec.block)
         lanes = Partition.even(data.size, nlanes, codec.block).segment
         self.segments = _segments(lanes, nnodes, limit, codec.block)
         self.feedback: Feedback | None = None
-        self._rank, self._data = rank, data
+        self._rank = rank
+        self._data = data
         self._factor = np.float32(1.0 / topology.size) if task.op is ReduceOp.AVERAGE else None
-        local, owned, largest = topology.local_rank(rank), list[slice](), 0
+        local = topology.local_rank(rank)
+        owned = list[slice]()
+        largest = 0
         self._lane: slice | None = None
         if local < nlanes:
-            self._lane, own = lanes[local], local * nnodes + sorted(topology.cross_group(rank)).index(rank)
+            self._lane = lanes[local]
+            own = local * nnodes + sorted(topology.cross_group(rank)).index(rank)
             owned = [segment[own] for segment in self.segments]  # the parts that this rank sums up
             largest = max(part.stop - part.start for segment in self.segments for part in segment)
         self._total, self._meant, self._arrived = (np.empty(largest, np.float32) for _ in range(3))
@@ -140,14 +145,16 @@ class Coded:
         return partial(self._sum, part, before, after, target)
 
     def _encode(self, part: slice, target: Bytes) -> None:
-        values, feedback = self._data[part], self.feedback
+        values = self._data[part]
+        feedback = self.feedback
         if feedback is None:
             self._codec.encode(values, target)
             return
         assert feedback.sent is not None
         assert self._lane is not None
         kept = feedback.sent[part.start - self._lane.start : part.stop - self._lane.start]
-        meant, arrived = self._meant[: values.size], self._arrived[: values.size]
+        meant = self._meant[: values.size]
+        arrived = self._arrived[: values.size]
         np.copyto(meant, values)
         feedback.correct(meant, kept)
         self._codec.encode(meant, target)
@@ -155,7 +162,8 @@ class Coded:
         feedback.measure(meant, arrived, kept)
 
     def _sum(self, part: slice, before: Sequence[Bytes], after: Sequence[Bytes], target: Bytes) -> None:
-        own, feedback = self._data[part], self.feedback
+        own = self._data[part]
+        feedback = self.feedback
         total = self._total[: own.size]
         total.fill(0.0)
         for got in before:

@@ -110,8 +110,10 @@ class Context:
     calls: Board | Agreement = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rank, self.topology = self.messages.rank, self.node.topology
-        self.arena, self.board = self.node.arena, self.node.board
+        self.rank = self.messages.rank
+        self.topology = self.node.topology
+        self.arena = self.node.arena
+        self.board = self.node.board
         self.single_node = self.topology.single_node
         self.agreement = Agreement(self.messages, self.waiter, self.called)
         self.calls = self.board if self.single_node else self.agreement
@@ -321,8 +323,11 @@ class NodeSchedule:
     def __init__(
         self, context: Context, task: Task, memory: Array, segments: Sequence[Segment], coding: Coding | None = None
     ) -> None:
-        self._context, self._task, self._memory = context, task, memory
-        self._segments, self._coding = segments, coding
+        self._context = context
+        self._task = task
+        self._memory = memory
+        self._segments = segments
+        self._coding = coding
         self._others: list[int] = []
         self._bound: BoundSchedule | None = None
 
@@ -330,7 +335,8 @@ class NodeSchedule:
         """Run it. ``others``: the places of the buffers of the node's other ranks; empty if none is touched."""
         if self._bound is None or others != self._others:
             self.close()
-            self._bound, self._others = self._bind(others), others
+            self._bound = self._bind(others)
+            self._others = others
         self._bound.run()
 
     def close(self) -> None:
@@ -340,7 +346,9 @@ class NodeSchedule:
             self._bound = None
 
     def _bind(self, others: list[int]) -> BoundSchedule:
-        context, task, memory = self._context, self._task, self._memory
+        context = self._context
+        task = self._task
+        memory = self._memory
         at_root = task.op is ReduceOp.AVERAGE and task.kind.collective is Collective.REDUCE
         op = ReduceOp.SUM if at_root or self._coding is not None else task.op
         peers = {
@@ -355,8 +363,11 @@ class NodePlan(BoundCall):
     """A plan for an input of this rank, which the others of the node read where it is."""
 
     def __init__(self, context: Context, task: Task, source: Operand) -> None:
-        self._context, self._task, self._board = context, task, context.board
-        self._instruments, self._text = context.instruments, task.signature.text
+        self._context = context
+        self._task = task
+        self._board = context.board
+        self._instruments = context.instruments
+        self._text = task.signature.text
         self._source = unowned(source.view, source.address)
         #: What was bound, by the places of the arrays and what else that depends on.
         self._bound: dict[tuple[int, ...], Any] = {}

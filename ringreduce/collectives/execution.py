@@ -178,9 +178,15 @@ class BoundSchedule:
         link: Link,
         coding: Coding | None = None,
     ) -> None:
-        self._schedule, self._memory, self._kernels, self._coding = schedule, memory, kernels, coding
-        self._last, self._kept_sends = schedule.last_reductions(), schedule.kept_sends()
-        self._rank, self._messages, self._waiter = link.rank, link.messages, link.waiter
+        self._schedule = schedule
+        self._memory = memory
+        self._kernels = kernels
+        self._coding = coding
+        self._last = schedule.last_reductions()
+        self._kept_sends = schedule.kept_sends()
+        self._rank = link.rank
+        self._messages = link.messages
+        self._waiter = link.waiter
         self._instruments = link.instruments or Instruments()
         largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
         self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES  # encoded, messages are small
@@ -206,7 +212,8 @@ class BoundSchedule:
         Raises:
             CollectiveTimeoutError, TransportError: a peer or the transport failed; the buffer's content is undefined.
         """
-        messages, started = self._messages, list[Prequest]()
+        messages = self._messages
+        started = list[Prequest]()
         assert messages is not None
         streams = [self._carry_out(rounds, messages, started) for rounds in self._streams]
         try:
@@ -225,7 +232,8 @@ class BoundSchedule:
         """Give back the messages; this cannot run again."""
         if self._messages is not None:
             self._messages.free(self._requests)
-        self._requests, self._streams = [], []
+        self._requests = []
+        self._streams = []
 
     # ---- running ----
 
@@ -319,11 +327,19 @@ class BoundSchedule:
             kept: lasts for this segment.
             known: blocks that the step before has combined -> their encoding; on return, those of this step.
         """
-        step, coding, memory, mine = self._schedule.steps[number], self._coding, self._memory, self._memory.mine
-        messages, kernels, made, first = self._messages, self._kernels, self._requests, len(self._requests)
+        step = self._schedule.steps[number]
+        coding = self._coding
+        memory = self._memory
+        mine = self._memory.mine
+        messages = self._messages
+        kernels = self._kernels
+        made = self._requests
+        first = len(self._requests)
         assert messages is not None
         assert coding is None or step.by_rank or not any(each.reduce for each in step.recvs)
-        bound, encoding, sent = _BoundStep(name), list[Call](), dict(known)
+        bound = _BoundStep(name)
+        encoding = list[Call]()
+        sent = dict(known)
         known.clear()
         for each, part in _parts(segment, step.sends):
             if coding is not None and each.blocks not in sent:
@@ -354,7 +370,8 @@ class BoundSchedule:
                 bound.after.append(coding.combine(part, arrived, known[blocks]))
                 continue
             assert kernels is not None
-            own, complete = mine[part], blocks.start in self._last[number]
+            own = mine[part]
+            complete = blocks.start in self._last[number]
             if step.by_rank:
                 views = [view for _, view in sorted([*arrived, (self._rank, own)], key=itemgetter(0))]
                 combine = kernels.combine(views, complete=complete)

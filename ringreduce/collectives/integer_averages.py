@@ -35,7 +35,9 @@ class LongAverage:
     def __init__(
         self, size: int, counts: Sequence[int], own: int | None, any_rank: Callable[[bool], bool] | None = None
     ) -> None:
-        self._size, self._own, self._any_rank = size, own, any_rank
+        self._size = size
+        self._own = own
+        self._any_rank = any_rank
         self.counts = [count if any_rank is not None else count + 1 for count in counts]
         self._parts: list[tuple[slice, slice]] = []  # of the source, and of the buffer
         self._flags: list[int] = []  # elements of the buffer
@@ -48,8 +50,10 @@ class LongAverage:
                 for part in _pieces(count)
             ]
             if number == own:
-                self._result, self._pieces = slice(written, written + count), _pieces(count)
-            read, written = read + count, written + taken
+                self._result = slice(written, written + count)
+                self._pieces = _pieces(count)
+            read = read + count
+            written = written + taken
             self._flags.append(written - 1)
 
     def run(self, source: Operand, place: Place, buffer: Array, reduce: Callable[[], object]) -> None:

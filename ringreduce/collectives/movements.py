@@ -43,7 +43,9 @@ class _Movement(BoundCall):
     """
 
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
-        self._context, self._task, self._numbers = context, task, numbers
+        self._context = context
+        self._task = task
+        self._numbers = numbers
         self._source = unowned(source.view, source.address)
         self._where = source.address
 
@@ -57,7 +59,9 @@ class _Movement(BoundCall):
 
     def _exchange(self) -> list[list[int]]:
         """Return the numbers of all ranks, in rank order."""
-        context, signature, count = self._context, self._task.signature, len(self._numbers)
+        context = self._context
+        signature = self._task.signature
+        count = len(self._numbers)
         key = "numbers", signature.code, count
         return context.plans.get(key, lambda: _NumbersExchange(context, signature, count)).run(self._numbers)
 
@@ -79,7 +83,9 @@ class _Movement(BoundCall):
 
 class _Broadcast(_Movement):
     def _move(self, place: Place) -> None:
-        context, task, source = self._context, self._task, self._source
+        context = self._context
+        task = self._task
+        source = self._source
 
         def bind() -> BoundSchedule:
             nblocks = context.steps(task).nblocks
@@ -94,9 +100,11 @@ class _Broadcast(_Movement):
 
 class _Allgather(_Movement):
     def _move(self, place: Place) -> None:
-        context, task = self._context, self._task
+        context = self._context
+        task = self._task
         rows = received_rows(task.signature.text, self._exchange(), context.rank)
-        partition, target = Partition.of_sizes([each * task.kind.row for each in rows]), place(rows)
+        partition = Partition.of_sizes([each * task.kind.row for each in rows])
+        target = place(rows)
         _copy(self._source, target.view[partition.segment[context.rank]])
 
         def bind() -> BoundSchedule:
@@ -109,12 +117,15 @@ class _Allgather(_Movement):
 
 class _Alltoall(_Movement):
     def _move(self, place: Place) -> None:
-        context, task = self._context, self._task
+        context = self._context
+        task = self._task
         everyone = self._exchange()
         rows = received_rows(task.signature.text, everyone, context.rank)
         given = self._numbers[1:] if len(self._numbers) > 2 else self._numbers[1:] * context.topology.size
-        sending, receiving = [each * task.kind.row for each in given], [each * task.kind.row for each in rows]
-        target, rank = place(rows), context.rank
+        sending = [each * task.kind.row for each in given]
+        receiving = [each * task.kind.row for each in rows]
+        target = place(rows)
+        rank = context.rank
         own = Partition.of_sizes(receiving).segment[rank]
         np.copyto(target.view[own], self._source[Partition.of_sizes(sending).segment[rank]])
 
@@ -133,7 +144,9 @@ class _Alltoall(_Movement):
 
 class _GatherRows(_Movement):
     def _move(self, place: Place) -> None:
-        context, task, source = self._context, self._task, self._source
+        context = self._context
+        task = self._task
+        source = self._source
         rows = received_rows(task.signature.text, self._exchange(), task.kind.root)
         partition = Partition.of_sizes([each * task.kind.row for each in rows])
         own = partition.segment[context.rank]
@@ -142,17 +155,20 @@ class _GatherRows(_Movement):
         if context.rank == task.kind.root:
             target = place(rows)
             _copy(source, target.view[own])
-            memory, where = unowned(target.view, target.address), (target.address, *rows)
+            memory = unowned(target.view, target.address)
+            where = (target.address, *rows)
         elif _hands_on(context, task):
             work = np.empty(partition.bounds[-1], source.dtype)
             np.copyto(work[own], source)
-            memory, where = work, ()
+            memory = work
+            where = ()
         self._run(lambda: self._bind(_across(context, partition, memory), memory), *where)
 
 
 class _Scatter(_Movement):
     def _move(self, place: Place) -> None:
-        context, task = self._context, self._task
+        context = self._context
+        task = self._task
         target = place(agreed_part(task.signature.text, self._exchange(), task.kind.root))
         partition = Partition.of_sizes([target.count] * context.topology.size)
         own = partition.segment[context.rank]
@@ -188,7 +204,8 @@ class _NumbersExchange:
         size = context.topology.size
         self._everyone = np.empty((size, count), np.int64)
         self._mine = self._everyone[context.rank]
-        memory, segments = BlockMemory(self._everyone.reshape(-1)), [Partition.of_sizes([count] * size).segment]
+        memory = BlockMemory(self._everyone.reshape(-1))
+        segments = [Partition.of_sizes([count] * size).segment]
         schedule = context.schedule(Collective.ALLGATHER, "direct")
         self._schedule = BoundSchedule(schedule, segments, memory, None, context.link(signature))
 
@@ -211,7 +228,8 @@ class _JoinedParts:
 
     def __init__(self, *parts: tuple[int, Array]) -> None:
         self._parts = parts[::-1]
-        self.dtype, self.itemsize = parts[0][1].dtype, parts[0][1].itemsize
+        self.dtype = parts[0][1].dtype
+        self.itemsize = parts[0][1].itemsize
 
     def __getitem__(self, part: slice) -> Array:
         start, elements = next(each for each in self._parts if each[0] <= part.start)

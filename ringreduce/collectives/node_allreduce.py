@@ -34,7 +34,10 @@ _PIECE_NBYTES = STAGE_NBYTES
 
 def plan_allreduce(context: Context, task: Task, source: Operand, target: Operand) -> BoundCall:
     """Find or make the plan of an allreduce on one node. It keeps neither source nor target alive."""
-    arena, plans, code, count = context.arena, context.plans, task.signature.code, source.view.size
+    arena = context.arena
+    plans = context.plans
+    code = task.signature.code
+    count = source.view.size
     if task.choice.path is Path.ONE_SHOT:
         return plans.get(("one_shot", code), lambda: OneShot(context, task, count))
 
@@ -44,7 +47,8 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
     def is_private(operand: Operand) -> bool:
         return arena.locate(operand.address, operand.nbytes) == NOWHERE
 
-    nbytes, in_place = target.nbytes, source.address == target.address
+    nbytes = target.nbytes
+    in_place = source.address == target.address
     if nbytes <= _STAGED_NBYTES and is_private(target) and (in_place or is_private(source)):
         return staged()
 
@@ -63,7 +67,8 @@ class OneShot(BoundCall):
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         board = self._board = context.board
-        self._instruments, self._entry = context.instruments, task.signature
+        self._instruments = context.instruments
+        self._entry = task.signature
         mailboxes = [board.mailboxes(parity, task.dtype.storage, (count,)) for parity in (0, 1)]
         kernels = context.kernels(task.dtype, task.op, task.kind.weights)
         self._mine = [each[board.index] for each in mailboxes]
@@ -105,15 +110,20 @@ class StagedTwoShot(BoundCall):
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         board = self._board = context.board
-        self._context, self._instruments, self._signature = context, context.instruments, task.signature
+        self._context = context
+        self._instruments = context.instruments
+        self._signature = task.signature
         self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
         self._where = -1, -1
         self._staged: _Staged | None = None
         self._pieces = []
-        dtype, me = task.dtype.storage, board.index
-        areas, length = board.stages(dtype), _PIECE_NBYTES // dtype.itemsize
+        dtype = task.dtype.storage
+        me = board.index
+        areas = board.stages(dtype)
+        length = _PIECE_NBYTES // dtype.itemsize
         for number, start in enumerate(range(0, count, length)):
-            incoming, results = areas[number % 2], areas[2 + number % 2]
+            incoming = areas[number % 2]
+            results = areas[2 + number % 2]
             places = Partition.even(min(length, count - start), len(incoming), align=16).segment
             own = places[me]
             piece = _Piece(slice(start + own.start, start + own.stop), [], results[me][own], [], [])
@@ -126,7 +136,8 @@ class StagedTwoShot(BoundCall):
             self._pieces.append(piece)
 
     def run(self, source: Operand, place: Place) -> None:
-        target, staged = place(()), self._staged
+        target = place(())
+        staged = self._staged
         where = source.address, target.address
         if staged is None or where != self._where:
             into = unowned(target.view, target.address)
@@ -179,7 +190,9 @@ class _Staged:
     def __init__(
         self, context: Context, text: str, stages: list[list[Call]], rounds: list[tuple[list[Call], list[Call]]]
     ) -> None:
-        self._board, self._instruments, self._text = context.board, context.instruments, text
+        self._board = context.board
+        self._instruments = context.instruments
+        self._text = text
         self._rounds = rounds
         self._first = stages[0] if stages else []
         self._later = [*stages[1:], []]
@@ -232,10 +245,12 @@ class TwoShot(NodePlan):
         self._last: list[Call] | _Staged = []  # bound for these
 
     def run(self, source: Operand, place: Place) -> None:
-        board, observed = self._board, self._instruments.observers
+        board = self._board
+        observed = self._instruments.observers
         others = board.enter(self._entry)
         if others != self._others:
-            self._last, self._others = self._bind((*others,)), others
+            self._last = self._bind((*others,))
+            self._others = others
         if observed:
             self._instruments.step("rendezvous")
         if isinstance(self._last, _Staged):
@@ -261,7 +276,10 @@ class TwoShot(NodePlan):
         return found
 
     def _bind_memory(self, others: tuple[int, ...]) -> list[Call]:
-        context, source, target, board = self._context, self._source, self._target, self._board
+        context = self._context
+        source = self._source
+        target = self._target
+        board = self._board
         sources, targets = (
             {
                 peer: context.arena.at(

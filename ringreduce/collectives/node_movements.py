@@ -51,21 +51,25 @@ class _ToRoot(NodePlan):
 
     def __init__(self, context: Context, task: Task, source: Operand, target: Operand | None) -> None:
         super().__init__(context, task, source)
-        arena, signature = context.arena, task.signature
+        arena = context.arena
+        signature = task.signature
         self._target = None if target is None else unowned(target.view, target.address)
         where = NOWHERE if target is None else arena.place(target.address, target.nbytes)
         self._entry = Signature(signature.text, signature.code, arena.place(source.address, source.nbytes), where)
 
     def run(self, source: Operand, place: Place) -> None:
-        mine, room = self._entry, self._target
+        mine = self._entry
+        room = self._target
         blocks: list[Block] = []
         if mine.source == NOWHERE:
             block, copy = self._block()
             np.copyto(copy, self._source)
-            blocks, mine = [block], mine._replace(source=block.place)
+            blocks = [block]
+            mine = mine._replace(source=block.place)
         if room is not None and mine.target == NOWHERE:
             block, room = self._block()
-            blocks, mine = [*blocks, block], mine._replace(target=block.place)
+            blocks = [*blocks, block]
+            mine = mine._replace(target=block.place)
         self._carry_out(mine, room)
         if self._target is not None and room is not None and room is not self._target:
             np.copyto(self._target, room)
@@ -73,7 +77,8 @@ class _ToRoot(NodePlan):
             self._context.arena.release(block)
 
     def _carry_out(self, mine: Signature, result: Array | None) -> None:
-        board, observed = self._board, self._instruments.observers
+        board = self._board
+        observed = self._instruments.observers
         others = board.enter(mine)
         if observed:
             self._instruments.step("rendezvous")
@@ -90,9 +95,13 @@ class _ToRoot(NodePlan):
             self._instruments.step("barrier")
 
     def _bind(self, others: list[int], result: Array | None) -> list[Call]:
-        context, source, root, peers = self._context, self._source, self._task.kind.root, self._board.peers
+        context = self._context
+        source = self._source
+        root = self._task.kind.root
+        peers = self._board.peers
         blocks = Partition.even(source.size, context.topology.size, LINE_NBYTES // source.itemsize).segment
-        into, stored = blocks, None
+        into = blocks
+        stored = None
         if result is None:
             number = peers.index(root)
             present = partial(self._board.require_present, number, self._text)
@@ -162,7 +171,8 @@ class _Loads(NodePlan):
 
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
         super().__init__(context, task, source)
-        self._numbers, self._mine = numbers, array("q", numbers)
+        self._numbers = numbers
+        self._mine = array("q", numbers)
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the numbers of the others
         self._box: list[Array] = []
         place = MAILED
@@ -175,7 +185,8 @@ class _Loads(NodePlan):
         self._entry = Signature(self._text, task.signature.code, place)
 
     def run(self, source: Operand, place: Place) -> None:
-        mine, block = self._entry, None
+        mine = self._entry
+        block = None
         if self._box:
             self._box[self._board.number + 1 & 1][...] = self._source
         elif mine.source == NOWHERE:
@@ -189,7 +200,9 @@ class _Loads(NodePlan):
                 self._context.arena.release(block)
 
     def _carry_out(self, place: Place, mine: Signature) -> None:
-        board, instruments, numbers = self._board, self._instruments, self._mine
+        board = self._board
+        instruments = self._instruments
+        numbers = self._mine
         if numbers:
             board.publish(numbers)
         others = board.enter(mine)
@@ -221,7 +234,8 @@ class _Loads(NodePlan):
 
     def _lay_out(self, theirs: tuple[int, ...]) -> _Layout:
         """Return where blocks are, given the numbers of the others; remember it."""
-        count, rank = len(self._numbers), self._context.rank
+        count = len(self._numbers)
+        rank = self._context.rank
         everyone = [theirs[number * count :][:count] for number in range(len(self._board.peers))]
         everyone.insert(rank, self._numbers)
         if len(self._layouts) >= BINDINGS:
@@ -232,12 +246,17 @@ class _Loads(NodePlan):
 
     def _bind(self, layout: _Layout, others: list[int], target: Operand, published: int) -> _BoundLoads:
         """Bind what loads into a target."""
-        context, board, source = self._context, self._board, self._source
-        result, own, after = unowned(target.view, target.address), layout.own, list[Call]()
+        context = self._context
+        board = self._board
+        source = self._source
+        result = unowned(target.view, target.address)
+        own = layout.own
+        after = list[Call]()
         in_its_place = own is not None and address_of(source[own[0]]) == address_of(result[own[1]])
         if own is not None and published != MAILED and not in_its_place and np.may_share_memory(source, result):
             # The others still read what this rank would overwrite.
-            final, result = result, np.empty_like(result)
+            final = result
+            result = np.empty_like(result)
             after.append(partial(np.copyto, final, result))
         calls: list[Call] = []
         if own is not None and not in_its_place and source[own[0]].size:
@@ -246,7 +265,8 @@ class _Loads(NodePlan):
         present: list[Call] = []
         for number, peer in enumerate(board.peers):
             if peer in layout.peers:
-                size, place = layout.peers[peer][0], others[2 * number]
+                size = layout.peers[peer][0]
+                place = others[2 * number]
                 if place == MAILED:
                     boxes = board.mailboxes(board.number & 1, source.dtype, (size,))
                     peers[peer] = boxes[board.members.index(peer)]
@@ -276,13 +296,15 @@ def _is_read(task: Task, rank: int) -> bool:
 
 
 def _lay_out_broadcast(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
-    whole, root = slice(0, count), task.kind.root
+    whole = slice(0, count)
+    root = task.kind.root
     peers = {} if rank == root else {root: (count, (whole,))}
     return _Layout([], (whole, whole) if rank == root else None, (whole,), (whole,), peers)
 
 
 def _lay_out_reduce(task: Task, rank: int, count: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
-    whole, root = slice(0, count), task.kind.root
+    whole = slice(0, count)
+    root = task.kind.root
     if rank != root:
         return _Layout([], None, (whole,), (slice(0, 0),), {})
     peers = {peer: (count, (whole,)) for peer in range(len(numbers)) if peer != root}
@@ -325,7 +347,8 @@ def _lay_out_scatter(task: Task, rank: int, _: int, numbers: Sequence[tuple[int,
 
 
 def _lay_out_alltoall(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
-    rows, ranks = received_rows(task.signature.text, numbers, rank), range(len(numbers))
+    rows = received_rows(task.signature.text, numbers, rank)
+    ranks = range(len(numbers))
     sending = [Partition.of_sizes([rows_for(each, to) * task.kind.row for to in ranks]) for each in numbers]
     receiving = Partition.of_sizes([each * task.kind.row for each in rows]).segment
     nothing = (slice(0, 0),) * len(numbers)

@@ -153,7 +153,9 @@ class Operands:
         target = source if out is array else self._fitting(source, out)
         fits = target.shape[1:] == shape[1:] and bool(target.shape) if by_rows else target.shape == shape
         if not fits or target.dtype is not source.dtype:
-            rows, had, made = shape[1:], target.dtype.name, source.dtype.name
+            rows = shape[1:]
+            had = target.dtype.name
+            made = source.dtype.name
             raise UnsupportedBufferError(
                 f"out has shape {target.shape} and dtype {had}, the result has rows of shape {rows} and dtype {made}"
                 if by_rows
@@ -172,7 +174,9 @@ class Operands:
                 return out, operand_of(out)
 
             return make_on_device
-        library, arena, shared = library_of(array), self._arena, self._shares_results
+        library = library_of(array)
+        arena = self._arena
+        shared = self._shares_results
 
         def make(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Operand]:
             nbytes = prod(shape) * dtype.itemsize
@@ -241,9 +245,12 @@ class ResultArray:
         operand: AnyOperand | None = None,
     ) -> None:
         self._operands = operands
-        self._maker, self._row, self._dtype = maker, row, dtype
+        self._maker = maker
+        self._row = row
+        self._dtype = dtype
         self._flat: Operand | None = None
-        self.out, self.operand = out, operand
+        self.out = out
+        self.operand = operand
         self.rows: Sequence[int] = ()
 
     @property
@@ -285,7 +292,8 @@ class ResultArray:
 
     def finish(self) -> Any:
         """Return the array, now that the result is in `flat`."""
-        operand, done = self.operand, self._flat
+        operand = self.operand
+        done = self._flat
         if done is not None and operand is not None and (isinstance(operand, DeviceOperand) or not operand.contiguous):
             with self._operands.on_host(operand, fetch=False, store=True) as taken:
                 np.copyto(taken.view, done.view.reshape(taken.shape))

@@ -24,7 +24,8 @@ from ringreduce.common.lifetime import close_all
 Place = Callable[[Sequence[int]], Operand]
 
 #: The most plans of one communicator, and how many stay once there are more: those used last.
-_LIMIT, _STAY = 256, 192
+_LIMIT = 256
+_STAY = 192
 #: Choices of algorithm and path, which are a few hundred bytes each.
 _CHOICES = 4096
 
@@ -196,7 +197,10 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
         # is not read once the array is freed: `forget` has removed what reads it before another object gets its id.
         data = ctypes.c_void_p.from_address(id(array) + object.__basicsize__)
         assert data.value == array.__array_interface__["data"][0]
-        address, shape, strides, dtype = data.value, array.shape, array.strides, array.dtype
+        address = data.value
+        shape = array.shape
+        strides = array.strides
+        dtype = array.dtype
 
         def is_same(given: Any, keeps: object = known) -> bool:
             return (
@@ -209,7 +213,10 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
 
         return is_same
     # `set_`, `resize_`, ``data =`` and `t_` change a tensor, also to a lazy view; and its storage can be made smaller.
-    address, kind, size, strides = array.data_ptr(), array.dtype, array.shape, array.stride()
+    address = array.data_ptr()
+    kind = array.dtype
+    size = array.shape
+    strides = array.stride()
     nbytes = array.untyped_storage().nbytes()
     return lambda given: (
         known() is given

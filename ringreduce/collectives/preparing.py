@@ -85,7 +85,9 @@ def _root(ranks: Context, root: object) -> int:
 
 def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     op = call.op if isinstance(call.op, ReduceOp) else ReduceOp.parse(call.op)
-    source, codec, argument = operand_of(call.array), None, op.value
+    source = operand_of(call.array)
+    codec = None
+    argument = op.value
     if call.deterministic:
         other = f"compression={call.compression!r}" if call.algorithm is None else f"algorithm={call.algorithm!r}"
         raise ConfigError(f"give deterministic=True or {other}, not both")
@@ -103,7 +105,8 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     if weights:
         _require_weighable(ranks, call, source, op, weights)
         argument = f"{argument}, weights {weights}"
-    result, nbytes = operands.result(call.array, source, source.shape, call.out), source.nbytes
+    result = operands.result(call.array, source, source.shape, call.out)
+    nbytes = source.nbytes
     kind = CallKind(
         *(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes),
         codec=codec,
@@ -147,33 +150,41 @@ def _require_codec(compression: Any, dtype: DType, op: ReduceOp, *, deterministi
 
 
 def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
-    root, op = _root(ranks, call.root), ReduceOp.parse(call.op)
+    root = _root(ranks, call.root)
+    op = ReduceOp.parse(call.op)
     source = require_host(operand_of(call.array), "reduce")
     result = None
     if ranks.rank == root:
         result = operands.result(call.array, source, source.shape, call.out)
-    argument, nbytes = f"{op.value}, root {root}", source.nbytes
+    argument = f"{op.value}, root {root}"
+    nbytes = source.nbytes
     kind = CallKind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, root, nbytes)
     return Prepared(call, source, result, kind, nbytes)
 
 
 def _reduce_scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
-    op, source = ReduceOp.parse(call.op), with_rows(call.array, "reduce_scatter")
-    rows, row, argument = source.shape[0], prod(source.shape[1:]), op.value
+    op = ReduceOp.parse(call.op)
+    source = with_rows(call.array, "reduce_scatter")
+    rows = source.shape[0]
+    row = prod(source.shape[1:])
+    argument = op.value
     if call.splits is None:
         lengths = [part.stop - part.start for part in Partition.first_larger(rows, ranks.topology.size).segment]
     else:
         lengths = row_counts(call.splits, rows, ranks.topology.size)
         argument = f"{argument}, splits {lengths}"
     result = operands.result(call.array, source, (lengths[ranks.rank], *source.shape[1:]), call.out)
-    counts, nbytes = tuple([each * row for each in lengths]), source.nbytes
+    counts = tuple([each * row for each in lengths])
+    nbytes = source.nbytes
     kind = CallKind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes, counts)
     return Prepared(call, source, result, kind, nbytes, start=-sum(counts[: ranks.rank]))
 
 
 def _broadcast(ranks: Context, operands: Operands, call: Call) -> Prepared:
-    root, source = _root(ranks, call.root), operand_of(call.array)
-    result, nbytes = operands.result(call.array, source, source.shape, call.out), source.nbytes
+    root = _root(ranks, call.root)
+    source = operand_of(call.array)
+    result = operands.result(call.array, source, source.shape, call.out)
+    nbytes = source.nbytes
     kind = CallKind(call.collective, source.shape, f"root {root}", source.dtype, call.algorithm, SUM, root, nbytes)
     return Prepared(call, source, result, kind, nbytes)
 
@@ -187,12 +198,15 @@ def _allgather(ranks: Context, operands: Operands, call: Call) -> Prepared:
 def _alltoall(ranks: Context, operands: Operands, call: Call) -> Prepared:
     source = with_rows(call.array, "alltoall")
     prepared = _exchanging(operands, call, source, row_counts(call.splits, source.shape[0], ranks.topology.size))
-    prepared.counts_result, prepared.start, prepared.copies_overlap = False, None, True
+    prepared.counts_result = False
+    prepared.start = None
+    prepared.copies_overlap = True
     return prepared
 
 
 def _gather(ranks: Context, operands: Operands, call: Call) -> Prepared:
-    root, source = _root(ranks, call.root), require_host(with_rows(call.array, "gather"), "gather")
+    root = _root(ranks, call.root)
+    source = require_host(with_rows(call.array, "gather"), "gather")
     if ranks.rank == root:
         prepared = _exchanging(operands, call, source, root=root)
         prepared.counted *= ranks.topology.size
@@ -212,7 +226,8 @@ def _exchanging(
         rows: for each rank; empty: all of them, for every rank that gets a result.
         root: of the collective.
     """
-    shape, argument = ("*", *source.shape[1:]), "" if root is None else f"root {root}"
+    shape = ("*", *source.shape[1:])
+    argument = "" if root is None else f"root {root}"
     result = None if operands is None else operands.result(call.array, source, shape, call.out)
     numbers = (-1 if result is None else result.room, *(rows or source.shape[:1]))
     kind = CallKind(
@@ -224,11 +239,14 @@ def _exchanging(
 
 
 def _scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
-    root, array = _root(ranks, call.root), call.array
-    given, part = None, None
+    root = _root(ranks, call.root)
+    array = call.array
+    given = None
+    part = None
     if array is not None:
         given = require_host(with_rows(array, "scatter"), "scatter")
-        rows, size = given.shape[0], ranks.topology.size
+        rows = given.shape[0]
+        size = ranks.topology.size
         if rows % size:
             raise ConfigError(f"scatter: {rows} rows do not divide into {size} equal parts")
         part = (rows // size, *given.shape[1:]), given.dtype
@@ -240,10 +258,12 @@ def _scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
     elif call.out is not None:
         target = require_host(operand_of(call.out), "scatter")
         target.require_writable()
-        result, part = ResultArray(operands, out=call.out, operand=target), (target.shape, target.dtype)
+        result = ResultArray(operands, out=call.out, operand=target)
+        part = (target.shape, target.dtype)
     source = Operand(np.empty(0, np.uint8), DTYPES["uint8"])
     if given is not None and ranks.rank == root:
-        whole, is_copy = flat(given), given.is_copy or not given.contiguous
+        whole = flat(given)
+        is_copy = given.is_copy or not given.contiguous
         source = Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address, is_copy=is_copy)
     counted = source.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
     kind = CallKind(call.collective, None, f"root {root}", source.dtype, call.algorithm, root=root)

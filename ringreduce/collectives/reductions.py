@@ -33,7 +33,8 @@ def plan_reduction(
     context: Context, task: Task, source: Operand, target: Operand | None, feedback: Feedback | None = None
 ) -> BoundCall:
     """Find or make the plan of a reduction, with the feedback of its next run. It keeps source and target not alive."""
-    plans, count = context.plans, source.view.size
+    plans = context.plans
+    count = source.view.size
     if task.choice.path is Path.LIBRARY:
         return plans.get(("library", task.signature.code), lambda: _LibraryReduction(context, task))
     key = "messages", task.signature.code, task.choice.algorithm
@@ -45,9 +46,12 @@ def plan_reduction(
         if task.is_wide or not all(step.by_rank for step in context.steps(task).steps):
             buffer = partial(np.empty, count, task.dtype.storage)
             return plans.get(key, lambda: _ReduceScatter(context, task, buffer(), None, average))
-        where, work, into = (*key, source.address, target.address), source.view, target.view
+        where = (*key, source.address, target.address)
+        work = source.view
+        into = target.view
         return plans.get(where, lambda: _ReduceScatter(context, task, unowned(work), unowned(into)))
-    memory, scratch = _memory(context, task, source, target), None
+    memory = _memory(context, task, source, target)
+    scratch = None
     if memory is None:
         scratch = context.scratch.shared(context.arena, count * task.dtype.itemsize, _KEPT_NBYTES)
         memory = Operand(scratch.view(task.dtype.storage), task.dtype)
@@ -59,7 +63,8 @@ def plan_reduction(
 
 def _long_average(context: Context, task: Task, count: int) -> LongAverage | None:
     """Return what averages 64-bit integers; None: the task is another one, or there are none."""
-    kind, size = task.kind, context.topology.size
+    kind = task.kind
+    size = context.topology.size
     if not (kind.dtype.is_long and kind.op is ReduceOp.AVERAGE and count):
         return None
     if kind.collective is Collective.REDUCE_SCATTER:
@@ -72,7 +77,8 @@ def _long_average(context: Context, task: Task, count: int) -> LongAverage | Non
 
 def _memory(context: Context, task: Task, source: Operand, target: Operand | None) -> Operand | None:
     """Return the caller's array, source or target, in which the reduction can work; None: it needs scratch."""
-    there, shares_memory = target, task.choice.path is Path.HIERARCHICAL
+    there = target
+    shares_memory = task.choice.path is Path.HIERARCHICAL
     if there is None and not shares_memory:
         there = None if any(step.recvs for step in context.steps(task).steps) else source  # it is only sent
     if there is None or task.is_wide:
@@ -87,10 +93,12 @@ class _LibraryReduction(BoundCall):
     """The allreduce of the MPI library. That compares no signatures, so the ranks do it before, in each call."""
 
     def __init__(self, context: Context, task: Task) -> None:
-        self._context, self._task = context, task
+        self._context = context
+        self._task = task
 
     def run(self, source: Operand, place: Place) -> None:
-        context, task = self._context, self._task
+        context = self._context
+        task = self._task
         average = _long_average(context, task, source.view.size)
         if average is not None:
             buffer = np.empty(sum(average.counts), task.dtype.storage)
@@ -130,8 +138,12 @@ class _MessageReduction(BoundCall):
         self, context: Context, task: Task, memory: Operand, scratch: Array | None, average: LongAverage | None
     ) -> None:
         self._average = average
-        self._context, self._task, self._shares_memory = context, task, task.choice.path is Path.HIERARCHICAL
-        self._scratch, self._address, count = scratch, memory.address, memory.count
+        self._context = context
+        self._task = task
+        self._shares_memory = task.choice.path is Path.HIERARCHICAL
+        self._scratch = scratch
+        self._address = memory.address
+        count = memory.count
         self.reusable = scratch is None or scratch.nbytes <= _KEPT_NBYTES
         place = context.arena.locate(memory.address, memory.nbytes)
         self._signature = task.signature._replace(source=place)
@@ -169,7 +181,8 @@ class _MessageReduction(BoundCall):
         return None
 
     def _reduce(self) -> None:
-        context, signature = self._context, self._signature
+        context = self._context
+        signature = self._signature
         if self._shares_memory:
             self._schedule.run(context.rendezvous_at_board(signature))
             context.board.barrier(signature.text)
@@ -196,7 +209,10 @@ class _ReduceScatter(BoundCall):
     def __init__(
         self, context: Context, task: Task, work: Array, target: Array | None, average: LongAverage | None = None
     ) -> None:
-        self._context, self._task, self._work, self._target = context, task, work, target
+        self._context = context
+        self._task = task
+        self._work = work
+        self._target = target
         self._average = average
         self.reusable = target is not None or work.nbytes <= _COPIED_NBYTES
         counts = task.kind.counts if average is None else average.counts

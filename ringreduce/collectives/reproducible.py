@@ -302,7 +302,8 @@ class _Limbs:
 
     def window(self) -> tuple[int, int, int]:
         self._carry()
-        tops, lows = [_NOTHING[0]], [-_NOTHING[1]]
+        tops = [_NOTHING[0]]
+        lows = [-_NOTHING[1]]
         for index, word in self._words.items():
             bits = int(np.bitwise_or.reduce(word))
             if bits:
@@ -316,7 +317,8 @@ class _Limbs:
                 continue
             position = index * _LIMB - low
             if position < 0:
-                word, position = word >> -position, 0  # nothing is set below
+                word = word >> -position  # the bits below are zeros
+                position = 0
             row, shift = divmod(position, radix)
             above = np.sign(word) * (np.abs(word) >> (radix - shift))
             words[row] += (word - (above << (radix - shift))) << shift

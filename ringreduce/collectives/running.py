@@ -59,9 +59,14 @@ class Runner:
         tallies: Mapping[str, Tally],
         choose: Callable[[Problem, str | None], Choice],
     ) -> None:
-        self._context, self._state, self._gpu, self._tallies = context, state, gpu, tallies
+        self._context = context
+        self._state = state
+        self._gpu = gpu
+        self._tallies = tallies
         self._choose = WeakMethod(choose)  # of what has this
-        self._plans, self._repeats, self._instruments = context.plans, context.plans.repeats, context.instruments
+        self._plans = context.plans
+        self._repeats = context.plans.repeats
+        self._instruments = context.instruments
         self.operands = Operands(gpu, context.arena, shares_results=context.topology.size > 1)
 
     def run(self, call: Call) -> Any:
@@ -88,7 +93,9 @@ class Runner:
         ):
             call = Call(Collective(collective), array, out, op, root, None, algorithm)
             return self._state.call(collective, self._perform, call)
-        state, tally, nbytes = self._state, repeat.tally, repeat.nbytes
+        state = self._state
+        tally = repeat.tally
+        nbytes = repeat.nbytes
         begun = state.calls.number
         started = perf_counter()
         record: list[Any] = [started, 0.0, collective, nbytes]
@@ -113,7 +120,8 @@ class Runner:
         if self._plans.crowded:
             self._plans.trim()
         prepared = prepare(self._context, self.operands, call)
-        source, result = prepared.source, prepared.result
+        source = prepared.source
+        result = prepared.result
         if (
             isinstance(source, DeviceOperand)
             and call.collective is Collective.ALLREDUCE
@@ -152,7 +160,8 @@ class Runner:
         Returns:
             The plan, and what makes the call again with the same arrays; None: it cannot be repeated.
         """
-        result, kind = prepared.result, task.kind
+        result = prepared.result
+        kind = task.kind
         target = None if result is None or result.operand is None else result.flat()
         source = flat(given)
         if kind.collective is Collective.BROADCAST and self._context.rank != kind.root:
@@ -171,13 +180,15 @@ class Runner:
 
     def _timer(self, prepared: Prepared, algorithm: str) -> CallTimer:
         collective = prepared.call.collective.value
-        tally, fail = self._tallies[collective], self._state.fail
+        tally = self._tallies[collective]
+        fail = self._state.fail
         return CallTimer(self._instruments, tally, collective, algorithm, prepared.counted, fail)
 
     # ---- calls on device memory ----
 
     def _reduce_on_device(self, prepared: Prepared, source: DeviceOperand) -> Any:
-        result, kind = prepared.result, prepared.kind
+        result = prepared.result
+        kind = prepared.kind
         assert result is not None
         assert isinstance(result.operand, DeviceOperand)
         tasks = self._segment_tasks(kind, self._gpu.segments(source))
@@ -188,7 +199,8 @@ class Runner:
             if not plan.reusable:
                 plan.close()
 
-        whole, timer = next(iter(tasks.values())), partial(self._timer, prepared)
+        whole = next(iter(tasks.values()))
+        timer = partial(self._timer, prepared)
         self._gpu.allreduce(source, result.operand, kind.algorithm, whole, reduce, timer)
         return result.out
 
@@ -221,7 +233,8 @@ class Runner:
 
     def _chosen(self, kind: CallKind) -> Task:
         """Choose algorithm and path, and say what the ranks compare."""
-        context, shape = self._context, kind.shape
+        context = self._context
+        shape = kind.shape
         problem = context.problem(kind.collective, kind.nbytes, kind.dtype, kind.op)
         if context.counts_decide and kind.collective in _OF_ONE_SHAPE and shape is not None:
             shape = (prod(shape),)
@@ -255,7 +268,8 @@ class Runner:
             numbers: what it sends the others, where something is moved.
             feedback: of a call whose elements are encoded.
         """
-        context, path = self._context, task.choice.path
+        context = self._context
+        path = task.choice.path
         if path is Path.ALONE:
             return _CopyPlan(task, numbers)
         if path is Path.ONE_SHOT or path is Path.SHARED:
@@ -271,7 +285,8 @@ class Runner:
 
     def _keep(self, prepared: Prepared, nbytes: int, plan: BoundCall, run: Callable[[], Any]) -> None:
         """Remember how to repeat a call, for as long as its arrays live."""
-        call, repeats = prepared.call, self._repeats
+        call = prepared.call
+        repeats = self._repeats
         collective = call.collective.value
         key = id(call.array), id(call.out), collective, call.root
         same = unchanged(call.array, call.out, lambda _: repeats.pop(key, None))
@@ -288,7 +303,9 @@ class Runner:
             source: its input, as the plan has used it.
             plan: its plan.
         """
-        call, result, collective = prepared.call, prepared.result, task.kind.collective
+        call = prepared.call
+        result = prepared.result
+        collective = task.kind.collective
         follows = self._context.rank != task.kind.root and collective in (Collective.BROADCAST, Collective.SCATTER)
         known = call.array is None or isinstance(call.array, np.ndarray) or hasattr(call.array, "data_ptr")
         if not (plan.reusable and known and (follows or _is_all_of(prepared.source, source))):
@@ -310,15 +327,20 @@ class Runner:
     def _into_new(self, prepared: Prepared, task: Task, given: Operand, plan: BoundCall) -> Callable[[], Any]:
         """Return a function that makes a call again, with a new array for the result."""
         # It must not keep the call alive, which has the arrays.
-        array, collective, numbers = prepared.call.array, task.kind.collective, prepared.numbers
+        array = prepared.call.array
+        collective = task.kind.collective
+        numbers = prepared.numbers
         assert prepared.result is not None
         assert prepared.result.operand is not None
-        shape, dtype = prepared.result.operand.shape, prepared.result.operand.dtype
+        shape = prepared.result.operand.shape
+        dtype = prepared.result.operand.dtype
         make = self.operands.maker(0 if array is None else array)
         follows = collective is Collective.BROADCAST and self._context.rank != task.kind.root
 
         def again() -> Any:
-            result, source, found = ResultArray(self.operands, make, row=shape[1:], dtype=dtype), given, plan
+            result = ResultArray(self.operands, make, row=shape[1:], dtype=dtype)
+            source = given
+            found = plan
             if (
                 not numbers
             ):  # other ranks do not decide the shape; and the plan may be bound to the memory of the result
@@ -342,7 +364,8 @@ class Runner:
     def _plan(self, name: str, call: Call) -> tuple[Call, str]:
         self._context.lifetime.require_open()
         prepared = prepare(self._context, self.operands, call)
-        result, source = prepared.result, prepared.source
+        result = prepared.result
+        source = prepared.source
         if isinstance(source, Operand) and source.is_copy:
             raise UnsupportedBufferError(
                 f"{name} takes an array, whose content may change from run to run; got a number, or a lazy conjugate"
@@ -368,10 +391,12 @@ class _CopyPlan(BoundCall):
     reusable = False
 
     def __init__(self, task: Task, numbers: tuple[int, ...]) -> None:
-        self._task, self._numbers = task, numbers
+        self._task = task
+        self._numbers = numbers
 
     def run(self, source: Operand, place: Place) -> None:
-        task, rows = self._task, list[int]()
+        task = self._task
+        rows = list[int]()
         if task.kind.collective is Collective.SCATTER:
             rows = agreed_part(task.signature.text, [self._numbers], 0)
         elif self._numbers:

@@ -22,8 +22,10 @@ from ringreduce.common.topology import Topology
 BY_NAME = "asked for by name"
 _MEASURED = "as the tuning table has it"
 
-_ALLREDUCE, _REDUCE = frozenset({Collective.ALLREDUCE}), frozenset({Collective.REDUCE})
-_BROADCAST, _ALLTOALL = frozenset({Collective.BROADCAST}), frozenset({Collective.ALLTOALL})
+_ALLREDUCE = frozenset({Collective.ALLREDUCE})
+_REDUCE = frozenset({Collective.REDUCE})
+_BROADCAST = frozenset({Collective.BROADCAST})
+_ALLTOALL = frozenset({Collective.ALLTOALL})
 _REDUCE_SCATTER = frozenset({Collective.REDUCE_SCATTER})
 _PARTS = frozenset({Collective.GATHER, Collective.SCATTER})
 _BLOCKS = frozenset({Collective.ALLGATHER, Collective.REDUCE_SCATTER})
@@ -103,14 +105,18 @@ _SINGLE = "one rank per node, {over}: %s"
 
 #: Up to this size one barrier, with a copy of the data beside the flags, is faster than two barriers without a copy:
 #: for two ranks; and for more, whose barriers cost more.
-_ONE_SHOT, _ONE_SHOT_OF_MANY = SizeLimit(16 << 10), SizeLimit(32 << 10)
+_ONE_SHOT = SizeLimit(16 << 10)
+_ONE_SHOT_OF_MANY = SizeLimit(32 << 10)
 #: Up to so many bytes of all ranks together, the root reduces them in less time than a second barrier takes.
 _READ_BY_ROOT = SizeLimit(256 << 10, "share")
 #: Between nodes, up to this size for each lane, the fewest rounds are fastest: recursive doubling, for 2^k nodes and
 #: where nodes have several ranks; a tree, for other numbers of nodes with one rank each.
-_DOUBLING, _DOUBLING_IN_LANES, _TREE = SizeLimit(24 << 10), SizeLimit(24 << 10, "lane"), SizeLimit(48 << 10)
+_DOUBLING = SizeLimit(24 << 10)
+_DOUBLING_IN_LANES = SizeLimit(24 << 10, "lane")
+_TREE = SizeLimit(48 << 10)
 #: Between nodes, more than this for each rank that sends data on goes along a chain.
-_BINOMIAL, _BINOMIAL_IN_LANES = SizeLimit(128 << 10, "hop"), SizeLimit(128 << 10, "lane hop")
+_BINOMIAL = SizeLimit(128 << 10, "hop")
+_BINOMIAL_IN_LANES = SizeLimit(128 << 10, "lane hop")
 #: Between nodes of several ranks, in a reduce-scatter of up to this size all send to all at once.
 _DIRECT = SizeLimit(64 << 10)
 
@@ -233,7 +239,8 @@ def forced(problem: Problem, name: str) -> Choice:
 
 def _ruled(problem: Problem, *, in_order: bool = False) -> Choice:
     """Choose by the first rule that applies."""
-    topology, nbytes = problem.topology, _nbytes_reduced(problem)
+    topology = problem.topology
+    nbytes = _nbytes_reduced(problem)
     for rule, limit in _applicable(problem.collective, topology, in_order):
         if rule.limit is None or nbytes <= limit:
             reason = rule.reason.format(up_to=f"at most {limit} bytes", over=f"over {limit} bytes")
@@ -244,7 +251,8 @@ def _ruled(problem: Problem, *, in_order: bool = False) -> Choice:
 @lru_cache(maxsize=1024)
 def _applicable(collective: Collective, topology: Topology, in_order: bool) -> list[tuple[Rule, int]]:
     """Return the rules that may apply to these ranks, each with the last size limit up to it, in bytes."""
-    found, limit = [], 0
+    found = []
+    limit = 0
     for rule in RULES:
         if collective not in rule.collectives or (in_order and not rule.in_order):
             continue

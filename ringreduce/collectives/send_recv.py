@@ -27,8 +27,11 @@ class Messaging:
     """
 
     def __init__(self, context: Context, channel: Messages | None, state: CommState) -> None:
-        self._context, self._state = context, state
-        self.rank, self.instruments, self.lifetime = context.rank, context.instruments, context.lifetime
+        self._context = context
+        self._state = state
+        self.rank = context.rank
+        self.instruments = context.instruments
+        self.lifetime = context.lifetime
         self.point_to_point: PointToPoint | None = None
         if channel is not None:
             checks = checked(channel) if context.config.checksum else channel
@@ -59,7 +62,8 @@ class Messaging:
                 as it is.
             PeerLostError: a rank of this machine has failed.
         """
-        point_to_point, source = self._to_one(), require_host(operand_of(array), "send")
+        point_to_point = self._to_one()
+        source = require_host(operand_of(array), "send")
         with self._timed("send", source.nbytes):
             point_to_point.wait(point_to_point.send(source, whole_number("dest", dest), whole_number("tag", tag)))
 
@@ -80,7 +84,8 @@ class Messaging:
                 had begun to come, ``out`` is overwritten later.
             MismatchError: what came has another shape or dtype, and is dropped; raised here, not at the sender.
         """
-        point_to_point, target = self._to_one(), require_host(operand_of(out), "recv")
+        point_to_point = self._to_one()
+        target = require_host(operand_of(out), "recv")
         sender = None if source is None else whole_number("source", source)
         with self._timed("recv", target.nbytes):
             transfer = point_to_point.recv(target, sender, whole_number("tag", tag))
@@ -106,8 +111,10 @@ class Messaging:
         Raises:
             RingReduceError: as for `send` and `recv`.
         """
-        point_to_point, to = self._to_one(), whole_number("dest", dest)
-        sender, tag = None if source is None else whole_number("source", source), whole_number("tag", tag)
+        point_to_point = self._to_one()
+        to = whole_number("dest", dest)
+        sender = None if source is None else whole_number("source", source)
+        tag = whole_number("tag", tag)
         given, taken = (require_host(operand_of(each), "sendrecv") for each in (array, out))
         with self._timed("sendrecv", given.nbytes):
             if to == sender == self.rank:

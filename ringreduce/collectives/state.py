@@ -186,7 +186,9 @@ class CallTimer:
         nbytes: int,
         fail: Callable[[BaseException], object] | None = None,
     ) -> None:
-        self._fail, self._instruments, self._tally = fail, instruments, tally
+        self._fail = fail
+        self._instruments = instruments
+        self._tally = tally
         self._collective = collective
         self._algorithm = algorithm
         self.nbytes = nbytes

@@ -289,7 +289,8 @@ class Table:
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from None
         if table.key != key:
-            theirs, ours = _one_line(table.key.text), _one_line(key.text)
+            theirs = _one_line(table.key.text)
+            ours = _one_line(key.text)
             raise ConfigError(f"{path}: a tuning table for [{theirs}], and this is [{ours}]")
         return table
 
@@ -311,7 +312,8 @@ class Table:
                 return both, [upper - 1, upper]
             if weight < 0.5:
                 upper -= 1
-        row, topology = self.rows[upper], self.key.topology
+        row = self.rows[upper]
+        topology = self.key.topology
         scale = self.model.scale
         return {name: scale(name, each, row.nbytes, nbytes, topology) for name, each in row.medians.items()}, [upper]
 
@@ -402,7 +404,8 @@ def _parse(document: Mapping[str, Any]) -> Table:
 
 
 def _candidate(entry: Mapping[str, Any]) -> Candidate:
-    name, median = entry["algorithm"], _number(entry["median_s"])
+    name = entry["algorithm"]
+    median = _number(entry["median_s"])
     _require(isinstance(name, str) and median > 0, f"{name!r} takes {median} s")
     return Candidate(name, median, tuple(map(_number, entry["times_s"])))
 

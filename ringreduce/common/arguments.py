@@ -36,7 +36,9 @@ class CheckingArguments:
     __slots__ = ("_name", "_notifier", "_text")
 
     def __init__(self, notifier: _Notifier, name: str, text: str | None = None) -> None:
-        self._notifier, self._name, self._text = notifier, name, text
+        self._notifier = notifier
+        self._name = name
+        self._text = text
 
     def __enter__(self: _Context) -> _Context:
         return self

@@ -32,7 +32,9 @@ _CALLERS = (
     *("/tensorflow/python/", "/keras/src/", "/__autograph_generated_file", "/jax/_src/", "/optax/"),
 )
 _DEPTH = 16  # frames of the program: more cost more, and rarely distinguish more calls
-_TEXT_LENGTH, _PLACE_LENGTH = 1200, 200  # also if JSON escapes every character, less than a page of the board
+# Less than a page of the board, even if JSON escapes every character.
+_TEXT_LENGTH = 1200
+_PLACE_LENGTH = 200
 
 
 class CallSite(NamedTuple):

@@ -49,7 +49,8 @@ HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
 _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"} | {
     f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 }
-_ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
+_ON = ("1", "on", "true", "yes")
+_OFF = ("0", "off", "false", "no")
 _LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
 
 

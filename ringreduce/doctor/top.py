@@ -63,7 +63,8 @@ def _rows_of(ranks: Mapping[int, Snapshot]) -> Iterator[dict[str, Any]]:
     """Yield what is shown of the ranks of a job."""
     waiting = _waiting(ranks)
     for rank, each in ranks.items():
-        then, now = each["samples"][0], each["samples"][-1]
+        then = each["samples"][0]
+        now = each["samples"][-1]
         passed = now[0] - then[0]
         rates = [(new - old) / passed if passed > 0 else None for new, old in zip(now[1:], then[1:], strict=True)]
         text = waiting.get(rank)

@@ -156,9 +156,11 @@ def _collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 def _cells(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the cells of the table of a report."""
-    columns, rows = _STEPS, found["ranks"]
+    columns = _STEPS
+    rows = found["ranks"]
     if not rows:
-        columns, rows = _CALLS, [{**each, "size": format_nbytes(each["nbytes"])} for each in found["collectives"]]
+        columns = _CALLS
+        rows = [{**each, "size": format_nbytes(each["nbytes"])} for each in found["collectives"]]
     return list(columns), [[cell.format(**each) for cell in columns.values()] for each in rows]
 
 
@@ -186,7 +188,8 @@ on average.</p>"""
 def _bars(found: Mapping[str, Any]) -> str:
     """Return a bar for each rank over an axis in milliseconds; lengths are shares of the window, text is not scaled."""
     longest = max((sum(each[part] for part in PARTS) for each in found["ranks"]), default=0.0) or 1.0
-    lines, y = [], 0
+    lines = []
+    y = 0
     for each in found["ranks"]:
         x = 0.0
         lines.append(f'<text x="0" y="{y + 14}">rank {each["rank"]}</text>')

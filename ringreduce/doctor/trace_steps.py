@@ -107,7 +107,8 @@ class _Rank:
             *_calls((each for each in spans if names.get(each["tid"], "").endswith(": blocking")), places),
         ]
         moving = [_span(each) for each in spans if ": " in names.get(each["tid"], "")]
-        self._moving, self._under_way = _union(moving), [(each.entered, each.ended) for each in self._entries]
+        self._moving = _union(moving)
+        self._under_way = [(each.entered, each.ended) for each in self._entries]
 
     def numbered(self) -> Iterator[tuple[tuple[str, str, int, int], _Entry]]:
         """Yield what it has entered within steps, each with row, name, step, and how many such came before in that."""
@@ -148,7 +149,8 @@ def _operations(events: Iterable[Event], places: Mapping[int, str]) -> Iterator[
         if event.get("cat") == "operation":
             found[event["id"]].append(event)
     for marks in found.values():
-        begun, runs = marks[0], [each["ts"] for each in marks if each["name"] == "run"]
+        begun = marks[0]
+        runs = [each["ts"] for each in marks if each["name"] == "run"]
         if begun["ph"] == "b" and runs:
             yield _Entry(places.get(begun["tid"], ""), begun["name"], begun["ts"], runs[0], marks[-1]["ts"])
 
@@ -198,7 +200,8 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 def _within(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     """Return what two lists, each as `_union` returns it, have in common."""
-    found, index = [], 0
+    found = []
+    index = 0
     for begin, end in spans:
         while index < len(others) and others[index][1] <= begin:
             index += 1

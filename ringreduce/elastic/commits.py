@@ -53,7 +53,9 @@ class CommitStore:
         read: Callable[[BinaryIO], Any],
     ) -> None:
         self.folder = Path(folder)
-        self._keep, self._write, self._read = keep, write, read
+        self._keep = keep
+        self._write = write
+        self._read = read
         self._waiting: dict[str, tuple[int, Any]] = {}  # by part, what is to be written
         self._writer = ThreadPoolExecutor(1, "ringreduce writes commits")
         self._last: Future[None] | None = None
@@ -329,7 +331,8 @@ def choose(store: CommitStore, common: list[int], with_parts: list[int]) -> int 
 
 def require_seen_by_all(folder: str) -> None:
     """Raise a `ConfigError` on all ranks unless all of them see a folder, which rank 0 makes if need be. Collective."""
-    probe, reason = Path(folder) / f".shared.{os.getpid()}", ""
+    probe = Path(folder) / f".shared.{os.getpid()}"
+    reason = ""
     if rank() == 0:
         try:
             own_folder(probe.parent)

@@ -192,7 +192,8 @@ class HandlingState(ObjectState):
             ConfigError: on all ranks, if a rank cannot use the folder, what is there is another program's, an argument
                 makes no sense, or something in the state could not be read again.
         """
-        every, keep = whole_number("every", every, 1), whole_number("keep", keep, 1)
+        every = whole_number("every", every, 1)
+        keep = whole_number("keep", keep, 1)
         hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
         reason = f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved" if hidden else ""
         disk = DiskCommits(folder, every, keep, self._write, self._read)
@@ -268,8 +269,12 @@ class HandlingState(ObjectState):
         super().save()
         # A rank that fails from here on goes on from this commit.
         if self._number_being_saved is not None:
-            self._commits, self._number_being_saved = self._number_being_saved, None
-        self._whole, self._whole_is_due, self._small, self._own = self._commits, False, None, {}
+            self._commits = self._number_being_saved
+            self._number_being_saved = None
+        self._whole = self._commits
+        self._whole_is_due = False
+        self._small = None
+        self._own = {}
         for handler in self._handlers.values():
             handler.finish_save()
 
@@ -285,7 +290,8 @@ class HandlingState(ObjectState):
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
-        self._commits, self._small = self._whole, None
+        self._commits = self._whole
+        self._small = None
 
     def _copied_own(self) -> dict[int, dict[str, Any]]:
         """Return this rank's own at its last commit, and now: as the next one has it, if another rank has made that."""
@@ -313,7 +319,8 @@ class HandlingState(ObjectState):
 
     def _commit_here(self, *, to_disk: bool = False) -> None:
         """Do what this rank does by itself in a commit; ``to_disk``: write it, whether or not that is due."""
-        number, disk = self._commits + 1, self._disk
+        number = self._commits + 1
+        disk = self._disk
         if disk is not None and not (to_disk or disk.is_due(number)):
             disk = None
         if number % self._whole_every == 0 or self._whole_is_due or disk is not None:
@@ -325,7 +332,8 @@ class HandlingState(ObjectState):
         else:
             self._small = None  # invalid once the first handler has noted something new
             handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
-            self._small, self._own = (handlers, self._copied_values()), {}
+            self._small = (handlers, self._copied_values())
+            self._own = {}
             self._commits = number
         if audited() and self._small is None:
             _audit(self._commits, self._handlers)
@@ -359,13 +367,15 @@ class HandlingState(ObjectState):
         if handler is not None and self._whole_every > 1:
             _require_steps_are_noted({**self._handlers, name: handler})
         if handler is not None:
-            self._whole_is_due, self._small = True, None
+            self._whole_is_due = True
+            self._small = None
             self._handlers[name] = handler
             handler.save()
             if name in self._names:
                 self._names.remove(name)
         elif self._handlers.pop(name, None) is not None:
-            self._whole_is_due, self._small = True, None
+            self._whole_is_due = True
+            self._small = None
             self._names.append(name)
 
 

@@ -31,7 +31,8 @@ __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]
 _log = logging.getLogger(__name__)
 
 #: What may happen to the hosts of a job; values can be combined with ``|``.
-_ADDED, _REMOVED = 2, 1
+_ADDED = 2
+_REMOVED = 1
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  # Horovod's name
@@ -290,7 +291,8 @@ def _repeated(
         _warn_of_srun()
         state._keep_as_launched()
         skip_sync = begun_anew = False
-        restarts, commits = 0, state._commits
+        restarts = 0
+        commits = state._commits
         failure: CollectiveError | None = None
         while True:
             try:
@@ -319,7 +321,8 @@ def _repeated(
                 return result
             if reconnect(state, failure):
                 restarts = 0
-            failure, begun_anew = None, True
+            failure = None
+            begun_anew = True
             gc.collect()  # the error's traceback was part of what holds the memory of the old world
             commits = state._commits
 
@@ -385,8 +388,10 @@ def _reconnect(state: State, failure: CollectiveError | None) -> bool:
 
 
 def _require_limits(failure: CollectiveError) -> None:
-    left, least = runtime.size(), launch().least_size
-    times, most = runtime.recoveries(), launch().reset_limit
+    left = runtime.size()
+    least = launch().least_size
+    times = runtime.recoveries()
+    most = launch().reset_limit
     if left < least:
         said = f"too few ranks survive, {left} where RINGREDUCE_MIN_NP={least}"
     elif most is not None and times > most:

@@ -396,7 +396,9 @@ class StallWatch:
             waiting: all operations that wait.
             now: the time (seconds), on the clock of ``since``.
         """
-        late, expired, known = [], [], {}
+        late = []
+        expired = []
+        known = {}
         for each in waiting:
             seconds = now - each.since
             key = each.name, each.since

@@ -87,7 +87,8 @@ class Driver:
         """Let the progress thread know that something was submitted; the caller holds the lock."""
         now = self._clock()
         if self._burst_s is None:
-            self._burst_s, self._burst = now, 0
+            self._burst_s = now
+            self._burst = 0
         self._burst += 1
         if now - self._burst_s < min(self._burst * _FAST_WAIT_S, _BURST_S):
             self._active_s = now
@@ -213,7 +214,8 @@ class Driver:
             self._make_progress()
 
     def _make_progress(self) -> None:
-        pending, progress = self._pending, self._progress
+        pending = self._pending
+        progress = self._progress
         sleep_s = _BACKOFF_S[0]
         while not pending.lifetime.closed:
             with pending.lock:
@@ -249,7 +251,8 @@ class Driver:
 
         None: on the progress thread, until another thread waits or nothing is pending.
         """
-        pending, progress = self._pending, self._progress
+        pending = self._pending
+        progress = self._progress
         tries = 0
         while pending.lifetime.open:
             moved = progress.step()

@@ -53,7 +53,8 @@ class Engine:
         threads: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.communicator, self.threaded = communicator, threads
+        self.communicator = communicator
+        self.threaded = threads
         self._guard = ReentrancyGuard()
         self._pending = PendingOperations(communicator.instruments, communicator.lifetime.child())
         self.tally = self._pending.tally
@@ -202,7 +203,8 @@ class Engine:
             PeerLostError: a rank that it needs has shut down or died.
             ShutdownError: this rank has shut down.
         """
-        pending, driver = self._pending, self._driver
+        pending = self._pending
+        driver = self._driver
         pending.add_wait()
         driver.observe_wait()
         if not operation.done:
@@ -256,7 +258,8 @@ class ReentrancyGuard:
         self._inside: dict[int, FrameType] = {}  # by thread, what has entered
 
     def __enter__(self) -> None:
-        thread, frame = threading.get_ident(), sys._getframe(1)
+        thread = threading.get_ident()
+        frame = sys._getframe(1)
         if (entered := self._inside.get(thread)) is not None and _is_below(entered, frame):
             raise ConfigError(
                 "this thread is in an operation of ringreduce already: a signal handler has interrupted it, or the "

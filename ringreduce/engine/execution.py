@@ -24,7 +24,9 @@ _BUFFERS_NBYTES = 64 << 20  # communication buffers that are kept for the next t
 _PIECE_NBYTES = 1 << 20
 
 # A bfloat16 is kept as its bits.
-_BFLOAT16_ONE, _BFLOAT16_INFINITY, _BFLOAT16_SIGN = 0x3F80, 0x7F80, 0x8000
+_BFLOAT16_ONE = 0x3F80
+_BFLOAT16_INFINITY = 0x7F80
+_BFLOAT16_SIGN = 0x8000
 
 #: The memory of a source, and that of its target.
 _Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
@@ -154,7 +156,8 @@ class Executor:
         """Average 64-bit integers over the ranks, in place and exactly: their sums may wrap around. Collective."""
         both = np.concatenate([flat, flat // divisor])
         self.communicator.allreduce(both, SUM, out=both)
-        sums, quotients = both[: len(flat)], both[len(flat) :]
+        sums = both[: len(flat)]
+        quotients = both[len(flat) :]
         divide_wrapped(sums, quotients, divisor)
         np.copyto(flat, sums)
 
@@ -211,7 +214,8 @@ def _pieces(lengths: Sequence[int], longest: int) -> list[list[tuple[int, slice]
 
 def _cut(flat: npt.NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[npt.NDArray[Any]]:
     """Return views of one-dimensional memory, one after the other, in these shapes."""
-    parts, start = [], 0
+    parts = []
+    start = 0
     for shape in shapes:
         end = start + prod(shape)
         parts.append(flat[start:end].reshape(shape))

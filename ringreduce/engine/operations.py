@@ -205,7 +205,9 @@ class Reduction(Operation):
         """
         made = cls.__new__(cls)
         Operation.__init__(made, name, signature)
-        made.op, made.before, made.after = op, None, after
+        made.op = op
+        made.before = None
+        made.after = after
         made.sources = made.targets = arrays
         made.given = made.taken = given
         return made
@@ -338,7 +340,10 @@ class InPlaceAllreduce(Operation):
             name,
             OperationSignature(text, OperationKind.IN_PLACE, op.value, parts, wire or "", bool(feedbacks), speculative),
         )
-        self.op, self.arrays, self.feedbacks, self.within = op, arrays, feedbacks, within
+        self.op = op
+        self.arrays = arrays
+        self.feedbacks = feedbacks
+        self.within = within
         self.weights: Sequence[float] = ()
         self.before: Callable[[], object] | None = None
         self.active = 0
@@ -373,7 +378,8 @@ class Gather(Operation):
     ) -> None:
         parts = tuple((_elements(array)[0].name, array.shape[1]) for array in arrays)
         super().__init__(name, OperationSignature(text, OperationKind.GATHER, counts=parts))
-        self.arrays, self.within = arrays, within
+        self.arrays = arrays
+        self.within = within
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
         with nullcontext() if self.within is None else self.within():

@@ -68,7 +68,10 @@ class Pacemaker:
         self.length = max(_LENGTH, size)
         self.loading_s = 0.0
         self.reported = self.lags = False
-        self._waited_s, self._send, self._clock, self._usage = waited_s, send, clock, usage
+        self._waited_s = waited_s
+        self._send = send
+        self._clock = clock
+        self._usage = usage
         self._cores = tuple(cores) if len(cores) <= _FEW_CORES else ()
         self._joins = self.number = 0
         self._before: tuple[float, float, ProcessUsage | None] | None = None
@@ -80,11 +83,13 @@ class Pacemaker:
     def arrive(self, joins: int) -> None:
         """Take note that this rank has come to a reduction; ``joins``: how often all ranks have joined."""
         if self._before is None or joins != self._joins:  # ranks that have joined made fewer steps: all count anew
-            self._joins, self.number = joins, 0
+            self._joins = joins
+            self.number = 0
             self._restart()
             return
         (then_s, waited_s, used), self._before = self._before, None
-        now_s, waits_s = self._clock() - then_s, self._waited_s() - waited_s
+        now_s = self._clock() - then_s
+        waits_s = self._waited_s() - waited_s
         self._own.append(now_s - waits_s)
         if used is not None and not waits_s:
             more = now_s, *(new - old for new, old in zip(self._usage(), used, strict=True))
@@ -92,7 +97,8 @@ class Pacemaker:
         if len(self._own) == self.length:
             measured = [*self._sampled, self.loading_s - self._loaded_s, self._cores]
             self._send(["pace", self._joins, self.number, self._own, *measured])
-            self.number, self.reported = self.number + 1, True
+            self.number = self.number + 1
+            self.reported = True
             self._restart()
 
     def leave(self) -> None:

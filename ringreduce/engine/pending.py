@@ -194,4 +194,5 @@ class PendingOperations:
         submitted = [each for each in self.inbox if isinstance(each, Operation)]
         self.inbox.clear()
         for operation in [*self.take_all(), *submitted]:
-            operation.error, operation.done = ConfigError(self.lifetime.forked), True
+            operation.error = ConfigError(self.lifetime.forked)
+            operation.done = True

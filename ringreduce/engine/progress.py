@@ -109,7 +109,8 @@ class Progress:
                 _METHODS[type(decision)](self, decision)
             now = self._clock()
             if moved:
-                self.news_s, self._blocked_in = now, None
+                self.news_s = now
+                self._blocked_in = None
             if now - self._checked_s >= _CHECK_S:
                 self._checked_s = now
                 self._check_timeouts(now)
@@ -124,7 +125,8 @@ class Progress:
 
     def _read_inbox(self) -> bool:
         """Let the coordinator know what the program did; return whether that was more than to wait."""
-        inbox, moved = self._pending.inbox, False
+        inbox = self._pending.inbox
+        moved = False
         notes: list[Note] = []
         for _ in range(len(inbox)):  # not until it is empty, for other threads go on filling it
             did = inbox.popleft()
@@ -257,7 +259,8 @@ class Progress:
             self._pending.end([each], why.error(detached.rank, f"this rank waits for {each.title}{hint}"))
 
     def _expire(self, expired: Expired) -> None:
-        missing, present = name_ranks(list(expired.missing)), name_ranks(list(expired.present))
+        missing = name_ranks(list(expired.missing))
+        present = name_ranks(list(expired.present))
         waited = f"waited {expired.seconds:.3g} s"
         mine = self._pending.queues.get(expired.name)
         title = mine[0].title if mine else repr(expired.name)
@@ -274,7 +277,8 @@ class Progress:
     def _warn(self, stalled: Stalled) -> None:
         if stalled.first != self._communicator.rank:
             return
-        missing, seconds = name_ranks(list(stalled.missing)), stalled.seconds
+        missing = name_ranks(list(stalled.missing))
+        seconds = stalled.seconds
         if stalled.is_join:
             _log.warning("stalled: join has waited for %.0f s since %s last submitted anything", seconds, missing)
         elif queue := self._pending.queues.get(stalled.name):

@@ -56,7 +56,8 @@ class AwareAllreduce(OnDevice):
     def __init__(self, context: Context, driver: CupyDriver, reason: str) -> None:
         super().__init__(context, driver)
         self._stream = driver.make_stream()  # for sums, which need not wait for the user's
-        self._computed, self._ready = driver.make_event(), driver.make_event()
+        self._computed = driver.make_event()
+        self._ready = driver.make_event()
         self._memory: dict[tuple[int, int], int] = {}  # (which piece of a plan, its bytes) -> where it is
         self._plans: dict[int, _Plan] = {}  # by signature; the same on all ranks, as they make plans together
         self._broken = False
@@ -96,7 +97,8 @@ class AwareAllreduce(OnDevice):
         Raises:
             MismatchError, CollectiveTimeoutError, PeerLostError, TransportError: as for the collectives of the host.
         """
-        driver, nbytes = self._driver, arithmetic.nbytes
+        driver = self._driver
+        nbytes = arithmetic.nbytes
         self._context.rendezvous(signature)
         if arithmetic.count == 0:
             return True
@@ -138,7 +140,9 @@ class AwareAllreduce(OnDevice):
         return made
 
     def _bind(self, arithmetic: Arithmetic, signature: Signature) -> _Plan:
-        context, dtype, taken = self._context, arithmetic.dtype, itertools.count()
+        context = self._context
+        dtype = arithmetic.dtype
+        taken = itertools.count()
 
         def scratch(length: int) -> Array:
             return self._piece(next(taken), length * dtype.itemsize).view(dtype.storage)
@@ -181,7 +185,8 @@ class _Sums:
 
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         assert complete or self.arithmetic.op is not ReduceOp.AVERAGE
-        arithmetic, addresses = replace(self.arithmetic, count=sources[0].size), [address_of(each) for each in sources]
+        arithmetic = replace(self.arithmetic, count=sources[0].size)
+        addresses = [address_of(each) for each in sources]
 
         def run(target: Array) -> None:
             place = address_of(target)

@@ -14,7 +14,9 @@ from ringreduce.common.errors import TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 
 # Values of the CUDA runtime's headers, some of which CuPy does not name in all its versions.
-_SUCCESS, _NO_MEMORY, _NOT_READY = 0, 2, 600
+_SUCCESS = 0
+_NO_MEMORY = 2
+_NOT_READY = 600
 _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which memory is meant
 _REGISTERED = 1  # pinned for all contexts of the process
 _NON_BLOCKING = 1  # a stream that does not wait for the legacy default stream
@@ -296,7 +298,8 @@ def reduced(xp: Any, arrays: Sequence[Any], arithmetic: Arithmetic, size: int) -
         arithmetic: what is done.
         size: what an average is divided by.
     """
-    dtype, fold = arithmetic.dtype, getattr(xp, _FOLDS[arithmetic.op])
+    dtype = arithmetic.dtype
+    fold = getattr(xp, _FOLDS[arithmetic.op])
     total = _widened(xp, arrays[0], dtype, copy=True)
     for each in arrays[1:]:
         fold(total, _widened(xp, each, dtype), out=total)
@@ -355,7 +358,8 @@ class CupyTools:
 
         self.driver = driver
         self._cupy = cupy
-        self._begin, self._end = cupy.cuda.Event(), cupy.cuda.Event()
+        self._begin = cupy.cuda.Event()
+        self._end = cupy.cuda.Event()
 
     def empty(self, nbytes: int) -> Any:
         """Return an uninitialised uint8 array that no peer can reach."""

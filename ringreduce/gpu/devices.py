@@ -100,7 +100,8 @@ class Gpu(Devices):
             UnsupportedBufferError: CuPy is missing, or has no such elements; or as `require_usable` does.
             MemoryError: the GPU has no more.
         """
-        driver, nbytes = self.require_usable(number).driver, prod(shape) * dtype.itemsize
+        driver = self.require_usable(number).driver
+        nbytes = prod(shape) * dtype.itemsize
         block = _DeviceMemory(driver, nbytes)
         return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)
 
@@ -121,7 +122,8 @@ class Gpu(Devices):
     ) -> None:
         """Reduce arrays of any layout by what is asked for, else through host memory; see `Devices`."""
         staging = self.require_usable(source.device)
-        given, taken = staging.in_c_order(source), target.scratch()
+        given = staging.in_c_order(source)
+        taken = target.scratch()
         if given.may_overlap(taken) and not given.same_memory(taken):
             given = staging.in_c_order(given, copy=True)
         if self._context.topology.size == 1:
@@ -160,7 +162,8 @@ class Gpu(Devices):
         """
         if asked == STAGED.algorithm or asked in self._paths:
             return
-        context, driver = self._context, self.require_usable(None).driver
+        context = self._context
+        driver = self.require_usable(None).driver
         try:
             context.rendezvous(_FIRST_USE[asked])
             made: OnDevice | str
@@ -199,7 +202,8 @@ class Gpu(Devices):
             return _WHOLE
         if self._context.topology.size == 1:
             return "there is one rank"
-        wanted, asked = self._wanted(), self._asked()
+        wanted = self._wanted()
+        asked = self._asked()
         path = self._paths.get(asked)
         if isinstance(path, OnDevice):
             return f"{path.description}, as asked for; what it lacks goes through host memory"
@@ -235,7 +239,8 @@ class Gpu(Devices):
         except TransportError:
             self.abandon()
             raise
-        self._staging, self._paths = None, {}
+        self._staging = None
+        self._paths = {}
         close_all(*(part.close for part in used))
 
     def abandon(self) -> None:
@@ -244,7 +249,8 @@ class Gpu(Devices):
         Host memory that the GPU may use stays until the process ends.
         """
         parts = self._parts()[::-1]
-        self._staging, self._paths = None, {}
+        self._staging = None
+        self._paths = {}
         for part in parts:
             try:
                 part.abandon()

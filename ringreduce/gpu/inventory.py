@@ -39,7 +39,8 @@ class Inventory:
 
 def take_inventory() -> Inventory:
     """Look around. Local; initialises CUDA in this process where CuPy and a driver are."""
-    driver, driver_cuda = _driver(), _driver_cuda()
+    driver = _driver()
+    driver_cuda = _driver_cuda()
     if importlib.util.find_spec("cupy") is None:
         return Inventory(driver, driver_cuda)
     packages = _cupy_packages()

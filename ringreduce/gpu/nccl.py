@@ -216,7 +216,8 @@ class NcclAllreduce(OnDevice):
         return True
 
     def close(self) -> None:
-        ranks, self._ranks = self._ranks, None
+        ranks = self._ranks
+        self._ranks = None
         if ranks is not None:
             ranks.close()
 
@@ -225,7 +226,8 @@ class NcclAllreduce(OnDevice):
 
         NCCL itself would wait for it wherever Python drops the ranks.
         """
-        ranks, self._ranks = self._ranks, None
+        ranks = self._ranks
+        self._ranks = None
         if ranks is not None:
             ranks.abort()
 
@@ -270,7 +272,9 @@ class Nccl:
     """
 
     def __init__(self, cupy: Any, library: Any, number: int) -> None:
-        self._cupy, self._library, self._number = cupy, library, number
+        self._cupy = cupy
+        self._library = library
+        self._number = number
         self.version = int(_ask(library.get_version))
 
     def unique_id(self) -> bytes:
@@ -303,7 +307,9 @@ class NcclRanks:
     """
 
     def __init__(self, cupy: Any, number: int, communicator: Any) -> None:
-        self._cupy, self._number, self._communicator = cupy, number, communicator
+        self._cupy = cupy
+        self._number = number
+        self._communicator = communicator
 
     def allreduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: Stream) -> None:
         """Reduce ``count`` elements; ``dtype`` and ``op`` are NCCL's numbers, the target may be the source."""

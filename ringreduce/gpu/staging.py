@@ -59,7 +59,8 @@ class Staging:
     def __init__(self, driver: CupyDriver, arena: Arena) -> None:
         self.driver = driver
         self._arena = arena
-        self._down, self._up = driver.make_stream(), driver.make_stream()
+        self._down = driver.make_stream()
+        self._up = driver.make_stream()
         self._called = driver.make_event()
         self._slots: list[_HostBlock] = []
         self._kept: dict[int, _HostBlock] = {}
@@ -112,7 +113,9 @@ class Staging:
             target: written before what its stream will hold.
             reduce: reduces one of the `segments`, flat and in the arena, in place over all ranks.
         """
-        driver, itemsize, parts = self.driver, source.dtype.itemsize, self.segments(source)
+        driver = self.driver
+        itemsize = source.dtype.itemsize
+        parts = self.segments(source)
         self._order_after(source.stream, target.stream)
         for number, part in enumerate(parts[:_SLOTS]):
             self._fetch_segment(source, number, part)
@@ -131,7 +134,8 @@ class Staging:
         if number % _SLOTS == len(self._slots):
             self._slots.append(_HostBlock(self.driver, self._arena, _SEGMENT_NBYTES))
         itemsize = source.dtype.itemsize
-        address, nbytes = source.address + part.start * itemsize, (part.stop - part.start) * itemsize
+        address = source.address + part.start * itemsize
+        nbytes = (part.stop - part.start) * itemsize
         self._slots[number % _SLOTS].fetch(address, nbytes, self._down)
 
     @contextmanager
@@ -225,7 +229,8 @@ class _HostBlock:
         self._in_use = False
         self.nbytes = self._block.memory.nbytes
         self._pinned = pinned and self._pin()
-        self.arrived, self.sent = driver.make_event(), driver.make_event()
+        self.arrived = driver.make_event()
+        self.sent = driver.make_event()
 
     def _pin(self) -> bool:
         try:

@@ -33,7 +33,8 @@ Host = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
 #: So many requests of compiled programs are kept, of arrays up to this size.
-_KEPT, _LARGEST_REPEATED_NBYTES = 128, 64 << 10
+_KEPT = 128
+_LARGEST_REPEATED_NBYTES = 64 << 10
 
 #: Compiled programs reduce so many buckets of the settings at a time: what an operation takes besides moving bytes.
 _BUCKETS_AT_ONCE = 4
@@ -226,7 +227,8 @@ def run_compiled(
     if place is None:
         step = None
     elif step is not None:
-        call, beside = call._replace(step=(step.owner.key, place)), step.arrays
+        call = call._replace(step=(step.owner.key, place))
+        beside = step.arrays
         step.owner.note(place, step)
     run = jax.custom_vjp(wrap(partial(_in_buckets if call.kind == "allreduce" else _at_once, call, shapes, step)))
     dtypes = [each.dtype for each in leaves]
@@ -245,7 +247,8 @@ def run_compiled(
 
 def _at_once(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays: Any) -> Sequence[Any]:
     batched = "broadcast_all" if call.kind in ALIKE else "sequential"
-    leaves, beside = arrays[: len(shapes)], arrays[len(shapes) :]
+    leaves = arrays[: len(shapes)]
+    beside = arrays[len(shapes) :]
     if step is not None:
         step.owner.note_part(str(call.name), call.part, step.names())
     return ffi.call(json.dumps(call), leaves, shapes, batched=batched, after=beside)
@@ -258,11 +261,13 @@ def _in_buckets(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays:
     would get anew from the system in every step. All ranks have the buckets in the same order, as a bucket waits for a
     result of the one before.
     """
-    leaves, after = arrays[: len(shapes)], list(arrays[len(shapes) :])
+    leaves = arrays[: len(shapes)]
+    after = list(arrays[len(shapes) :])
     numbers = list(reversed(range(len(leaves))))
     items = [(None, leaves[number].size * leaves[number].dtype.itemsize) for number in numbers]
     buckets = fuse(items, _BUCKETS_AT_ONCE * _sets[call.ranks].communicator.config.bucket_nbytes)
-    made, names = list(leaves), [] if step is None else step.names()
+    made = list(leaves)
+    names = [] if step is None else step.names()
     for count, bucket in enumerate(buckets):
         members = [numbers[index] for index in bucket]
         name = call.name if count == 0 else f"{call.name}, bucket {count}"  # the first compares how many there are
@@ -270,7 +275,8 @@ def _in_buckets(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays:
         if step is not None:
             part = part._replace(first=count == 0, last=count == len(buckets) - 1)
             step.owner.note_part(str(call.name), part.part, [names[number] for number in members])
-        given, own = [leaves[each] for each in members], [shapes[each] for each in members]
+        given = [leaves[each] for each in members]
+        own = [shapes[each] for each in members]
         results = ffi.call(json.dumps(part), given, own, batched="broadcast_all", in_place=True, after=after)
         for number, each in zip(members, results, strict=True):
             made[number] = each

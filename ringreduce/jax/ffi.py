@@ -39,7 +39,9 @@ _ERROR = Struct("@NP Pi")  # message, code
 _TEXT = Struct("@PN")  # address, length
 _ADDRESS = Struct("@P")
 #: Where in that structure the version is that a target was made for; where the API has its own, and what makes errors.
-_MADE_FOR_OFFSET, _VERSION_OFFSET, _CREATE_ERROR_OFFSET = 24, 32, 48
+_MADE_FOR_OFFSET = 24
+_VERSION_OFFSET = 32
+_CREATE_ERROR_OFFSET = 48
 _VERSION_NBYTES = 8  # major and minor, whole numbers of 32 bits
 
 #: XLA's numbers of the dtypes that collectives take.
@@ -64,7 +66,8 @@ class Memory(NamedTuple):
     @classmethod
     def of(cls, count: int, buffers: int) -> Memory:
         """Read XLA's descriptions of so many arrays, which are at this address."""
-        layout, addresses = [], []
+        layout = []
+        addresses = []
         for buffer in unpack(f"{count}P", ctypes.string_at(buffers, count * _ADDRESS.size)):
             _, _, dtype, address, rank, dims = _read(_BUFFER, buffer)
             layout.append((dtype, ctypes.string_at(dims, 8 * rank)))
@@ -97,7 +100,8 @@ class Memory(NamedTuple):
 
 @lru_cache(4096)
 def _described(number: int, dims: bytes) -> tuple[tuple[int, ...], np.dtype[Any], Any]:
-    shape, dtype = unpack(f"{len(dims) // 8}q", dims), np.dtype(_DTYPES[number])
+    shape = unpack(f"{len(dims) // 8}q", dims)
+    dtype = np.dtype(_DTYPES[number])
     return shape, dtype, ctypes.c_byte * (prod(shape) * dtype.itemsize)
 
 

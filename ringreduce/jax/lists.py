@@ -83,7 +83,10 @@ class HostReduction:
         advice: Advice = ADVICE,
         **options: Any,
     ) -> None:
-        self._kind, self._process_set, self._samples, self._options = kind, process_set, samples, options
+        self._kind = kind
+        self._process_set = process_set
+        self._samples = samples
+        self._options = options
         self._identity = identity
         self._specs = [ArraySpec(each.shape, each.dtype) for each in leaves]
         self._key = f"{kind} {next(_numbers)}"
@@ -112,7 +115,8 @@ class HostReduction:
         call = Call(LISTED, name, ranks_of(self._process_set), function=self._key, identity=self._identity)
         if not is_traced(arrays):
             if is_traced(beside):
-                beside, self._beside = [], NOTHING
+                beside = []
+                self._beside = NOTHING
             values = lambda: list(map(np.asarray, beside))  # noqa: E731
             reduced = self._reduced(call.operation, list(map(np.asarray, arrays)), values)
             return [jnp.array(each) for each in reduced]  # copies
@@ -155,7 +159,9 @@ class HostTrees:
     """
 
     def __init__(self, kind: str, process_set: ProcessSet, **options: Any) -> None:
-        self._kind, self._process_set, self._options = kind, process_set, options
+        self._kind = kind
+        self._process_set = process_set
+        self._options = options
         self._known: dict[Any, HostReduction] = {}
 
     def reduce(

@@ -154,7 +154,8 @@ class DiLoCo:
         leaves, structure = jax.tree_util.tree_flatten(params)
         _require_values(leaves)
         given = [leaves[number] for number in self._numbers] if structure == self._structure else []
-        known, found = _compiled(self._dtypes), _compiled(list(map(_dtype, given)))
+        known = _compiled(self._dtypes)
+        found = _compiled(list(map(_dtype, given)))
         if structure != self._structure or list(map(np.shape, given)) != self._shapes or found != known:
             raise ConfigError(
                 "these are not the parameters that DiLoCo was made with: their structure, shapes or dtypes differ"

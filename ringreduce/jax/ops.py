@@ -64,7 +64,8 @@ class _Collectives(Differentiable):
 
     def __init__(self, *given: Any, identity: Identity | None = None, step: Step | None = None, **how: Any) -> None:
         super().__init__(*given, **how)
-        self.identity, self.step = identity, step
+        self.identity = identity
+        self.step = step
 
     def exchange(self, values: Sequence[Any]) -> Sequence[Any]:
         """Send an equal part of each array to every rank."""
@@ -149,7 +150,8 @@ def _result_shape(kind: str, shape: Shape, process_set: ProcessSet, traced: bool
         return shape
     if not shape:
         raise UnsupportedBufferError(f"{kind} needs arrays with at least one dimension, got a scalar")
-    rows, size = shape[0], process_set.size()
+    rows = shape[0]
+    size = process_set.size()
     if kind == "allgather":
         rows *= size
     elif kind == "reducescatter":

@@ -256,7 +256,8 @@ class _Compressing(NamedTuple):
         """Return reduced gradients, those of a tree that are compressed, and what compression leaves of them."""
         names = sorted(residual)
         arrays = [*leaves, *(residual[each] for each in names)]
-        compressed, kind = _Compressed(self.compression, [each.shape for each in leaves], names), "compressed allreduce"
+        compressed = _Compressed(self.compression, [each.shape for each in leaves], names)
+        kind = "compressed allreduce"
         name = name_here(kind, arrays) if self.name is None else f"{self.name}, compressed"
         identity = self.identified(tree)
         call = Call(kind, name, ranks_of(self.process_set), self.op.value, function=compressed.key, identity=identity)
@@ -326,7 +327,8 @@ class _Compressed:
             average: whether sums are divided by the number of ranks.
             ranks: that reduce.
         """
-        count, flat = len(self._bounds) - 1, ranks.empty(self._bounds[-1])
+        count = len(self._bounds) - 1
+        flat = ranks.empty(self._bounds[-1])
         pieces = np.split(flat, self._bounds[1:-1])
         for piece, source in zip(pieces, sources, strict=False):
             piece[:] = source.ravel()

@@ -103,7 +103,9 @@ class Steps:
 
     def __init__(self, kind: str, process_set: ProcessSet, advice: Advice = ADVICE, *, shared: bool = False) -> None:
         self.key = f"{kind} {next(_numbers)}"
-        self._kind, self._process_set, self._advice = kind, process_set, advice
+        self._kind = kind
+        self._process_set = process_set
+        self._advice = advice
         self._names: dict[tuple[str, str], Sequence[str]] = {}
         self._beside: dict[str, Beside] = {}
         self._engines: WeakSet[Engine] = WeakSet()  # that have something of these steps
@@ -124,8 +126,12 @@ class Steps:
             settings: as for `of_lists`.
             wanted: which leaves of the gradients are reduced.
         """
-        names, weights = lambda: _names_of(gradients, wanted), jax.tree.leaves(params)
-        return self.of_lists(names, weights, lambda: _names_of(params, lambda leaf: True), settings)
+        return self.of_lists(
+            names=lambda: _names_of(gradients, wanted),
+            weights=jax.tree.leaves(params),
+            weight_names=lambda: _names_of(params, lambda leaf: True),
+            settings=settings,
+        )
 
     def of_lists(
         self,
@@ -170,7 +176,8 @@ class Steps:
             self._engines.add(engine)
             known = everything.by_place[self.key] = {}
         if place not in known:
-            name, all_known = operation() or engine.new_name(self._kind), everything.by_name
+            name = operation() or engine.new_name(self._kind)
+            all_known = everything.by_name
             # Other steps of this name are those of a program that was traced anew, on some ranks perhaps: they go on.
             if name not in all_known:
                 if len(all_known) == _REMEMBERED:
@@ -264,7 +271,8 @@ class _Watched:
         self.name = name
         named: list[tuple[str, None]] = []  # what the checks keep is not this object: it goes with its last reference
         self._named = named
-        self._since, self._step = (engine.joins, engine.mismatches), -1
+        self._since = (engine.joins, engine.mismatches)
+        self._step = -1
         self._ranks = Ranks(engine, f"{name}, checks", shown, "step")
         self._checks = Checks(HostMemory(advice), self._ranks, lambda: named)
 
@@ -274,7 +282,8 @@ class _Watched:
         engine = self._ranks.engine
         if self._since != (engine.joins, engine.mismatches):
             # Ranks that had joined have made fewer steps, and some have begun a step that ended in a mismatch.
-            self._since, self._step = (engine.joins, engine.mismatches), 0
+            self._since = (engine.joins, engine.mismatches)
+            self._step = 0
             self._checks.after_join()
         return self.looks or self._checks.compares_settings(self._step)
 

@@ -71,7 +71,9 @@ if keras.backend.backend() == "jax":
 
         def __init__(self, options: Options, process_set: ProcessSet) -> None:
             super().__init__(options.staleness)
-            self._options, self._process_set, self._plain = options, process_set, False
+            self._options = options
+            self._process_set = process_set
+            self._plain = False
             self._steps = Steps(_KIND, process_set, _ADVICE)
 
         def count(self, samples: Any) -> None:
@@ -86,7 +88,8 @@ if keras.backend.backend() == "jax":
             step = self._step(gradients, variables)
             if self.staleness or self.samples is not None or needs_host(self._process_set, gradients):
                 return self._listed(gradients, variables, step)
-            self._plain, options = True, self._options
+            self._plain = True
+            options = self._options
             made: list[Any] = reduce_gradients(
                 step,
                 list(gradients),
@@ -108,7 +111,8 @@ if keras.backend.backend() == "jax":
 
         def _listed(self, gradients: Sequence[Any], variables: Sequence[Any], step: Step) -> Sequence[Any]:
             there = [number for number, each in enumerate(gradients) if each is not None]
-            given, made = [gradients[number] for number in there], list(gradients)
+            given = [gradients[number] for number in there]
+            made = list(gradients)
             key = tuple(id(variables[number]) for number in there)
             if key not in self.known:
                 known = [variables[number] for number in there]
@@ -149,7 +153,8 @@ elif keras.backend.backend() == "torch":
 
         def __init__(self, options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> None:
             super().__init__(options.staleness)
-            self._process_set, self._how = process_set, _how(options)
+            self._process_set = process_set
+            self._how = _how(options)
             bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense, advice=_ADVICE)
             self._how |= {"arrays": TENSORS, "bind": bind}
             self._models: dict[tuple[int, ...], CheckedModel] = {}
@@ -197,7 +202,8 @@ elif keras.backend.backend() == "tensorflow":
     def prepare(model: Any) -> None:
         """Keep XLA out of the step: it cannot call Python."""
         if model.jit_compile:
-            model.jit_compile, model.train_function = False, None
+            model.jit_compile = False
+            model.train_function = None
 
 else:
     raise ImportError(f"ringreduce.keras needs a backend that trains, not {keras.backend.backend()}")

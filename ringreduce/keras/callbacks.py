@@ -50,7 +50,8 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
         super().__init__()
-        self.root_rank, self.device = root_rank, device
+        self.root_rank = root_rank
+        self.device = device
         self._local = list(local_variables or ())
         self._done = False
 
@@ -154,8 +155,12 @@ class LearningRateScheduleCallback(DistributedCallback):
         super().__init__()
         if initial_lr is None:
             raise ConfigError("initial_lr is required: the learning rate in the beginning")
-        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier**epoch
         self.current_epoch = 0
 
@@ -182,7 +187,8 @@ class LearningRateScheduleCallback(DistributedCallback):
     def _adjust(self, epoch: float) -> None:
         settle(self.model)
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
+        old = float(optimizer.learning_rate)
+        new = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
         # Velocities have the learning rate in them. To multiply them once is to multiply the momentum for one batch,
         # which is a constant of the compiled step.
@@ -349,7 +355,9 @@ class DiLoCoCallback(DistributedCallback):
                 self._replicas.load_state_dict(self._saved)
         elif self._trained:
             self.synchronize()  # the program may have given the model other weights since
-        self._saved, self._training, self._trained = None, True, False
+        self._saved = None
+        self._training = True
+        self._trained = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._replicas.before_step()
@@ -363,7 +371,8 @@ class DiLoCoCallback(DistributedCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self.synchronize()
-        self._training, self._trained = False, True
+        self._training = False
+        self._trained = True
 
     def synchronize(self) -> None:
         """Make the weights of all ranks their average, once `fit` has begun. Collective.

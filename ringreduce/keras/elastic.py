@@ -82,7 +82,8 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
         super().__init__()
-        self.state, self.batches_per_commit = state, whole_number("batches_per_commit", batches_per_commit, 1)
+        self.state = state
+        self.batches_per_commit = whole_number("batches_per_commit", batches_per_commit, 1)
         self._since = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -117,7 +118,8 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self.state, self.initial_epoch = state, state.epoch
+        self.state = state
+        self.initial_epoch = state.epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.initial_epoch = self.state.epoch

@@ -71,9 +71,18 @@ def allreduce(
     """
 
     def request(prepare: RequestBuilder, array: Any) -> Request:
-        kind, targets, wire = chosen_op(op, average), prepare.new_like([array]), wire_format_of(compression)
-        scales, result = (prescale_factor, postscale_factor), lambda: targets[0]
-        return prepare.allreduce([array], targets, kind, *scales, result, None if wire is None else wire.wire)
+        kind = chosen_op(op, average)
+        targets = prepare.new_like([array])
+        wire = wire_format_of(compression)
+        return prepare.allreduce(
+            [array],
+            targets,
+            kind,
+            prescale_factor,
+            postscale_factor,
+            lambda: targets[0],
+            None if wire is None else wire.wire,
+        )
 
     return _collective("allreduce", value, name, process_set, request)
 

@@ -12,7 +12,8 @@ from ringreduce.training.combinations import LOCAL, SAMPLES, STALENESS, refusal
 
 def require_whole_steps(model: Any, process_set: ProcessSet) -> None:
     """Raise `ConfigError` unless each batch is a step that reduces gradients over the ranks of the process set."""
-    optimizer, mine = model.optimizer, process_set.ranks
+    optimizer = model.optimizer
+    mine = process_set.ranks
     if model.steps_per_execution != 1:
         raise ConfigError("DiLoCoCallback counts steps: compile the model with steps_per_execution=1")
     if optimizer is None:

@@ -39,7 +39,8 @@ def averages_of(logs: Mapping[str, Any], trained: float, evaluated: float, *, we
     everyone = runtime.world().allgather(mine)
     averages: dict[str, float] = {}
     for column, are_of_evaluation in enumerate((False, True)):
-        counts, own = everyone[:, column], mine[0, column]
+        counts = everyone[:, column]
+        own = mine[0, column]
         weight = own if counts.min() >= 0 and len(set(counts.tolist())) > 1 else 1.0
         chosen = {names[each]: each for each in logs if each.startswith("val_") == are_of_evaluation}
         if chosen:

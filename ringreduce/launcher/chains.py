@@ -110,7 +110,10 @@ class Chains:
     def __init__(
         self, pid: int, on_death: Callable[[int], object] | None, say: Callable[[str], object], patience: float
     ) -> None:
-        self._pid, self._on_death, self._say, self._patience = pid, on_death, say, patience
+        self._pid = pid
+        self._on_death = on_death
+        self._say = say
+        self._patience = patience
         self._chains: dict[tuple[int, int], _Chain] = {}
         self._told: set[int] = set()  # the ranks whose shells have said how they ended
         self._looks = 0

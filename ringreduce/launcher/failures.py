@@ -73,7 +73,8 @@ def find_in_files(folder: Path) -> tuple[int, str] | None:
     """
     found = []
     for path in folder.glob("rank-*.log"):
-        number, words = path.stem.removeprefix("rank-"), _words(_end(path))
+        number = path.stem.removeprefix("rank-")
+        words = _words(_end(path))
         if number.isdigit() and words:
             found.append((not _ENDING.match(words), path.stat().st_mtime, int(number), words))
     return min(found)[2:] if found else None
@@ -87,7 +88,8 @@ def _end(path: Path) -> str:
 
 def _words(text: str) -> str:
     """Return why a rank has failed, given the end of what it has written; empty if it does not say so."""
-    ending, first = _ENDING.search(text), text.rfind(_TRACEBACK)
+    ending = _ENDING.search(text)
+    first = text.rfind(_TRACEBACK)
     if ending is not None:
         first = ending.start()
     elif first >= 0:  # the last one, as earlier ones may have been handled, with its causes

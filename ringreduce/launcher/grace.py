@@ -32,7 +32,8 @@ class Grace:
 
     def __init__(self, pid: int, seconds: float, *, holds: bool, known: Iterable[SeenProcess]) -> None:
         self._until = time.monotonic() + seconds
-        self._pid, self._waker = pid, _continues_later(pid) if holds else None
+        self._pid = pid
+        self._waker = _continues_later(pid) if holds else None
         if holds:
             os.kill(pid, signal.SIGSTOP)
         ranks = {each.pid: each for each in [*known, *_ranks_of(pid)]}
@@ -85,7 +86,8 @@ def _programs(rank: SeenProcess) -> Iterator[SeenProcess]:
 
 def _ranks_of(pid: int) -> Iterator[SeenProcess]:
     """Yield the processes that Open MPI's mpirun has started as ranks, also those under daemons of their own."""
-    here, number = os.uname().nodename.encode().split(b".")[0], b"%d" % pid
+    here = os.uname().nodename.encode().split(b".")[0]
+    number = b"%d" % pid
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is somebody else's
             variables = path.read_bytes().split(b"\0")

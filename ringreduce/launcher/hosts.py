@@ -147,7 +147,8 @@ class Hosts:
 
     def reason_to_change(self, policy: SizePolicy, now: float) -> str:
         """Return why the ranks that live should begin again on other hosts; empty: they should not."""
-        then, lives = sum(self.next_ranks(policy, now).values()), sum(self.living.values())
+        then = sum(self.next_ranks(policy, now).values())
+        lives = sum(self.living.values())
         if not then or not lives:
             return ""
         gone = [host for host, count in self.living.items() if count and host not in self.listed]
@@ -189,7 +190,8 @@ def is_here(host: str, here: Collection[str]) -> bool:
 
 def fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Return how many ranks each host gets, if they are filled in their order."""
-    filled, left = {}, ranks
+    filled = {}
+    left = ranks
     for host, count in slots.items():
         filled[host] = min(count, left)
         left -= filled[host]

@@ -181,8 +181,10 @@ class Job:
     ) -> None:
         self.stopped = False
         self._grace: Grace | None = None
-        self._grace_s, self._grows = grace_s, grows
-        self._had_grace, self._ends_at = False, math.inf
+        self._grace_s = grace_s
+        self._grows = grows
+        self._had_grace = False
+        self._ends_at = math.inf
         self._ended_line = True
         self.written = b""
         self._ended_by: signal.Signals | None = None
@@ -248,7 +250,8 @@ class Job:
     def end(self) -> None:
         """Have mpirun end all ranks; it is killed if it does not."""
         self._killed_at = min(self._killed_at, time.monotonic() + _TO_END_S)
-        grace, self._grace = self._grace, None
+        grace = self._grace
+        self._grace = None
         self._ends_at = math.inf
         self._process.send_signal(signal.SIGTERM)
         if grace is not None:

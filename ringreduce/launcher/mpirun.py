@@ -190,7 +190,8 @@ def find(*, required: bool = True) -> Mpirun:
     folders = [*([Path(file).parent.parent / "bin"] if file else []), Path(sys.executable).parent]
     paths = [str(folder / name) for folder in folders for name in _NAMES if os.access(folder / name, os.X_OK)]
     paths += filter(None, map(shutil.which, _NAMES))
-    refused, unknown = [], []
+    refused = []
+    unknown = []
     for path in dict.fromkeys(paths):
         found = Mpirun.ask(path)
         if clash(family(found.kind), library):

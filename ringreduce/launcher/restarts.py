@@ -41,7 +41,8 @@ class Discovery:
     """
 
     def __init__(self, script: str, slots: int) -> None:
-        self._script, self._slots = script, slots
+        self._script = script
+        self._slots = slots
         self._hosts: Mapping[str, int] = {}
         self._complaint = ""
 
@@ -128,7 +129,10 @@ class Restarts:
         listed: Callable[[], Mapping[str, int]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._start, self._spec, self._policy, self._clock = start, start.spec, start.policy, clock
+        self._start = start
+        self._spec = start.spec
+        self._policy = start.policy
+        self._clock = clock
         self._listed = listed or _hosts_of(start)
         self._hosts = Hosts()
         self._changes = 0  # of ranks
@@ -198,7 +202,8 @@ class Restarts:
 
     def _report_failure(self, written: str, status: int) -> None:
         """Say which rank has failed; what it has said only if that is in a file, and so was not shown."""
-        ended, killed = f"and the job has ended with status {status}", failures.find_killed(written)
+        ended = f"and the job has ended with status {status}"
+        killed = failures.find_killed(written)
         if killed is not None:
             rank, number = killed
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
@@ -222,8 +227,10 @@ class Restarts:
             say("the program imports horovod: start it by `horovodrun`, which gives it ringreduce by that name")
 
     def _wait_for_slots(self) -> Mapping[str, int]:
-        policy, limit_s = self._policy, self._spec.start_timeout_s
-        begin, said = self._clock(), False
+        policy = self._policy
+        limit_s = self._spec.start_timeout_s
+        begin = self._clock()
+        said = False
         while True:
             self._hosts = replace(self._hosts, listed=self._listed())
             now = self._clock()
@@ -245,7 +252,8 @@ class Restarts:
             time.sleep(_LOOK_EVERY_S / 10)
 
     def _on_mark(self, mark: Mark, job: Job) -> None:
-        ranks, now = self._ranks, self._clock()
+        ranks = self._ranks
+        now = self._clock()
         match mark.what:
             case "is connected":
                 ranks.are_connected = True
@@ -270,7 +278,8 @@ class Restarts:
 
     def _look(self, job: Job) -> None:
         """Tell the ranks, if they should begin again on other hosts; until they do, as they may not listen yet."""
-        ranks, now = self._ranks, self._clock()
+        ranks = self._ranks
+        now = self._clock()
         if ranks.leaving is not None and now - ranks.leaving >= _LEAVING_S:
             job.end()
             return

@@ -85,7 +85,8 @@ class Start:
 
     def line_and_settings(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return the command line, and the variables that are set for it; arguments as for `command`."""
-        spec, count = self.spec, sum(ranks.values())
+        spec = self.spec
+        count = sum(ranks.values())
         named = {host: number for host, number in ranks.items() if host != UNNAMED}
         remote = not all(is_here(host, self.here) for host in named) if named else self.remote
         exported = spec.variables()
@@ -143,7 +144,8 @@ def prepare(spec: LaunchSpec) -> Start:
         ConfigError: options contradict each other, or what they ask for is not here.
     """
     spec.require_sense()
-    variables, named = spec.variables(), spec.named_hosts()
+    variables = spec.variables()
+    named = spec.named_hosts()
     allocation = None if named or spec.script else Allocation.find(os.environ)
     granted = named or (allocation.slots if allocation is not None else {})
     ranks = _ranks(spec, granted)
@@ -178,7 +180,8 @@ def prepare(spec: LaunchSpec) -> Start:
 
 def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
     """Return how many ranks a job starts with, given the slots by host that there are."""
-    ranks, most = spec.ranks, spec.most
+    ranks = spec.ranks
+    most = spec.most
     if ranks is None:
         there = sum(granted.values()) or 1
         ranks = there if most is None else min(there, most)
@@ -201,7 +204,8 @@ def _require_slots(spec: LaunchSpec, ranks: int, named: Mapping[str, int]) -> No
     there = sum(named.values())
     if ranks <= there or "oversubscribe" in settings:
         return
-    first, where = next(iter(named)), f"--hostfile {spec.hostfile}" if spec.hostfile else f"-H {spec.hosts}"
+    first = next(iter(named))
+    where = f"--hostfile {spec.hostfile}" if spec.hostfile else f"-H {spec.hosts}"
     count = named[first] + ranks - there
     example = f"{first} slots={count}" if spec.hostfile else f"-H {first}:{count}" + ",..." * (len(named) > 1)
     raise ConfigError(
@@ -220,7 +224,8 @@ def _startable(program: tuple[str, ...], *, checks: bool) -> tuple[str, ...]:
         ConfigError: there is no such program.
     """
     name = program[0]
-    is_path, is_here = os.sep in name, os.path.isfile(name)
+    is_path = os.sep in name
+    is_here = os.path.isfile(name)
     if name.endswith(".py") and is_here and not (is_path and os.access(name, os.X_OK) and _names_interpreter(name)):
         return sys.executable, *program
     if not checks or shutil.which(name) is not None:
@@ -273,7 +278,8 @@ def _require_open_mpi(mpirun: Mpirun) -> None:
 
 def _require_ob1(environ: Mapping[str, str]) -> None:
     """Raise a `ConfigError` if Open MPI is set to send messages by a transport that does not survive deaths."""
-    pml, mtl = environ.get("OMPI_MCA_pml", ""), environ.get("OMPI_MCA_mtl", "")
+    pml = environ.get("OMPI_MCA_pml", "")
+    mtl = environ.get("OMPI_MCA_mtl", "")
     names = pml.removeprefix("^").split(",")
     refused = f"OMPI_MCA_pml={pml}" if pml and ("ob1" in names) is pml.startswith("^") else ""
     if not refused and mtl and not mtl.startswith("^"):

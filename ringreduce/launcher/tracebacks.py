@@ -70,7 +70,8 @@ class Tracebacks:
     """
 
     def __init__(self, ranks: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ranks, self._clock = ranks, clock
+        self._ranks = ranks
+        self._clock = clock
         self._held = b""  # the beginning of a line that may be one of a traceback
         self._shown: list[_Shown] = []
         self._growing: _Shown | None = None
@@ -83,7 +84,9 @@ class Tracebacks:
         self._held = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
         text = b"".join(map(self._pass, lines))
         if self._growing is None and not self._copies and not _HEAD.startswith(self._held):
-            text, self._held = text + self._held, b""  # no line of a traceback
+            # What is held begins no line of a traceback.
+            text = text + self._held
+            self._held = b""
         return text
 
     def idle(self) -> bytes:
@@ -95,8 +98,10 @@ class Tracebacks:
         return self._release(math.inf)
 
     def _release(self, until: float) -> bytes:
-        text, self._held = b"".join(b"".join(each.lines) for each in self._copies) + self._held, b""
-        self._copies, self._growing = [], None
+        text = b"".join(b"".join(each.lines) for each in self._copies) + self._held
+        self._held = b""
+        self._copies = []
+        self._growing = None
         over = [each for each in self._shown if each.begun < until]
         self._shown = [each for each in self._shown if each.begun >= until]
         notes = b"".join(self._note(each) for each in over if each.count > 1)
@@ -112,7 +117,8 @@ class Tracebacks:
         return f"ringreduce: {which} have written this traceback, which is shown once: {last[:200]}\n".encode()
 
     def _pass(self, line: bytes) -> bytes:
-        rank, self._rank = self._rank, None
+        rank = self._rank
+        self._rank = None
         if line == _HEAD:
             return self._begin(rank)
         if failed := _FAILED.match(line):

@@ -51,7 +51,8 @@ class Observer:
         followers: Sequence[Callable[[Program | None], object]],
     ) -> None:
         self.audit: AuditRecord | None = None
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
         self._clock = clock
         self._config = config
         self._followers = followers
@@ -137,7 +138,8 @@ class Observer:
         if self._timeline is not None:
             raise ConfigError("a timeline is being written already; call stop_timeline() first")
         if self._stopped:  # else it is the last one that is tried again on this rank
-            self._ntimelines, self._stopped = self._ntimelines + 1, False
+            self._ntimelines = self._ntimelines + 1
+            self._stopped = False
         host = platform.node()
         self._timeline = Timeline(path, self._clock, self._ntimelines, self._rank, host, mark_batches=mark_batches)
         self._start_writing()
@@ -154,7 +156,8 @@ class Observer:
             for follow in self._followers:
                 follow(None)
             self.detach()
-            finished, self._timeline = self._timeline, None
+            finished = self._timeline
+            self._timeline = None
             finished.stop(self._size)
             self._ended[finished.path] = finished
 

@@ -15,7 +15,8 @@ __all__ = ["Lasting", "Slow", "find_slow"]
 
 _ENOUGH = 64  # steps: with fewer, no rank is called slow
 _COSTS = 0.1  # of a step's time: shorter waits are not reported
-_ALWAYS, _SOMETIMES = 0.8, 0.2  # of all steps
+_ALWAYS = 0.8  # of all steps
+_SOMETIMES = 0.2
 _LESS = 0.9  # of the core that others have
 _CROWDED = 0.1  # who wants a core has more of one, even if others want it, too
 _PREEMPTED_S = 0.02  # the longest that others have a core before the system gives it back
@@ -23,8 +24,10 @@ _FAULT_S = 1e-6  # what the system takes for one, if not for reading a disk
 
 # What makes slowness last. Two ranks of which either is last by chance have one of them last in three of four of 128
 # steps once in 10^8 times; more ranks, more rarely. What else a machine does for some seconds is no property of a rank.
-_REPORTS, _LONG_S = 8, 10.0
-_MOST, _OF_A_REPORT = 0.75, 0.5  # of the steps of all reports, of each one
+_REPORTS = 8
+_LONG_S = 10.0
+_MOST = 0.75  # of the steps of all reports
+_OF_A_REPORT = 0.5  # of the steps of each report
 _SUBSTANTIAL = 0.2  # of a step's time
 
 _FEWER = "give it fewer samples"
@@ -159,7 +162,8 @@ def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]], ranks: Sequ
 
 def _describe(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], names: Sequence[int]) -> Slow:
     """Return how slow a rank is, which was last in some steps."""
-    slow, steps = paces[rank], paces[rank].steps
+    slow = paces[rank]
+    steps = paces[rank].steps
     kind = "rarely"
     if slow.last >= _ALWAYS * steps:
         kind = "always"
@@ -174,16 +178,20 @@ def _reason(
     rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], late_s: float, names: Sequence[int]
 ) -> tuple[str, str]:
     """Return why a rank is late, by so much per step: in a word, and in words."""
-    slow, others = paces[rank], [each for number, each in enumerate(paces) if number != rank]
-    loading, usual = slow.loading_s / slow.steps, fmean(each.loading_s / each.steps for each in others)
+    slow = paces[rank]
+    others = [each for number, each in enumerate(paces) if number != rank]
+    loading = slow.loading_s / slow.steps
+    usual = fmean(each.loading_s / each.steps for each in others)
     if loading - usual > late_s / 2:
         return "data", f"it waits {loading * 1e3:.0f} ms a step for data, the others {usual * 1e3:.0f} ms"
     if not all(each.sampled_s > 0.0 for each in paces):
         return "unknown", "why, was not measured"
-    faults, usual = _faults(slow), fmean(map(_faults, others))
+    faults = _faults(slow)
+    usual = fmean(map(_faults, others))
     if (faults - usual) * _FAULT_S > late_s / 2:
         return "faults", f"it has {faults:.0f} page faults a step, the others {usual:.0f}"
-    cores, most = _cores(slow), max(map(_cores, others))
+    cores = _cores(slow)
+    most = max(map(_cores, others))
     if cores >= _LESS * most:
         return "work", f"it computes all the time, with {cores:.0%} of a core: it has more work, or a slower core"
     if cores < _CROWDED or slow.switches * _PREEMPTED_S < slow.sampled_s - slow.processor_s:

@@ -102,7 +102,8 @@ class FlightRecorder:
         self.observed: list[Observed] = []
         self.steps = self.samples = 0
         self.failure: BaseException | None = None
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
         self._folder = folder
         self._neighbours = neighbours
         self._dumped_s: float | None = None  # when it was last written down
@@ -179,10 +180,12 @@ class FlightRecorder:
 
     def write_status(self) -> None:
         """Write what this rank does now, if it has a file."""
-        path, metrics = self._status, self._metrics
+        path = self._status
+        metrics = self._metrics
         if path is None or metrics is None:
             return
-        said, total = self.snapshot(brief=True), metrics()
+        said = self.snapshot(brief=True)
+        total = metrics()
         blocking = [each.communicators["blocking"] for each in self.observed if each.is_open()]
         spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
         under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
@@ -198,7 +201,8 @@ class FlightRecorder:
 
     def end_status(self) -> None:
         """Remove the file, and write it no more; not in a process that was forked."""
-        path, self._status = self._status, None
+        path = self._status
+        self._status = None
         self._metrics = None  # it keeps the world alive, which has this
         if path is not None and os.getpid() == self._pid:
             path.unlink(missing_ok=True)

@@ -65,7 +65,9 @@ class JobClock:
         After F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989): messages both ways
         bound the distance from both sides, and the fastest ones bound it best.
         """
-        lower, upper, token = [], [], uuid.uuid4().hex
+        lower = []
+        upper = []
+        token = uuid.uuid4().hex
         for _ in range(_ROUNDS if messages.size > 1 else 1):
             sent = perf_counter()
             said = exchange_json(messages, [token, sent])
@@ -82,7 +84,8 @@ def distance(lower: Iterable[float], upper: Iterable[float]) -> float:
 
     0 where that is possible: clocks of one machine are the same.
     """
-    low, high = max(lower), min(upper)
+    low = max(lower)
+    high = min(upper)
     return 0.0 if low <= 0.0 <= high else (low + high) / 2
 
 
@@ -127,7 +130,8 @@ class Timeline:
         self._events: deque[Event] = deque()
         self._limit = _KEPT  # of these; 0 once writing was given up
         self._dropped = self._said_dropped = 0
-        self._rows, self._operations = itertools.count(1), itertools.count(1)
+        self._rows = itertools.count(1)
+        self._operations = itertools.count(1)
         self._program: int | None = None  # the row of the program
         self._pid = os.getpid()  # one that is forked writes nothing
         self._turn = threading.RLock()  # Guards what follows: one thread at a time writes.
@@ -232,7 +236,8 @@ class Timeline:
 
     def _encoded(self) -> bytes:
         """Return what was taken down since the last time; and, behind it, how much was dropped."""
-        dropped, kept = self._dropped, len(self._events)
+        dropped = self._dropped
+        kept = len(self._events)
         events = [self._events.popleft() for _ in range(kept)]
         if dropped > self._said_dropped:
             events.append(self._about("dropped_events", count=dropped - self._said_dropped))
@@ -262,7 +267,9 @@ class Track(Instrument):
     def __init__(self, timeline: Timeline, number: int, place: str, member: int, size: int) -> None:
         self._timeline = timeline
         self._number = number
-        self._place, self._member, self._size = place, member, size
+        self._place = place
+        self._member = member
+        self._size = size
         self._late: tuple[int, int] | None = None  # the rank that the others wait for, and the batch that then starts
         self._began = 0.0  # when the last collective began
         self._last: float | None = None  # in a collective or batch: when its last step ended, or it began
@@ -280,7 +287,8 @@ class Track(Instrument):
 
     def step_finished(self, step: str) -> None:
         if self._last is not None:  # else it is part of what prepares a collective
-            begin, self._last = self._last, perf_counter()
+            begin = self._last
+            self._last = perf_counter()
             self._timeline.span(step, begin, self._last, self._number)
 
     def collective_finished(self, collective: str, algorithm: str, nbytes: int, duration_s: float) -> None:
@@ -294,7 +302,8 @@ class Track(Instrument):
         now = self._last = self._batch = perf_counter()
         if self._timeline.mark_batches:
             self._timeline.add("i", f"batch of {len(names)}", now, self._number, s="p")
-        late, self._late = self._late, None
+        late = self._late
+        self._late = None
         for name in names:
             operation = self._enter("negotiate", "run", name, now)
             if operation is None:

@@ -125,7 +125,8 @@ class TraceFile:
 
     def _write(self, text: bytes, flags: int = 0) -> None:
         descriptor = os.open(self._part, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | flags, 0o600)
-        before, rest = os.fstat(descriptor).st_size, memoryview(text)
+        before = os.fstat(descriptor).st_size
+        rest = memoryview(text)
         try:
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
@@ -167,7 +168,9 @@ def _read_head(path: str) -> bytes:
             raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself") from None
         raise
     try:
-        found, head, complaint = os.fstat(descriptor), b"", ""
+        found = os.fstat(descriptor)
+        head = b""
+        complaint = ""
         if not stat.S_ISREG(found.st_mode):
             complaint = "it is no regular file; name another one"
         elif found.st_uid != os.geteuid():

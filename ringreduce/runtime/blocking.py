@@ -209,7 +209,8 @@ class Plan:
     """
 
     def __init__(self, communicator: Communicator, engine: Engine, call: Call) -> None:
-        self._communicator, self._engine = communicator, engine
+        self._communicator = communicator
+        self._engine = engine
         self._call, self._text = communicator.plan(call)
         self._name = engine.new_name(f"the plan of {self._text}")
         self._under_way: Operation | None = None
@@ -238,7 +239,8 @@ class Plan:
         Raises:
             ConfigError: it was not started.
         """
-        operation, self._under_way = self._under_way, None
+        operation = self._under_way
+        self._under_way = None
         if operation is None:
             raise ConfigError(f"the plan of {self._text} was not started")
         return self._engine.wait(operation)

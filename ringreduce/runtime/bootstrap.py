@@ -145,7 +145,8 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
     Raises:
         ConfigError: several processes were started, and nothing connects them.
     """
-    parent, launched = ParentRank.find(), launch()
+    parent = ParentRank.find()
+    launched = launch()
     # One that has its launcher's variables from a rank is no rank of a job of its own.
     if settings.standalone or (parent is not None and parent.proof == launched.proof):
         return _Alone()
@@ -209,7 +210,8 @@ def _awaiting_all(launched: Launch, settings: Config) -> Iterator[None]:
     over = threading.Event()
 
     def look() -> None:
-        size, left_s = launched.size or 1, limit_s
+        size = launched.size or 1
+        left_s = limit_s
         while not over.wait(min(left_s, _LOOK_EVERY_S)):
             left_s -= _LOOK_EVERY_S
             gone = _ended(launched)
@@ -290,7 +292,8 @@ def _unconnected(launched: Launch, launcher: Launcher, library: str | None) -> s
     if launcher.name == "srun":
         command = f"srun --mpi=pmix python {script} (srun --mpi=list says what there is)"
     elif launcher is TORCHRUN:
-        size, here = launched.proof.rpartition("=")[2], launched.local_size
+        size = launched.proof.rpartition("=")[2]
+        here = launched.local_size
         hosts = f"-H HOST1:{here},HOST2:{here},... " if here is not None and str(here) != size else ""
         command = f"ringreduce run -np {size} {hosts}python {script}"
     else:

@@ -57,7 +57,8 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str)
         op: as for `allreduce`.
     """
     with CheckingArguments(comm, "reduce_scatter"):
-        target, room = _host(out), _room(out, _host(out))
+        target = _host(out)
+        room = _room(out, _host(out))
         if isinstance(array, (list, tuple)):
             flat, counts = _parts_of(comm, out, target, array)
         else:
@@ -68,7 +69,8 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str)
                     f"reduce_scatter takes {comm.size} times the elements of the output, got an input of shape "
                     f"{source.shape} and an output of shape {target.shape}"
                 )
-            flat, counts = _flat(array, source), [target.count] * comm.size
+            flat = _flat(array, source)
+            counts = [target.count] * comm.size
     if op in _BITWISE:
         before = sum(counts[: comm.rank])
         whole = _bitwise(comm, "reduce_scatter", flat, str(op), None, f"splits {counts}, ")
@@ -131,7 +133,8 @@ def allgather(comm: Communicator, out: Any, array: Any) -> None:
         _allgather_list(comm, out, array)
         return
     with CheckingArguments(comm, "allgather"):
-        target, source = _host(out), _host(array)
+        target = _host(out)
+        source = _host(array)
         _require_usable([target], [source])
         if target.count != comm.size * source.count:
             raise ConfigError(
@@ -146,7 +149,8 @@ def allgather(comm: Communicator, out: Any, array: Any) -> None:
 
 def _allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None:
     with CheckingArguments(comm, "allgather"):
-        operands, source = _one_per_rank(comm, "allgather", outs), _host(array)
+        operands = _one_per_rank(comm, "allgather", outs)
+        source = _host(array)
         _require_usable(operands, [source])
         counts = [each.count for each in operands]
         if counts[comm.rank] != source.count:
@@ -172,7 +176,9 @@ def gather(comm: Communicator, outs: Sequence[Any] | None, array: Any, root: int
         root: must agree.
     """
     with CheckingArguments(comm, "gather"):
-        source, room, targets = _host(array), None, list[Operand]()
+        source = _host(array)
+        room = None
+        targets = list[Operand]()
         if comm.rank == root:
             targets = _one_per_rank(comm, "gather", outs)
             _require_usable(targets, [source])
@@ -193,7 +199,8 @@ def scatter(comm: Communicator, out: Any, arrays: Sequence[Any] | None, root: in
         root: must agree.
     """
     with CheckingArguments(comm, "scatter"):
-        target, rows = _host(out), None
+        target = _host(out)
+        rows = None
         if comm.rank == root:
             sources = _one_per_rank(comm, "scatter", arrays)
             _require_usable([target], sources)
@@ -218,7 +225,8 @@ def alltoall(comm: Communicator, out: Any, array: Any, received: Sequence[int], 
             rank raises it.
     """
     with CheckingArguments(comm, "alltoall"):
-        target, source = _host(out), _host(array)
+        target = _host(out)
+        source = _host(array)
         _require_usable([target], [source])
         expected = _splits(comm, "received rows", received, target)
         sent = _splits(comm, "splits", splits, source)
@@ -266,7 +274,8 @@ def _splits(comm: Communicator, name: str, rows: Sequence[int], operand: Operand
 def _joined(model: Any, arrays: Sequence[Any], operands: Sequence[Operand]) -> Any:
     """Return the elements of several arrays, one after the other, in a new array of the model's kind."""
     flat = like(model, (sum(each.count for each in operands),))
-    view, at = _host(flat).view, 0
+    view = _host(flat).view
+    at = 0
     for each in operands:
         view[at : at + each.count].reshape(each.shape)[...] = each.view
         at += each.count
@@ -274,7 +283,8 @@ def _joined(model: Any, arrays: Sequence[Any], operands: Sequence[Operand]) -> A
 
 
 def _store_parts(targets: Sequence[Operand], flat: Any) -> None:
-    view, at = _host(flat).view, 0
+    view = _host(flat).view
+    at = 0
     for each in targets:
         each.view[...] = view[at : at + each.count].reshape(each.shape)
         at += each.count

@@ -80,7 +80,8 @@ class Group:
             lambda waiter: messages, settings, self._place, self.lifetime, warn=False, counts_decide=True
         )
         self.communicator = Communicator(context, channel, Gpu)
-        self.rank, self.size = self.communicator.rank, self.communicator.size
+        self.rank = self.communicator.rank
+        self.size = self.communicator.size
         assert self.communicator.point_to_point is not None
         self._messages = self.communicator.point_to_point
         self._waiters = context.waiter, self._messages.waiter
@@ -128,7 +129,8 @@ class Group:
             CollectiveTimeoutError: a rank did not call it; the error names it, and the group cannot be used any more.
         """
         waiter = self._waiters[0]
-        usual, waiter.timeout_s = waiter.timeout_s, waiter.timeout_s if timeout_s is None else timeout_s
+        usual = waiter.timeout_s
+        waiter.timeout_s = waiter.timeout_s if timeout_s is None else timeout_s
         try:
             self.communicator.barrier()
         finally:

@@ -160,7 +160,8 @@ class Process:
         started = perf_counter()
         with self._entrance, self._starting:
             self.recoveries += 1  # now: where one fails on some ranks, all of them try again
-            own, self.world = self.own(), None
+            own = self.own()
+            self.world = None
             if own is not None:
                 self._usage.reduced = True  # or it was not: that a rank has failed is what matters
                 own.abandon(error)
@@ -201,7 +202,8 @@ class Process:
         new = self.termination is None
         if self.termination is None:
             self.termination = Termination(connection.abort, self.own, others_go_on=launch().survives_deaths)
-        self.termination.who, self.termination.lifetime = connection.who, lifetime
+        self.termination.who = connection.who
+        self.termination.lifetime = lifetime
         if new:
             self.termination.install()
 
@@ -233,7 +235,8 @@ class Process:
 
     def _at_exit(self) -> None:
         if self.termination is None or self.termination.at_exit():
-            own, failed = self.own(), getattr(sys, "last_value", None) is not None
+            own = self.own()
+            failed = getattr(sys, "last_value", None) is not None
             if own is not None and failed:
                 own.flush()  # of a process that is alone; the termination reports the failures of others
             self.shut_down()
@@ -247,7 +250,8 @@ class Process:
             own.lifetime.forking(forked)  # what other threads drop until the fork, the child has; and again after it
 
     def _after_fork_here(self) -> None:
-        own, forked = self.own(), self._forking.pop(threading.get_ident(), None)
+        own = self.own()
+        forked = self._forking.pop(threading.get_ident(), None)
         if forked is not None:
             forked.in_parent()
             if own is not None:

@@ -97,7 +97,8 @@ class ProcessSet:
             find_world: registers it if this process has a world without having started one; called while it has none.
         """
         made = cls([0])
-        made._ranks, made._find_world = None, find_world
+        made._ranks = None
+        made._find_world = find_world
         return made
 
     def __deepcopy__(self, memo: object) -> ProcessSet:
@@ -214,8 +215,11 @@ class ProcessSet:
             parts: what it has as a member.
             lifetime: of the world.
         """
-        self._number, self._ranks, self._world_rank = number, ranks, world_rank
-        self._parts, self._lifetime = parts, lifetime
+        self._number = number
+        self._ranks = ranks
+        self._world_rank = world_rank
+        self._parts = parts
+        self._lifetime = lifetime
 
     def share(self, other: ProcessSet) -> None:
         """Let another set of the same ranks stand for this one, for as long as this is registered."""
@@ -225,7 +229,9 @@ class ProcessSet:
 
     def unregister(self) -> Membership | None:
         """Make the set unusable; return what is to be closed."""
-        parts, self._parts, self._world_rank = self._parts, None, None
+        parts = self._parts
+        self._parts = None
+        self._world_rank = None
         if self._number == 0:
             self._ranks = None
         self._number = None
@@ -284,7 +290,8 @@ def connect(
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
     between_two = make(Waiter(settings.timeout_s))
-    blocking, asynchronous = Communicator(blocking_context, between_two, Gpu), Communicator(context, devices=Gpu)
+    blocking = Communicator(blocking_context, between_two, Gpu)
+    asynchronous = Communicator(context, devices=Gpu)
     engine = Engine(asynchronous, channel, find_failed=context.board.find_failed, threads=context.messages.concurrent)
     return Membership(blocking, engine)
 

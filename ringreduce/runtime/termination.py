@@ -55,7 +55,8 @@ class Termination:
         *,
         others_go_on: bool = False,
     ) -> None:
-        self.who, self.lifetime = "", Lifetime()
+        self.who = ""
+        self.lifetime = Lifetime()
         self._then = "the others may go on" if others_go_on else "ending the job"
         self._others_go_on = others_go_on
         self._abort = abort
@@ -99,7 +100,8 @@ class Termination:
         error = getattr(sys, "last_value", None)
         if self._exit_code:
             words = f": {self._exit_words}" if self._exit_words else ""
-            code, why = self._exit_code, f"exits with code {self._exit_code}{words}"
+            code = self._exit_code
+            why = f"exits with code {self._exit_code}{words}"
         elif error is not self._last_error and _ends_program(getattr(sys, "last_traceback", None)):
             code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
             why = f"failed: {type(error).__name__}"
@@ -230,7 +232,10 @@ def _named_like(original: Callable[..., Any], function: Callable[..., NoReturn])
     def exit(status: Any = None, /) -> NoReturn:
         function(status)
 
-    exit.__module__, exit.__name__, exit.__qualname__, exit.__doc__ = "sys", "exit", "exit", original.__doc__
+    exit.__module__ = "sys"
+    exit.__name__ = "exit"
+    exit.__qualname__ = "exit"
+    exit.__doc__ = original.__doc__
     return exit
 
 

@@ -30,11 +30,14 @@ class Usage:
 
     def __init__(self) -> None:
         self.reduced = False
-        self.steps, self.rank, self.size = 0, 0, 1
+        self.steps = 0
+        self.rank = 0
+        self.size = 1
 
     def add(self, world: OwnWorld) -> None:
         """Take note of what a world was used for; to be called before it ends. Local."""
-        self.rank, self.size = world.rank, world.size
+        self.rank = world.rank
+        self.size = world.size
         self.reduced |= (
             world.divided or not world.lifetime.open or not _NO_REDUCTIONS.issuperset(world.metrics().collectives)
         )

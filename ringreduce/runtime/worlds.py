@@ -225,14 +225,16 @@ class OwnWorld(World):
 
     def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         try:
-            made, refused = _as_set(process_set), None
+            made = _as_set(process_set)
+            refused = None
             mine = made.ranks or list(range(self.size))
             if mine[-1] >= self.size:
                 raise ConfigError(f"there is no rank {mine[-1]}; the world has ranks 0 to {self.size - 1}")
             if any(each.ranks == mine for each in self.sets.values()):
                 raise ConfigError(f"a process set of ranks {mine} is registered already")
         except Exception as error:
-            mine, refused = [], error
+            mine = []
+            refused = error
         sets = self._agree("add_process_set", mine, refused)
         # Every rank takes part, members or not.
         channels = [self._messages.subset(mine, Waiter(self.config.timeout_s)) for _ in range(4)]
@@ -252,7 +254,8 @@ class OwnWorld(World):
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
         """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
-        refused, mine = None, []
+        refused = None
+        mine = []
         if isinstance(process_set, ProcessSet):
             mine = process_set.ranks or list(range(self.size))
         else:
@@ -378,7 +381,8 @@ class OwnWorld(World):
         self.observer.detach()
         self._fork("forked")
         inherited = World(self._everyone, self.rank, self.hosts, self.config, self.lifetime)
-        inherited.sets, inherited._last_set = self.sets, self._last_set
+        inherited.sets = self.sets
+        inherited._last_set = self._last_set
         return inherited
 
     def abandon(self, error: CollectiveError) -> None:

@@ -214,7 +214,8 @@ def run(
         except BaseException as error:
             raise RuntimeError(described(_translated(error))) from error
 
-    graph, results = tf.compat.v1.get_default_graph(), list(specs())
+    graph = tf.compat.v1.get_default_graph()
+    results = list(specs())
     if control_flow_util.GraphOrParentsInXlaContext(graph):
         raise ConfigError(
             "XLA cannot compile operations of ringreduce, which run on the host, in Python: use jit_compile=False for "

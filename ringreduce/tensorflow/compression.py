@@ -30,13 +30,15 @@ class _HalfCompressor(WireCompressor):
 class FP16Compressor(_HalfCompressor):
     """Floating-point tensors travel as float16: 11 significant bits, nothing above 65504."""
 
-    dtype, wire = tf.float16, "fp16"
+    dtype = tf.float16
+    wire = "fp16"
 
 
 class BF16Compressor(_HalfCompressor):
     """Floating-point tensors travel as bfloat16: 8 significant bits, the range of float32."""
 
-    dtype, wire = tf.bfloat16, "bf16"
+    dtype = tf.bfloat16
+    wire = "bf16"
 
 
 class Compression(Compressions):

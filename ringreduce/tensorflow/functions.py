@@ -129,7 +129,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
-        self.root_rank, self.device = root_rank, device
+        self.root_rank = root_rank
+        self.device = device
         self.bcast_op: Any = None
 
     def begin(self) -> None:

@@ -40,12 +40,14 @@ class LocalGradientAggregationHelper:
         **ignored: Any,
     ) -> None:
         self._passes = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
-        self._reduce, self._sparse_as_dense = allreduce_func, sparse_as_dense
+        self._reduce = allreduce_func
+        self._sparse_as_dense = sparse_as_dense
         self._divisor = self._passes if average_aggregated_gradients else 1
         self._sums: list[Host] = []
         self._made = 0
         self._due: Any = None
-        self._process_set, self._scale_local = process_set, scale_local_gradients
+        self._process_set = process_set
+        self._scale_local = scale_local_gradients
         self._local: list[Any] = []
 
     def register_local_var(self, var: Any) -> None:
@@ -58,7 +60,8 @@ class LocalGradientAggregationHelper:
         numbers = [number for number, each in enumerate(grads) if each is not None]
         if not self._sparse_as_dense and any(isinstance(each, tf.IndexedSlices) for each in grads):
             raise ConfigError("sparse gradients of several passes cannot be summed up: use sparse_as_dense=True")
-        given, variables = [tf.convert_to_tensor(grads[n]) for n in numbers], [vars[n] for n in numbers]
+        given = [tf.convert_to_tensor(grads[n]) for n in numbers]
+        variables = [vars[n] for n in numbers]
 
         def specs() -> list[Spec]:
             return [*((each.dtype, each.shape) for each in given), (tf.bool, [])]

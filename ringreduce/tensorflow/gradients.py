@@ -100,8 +100,12 @@ class GradientReduction(ListReduction):
                 options = Options(op=op, compression=custom, predivide_factor=predivide, staleness=staleness)
                 options.checked(config(), [])
         super().__init__(staleness)
-        self._kind, self._op, self._compression, self._factor = kind, chosen, compression, factor
-        self._sparse_as_dense, self._groups = sparse_as_dense, groups
+        self._kind = kind
+        self._op = chosen
+        self._compression = compression
+        self._factor = factor
+        self._sparse_as_dense = sparse_as_dense
+        self._groups = groups
         self._process_set = process_set
         self._saved: dict[int, Any] = {}
         self._identities: dict[Any, Identity] = {}  # by variables
@@ -125,7 +129,9 @@ class GradientReduction(ListReduction):
         made = list(gradients)
         if self._sparse_as_dense:
             made = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in made]
-        eager, dense, sparse = tf.executing_eagerly(), [], []
+        eager = tf.executing_eagerly()
+        dense = []
+        sparse = []
         for number, gradient in enumerate(made):
             if isinstance(gradient, tf.IndexedSlices):
                 sparse.append(number)
@@ -167,13 +173,17 @@ class GradientReduction(ListReduction):
 
     def _reduce_together(self, gradients: _Gradients, variables: Sequence[Any], count: int, samples: Any) -> _Gradients:
         """Reduce so many dense gradients, and `tf.IndexedSlices` behind them."""
-        dense, slices, identity = gradients[:count], gradients[count:], self._identity(variables)
+        dense = gradients[:count]
+        slices = gradients[count:]
+        identity = self._identity(variables)
         if slices and self._op == Adasum:
             raise NotImplementedError("Adasum looks at whole tensors: use sparse_as_dense=True")
         compressor = NoneCompressor if has_reducers(self._compression) else self._compression
         pairs = [(None, None) if each is None else compressor.compress(each) for each in dense]
-        sent, traced = [each for each, _ in pairs if each is not None], traced_name(self._kind)
-        names, read = [name_of(each, number) for number, each in enumerate(variables)], reader_of(variables)
+        sent = [each for each, _ in pairs if each is not None]
+        traced = traced_name(self._kind)
+        names = [name_of(each, number) for number, each in enumerate(variables)]
+        read = reader_of(variables)
         if (in_session := is_of_session()) and not self._alone:
             self._process_set.engine.expect_any_order()  # that of a session's threads
         parts = [*(each.values for each in slices), *(each.indices for each in slices)]
@@ -183,8 +193,10 @@ class GradientReduction(ListReduction):
             found = iter(arrays)
             of = next(found) if counted else self.samples
             each_dense = [None if each is None else next(found) for each, _ in pairs]
-            name, rest = self._name(identity, traced), list(found)
-            sparse, values = rest[: len(parts)], rest[len(parts) :]
+            name = self._name(identity, traced)
+            rest = list(found)
+            sparse = rest[: len(parts)]
+            values = rest[len(parts) :]
             weights_now = (lambda: values) if in_session else read
             more = list(zip(names[count:], sparse, strict=False))
             model = CheckedModel(names, weights_now, more, lambda: {} if in_session else in_words(self.settings()))
@@ -221,7 +233,8 @@ class GradientReduction(ListReduction):
                 request = prepare.allreduce(gradients, prepare.new_like(gradients), Adasum, 1.0, 1.0)
             return list(request.carry_out()), None
         lists = self._training(gradients, variables)
-        reduced, training = lists.reduce(gradients, samples, model), lists.training
+        reduced = lists.reduce(gradients, samples, model)
+        training = lists.training
         return list(map(np.copy, reduced)) if training.alone else reduced, training.reducer.buckets.weights
 
     def _compares_weights(self) -> bool:
@@ -236,7 +249,8 @@ class GradientReduction(ListReduction):
             What `added_up` takes: all values; for each slices the indices, the places of rows, and their factors; and
             the divisor.
         """
-        count, divisor = len(parts) // 2, 1
+        count = len(parts) // 2
+        divisor = 1
         if not parts:
             return []
         factors = [np.ones(1)] * count
@@ -260,7 +274,8 @@ class GradientReduction(ListReduction):
         """Return what reduces gradients of these shapes, and with state of these variables. Collective if it is new."""
         specs = tuple([_spec(*each) for each in zip(gradients, variables, strict=True)])
         named = has_reducers(self._compression) or isinstance(self._groups, (list, tuple)) or self.staleness
-        identity, of = self._identity(variables), _ids(variables)
+        identity = self._identity(variables)
+        of = _ids(variables)
         key = specs, of
         if key not in self.known:
             alike = [each for each in list(self.known) if each[1] == of]

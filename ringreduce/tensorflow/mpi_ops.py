@@ -198,7 +198,8 @@ class _Collectives(Differentiable):
             return specs or [(each.dtype, each.shape if elementwise else any_rows(each)) for each in values]
 
         def recorded(*given: Any) -> Any:
-            results, back = run(carry_out, given, found_specs), self._back()
+            results = run(carry_out, given, found_specs)
+            back = self._back()
             return results, lambda *grads: adjoint(back, list(map(_as, grads, results)))
 
         return (
@@ -272,7 +273,8 @@ def grouped_allreduce(
         return tensors
     factors = prescale_factor, postscale_factor
     with RequestBuilder("allreduce", name, process_set):
-        chosen, wire = chosen_op(op, average), wire_of(compression)
+        chosen = chosen_op(op, average)
+        wire = wire_of(compression)
         slices = [each for each in tensors if isinstance(each, tf.IndexedSlices)]
         if slices and (chosen not in (AVERAGE, SUM) or factors != (1.0, 1.0)):
             raise NotImplementedError("tf.IndexedSlices are averaged or summed, and not scaled: make them dense first")
@@ -288,7 +290,8 @@ def grouped_allreduce(
 def _gather_slices(slices: Sequence[Any], op: Op, name: str | None, process_set: ProcessSet) -> list[Any]:
     parts = [*(each.values for each in slices), *(each.indices for each in slices)]
     gathered = grouped_allgather(parts, name and f"{name}, slices", process_set=process_set)
-    values, indices = gathered[: len(slices)], gathered[len(slices) :]
+    values = gathered[: len(slices)]
+    indices = gathered[len(slices) :]
     size = asked(process_set.size) if op is AVERAGE else 1
     if runtime.config().conventions.adds_up_slices:
 

@@ -24,10 +24,12 @@ Array = npt.NDArray[Any]
 def check_messages(messages: Messages) -> None:
     """Check point-to-point messages, notes and exchanges. Every rank calls it."""
     waiter = Waiter(timeout_s=30.0, crowded=True)
-    rank, size = messages.rank, messages.size
+    rank = messages.rank
+    size = messages.size
     assert messages.exchange(f"rank {rank}".encode()) == [f"rank {peer}".encode() for peer in range(size)]
     assert messages.exchange(b"") == [b""] * size
-    ahead, behind = (rank + 1) % size, (rank - 1) % size
+    ahead = (rank + 1) % size
+    behind = (rank - 1) % size
     _check_order(messages, waiter, ahead, behind)
     _check_restarts(messages, waiter, ahead, behind)
     _check_notes(messages, waiter)
@@ -58,7 +60,8 @@ def _check_order(messages: Messages, waiter: Waiter, ahead: int, behind: int) ->
 
 def _check_restarts(messages: Messages, waiter: Waiter, ahead: int, behind: int) -> None:
     """Requests can be started again and again, and take the data as it is then."""
-    outgoing, incoming = np.zeros(3, np.int32), np.zeros(3, np.int32)
+    outgoing = np.zeros(3, np.int32)
+    incoming = np.zeros(3, np.int32)
     requests = [messages.send(outgoing, ahead, 7), messages.recv(incoming, behind, 7)]
     for turn in range(3):
         outgoing[:] = 100 * messages.rank + turn
@@ -70,7 +73,8 @@ def _check_restarts(messages: Messages, waiter: Waiter, ahead: int, behind: int)
 
 def _check_renewal(messages: Messages, waiter: Waiter, ahead: int, behind: int) -> None:
     """Messages given up on both sides, or on one, match nothing later; the same requests work again."""
-    outgoing, incoming = np.zeros(3, np.int32), np.zeros(3, np.int32)
+    outgoing = np.zeros(3, np.int32)
+    incoming = np.zeros(3, np.int32)
     send, late, never = (messages.send(outgoing, ahead, 5), *(messages.recv(incoming, behind, tag) for tag in (5, 6)))
     for turn in range(1, 4):
         outgoing[:] = -turn
@@ -251,9 +255,11 @@ def _check_dtype(communicator: Communicator, dtype: str, op: ReduceOp) -> None:
 
 
 def _check_reduce(communicator: Communicator, count: int, algorithm: str | None) -> None:
-    rank, inputs = communicator.rank, _inputs(communicator.size, count, "float32")
+    rank = communicator.rank
+    inputs = _inputs(communicator.size, count, "float32")
     answer = _answer(communicator.size, count, "float32", ReduceOp.SUM)
-    mine, shared = inputs[rank].copy(), communicator.empty(count)
+    mine = inputs[rank].copy()
+    shared = communicator.empty(count)
     cases = ((mine, None), (shared, np.empty_like(mine)), (mine, communicator.empty(count)), (shared, shared))
     for root in {0, communicator.size // 2, communicator.size - 1}:
         for array, out in cases:
@@ -293,10 +299,12 @@ def _check_allgather(communicator: Communicator, rows: int, algorithm: str | Non
 
 
 def _check_gather(communicator: Communicator, rows: int, algorithm: str | None) -> None:
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     for lengths in ([rows] * size, [(rows * rank) // 2 for rank in range(size)]):
         inputs = [sample(rank, (length, 2), "float64") for rank, length in enumerate(lengths)]
-        answer, before = np.concatenate(inputs), sum(lengths[:rank])
+        answer = np.concatenate(inputs)
+        before = sum(lengths[:rank])
         for root in {0, size - 1}:
             for out in (None, communicator.empty(answer.shape, np.float64)):
                 mine = inputs[rank]
@@ -314,7 +322,8 @@ def _check_gather(communicator: Communicator, rows: int, algorithm: str | None) 
 
 
 def _check_scatter(communicator: Communicator, rows: int, algorithm: str | None) -> None:
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     for root in {0, size - 1}:
         whole = sample(root, (rows * size, 2), "int32")
         part = whole[rank * rows : (rank + 1) * rows]
@@ -339,7 +348,8 @@ def _check_broadcast(communicator: Communicator, count: int, algorithm: str | No
 
 
 def _check_alltoall(communicator: Communicator, rows: int, algorithm: str | None) -> None:
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     splits = [[(rows * (sender + 1) + receiver) % (rows + 2) for receiver in range(size)] for sender in range(size)]
     inputs = [sample(sender, (sum(splits[sender]), 2), "float32") for sender in range(size)]
     parts = [np.split(inputs[sender], np.cumsum(splits[sender])[:-1])[rank] for sender in range(size)]

@@ -50,7 +50,8 @@ def run_ranks(
             latest.
     """
     settings = replace(config or Config(timeout_s=30.0), node_size=node_size or (config.node_size if config else None))
-    world, between_two = MemoryWorld(size, settings.timeout_s), MemoryWorld(size)
+    world = MemoryWorld(size, settings.timeout_s)
+    between_two = MemoryWorld(size)
 
     def run(rank: int) -> T:
         communicator = _communicator(world, rank, settings, wrap, called, between_two.messages(rank), counts_decide)
@@ -105,7 +106,8 @@ def run_process_sets(
     blocking = MemoryWorld(size)
 
     def run(engine: Engine) -> T:
-        rank, settings = engine.communicator.rank, engine.communicator.config
+        rank = engine.communicator.rank
+        settings = engine.communicator.config
         process_set = ProcessSet(range(size))
         parts = Membership(_communicator(blocking, rank, settings), engine)
         process_set.register(1, list(range(size)), rank, parts, Lifetime())

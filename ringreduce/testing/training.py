@@ -120,7 +120,8 @@ def _compare(
         suspended: whether all but the last of a step are made within no_sync().
         **options: as for all checks.
     """
-    trainee, expected = make(_values(), **_BUCKETS, **options), _OneProcess(_values())
+    trainee = make(_values(), **_BUCKETS, **options)
+    expected = _OneProcess(_values())
     for step in range(_STEPS):
         *first, (x, y, used) = made(runtime.rank(), step)
         trainee.zero_grad()
@@ -157,7 +158,8 @@ def check_accumulation(make: Make, **options: Any) -> None:
 
 def check_join(make: Make, **options: Any) -> None:
     """Steps of ranks with more data are averaged over those that have some; afterwards all go on together."""
-    trainee, expected = make(_values(), **_BUCKETS, **options), _OneProcess(_values())
+    trainee = make(_values(), **_BUCKETS, **options)
+    expected = _OneProcess(_values())
     most = _STEPS + runtime.size() - 1
     for step in range(most):
         having = [rank for rank in range(runtime.size()) if step < _STEPS + rank]

@@ -33,9 +33,12 @@ class Tensors:
     expected = "a torch tensor"
     conversion = "torch.as_tensor(...)"
     require_usable = staticmethod(require_usable)
-    empty_like, zeros_like = staticmethod(torch.empty_like), staticmethod(torch.zeros_like)
-    device_of, on_host = staticmethod(gpu_of), staticmethod(on_host)
-    on_callers_stream, beside_callers_stream = staticmethod(on_this_stream), staticmethod(beside_this_stream)
+    empty_like = staticmethod(torch.empty_like)
+    zeros_like = staticmethod(torch.zeros_like)
+    device_of = staticmethod(gpu_of)
+    on_host = staticmethod(on_host)
+    on_callers_stream = staticmethod(on_this_stream)
+    beside_callers_stream = staticmethod(beside_this_stream)
 
     def is_array(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
@@ -118,7 +121,9 @@ class _Use:
     __slots__ = ("count", "flag", "holders", "storage")
 
     def __init__(self, storage: Any, address: int, at: int | None) -> None:
-        self.storage, self.count, self.holders = storage, 1, _holders(address)
+        self.storage = storage
+        self.count = 1
+        self.holders = _holders(address)
         self.flag = None if at is None else ctypes.c_bool.from_address(address + at)
         if self.flag is None:
             _show_to_numpy(storage)
@@ -258,7 +263,8 @@ def of_entries(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, d
     if divisor != 1:
         total = torch.div(total, divisor)
     if wide is not values:
-        found, sums = total.indices(), total.values().to(values.dtype)
+        found = total.indices()
+        sums = total.values().to(values.dtype)
         total = torch.sparse_coo_tensor(found, sums, shape, check_invariants=False, is_coalesced=True)
     return total
 

@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 _FORMAT = "ringreduce checkpoint 1"
 #: What names the calls that one call is made of, where a rank waits for the others in vain.
-_SAVING, _LOADING = "of save_checkpoint", "of load_checkpoint"
+_SAVING = "of save_checkpoint"
+_LOADING = "of load_checkpoint"
 
 T = TypeVar("T")
 
@@ -101,7 +102,8 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     if any(each != names[0] for each in names):
         raise ConfigError(f"{complaint}: the ranks ask for different parts, {names}")
     content = _on_rank_0(read, complaint, _LOADING)
-    values, error = dict(content["parts"]), None
+    values = dict(content["parts"])
+    error = None
     try:
         for name, each in parts.items():
             each.load_state_dict(values.pop(name))

@@ -145,7 +145,8 @@ class Shard(IterableDataset[Any]):
                     group += [before[place % len(before)] for place in range(ranks - len(group))]
             if number % workers == mine and me < len(group):
                 yield group[me]
-            last, number = group, number + 1
+            last = group
+            number = number + 1
 
 
 def _checked(ends: Ends) -> Ends:

@@ -128,7 +128,9 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
     """
 
     def __init__(self, communicator: Communicator, *, sparse_as_dense: bool = False, advice: Advice = ADVICE) -> None:
-        self._communicator, self._sparse_as_dense, self.advice = communicator, sparse_as_dense, advice
+        self._communicator = communicator
+        self._sparse_as_dense = sparse_as_dense
+        self.advice = advice
         self.streams = TorchStreams(communicator)
 
     def found(self, gradients: list[Any]) -> bytes:
@@ -304,7 +306,8 @@ def _following_in_outer_pass() -> list[Any] | None:
             return []
         if frame.f_code is _EVALUATE and inside:
             return [node for node, _ in frame.f_locals["self"].next_functions if node is not None]
-        inside, frame = inside or frame.f_code is _RUN, frame.f_back
+        inside = inside or frame.f_code is _RUN
+        frame = frame.f_back
     return None
 
 

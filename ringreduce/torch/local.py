@@ -159,7 +159,9 @@ class DiLoCo(wrapper.Wrapper):
             model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
             pairs = named_parameters if model is None else model.named_parameters()
             self._named = partial(wrapping.named_parameters, optimizer, checked_names(parameters, pairs))
-        self._options, self._shard, named = options, shard, self._named()
+        self._options = options
+        self._shard = shard
+        named = self._named()
         self.needs_whole_commits = shard is not None
         require_same_arrays(TENSORS, ranks, "DiLoCo", named, devices=True, options=options.in_words())
         places = cut([each.numel() for each in parameters], options.fragments)
@@ -182,7 +184,8 @@ class DiLoCo(wrapper.Wrapper):
     def _enter_phase(self) -> None:
         """Let steps reduce gradients over the ranks that step together from now on. Collective."""
         self._leave_phase()
-        warm, ranks = self._local.warming, global_process_set.communicator
+        warm = self._local.warming
+        ranks = global_process_set.communicator
         everyone = list(range(ranks.size))
         self._replicas = [everyone] if warm else self._options.replicas(ranks.topology.nodes)
         together = [ProcessSet(each) for each in self._replicas if len(each) > 1]
@@ -198,7 +201,9 @@ class DiLoCo(wrapper.Wrapper):
         if isinstance(self._stepping, DistributedOptimizer):  # its hooks would go on to reduce gradients
             self._stepping._unwatch()
             self._stepping._training.gradients.retire()
-        self._stepping, self._local.writing, self._warm = self._optimizer, nullcontext, None
+        self._stepping = self._optimizer
+        self._local.writing = nullcontext
+        self._warm = None
 
     def _require_phase(self) -> None:
         """Go on in the world there is now, and in the phase of the step that comes. Collective if one is new."""

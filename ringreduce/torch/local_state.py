@@ -204,7 +204,9 @@ class StateAverage(Average):
 
     def _aligned(self, refused: MismatchError) -> _Flat:
         """Average the entries of all ranks, over the ranks that have them, and complete the state. Collective."""
-        before, flat, then = self.leaves.layout, self._flat, self.then
+        before = self.leaves.layout
+        flat = self._flat
+        then = self.then
         assert before is not None and flat is not None
         values = flat.copy() if then is None else then  # the same memory may be used again
         title = f"the agreement on {self._name}"

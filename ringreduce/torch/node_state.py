@@ -67,7 +67,8 @@ def pieces_of(shard: Shard, *, elementwise: bool) -> Iterator[Piece]:
     """Return this rank's pieces of the parameters of a bucket."""
     bucket = shard.bucket
     for number, (slot, place, view) in enumerate(zip(bucket.slots, bucket.places, shard.views, strict=True)):
-        parameter, start = slot.parameter, place.start
+        parameter = slot.parameter
+        start = place.start
         if not elementwise:
             value = view.detach().requires_grad_(parameter.requires_grad) if shard.owns(number) else None
             yield Piece(parameter, view, view.data_ptr(), slot, None, value, slot.place)
@@ -131,7 +132,8 @@ class NodeState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding) -> None:
-        self._optimizer, self._sharding = optimizer, sharding
+        self._optimizer = optimizer
+        self._sharding = sharding
         self._parameters: Sequence[torch.Tensor] = ()
         self._pieces: Mapping[torch.Tensor, Piece] = {}
         self._private: list[torch.Tensor] = []  # parameters that each rank has
@@ -147,7 +149,8 @@ class NodeState:
             state: the copy's.
         """
         whole = self._optimizer.state
-        self._parameters, self._pieces = parameters, pieces
+        self._parameters = parameters
+        self._pieces = pieces
         self._private = [each for each in parameters if each not in pieces]
         self._kept.clear()
         state.clear()
@@ -334,7 +337,8 @@ class DividedState(NodeState):
                 f'with shard="all" ranks have parts of the state of an optimizer, and {gone} of the last world are '
                 "gone, or have loaded another state: load a state dict on all ranks, one that was saved before"
             )
-        self._sharding, self._parameters = sharding, parameters
+        self._sharding = sharding
+        self._parameters = parameters
         self.complete()
         self._places.clear()
 

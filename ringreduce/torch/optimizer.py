@@ -174,7 +174,9 @@ class DistributedOptimizer(wrapper.Wrapper):
         self._reset_step_state(options)
 
     def _reset_step_state(self, options: Options) -> None:
-        self._op, self._adasum, self.needs_whole_commits = options.op, options.adasum, options.needs_whole_commits
+        self._op = options.op
+        self._adasum = options.adasum
+        self.needs_whole_commits = options.needs_whole_commits
         self._reduced = Reduced(self._watch_arrivals())
         self._skipping = False
         self._stepper = Stepper(self._optimizer, self._training)

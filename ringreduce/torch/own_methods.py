@@ -148,7 +148,9 @@ def call(wrapper: Any, function: Callable[..., Any], arguments: tuple[Any, ...],
     arrivals: Arrivals | None = wrapper._arrivals
     if arrivals is None or wrapper._may_own_methods_step():
         return function(wrapper, *arguments, **options)
-    fresh, count, reductions = arrivals.are_there(), arrivals.count, arrivals.reductions
+    fresh = arrivals.are_there()
+    count = arrivals.count
+    reductions = arrivals.reductions
     before = arrivals.snapshot(values=fresh)
     result = function(wrapper, *arguments, **options)
     came = (fresh or arrivals.count != count) and arrivals.reductions == reductions

@@ -90,7 +90,8 @@ class _Phases:
         if self._updated_s is not None and self._begun_s is not None:
             self._program(f"step {self._steps}", self._begun_s, self._updated_s, step=self._steps)
             self._steps += 1
-            self._begun_s, self._updated_s = self._updated_s, None
+            self._begun_s = self._updated_s
+            self._updated_s = None
 
 
 def count_steps() -> None:

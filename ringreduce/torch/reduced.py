@@ -45,7 +45,8 @@ class Reduced:
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
 
     def _become_own(self) -> None:
-        self.state, self._scaler = State.OWN, None
+        self.state = State.OWN
+        self._scaler = None
 
     def forget(self) -> None:
         """Take the gradients for this rank's own from now on: they are cleared."""

@@ -261,10 +261,12 @@ def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, 
         if memory is None:
             if repeat.given[0].address != tensor.data_ptr():
                 repeat = repeats[name] = repeat._replace(given=[Operand.of(tensor).unowned()])
-            arrays, after = [tensor], partial(_overwritten, tensor, tensor.untyped_storage())
+            arrays = [tensor]
+            after = partial(_overwritten, tensor, tensor.untyped_storage())
         elif repeats.pop(name, None) is repeat:
             memory.copy_(tensor)
-            arrays, after = [memory], partial(_copied, memory, repeats, name, repeat)
+            arrays = [memory]
+            after = partial(_copied, memory, repeats, name, repeat)
         else:  # another thread has taken it
             return None
     except Exception:  # an argument is wrong, and refused where arguments are checked
@@ -305,8 +307,10 @@ def _copied(memory: Tensor, repeats: _Repeats, name: str, repeat: _Repeat) -> Te
 
 def _remember(request: Request, tensor: Tensor, how: tuple[Any, Any], in_place: bool) -> None:
     """Remember how to make a request again, if its name has come before."""
-    operation, engine = request.operation, request.process_set.engine
-    repeats, name = engine.attached[_Repeats], operation.name
+    operation = request.operation
+    engine = request.process_set.engine
+    repeats = engine.attached[_Repeats]
+    name = operation.name
     if len(repeats) >= _REPEATS:
         repeats.clear()
     if name not in repeats:

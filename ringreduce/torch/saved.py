@@ -13,7 +13,8 @@ from ringreduce.training.optimizer import Training
 from ringreduce.training.staleness import require_room
 
 #: Keys of state dicts.
-_COMPRESSION, _LATE = "compression", "late"
+_COMPRESSION = "compression"
+_LATE = "late"
 
 
 def add_training(state: dict[str, Any], training: Training) -> None:
@@ -30,7 +31,8 @@ def take_training(state: dict[str, Any], training: Training) -> Callable[[], Non
     Raises:
         ConfigError: it has more averages than the staleness allows.
     """
-    kept, late = state.pop(_COMPRESSION, None), copy.deepcopy(state.pop(_LATE, []))
+    kept = state.pop(_COMPRESSION, None)
+    late = copy.deepcopy(state.pop(_LATE, []))
     require_room(late, training.options.staleness)
 
     def load() -> None:

@@ -38,7 +38,8 @@ class Stepper:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
-        self._optimizer, self._training = optimizer, training
+        self._optimizer = optimizer
+        self._training = training
         self._sharded: ShardedStep | None = None
         self.reading = threading.RLock()
 
@@ -143,8 +144,11 @@ class ShardedStep:
     ) -> None:
         assert reducer.sharding is not None
         self.number = next(_numbers)
-        self.optimizer, self.reducer, self._sharding = optimizer, reducer, reducer.sharding
-        self._changes, self._parameters = -1, list[torch.Tensor]()
+        self.optimizer = optimizer
+        self.reducer = reducer
+        self._sharding = reducer.sharding
+        self._changes = -1
+        self._parameters = list[torch.Tensor]()
         self._pieces: dict[torch.Tensor, Piece] = {}
         self._versions: list[int] = []
         self._state = (NodeState if self._sharding.has_all_state else DividedState)(optimizer, self._sharding)
@@ -184,7 +188,8 @@ class ShardedStep:
         evaluated = [self._evaluated(each) for each in closure]
         self._refresh()
         self._sharding.uncleared.require_reduced()
-        copy, groups = self.copy, list(zip(self.copy.param_groups, self.optimizer.param_groups, strict=True))
+        copy = self.copy
+        groups = list(zip(self.copy.param_groups, self.optimizer.param_groups, strict=True))
         for group, whole in groups:
             group.update(_settings(whole))
         self._hand_out_gradients()
@@ -214,7 +219,9 @@ class ShardedStep:
         self._hand_out_gradients()
         everything = [each.grad for each in self._parameters if each.grad is not None]
         private = [each.grad for each in self._parameters if each not in self._pieces and each.grad is not None]
-        is_first, local, mine = self.reducer.ranks.rank == 0, list[float](), list[torch.Tensor]()
+        is_first = self.reducer.ranks.rank == 0
+        local = list[float]()
+        mine = list[torch.Tensor]()
         for parameter in self._parameters:
             piece = self._pieces.get(parameter)
             part = None if piece is None or piece.value is None else piece.value.grad
@@ -368,7 +375,8 @@ class ShardedStep:
         parameters = parameters_of(self.optimizer)
         if self._changes == self._sharding.changes and len(parameters) == len(self._parameters):
             return
-        self._changes, self._parameters = self._sharding.changes, parameters
+        self._changes = self._sharding.changes
+        self._parameters = parameters
         if self._pieces:
             self._state.complete()
         elementwise = self._sharding.elementwise

@@ -107,7 +107,8 @@ def beside_this_stream(
         The function, and one that takes its result and lets what the caller enqueues from then on come after it.
     """
     device = gpu_of(tensors)
-    submitted, done = _event(), _event()
+    submitted = _event()
+    done = _event()
     submitted.record(cuda.current_stream(device))
 
     def run_beside(communicator: Communicator) -> _Result:
@@ -137,9 +138,12 @@ class StreamSync:
     """
 
     def __init__(self, device: torch.device, communicator: Communicator) -> None:
-        self._device, self._communicator = device, communicator
+        self._device = device
+        self._communicator = communicator
         self._contributors: set[Any] = set()
-        self._filled, self._worked_on, self._joined = _event(), _event(), _event()
+        self._filled = _event()
+        self._worked_on = _event()
+        self._joined = _event()
 
     def mark(self) -> None:
         """Let the next filling come after what the current stream holds then; autograd may use several."""

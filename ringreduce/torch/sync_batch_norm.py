@@ -140,8 +140,10 @@ def _like(norm: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
     made = SyncBatchNorm(
         norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, process_set=process_set
     )
-    made.weight, made.bias = norm.weight, norm.bias
-    made.running_mean, made.running_var = norm.running_mean, norm.running_var
+    made.weight = norm.weight
+    made.bias = norm.bias
+    made.running_mean = norm.running_mean
+    made.running_var = norm.running_var
     made.num_batches_tracked = norm.num_batches_tracked
     made.train(norm.training)
     return made
@@ -200,7 +202,8 @@ class _Normalize(torch.autograd.Function):
     ) -> torch.Tensor:
         gain = scale if weight is None else scale * weight
         ctx.save_for_backward(batch, weight, mean, scale, gain)
-        ctx.count, ctx.ranks = count, ranks
+        ctx.count = count
+        ctx.ranks = ranks
         exact = _exact(batch)
         result = exact - _along_channels(mean, exact)
         if bias is None:
@@ -214,10 +217,12 @@ class _Normalize(torch.autograd.Function):
         if torch.is_grad_enabled():  # by create_graph=True; what follows would give wrong numbers and no error
             raise ConfigError("SyncBatchNorm over several ranks has no second derivatives; leave out create_graph=True")
         batch, weight, mean, scale, gain = ctx.saved_tensors
-        grad, exact = _exact(grads[0]), _exact(batch)
+        grad = _exact(grads[0])
+        exact = _exact(batch)
         centred = exact - _along_channels(mean, exact)
         dims = _but_channels(grad)
-        sum_grad, sum_product = grad.sum(dims), (grad * centred).sum(dims) * scale
+        sum_grad = grad.sum(dims)
+        sum_product = (grad * centred).sum(dims) * scale
         of_batch = None
         if ctx.needs_input_grad[0]:
             both = torch.stack([sum_grad, sum_product]) / max(ctx.count, 1.0)

@@ -36,7 +36,8 @@ class _StepWatch:
     def __init__(
         self, notify: Callable[[], Callable[[], object] | None] = lambda: None, all_steps: bool = False
     ) -> None:
-        self._notify, self._all = notify, all_steps
+        self._notify = notify
+        self._all = all_steps
 
     def __call__(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
         if (self._all or id(optimizer) not in STEPPING) and (notify := self._notify()) is not None:

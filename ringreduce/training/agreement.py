@@ -15,7 +15,9 @@ from ringreduce.engine import Engine, Gather, InPlaceAllreduce, Operation
 #: The status of a bucket that may be reduced before the step, given for each of its gradients; the greatest decides.
 #: 0: it is reduced, or is not to be. Else: a pass has added to the gradient since; the program has written to it; the
 #: step is to reduce it.
-ADDED, CHANGED, WAITS = 1, 2, 3
+ADDED = 1
+CHANGED = 2
+WAITS = 3
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -41,9 +43,12 @@ class Ranks:
     """
 
     def __init__(self, engine: Engine, name: str, described: str, where: str) -> None:
-        self.engine, self.name, self.described = engine, name, described
+        self.engine = engine
+        self.name = name
+        self.described = described
         self._title = f"the {where} of {described}"
-        self.rank, self.size = engine.communicator.rank, engine.communicator.size
+        self.rank = engine.communicator.rank
+        self.size = engine.communicator.size
         self.empty = engine.communicator.empty
         self.seconds = 0.0
 
@@ -102,7 +107,8 @@ class Record:
     def __init__(self, communicator: Communicator, count: int, overlaps: bool) -> None:
         self.key = count, overlaps
         early = count if overlaps else 0
-        one, signed = ("u1", (1,)), ("u1", (2, _NUMBER_NBYTES))
+        one = ("u1", (1,))
+        signed = ("u1", (2, _NUMBER_NBYTES))
         fields: list[Any] = [("found", "u1", (count,))]
         fields += [(name, "u1", (early,)) for name in ("status", "cleared", "kept")]
         fields += [(name, *one) for name in ("unlike", "changed", "again", "slower", *_COUNTS, *_LEFT)]

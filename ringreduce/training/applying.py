@@ -86,8 +86,11 @@ class Distribution:
         scale_local: bool = True,
         factor: float = 1.0,
     ) -> None:
-        self.reduction, self._ops, self.process_set = reduction, ops, process_set
-        self._scale_local, self._factor = scale_local, factor
+        self.reduction = reduction
+        self._ops = ops
+        self.process_set = process_set
+        self._scale_local = scale_local
+        self._factor = factor
         self.local: list[Any] = []
 
     def reduced(self, gradients: Sequence[Any], variables: Sequence[Any], **how: Any) -> list[Any]:
@@ -97,7 +100,8 @@ class Distribution:
             gradients, variables: of the optimizer.
             **how: further arguments for ``reduce`` of the reduction.
         """
-        result, factor = list(gradients), self._factor
+        result = list(gradients)
+        factor = self._factor
         if self.process_set.included():
             local = set(map(id, self.local))
             shared = [number for number, each in enumerate(variables) if id(each) not in local]
@@ -140,7 +144,8 @@ class Distribution:
             return gradient
         if hasattr(gradient, "dense_shape"):
             return type(gradient)(self._scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
-        name, ops = dtype_name(gradient.dtype), self._ops
+        name = dtype_name(gradient.dtype)
+        ops = self._ops
         if name not in ("float16", "bfloat16"):
             return ops.multiply(gradient, factor)
         return ops.cast(ops.multiply(ops.cast(gradient, "float32"), factor), name)
@@ -272,7 +277,8 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
     methods: dict[str, Any] = {"apply": apply, "stateless_apply": stateless_apply, "__setattr__": set_attribute}
     methods |= {"register_local_var": register_local_var, "synchronize": synchronize, "samples": samples}
     methods["__class__"] = plain
-    made, known = with_methods(optimizer, distribution=distribution, **methods), weakref.ref(optimizer)
+    made = with_methods(optimizer, distribution=distribution, **methods)
+    known = weakref.ref(optimizer)
     distribution.reduction.settings = lambda: distribution.settings_of(known())
     return made
 

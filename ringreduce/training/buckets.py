@@ -63,7 +63,8 @@ class Bucket:
     __slots__ = ("_communicator", "_memory", "flat", "hooks", "itemsize", "numbers", "places", "reducer", "slots")
 
     def __init__(self, memory: Memory, parameters: Sequence[Any], communicator: Communicator) -> None:
-        self._memory, self._communicator = memory, communicator
+        self._memory = memory
+        self._communicator = communicator
         starts = list(accumulate((padded(memory.kind(each)[1]) for each in parameters), initial=0))
         self.flat, self.slots = memory.lay_out(communicator, parameters, starts)
         self.itemsize = itemsize = starts[-1] // max(len(self.flat), 1) or 1
@@ -148,7 +149,8 @@ class Bucket:
             gradients: see the class.
             found: of each, what the ranks have: `Found.DENSE` if some rank has a dense gradient, and none a sparse one.
         """
-        elsewhere, missing = [], []
+        elsewhere = []
+        missing = []
         for number, slot, look in zip(self.numbers, self.slots, self.look(gradients), strict=True):
             if found[number] != Found.DENSE:  # no rank has a gradient, or some rank has a sparse one
                 if gradients[number] is slot.place:
@@ -167,7 +169,8 @@ class Bucket:
     def apart(self) -> Bucket:
         """Return a bucket for the same gradients in memory of its own."""
         made = Bucket(self._memory, [slot.parameter for slot in self.slots], self._communicator)
-        made.reducer, made.numbers = self.reducer, self.numbers
+        made.reducer = self.reducer
+        made.numbers = self.numbers
         return made
 
     def take_back(self, gradients: list[Any], apart: Bucket, before: Mapping[int, Any]) -> None:
@@ -219,7 +222,9 @@ class Buckets:
     """
 
     def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named], options: Options) -> None:
-        self.memory, self.ranks, self.options = memory, ranks, options
+        self.memory = memory
+        self.ranks = ranks
+        self.options = options
         self._named = named
         self._buckets: list[Bucket] = []
         self._placed: set[int] = set()
@@ -352,7 +357,8 @@ class Buckets:
 
     def sparse(self, parameter: Any, gradient: Any, sparse_dims: int, active: int) -> Any:
         """Sum or average a gradient that is sparse on some rank: gather what the ranks have, make nothing dense."""
-        memory, name = self.memory, self.ranks.name
+        memory = self.memory
+        name = self.ranks.name
         if not isinstance(memory, Sparse):
             raise UnsupportedBufferError("sparse gradients are not supported on this rank")
         places, values = memory.rows(parameter, gradient, sparse_dims)
@@ -407,12 +413,14 @@ class Buckets:
         return [names.get(id(slot.parameter), "a parameter that is gone") for each in buckets for slot in each.slots]
 
     def _together(self, buckets: Sequence[Bucket]) -> None:
-        factor, compressor = self.options.predivide_factor, self.options.compressor
+        factor = self.options.predivide_factor
+        compressor = self.options.compressor
         flats = [bucket.flat for bucket in buckets]
         weight = 1.0 if self.weights is None or compressor is None else self.weights.factor
         self._scale(flats, weight / factor)
         compressed = [(flat, None) if compressor is None else compressor.compress(flat) for flat in flats]
-        wire, name = buckets[0].wire, self.ranks.name
+        wire = buckets[0].wire
+        name = self.ranks.name
         sent = [each for each, _ in compressed]
         text = f"{len(flats)} buckets of {name}"
         self.ranks.run(self.reduction(f"{name}, buckets" + (f" in {wire}" if wire else ""), text, buckets, sent))
@@ -422,7 +430,8 @@ class Buckets:
         self._scale(flats, factor)
 
     def _compress(self, reducer: Reducer, flat: Any, active: int) -> None:
-        factor, divisor = self.options.predivide_factor, self.divisor(active)
+        factor = self.options.predivide_factor
+        divisor = self.divisor(active)
         plain = factor == 1.0 and divisor == self.ranks.size  # then the reducer itself averages
         self._scale([flat], (1.0 if self.weights is None else self.weights.factor) / factor)
         with self.memory.streams.on_host(flat) as values:

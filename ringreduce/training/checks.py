@@ -68,9 +68,13 @@ class Checks:
     """
 
     def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named]) -> None:
-        self._memory, self._ranks, self._named, self._described = memory, ranks, named, ranks.described
+        self._memory = memory
+        self._ranks = ranks
+        self._named = named
+        self._described = ranks.described
         config = ranks.engine.communicator.config
-        self._weights_every, self._finite_every = config.check_weights_every, config.check_finite_every
+        self._weights_every = config.check_weights_every
+        self._finite_every = config.check_finite_every
         self._compares_data = config.check_data and ranks.size > 1
         self._begins = memory.advice.first is not None and ranks.size > 1  # weights are still to be compared once
         self._compares_settings: bool | None = None  # None: it is not known yet whether there are any
@@ -93,7 +97,8 @@ class Checks:
 
     def after_join(self) -> None:
         """Compare no data any more, and settings from the beginning: ranks that had joined have made fewer steps."""
-        self._compares_data, self._compares_settings = False, None
+        self._compares_data = False
+        self._compares_settings = None
 
     def look(self, step: int, gradients: Sequence[Any], *, more: bool = False) -> None:
         """Look at what is due before a step. Collective.
@@ -138,7 +143,8 @@ class Checks:
 
     def compares_weights(self, step: int) -> bool:
         """Return whether weights are compared before a step; the same on all ranks."""
-        first, every = self._memory.advice.first, self._weights_every
+        first = self._memory.advice.first
+        every = self._weights_every
         if first is None:
             return every is not None and step % every == 0
         if self._begins:
@@ -147,7 +153,8 @@ class Checks:
 
     def _compare(self, step: int) -> None:
         """Raise, or warn of the weights that programs begin with, if those of the ranks differ."""
-        first, self._begins = self._begins, False
+        first = self._begins
+        self._begins = False
         named = self._weights()
         everyone = self._checksums([value for _, value in named], len(named))
         if (everyone == everyone[0]).all():
@@ -156,9 +163,11 @@ class Checks:
         if (count == count[0]).all():
             everyone = self._ranks.allgather(self._checksum_of_each(named))
         else:
-            named, everyone = [("all weights together", None)], everyone[:, 1:]
+            named = [("all weights together", None)]
+            everyone = everyone[:, 1:]
         different = np.flatnonzero((everyone != everyone[0]).any(axis=0))
-        name, sums = named[different[0]][0], everyone[:, different[0]].tolist()
+        name = named[different[0]][0]
+        sums = everyone[:, different[0]].tolist()
         if first and self._weights_every is None:
             self.warn_of_weights(0, name)
             return
@@ -186,7 +195,8 @@ class Checks:
         return np.array([[self._memory.checksum([value]) for _, value in named]], np.int64)
 
     def _require_finite(self, step: int, gradients: Sequence[Any]) -> None:
-        finite, names = self._memory.is_finite, [name for name, _ in self._named()]
+        finite = self._memory.is_finite
+        names = [name for name, _ in self._named()]
         if self.model is not None and self.model.sparse:
             names += [name for name, _ in self.model.sparse]
             gradients = [*gradients, *(each for _, each in self.model.sparse)]

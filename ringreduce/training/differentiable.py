@@ -50,7 +50,10 @@ class Differentiable:
     __slots__ = ("_arrays", "_backwards", "_name", "_process_set")
 
     def __init__(self, arrays: Arrays, name: str | None, process_set: ProcessSet, *, backwards: bool = False) -> None:
-        self._arrays, self._name, self._process_set, self._backwards = arrays, name, process_set, backwards
+        self._arrays = arrays
+        self._name = name
+        self._process_set = process_set
+        self._backwards = backwards
 
     def allreduce(
         self, values: _Values, op: Op, prescale: float = 1.0, postscale: float = 1.0, wire: str | None = None

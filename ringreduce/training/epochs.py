@@ -63,7 +63,8 @@ class EpochDivision:
             batch_idx: how many batches of the current division came before it.
             batch_size: how many indices a batch has; the last may have fewer.
         """
-        batch_idx, batch_size = whole_number("batch_idx", batch_idx, 0), whole_number("batch_size", batch_size, 1)
+        batch_idx = whole_number("batch_idx", batch_idx, 0)
+        batch_size = whole_number("batch_size", batch_size, 1)
         self.record_indices(self._mine[batch_idx * batch_size : (batch_idx + 1) * batch_size])
 
     def record_indices(self, indices: Iterable[int]) -> None:
@@ -74,7 +75,8 @@ class EpochDivision:
 
     def news(self) -> set[int]:
         """Return what this rank has processed since it was asked last."""
-        news, self._news = self._news, set()
+        news = self._news
+        self._news = set()
         return news
 
     def learn(self, processed: set[int]) -> None:
@@ -156,7 +158,8 @@ class EpochDivision:
             processed = set(self._order(epoch)[: whole_number(form, state_dict[form], 0)])
         else:
             processed = self._checked(state_dict[form])
-        self.epoch, self.processed_indices = epoch, processed
+        self.epoch = epoch
+        self.processed_indices = processed
         self.reset()
 
     def __iter__(self) -> Iterator[int]:

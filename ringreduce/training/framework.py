@@ -164,7 +164,10 @@ class Arrays(Protocol):
 class Found:
     """What `Memory.found` returns. A sparse gradient is `SPARSE` plus the number of its sparse dimensions."""
 
-    NO_GRADIENT, DENSE, SPARSE, UNSUPPORTED = 0, 1, 2, 255
+    NO_GRADIENT = 0
+    DENSE = 1
+    SPARSE = 2
+    UNSUPPORTED = 255
 
 
 class Look:

@@ -35,11 +35,14 @@ class Gradients:
     """
 
     def __init__(self, hooks: Hooks, reducer: Any, training: Callable[[], Any]) -> None:
-        self._framework, self.reducer, self._training = hooks, reducer, training
+        self._framework = hooks
+        self.reducer = reducer
+        self._training = training
         self.number = next(_numbers)
         self._in_backward = reducer.options.in_backward
         self.overlap = reducer.early = Overlap(hooks, reducer.buckets, reducer.checks)
-        self.before_adding, self.added = self.overlap.before_adding, self.overlap.added
+        self.before_adding = self.overlap.before_adding
+        self.added = self.overlap.added
         self._hooks: list[Removable] = []
         self.watch()
         # The parameters keep their hooks, and the finalizer keeps what it retires; neither keeps this object.
@@ -63,7 +66,8 @@ class Gradients:
             nested: whether it was made within another one, whose end may go unheard. Where one pass makes a step, what
                 this one has added is reduced at once.
         """
-        passes, declared = self.overlap.pass_ended(nested), self.overlap.declared
+        passes = self.overlap.pass_ended(nested)
+        declared = self.overlap.declared
         complete = declared == 1 if nested else passes >= declared
         if self._in_backward and complete and not self.overlap.suspends:
             training = self._training()
@@ -92,7 +96,8 @@ class Gradients:
         Raises:
             what `GradientReducer.reduce` raises.
         """
-        reducer, parameters = self.reducer, self._parameters()
+        reducer = self.reducer
+        parameters = self._parameters()
         if fresh is None and self._in_backward:
             fresh = self.overlap.fresh(parameters)
         gradients = [parameter.grad for parameter in parameters]

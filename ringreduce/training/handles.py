@@ -31,7 +31,10 @@ class Handle:
         release: Callable[[], object] | None = None,
     ) -> None:
         self._number = next(_numbers)
-        self.operation, self.engine, self.finish, self._release = operation, engine, finish, release
+        self.operation = operation
+        self.engine = engine
+        self.finish = finish
+        self._release = release
 
     def release_if_done(self) -> bool:
         """Return whether the operation is done; then its arrays are the program's again."""

@@ -18,7 +18,8 @@ from ringreduce.training.framework import Advice, Arrays, Look, Memory
 class HostArrays(Arrays):
     """NumPy arrays, as an `Arrays`."""
 
-    expected, conversion = "a NumPy array", "np.asarray(...)"
+    expected = "a NumPy array"
+    conversion = "np.asarray(...)"
 
     def is_array(self, value: object) -> bool:
         return isinstance(value, np.ndarray)
@@ -57,7 +58,8 @@ class ArraySpec:
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any) -> None:
-        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
         self.nbytes = prod(self.shape) * self.dtype.itemsize
 
 
@@ -102,7 +104,8 @@ class HostMemory(Memory):
     def lay_out(
         self, communicator: Communicator, parameters: Sequence[ArraySpec], starts: Sequence[int]
     ) -> tuple[Any, list[_HostSlot]]:
-        memory, dtype = communicator.empty(starts[-1], np.uint8), DType.of(parameters[0].dtype)
+        memory = communicator.empty(starts[-1], np.uint8)
+        dtype = DType.of(parameters[0].dtype)
         memory[:] = 0
         slots = [
             _HostSlot(each, memory[start:][: each.nbytes]) for start, each in zip(starts, parameters, strict=False)

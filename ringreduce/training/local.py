@@ -78,7 +78,8 @@ class Average:
     """
 
     def __init__(self, leaves: Leaves, what: str) -> None:
-        self.leaves, self._what = leaves, what
+        self.leaves = leaves
+        self._what = what
         self.kept: tuple[str, ...] = ("then",)
         self.then: Flat | None = None
         self._compares = True  # whether the next exchange compares what the ranks go on from
@@ -93,7 +94,10 @@ class Average:
             owner: the name of the optimizer; equal on all ranks.
         """
         self.drop()
-        self._engine, self._name, self._flat, self._compares = engine, f"{owner}, {self._what}", None, True
+        self._engine = engine
+        self._name = f"{owner}, {self._what}"
+        self._flat = None
+        self._compares = True
 
     def start(self) -> int:
         """Prepare for the first exchange; return a checksum of the values."""
@@ -117,14 +121,17 @@ class Average:
         else:
             np.copyto(flat, self.then)
         note = f", in step {step} from the checksum {self._checksum():08x}" if self._compares else ""
-        self.operation, self._compares = self._exchange(flat, note), False
+        self.operation = self._exchange(flat, note)
+        self._compares = False
 
     def end(self) -> None:
         """Wait for the exchange, and take over its result, with what this rank has changed since it began."""
-        operation, self.operation = self.operation, None
+        operation = self.operation
+        self.operation = None
         assert operation is not None
         try:
-            flat, then = self._finish(operation), self.then
+            flat = self._finish(operation)
+            then = self.then
         finally:
             self.then = None
         agreed = self._concluded(flat)
@@ -220,7 +227,8 @@ class Fragment(Average):
 
     def __init__(self, leaves: Leaves, what: str, options: LocalOptions) -> None:
         super().__init__(leaves, what)
-        self._lr, self._mu = options.outer_lr, options.outer_momentum
+        self._lr = options.outer_lr
+        self._mu = options.outer_momentum
         wire = options.compression
         self._wire: WireState | None = None if wire is None else wire.reducer((), ())
         self.kept += ("agreed", "momentum") if self._mu else ("agreed",)
@@ -269,7 +277,9 @@ class Fragment(Average):
 
     def _concluded(self, flat: Flat) -> Flat:
         """Make the outer step; uses up the average of the differences."""
-        agreed, delta, momentum = self.agreed, flat, self.momentum
+        agreed = self.agreed
+        delta = flat
+        momentum = self.momentum
         assert agreed is not None
         if momentum is not None:
             momentum *= self._mu
@@ -299,7 +309,8 @@ class LocalTraining:
     def __init__(
         self, described: str, options: LocalOptions, parameters: Sequence[Leaves], others: Sequence[Average]
     ) -> None:
-        self._described, self._options = described, options
+        self._described = described
+        self._options = options
         make = Average if options.averages_weights else partial(Fragment, options=options)
         self._fragments = [make(leaves, f"fragment {number}") for number, leaves in enumerate(parameters)]
         self._averages = [*self._fragments, *others]

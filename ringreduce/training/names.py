@@ -58,7 +58,8 @@ def counters(path: str) -> tuple[int, ...]:
 
 def agreed_names(paths: Iterable[str]) -> dict[str, str]:
     """Return names that are equal on all ranks, by those of this process; those that become equal are numbered."""
-    seen, names = Counter[str](), {}
+    seen = Counter[str]()
+    names = {}
     for path in sorted(paths, key=lambda each: (ScopedName(each), counters(each))):
         name = ScopedName(path)
         names[path] = f"{name} {seen[name] + 1}" if seen[name] else str(name)

@@ -52,7 +52,8 @@ class NodeCommit:
             part = Partition.even(memory.nbytes, self._sharding.node_size).segment[self._sharding.node_index]
             copy[part] = memory[part]
         self._sharding.meet("committed")
-        self.is_whole, self.unchanging = True, ()
+        self.is_whole = True
+        self.unchanging = ()
 
     def copy_of(self, address: int, nbytes: int) -> _Bytes | None:
         """Return the copy of some bytes of memory; None: they are not in it, and the caller copies them."""

@@ -114,7 +114,8 @@ def _require_small_enough(communicator: Communicator, nbytes: Sequence[int], ran
         nbytes: of each object, pickled; the same on all ranks.
         ranks: whose they are.
     """
-    limit, total = communicator.config.object_limit_nbytes, sum(nbytes)
+    limit = communicator.config.object_limit_nbytes
+    total = sum(nbytes)
     if total <= limit:
         return
     most = max(nbytes)

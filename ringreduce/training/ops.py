@@ -5,4 +5,8 @@ from ringreduce.training.options import Adasum, ReproducibleSum
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReproducibleSum", "Sum"]
 
-Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
+Average = AVERAGE
+Sum = SUM
+Min = MIN
+Max = MAX
+Product = PRODUCT

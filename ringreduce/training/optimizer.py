@@ -57,7 +57,8 @@ class Training:
         self._kind = kind
         self.identity: Identity | None = None
         self._process_set = set_to_notify(process_set)
-        self._arrays, self._bind = arrays, bind
+        self._arrays = arrays
+        self._bind = bind
         self._reducer: GradientReducer | None = None
         self._gradients: Gradients | None = None
         self._waited_s = 0.0
@@ -93,7 +94,8 @@ class Training:
         over = self.require_agreement()
         on_device = self._arrays.device_of([parameter for _, parameter in named()]) is not None
         communicator = self._engine.communicator
-        settled, memory = options.settled(communicator, on_device=on_device), self._bind(communicator)
+        settled = options.settled(communicator, on_device=on_device)
+        memory = self._bind(communicator)
         if self._alone:
             settled = replace(settled, staleness=0)
         reducer = GradientReducer(memory, self._engine, named, optimizer, over, settled, settings, self.identity)
@@ -112,7 +114,10 @@ class Training:
         settings: Callable[[], Mapping[str, str]] | None,
     ) -> None:
         """Note what `begin` takes, for `rejoin` or the first use of `gradients` to begin with."""
-        self._optimizer, self._named, self.options, self._settings = optimizer, named, options, settings
+        self._optimizer = optimizer
+        self._named = named
+        self.options = options
+        self._settings = settings
 
     @property
     def reducer(self) -> GradientReducer:
@@ -279,7 +284,8 @@ class ListTraining:
         self.training.identity = identity
         if identity is not None:
             meet(kind, identity, process_set)
-        self._zeros, self._specs = arrays.zeros_like, [each for _, each in named]
+        self._zeros = arrays.zeros_like
+        self._specs = [each for _, each in named]
         with self.training.checking(kind):
             checked = Options(**options).checked(self.training.communicator.config, self._specs)
         self.training.begin(kind, lambda: named, checked, None)
@@ -302,7 +308,8 @@ class ListTraining:
         """
         self.training.rejoin()
         reducer = self.training.reducer
-        reducer.samples, reducer.checks.model = samples, model
+        reducer.samples = samples
+        reducer.checks.model = model
         reduced = reducer.reduce(gradients)
         reducer.stepped += 1
         reducer.checks.model = None

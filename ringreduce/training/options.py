@@ -94,13 +94,15 @@ class Options:
         Raises:
             ConfigError: one is wrong, or two do not go together.
         """
-        op, adasum = _checked_op(self.op), self.op == Adasum
+        op = _checked_op(self.op)
+        adasum = self.op == Adasum
         _, factor = averaging(self.op, self.predivide_factor)
         if self.reduce_in not in ("step", "backward"):
             raise ConfigError(f'reduce_in is "step" or "backward", got {shown(self.reduce_in)}')
         if self.shard not in (None, "node", "all"):
             raise ConfigError(f'shard is "node", "all" or None, got {shown(self.shard)}')
-        compression, late = _checked_compression(self.compression), whole_number("staleness", self.staleness, 0)
+        compression = _checked_compression(self.compression)
+        late = whole_number("staleness", self.staleness, 0)
         used = {
             ADASUM: adasum,
             BACKWARD: self.in_backward,
@@ -195,7 +197,8 @@ def chosen_op(op: Op | None, average: bool | None) -> Op:
 
 def averaging(op: Op, predivide_factor: Any) -> tuple[Op, float]:
     """Return the op of gradients, and by what averages are divided before they are summed, once both are checked."""
-    kind, factor = chosen_op(op, None), real_number("gradient_predivide_factor", predivide_factor)
+    kind = chosen_op(op, None)
+    factor = real_number("gradient_predivide_factor", predivide_factor)
     if not 0.0 < factor < math.inf:
         raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor}")
     if factor != 1.0 and kind is not AVERAGE:

@@ -63,7 +63,10 @@ class BucketState:
     __slots__ = ("bucket", "generation", "members", "missing", "number", "part", "stage", "sync")
 
     def __init__(self, number: int, bucket: Bucket, members: Sequence[GradientState], sync: StreamSync | None) -> None:
-        self.number, self.bucket, self.members, self.sync = number, bucket, members, sync
+        self.number = number
+        self.bucket = bucket
+        self.members = members
+        self.sync = sync
         self.generation = 0  # how often all ranks have withdrawn it; a part of its name
         self.stage = Stage.FILLING
         self.part: InPlaceAllreduce | None = None
@@ -100,8 +103,11 @@ class Overlap:
     """
 
     def __init__(self, hooks: Hooks, buckets: Buckets, checks: Checks) -> None:
-        options, engine = buckets.options, buckets.ranks.engine
-        self._hooks, self._engine, self._all = hooks, engine, buckets
+        options = buckets.options
+        engine = buckets.ranks.engine
+        self._hooks = hooks
+        self._engine = engine
+        self._all = buckets
         self._moved = buckets.moved
         self._op = options.op
         plain = options.predivide_factor == 1.0 and options.compressor is None
@@ -164,7 +170,8 @@ class Overlap:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Return a context in which passes do not count, and submit nothing."""
-        before, self.suspends = self.suspends, True
+        before = self.suspends
+        self.suspends = True
         try:
             yield
         finally:
@@ -241,12 +248,14 @@ class Overlap:
             ConfigError: on all ranks, if gradients of some rank were overwritten or cleared after their reduction.
         """
         reduced: list[Bucket] = []
-        wrong, failure = "", None
+        wrong = ""
+        failure = None
         if not (record.status.any() or record.cleared.any() or record.kept.any()):
             return reduced
         with self._lock:
             for state in self._buckets:
-                numbers, part = state.bucket.numbers, state.part
+                numbers = state.bucket.numbers
+                part = state.part
                 if min(numbers) < 0 or (record.status[numbers] == WAITS).any():
                     if part is not None:  # the program has removed a parameter; or a rank waits
                         self._engine.withdraw([part])
@@ -258,11 +267,9 @@ class Overlap:
                     continue
                 if state.sync is not None:
                     state.sync.come_back()
-                status, cleared, kept = (
-                    record.status[numbers],
-                    record.cleared[numbers] > 0,
-                    record.kept[numbers] > 0,
-                )
+                status = record.status[numbers]
+                cleared = record.cleared[numbers] > 0
+                kept = record.kept[numbers] > 0
                 wrong = wrong or what_is_wrong(status, cleared, kept, everyone=part.active == active)
                 again = bool((status == ADDED).any() or cleared.any())
                 for slot, each, number in zip(state.bucket.slots, state.members, numbers, strict=True):
@@ -295,7 +302,8 @@ class Overlap:
             self.forget_step()
             if not self.watching:
                 return False
-            joined, self._joins = self._joins != self._engine.joins, self._engine.joins
+            joined = self._joins != self._engine.joins
+            self._joins = self._engine.joins
             if joined:  # ranks that had joined have not counted what was withdrawn since
                 self._buckets.clear()
                 self._state_of.clear()
@@ -350,7 +358,8 @@ class Overlap:
                 for state in self._buckets:
                     self._keep_out(state)
             self.forget_step()
-            self.begun, self._alike = False, 0
+            self.begun = False
+            self._alike = 0
             for state in self._buckets:
                 state.generation += 1
                 state.apply(Event.STEPPED)
@@ -358,7 +367,8 @@ class Overlap:
     # ---- inside; the lock is held ----
 
     def _take_buckets(self) -> None:
-        streams, watched = self._all.memory.streams, self.watched
+        streams = self._all.memory.streams
+        watched = self.watched
         self._buckets = [
             BucketState(
                 number, bucket, [watched[id(slot.parameter)] for slot in bucket.slots], streams.sync(bucket.flat)
@@ -374,7 +384,8 @@ class Overlap:
         Args:
             latest: was added to, and hooks may still run: a bucket that is complete without that is held back.
         """
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for record in pending:
             record.remember(self._hooks)
             record.fresh = True
@@ -390,7 +401,8 @@ class Overlap:
                     self._submit(state, latest)
 
     def _submit(self, state: BucketState, latest: GradientState | None) -> None:
-        bucket, members = state.bucket, state.members
+        bucket = state.bucket
+        members = state.members
         given = any(each is latest or (not each.times and each.parameter.grad is not None) for each in members)
         filled = False
         if not given and self._joins == self._engine.joins:
@@ -410,7 +422,8 @@ class Overlap:
         state.apply(Event.HELD_BACK if state.part is None else Event.SUBMITTED)
 
     def _part(self, state: BucketState) -> InPlaceAllreduce:
-        ranks, sync = self._all.ranks, state.sync
+        ranks = self._all.ranks
+        sync = state.sync
         again = f", {state.generation} times withdrawn" if state.generation else ""
         part = self._all.operation(
             f"{ranks.name}, bucket {state.number}, after {self._joins} joins{again}",

@@ -77,7 +77,9 @@ class GradientReducer:
         settings: Callable[[], Mapping[str, str]] | None = None,
         identity: Identity | None = None,
     ) -> None:
-        self.memory, self.named, self.options = memory, named, options
+        self.memory = memory
+        self.named = named
+        self.options = options
         name = name_in(engine, identity or f"DistributedOptimizer over {over},")
         self.ranks = Ranks(engine, name, f"{kind} over {over}", "backward pass" if options.in_backward else "step")
         self.buckets = Buckets(memory, self.ranks, named, options)
@@ -102,7 +104,8 @@ class GradientReducer:
         self._compares = memory.advice.first is None  # weights, as long as they are equal
         self._record: Record | None = None
         self._found = b""  # what the last agreement has found
-        self._alike, self._patience = 0, 1  # so many agreements have found the same; so many are needed to repeat it
+        self._alike = 0  # agreements in a row that have found the same
+        self._patience = 1  # how many of them it takes to repeat the last one
         self._last: RepeatedStep | None = None
         self._refused = False  # whether the ranks have come to this step in different ways
 
@@ -134,7 +137,9 @@ class GradientReducer:
                 raise error
             return reduced
         if self._joins != self.ranks.engine.joins:
-            self._joins, self._steps, self.stepped = self.ranks.engine.joins, 1, 0  # ranks that had joined made fewer
+            self._joins = self.ranks.engine.joins
+            self._steps = 1  # ranks that had joined made fewer steps
+            self.stepped = 0
             self.checks.after_join()
         pacemaker.arrive(self._joins)
         parameters = [parameter for _, parameter in self.named()]
@@ -150,7 +155,9 @@ class GradientReducer:
             if not (same and self._repeats(parameters, reduced, found)):
                 self._agree_and_reduce(parameters, reduced, found, samples)
         except BaseException as error:
-            self._last, self._alike, self.samples = None, 0, None
+            self._last = None
+            self._alike = 0
+            self.samples = None
             if self.early is not None:
                 self.early.break_off()
                 if self.early.wanted and isinstance(error, MismatchError) and error.advice:
@@ -170,7 +177,8 @@ class GradientReducer:
             self.checks.look_at_paces(weighs=self.options.weighs)
 
     def _reduce_late(self, late: LateAverages, gradients: list[Any], found: bytes) -> list[Any]:
-        parameters, ranks = [parameter for _, parameter in self.named()], self.ranks
+        parameters = [parameter for _, parameter in self.named()]
+        ranks = self.ranks
         if not self.checks.idle:
             self.checks.look(self._steps, gradients)
         counts = dict(enumerate(counts_of(ranks.engine) or ()))  # all ranks know all of them
@@ -243,7 +251,8 @@ class GradientReducer:
             return False
         if not all(map(is_, parameters, last.parameters)):
             return False
-        places, moving = [], []
+        places = []
+        moving = []
         for number, slot in last.slots:
             look = slot.look(gradients[number])
             if look == Look.MOVABLE:
@@ -277,8 +286,10 @@ class GradientReducer:
     def _remember(self, parameters: Sequence[Any], found: bytes) -> None:
         """Let the next step repeat this one, if it was like those before and nothing about it is special."""
         self._alike = self._alike + 1 if found == self._found else 0
-        self._found, self._last = found, None
-        buckets, options = list(self.buckets), self.options
+        self._found = found
+        self._last = None
+        buckets = list(self.buckets)
+        options = self.options
         slots = [(number, slot) for each in buckets for number, slot in zip(each.numbers, each.slots, strict=True)]
         if (
             self._alike >= self._patience
@@ -337,7 +348,8 @@ class GradientReducer:
                 counts = counts_of(self.ranks.engine, again=self._counted_in == self.stepped)
                 if counts is None:
                     return None
-                samples, self._counted_in = counts[self.ranks.rank], self.stepped
+                samples = counts[self.ranks.rank]
+                self._counted_in = self.stepped
             if self.options.op is not AVERAGE or self.options.adasum:
                 raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
         except ConfigError as error:
@@ -356,8 +368,10 @@ class GradientReducer:
             counts = dict(rows.tolist())
         if self._refused and counts != self._counts:
             self._patience = max(self._patience // 2, 1)  # steps were as alike as before
-        self._told, self._counts = samples if isinstance(samples, int) else None, counts
-        size, divisor = self.ranks.size, self.buckets.divisor(active)
+        self._told = samples if isinstance(samples, int) else None
+        self._counts = counts
+        size = self.ranks.size
+        divisor = self.buckets.divisor(active)
         self.buckets.weights = Weights.of(counts, self.ranks.rank, size, divisor)
 
     def _agree(self, parameters: Sequence[Any], found: bytes, samples: int | ConfigError | None) -> tuple[Record, int]:

@@ -50,7 +50,9 @@ class HostLeaves:
         read: Callable[[], Sequence[_Array]],
         write: Callable[[Sequence[_Array]], None],
     ) -> None:
-        self._specs, self._read, self._write = specs, read, write
+        self._specs = specs
+        self._read = read
+        self._write = write
         self._reals = [_real(each.dtype) for each in specs]
         self._ends = np.cumsum([prod(each.shape) * (1 + (each.dtype.kind == "c")) for each in specs], dtype=int)
 
@@ -130,7 +132,8 @@ class Replicas:
 
     def _register(self) -> None:
         """Register the ranks of each replica in this world. Collective."""
-        ranks, self._engine = global_process_set.communicator, global_process_set.engine
+        ranks = global_process_set.communicator
+        self._engine = global_process_set.engine
         sets = [ProcessSet(each) for each in self._options.replicas(ranks.topology.nodes)]
         init(process_sets=sets)  # registers those that are not registered yet
         next(each for each in sets if each.included()).share(self.process_set)

@@ -81,7 +81,9 @@ class Request(NamedTuple):
 
     def submit(self) -> Handle:
         """Start it; on another stream than the caller's."""
-        engine, operation, finish = self.process_set.engine, self.operation, None
+        engine = self.process_set.engine
+        operation = self.operation
+        finish = None
         release = self.arrays.keep_in_place(self.touched) if self.touched else None
         if self.on_device:
             assert isinstance(operation, CollectiveOp)
@@ -130,7 +132,10 @@ class RequestBuilder(CheckingArguments):
 
     # Not by the method of the base: a call less.
     def __init__(self, kind: str, name: Any, process_set: Any, arrays: Arrays = HOST) -> None:
-        self._name, self._text, self._process_set, self._arrays = kind, None, process_set, arrays
+        self._name = kind
+        self._text = None
+        self._process_set = process_set
+        self._arrays = arrays
         self._named = isinstance(name, str)
         self._key = name if self._named else unnamed(kind)
         right = self._named or name is None
@@ -156,7 +161,8 @@ class RequestBuilder(CheckingArguments):
         """
         both = [*sources, *targets]
         on_device = self._arrays.device_of(both) is not None
-        operation, touched = CollectiveOp(self._key, text, run), both if on_device else sources
+        operation = CollectiveOp(self._key, text, run)
+        touched = both if on_device else sources
         return Request(operation, self._process_set, self._named, self._arrays, touched, on_device)
 
     def allreduce(
@@ -185,7 +191,8 @@ class RequestBuilder(CheckingArguments):
         _require_some(sources)
         arrays = self._arrays
         if type(prescale) is not float or type(postscale) is not float:
-            prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
+            prescale = real_number("prescale_factor", prescale)
+            postscale = real_number("postscale_factor", postscale)
         shapes = tuple([(each.shape, each.dtype) for each in sources])
         text = _allreduce_in_words(op, prescale, postscale, shapes, wire) + part
         on_host = arrays.device_of(sources) is None and (targets is sources or arrays.device_of(targets) is None)
@@ -275,7 +282,8 @@ class RequestBuilder(CheckingArguments):
         if op == Adasum:
             raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
         kind = ReduceOp.parse(op)
-        prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
+        prescale = real_number("prescale_factor", prescale)
+        postscale = real_number("postscale_factor", postscale)
         self._require_rows(sources)
         self.require_usable(sources)
         reduce_op, factor = self._scaled(kind, postscale, sources)

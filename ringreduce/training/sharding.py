@@ -47,10 +47,12 @@ _Bytes = npt.NDArray[np.uint8]
 _Key = tuple[int, str]
 
 #: Of the pieces of parameters whose checksums are compared.
-_LEAST_NBYTES, _MOST_NBYTES = 4 << 10, 64 << 10
+_LEAST_NBYTES = 4 << 10
+_MOST_NBYTES = 64 << 10
 
 #: For how long a rank waits for others that may not come, and how long between two looks.
-_PATIENCE_S, _NAP_S = 5.0, 1e-4
+_PATIENCE_S = 5.0
+_NAP_S = 1e-4
 
 
 class Shard:
@@ -68,7 +70,10 @@ class Shard:
     __slots__ = ("_is_first", "bounds", "bucket", "counts", "memory", "own", "views")
 
     def __init__(self, bucket: Bucket, memory: _Bytes, views: Sequence[Any], bounds: Sequence[int], index: int) -> None:
-        self.bucket, self.memory, self.views, self.bounds = bucket, memory, views, bounds
+        self.bucket = bucket
+        self.memory = memory
+        self.views = views
+        self.bounds = bounds
         self._is_first = index == 0
         self.counts = [math.prod(view.shape) for view in views]
         self.own = slice(bounds[index], bounds[index + 1])
@@ -88,7 +93,8 @@ class Shard:
 
     def within(self, number: int) -> slice:
         """Return this rank's part of a parameter, given its number in the bucket: elements in their order in memory."""
-        start, count = self.bucket.places[number].start, self.counts[number]
+        start = self.bucket.places[number].start
+        count = self.counts[number]
         first = min(max(self.own.start - start, 0), count)
         return slice(first, max(first, min(self.own.stop - start, count)))
 
@@ -118,7 +124,9 @@ class Sharding:
 
     def __init__(self, memory: Memory, ranks: Ranks, buckets: Buckets, options: Options) -> None:
         assert isinstance(memory, InPlace)
-        self.memory, self.ranks, self._buckets = memory, ranks, buckets
+        self.memory = memory
+        self.ranks = ranks
+        self._buckets = buckets
         self.elementwise = options.elementwise
         communicator = ranks.engine.communicator
         topology = communicator.topology
@@ -127,8 +135,10 @@ class Sharding:
         self.divides_state = options.shard == "all"
         self.is_disjoint = options.shard == "all" or topology.single_node
         owners = range(ranks.size) if self.is_disjoint else members
-        self._index, self._loads = owners.index(ranks.rank), [0] * len(owners)
-        self.node_index, self.node_size = members.index(ranks.rank), len(members)
+        self._index = owners.index(ranks.rank)
+        self._loads = [0] * len(owners)
+        self.node_index = members.index(ranks.rank)
+        self.node_size = len(members)
         self._nodes = topology.nodes
         self._lane: Communicator | None = None
         self._peers: list[int] = []  # the ranks of the lane: one of each node
@@ -166,7 +176,8 @@ class Sharding:
         self.changes += 1
 
     def _moved(self, bucket: Bucket) -> Shard:
-        parameters, nbytes = [slot.parameter for slot in bucket.slots], len(bucket.flat) * bucket.itemsize
+        parameters = [slot.parameter for slot in bucket.slots]
+        nbytes = len(bucket.flat) * bucket.itemsize
         memory = self.node_memory(nbytes)
         views = [
             self.memory.view(parameter, memory[place.start * bucket.itemsize : place.stop * bucket.itemsize])
@@ -187,7 +198,8 @@ class Sharding:
 
     def _bounds(self, bucket: Bucket) -> list[int]:
         """Return the bounds of the ranks' parts of a bucket, in elements: whole cache lines."""
-        line, size = _line(bucket), len(self._loads)
+        line = _line(bucket)
+        size = len(self._loads)
         if self.elementwise:
             return [bound * line for bound in Partition.first_larger(len(bucket.flat) // line, size).bounds]
         # Each rank gets what it lacks, so far as the ends of parameters allow.
@@ -247,7 +259,8 @@ class Sharding:
             Memory for all that any rank has made; and for each its part of that, with the description.
         """
         mine = np.frombuffer(pickle.dumps(needed), np.uint8)
-        everyone, wanted = BytesIO(self.ranks.allgather(mine.reshape(-1, 1))), dict[_Key, tuple[int, Any]]()
+        everyone = BytesIO(self.ranks.allgather(mine.reshape(-1, 1)))
+        wanted = dict[_Key, tuple[int, Any]]()
         for _ in range(self.ranks.size):
             wanted |= pickle.load(everyone)
         lengths = [padded(nbytes) for nbytes, _ in wanted.values()]
@@ -260,7 +273,8 @@ class Sharding:
 
     def norms(self, local: Sequence[float], order: float) -> list[float]:
         """Return the norms of vectors of which each rank has parts, given those of its parts. Collective."""
-        totals, op = np.array(local, np.float64), MAX if order == np.inf else SUM
+        totals = np.array(local, np.float64)
+        op = MAX if order == np.inf else SUM
         if op is SUM:
             totals **= order
         self._run("norm", lambda ranks: ranks.allreduce(totals, op, out=totals), f"of order {order}")
@@ -325,7 +339,9 @@ class Sharding:
         Raises:
             ConfigError: other ranks do not make it within 5 s, or make a step; these get a `MismatchError`.
         """
-        engine, name, until_s = self.ranks.engine, f"{self.ranks.name}, step", perf_counter() + _PATIENCE_S
+        engine = self.ranks.engine
+        name = f"{self.ranks.name}, step"
+        until_s = perf_counter() + _PATIENCE_S
         operation = InPlaceAllreduce(name, f"{call} of {self.ranks.name}", MAX, [self._flag], speculative=True)
         engine.submit(operation)
         while not engine.poll(operation) and perf_counter() < until_s:
@@ -379,7 +395,8 @@ class Sharding:
             first = bucket.slots[0].parameter  # of a bucket apart, too
             shard = next(each for each in self.shards if each.bucket.slots[0].parameter is first)
             line = _line(bucket)
-            bounds, rows = [bound // line for bound in shard.bounds], flat.reshape(-1, line)
+            bounds = [bound // line for bound in shard.bounds]
+            rows = flat.reshape(-1, line)
             own = rows[bounds[self._index] : bounds[self._index + 1]]
             splits = None if self.elementwise else [stop - start for start, stop in pairwise(bounds)]
             known = self._rows[id(flat)] = flat, rows, own, splits

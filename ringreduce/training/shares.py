@@ -50,9 +50,12 @@ class Division:
             size: the number of ranks.
             given: how many samples of each step each rank had since the last time; empty: in proportion to shares.
         """
-        seen, self._seen = self._seen, list(paces)
+        seen = self._seen
+        self._seen = list(paces)
         if len(self.shares) != size or (seen and (not paces or paces[0].steps < seen[0].steps)):  # another world
-            self.shares, self._speeds, seen = [1.0 / size] * size, [], ()
+            self.shares = [1.0 / size] * size
+            self._speeds = []
+            seen = ()
         new = [each - old for each, old in zip(paces, seen, strict=True)] if seen else paces
         if not new or not all(each.steps and each.own_s > 0.0 for each in new):
             return self.shares
@@ -163,7 +166,9 @@ class Batches:
         self.counts: list[int] = []
         self.left = 0
         self.ends = ends
-        self._size, self._by_speed, self._division = size, by_speed, Division()
+        self._size = size
+        self._by_speed = by_speed
+        self._division = Division()
 
     def renew(self) -> None:
         """Divide the next epoch anew; to be called on all ranks after the same steps."""
@@ -194,7 +199,8 @@ class Batches:
         whole = self._size * ranks
         self.counts, self.left = divided(whole, self._division.shares), self.number(len(order))
         for start in range(0, len(order), whole):
-            batch, counts = list(order[start : start + whole]), self.counts
+            batch = list(order[start : start + whole])
+            counts = self.counts
             if len(batch) < whole:
                 if self.ends == "drop":
                     return
@@ -208,7 +214,8 @@ class Batches:
     def number(self, count: int) -> int:
         """Return how many batches of so many samples this rank gets."""
         me, ranks = rank_and_size()
-        rest, whole = count % (self._size * ranks), count // (self._size * ranks)
+        rest = count % (self._size * ranks)
+        whole = count // (self._size * ranks)
         if self.ends == "uneven" and rest:
             self._settle()
             return whole + bool(divided(rest, self._division.shares)[me])
@@ -237,7 +244,8 @@ def _paces_of(engine: Engine) -> Sequence[Pace]:
 
     With staleness a rank may not have heard of the last report that it has sent, while others have.
     """
-    tally, pacemaker = engine.tally, engine.pacemaker
+    tally = engine.tally
+    pacemaker = engine.pacemaker
     lags = pacemaker.lags and pacemaker.number > 0
     return tally.earlier if lags and tally.reports >= pacemaker.number else tally.paces
 

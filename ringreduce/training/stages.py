@@ -97,7 +97,9 @@ class GradientState:
         """Begin the next step: forget all of the last one but how often it added to the gradient."""
         self.expected = self.times or self.expected
         self.times = self.gradient = self.version = 0
-        self.fate, self.fresh, self.again = Fate.NONE, False, False
+        self.fate = Fate.NONE
+        self.fresh = False
+        self.again = False
 
     def before_adding(self, hooks: Hooks) -> None:
         """Find out whether the gradient that is added to now was summed up, and not cleared since."""
@@ -169,7 +171,8 @@ class OverlapProbe:
     """
 
     def __init__(self) -> None:
-        self.on, self.over = True, False
+        self.on = True
+        self.over = False
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._count = 0
         self._ended_s = 0.0

@@ -75,7 +75,10 @@ class LateAverages:
     def __init__(
         self, staleness: int, memory: Memory, ranks: Ranks, buckets: Buckets, named: Callable[[], Named]
     ) -> None:
-        self._staleness, self._memory, self._ranks, self._buckets = staleness, memory, ranks, buckets
+        self._staleness = staleness
+        self._memory = memory
+        self._ranks = ranks
+        self._buckets = buckets
         self._named = named
         self._rings: dict[int, deque[Bucket]] = {}  # by the id of a bucket: it and others in turn, the next one first
         self._pending: deque[_LateGradients] = deque()
@@ -156,9 +159,11 @@ class LateAverages:
         if self._buckets.update(parameters, wanted):
             there = {id(bucket) for bucket in self._buckets}
             self._rings = {number: ring for number, ring in self._rings.items() if number in there}
-        filled, placed = [], dict[int, Any]()
+        filled = []
+        placed = dict[int, Any]()
         for bucket in self._buckets:
-            target, mine = self._free(bucket, gradients), list(gradients)
+            target = self._free(bucket, gradients)
+            mine = list(gradients)
             target.fill(mine, wanted)
             placed |= {number: mine[number] for number in target.numbers if wanted[number]}
             filled.append(target)
@@ -171,7 +176,8 @@ class LateAverages:
         if ring is None:
             ring = self._rings[id(bucket)] = deque([bucket, *(bucket.apart() for _ in range(self._staleness))])
         target = ring[0]
-        target.numbers, target.reducer = bucket.numbers, bucket.reducer
+        target.numbers = bucket.numbers
+        target.reducer = bucket.reducer
         if Look.ALIASED in target.look(gradients):
             target = ring[0] = bucket.apart()
         ring.rotate(-1)

@@ -55,7 +55,10 @@ class _Left:
     __slots__ = ("found", "hooks", "is_part", "own", "slot", "version")
 
     def __init__(self, slot: Slot, own: slice) -> None:
-        self.slot, self.own, self.version, self.is_part = slot, own, 0, False
+        self.slot = slot
+        self.own = own
+        self.version = 0
+        self.is_part = False
         self.found: Callable[[], Any] = lambda: None
         self.hooks: Sequence[Removable] = ()
 
@@ -78,10 +81,12 @@ class Uncleared:
     def __init__(self, memory: Memory, buckets: Iterable[WatchedBucket], size: int, *, divides: bool) -> None:
         assert isinstance(memory, InPlace)
         self._memory: Any = memory
-        self._buckets, self._size = buckets, size
+        self._buckets = buckets
+        self._size = size
         self.parted: list[WatchedBucket] = []
         self._parts_only = False
-        self._may_divide, self.divides = divides and isinstance(memory, Hooks), False  # it is not known yet
+        self._may_divide = divides and isinstance(memory, Hooks)
+        self.divides = False  # until it is known whether it may
         self._known: dict[int, _Left] = {}  # by the parameter's id
         self._open: set[int] = set()  # of which it is not known yet what was done to them
         self.scaled: set[int] = set()
@@ -249,7 +254,8 @@ class Uncleared:
             left.found = partial(getattr, slot, "place")
         else:
             left.found, is_part = weakref.ref(gradient), is_part and self._memory.found([gradient])[0] == Found.DENSE
-        left.version, left.is_part = self._memory.version(gradient), is_part
+        left.version = self._memory.version(gradient)
+        left.is_part = is_part
         self._open.add(id(slot.parameter))
 
 

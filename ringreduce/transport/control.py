@@ -14,7 +14,8 @@ from ringreduce.transport.shared.board import fence
 from ringreduce.transport.shared.node import Node
 
 _LINE = 64
-_SLOTS, _SLOT_NBYTES = 32, 1 << 10
+_SLOTS = 32
+_SLOT_NBYTES = 1 << 10
 _PART_NBYTES = 2 * _LINE + _SLOTS * _SLOT_NBYTES
 
 _HEAD = struct.Struct("<qq")  # of a slot: the length of a note, and its place; `NOWHERE`: it follows
@@ -50,7 +51,8 @@ class SharedControlChannel:
     """
 
     def __init__(self, node: Node, messages: Messages) -> None:
-        arena, rank = node.arena, messages.rank
+        arena = node.arena
+        rank = messages.rank
         parts = arena.allocate(_PART_NBYTES * messages.size)
         for peer in range(messages.size):
             parts.memory[peer * _PART_NBYTES :][: 2 * _LINE] = 0
@@ -141,7 +143,8 @@ class _Stream:
 
     def take(self) -> list[bytes]:
         """Return the notes that are in the peer's ring."""
-        put, notes = self.put_there[0], list[bytes]()
+        put = self.put_there[0]
+        notes = list[bytes]()
         if self._fence is not None:
             self._fence()
         for number in range(self.taken, put):

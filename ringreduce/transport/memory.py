@@ -189,7 +189,8 @@ class MemorySegments(Segments):
     def open(self, rank: int, segment_id: int) -> Array:
         return self._world.segments[rank, segment_id]
 
-    create_kept, open_kept = create, open
+    create_kept = create
+    open_kept = open
 
     def alive(self, rank: int) -> bool:
         return True

@@ -34,7 +34,8 @@ from mpi4py import MPI  # noqa: E402
 _PARTING_S = 1.0
 #: On communicators that are not ours: one of the largest that there always are.
 _STARTING_TAG = 32766
-_WHO_IS_HERE, _I_AM = 0, 1  # what is sent with it
+_WHO_IS_HERE = 0  # what is sent with that tag
+_I_AM = 1
 #: Errors that mean that a rank has died, or that another one has seen that first.
 _FAILED = {getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
 
@@ -83,9 +84,7 @@ def use_survivors(comm: MPI.Intracomm) -> None:
 def _finalize() -> None:
     if MPI.Is_finalized() or launcher_is_stopped():
         return
-    if not launch().survives_deaths:
-        MPI.Finalize()
-    elif _all_part() and _survivors is None:
+    if not launch().survives_deaths or (_all_part() and _survivors is None):
         MPI.Finalize()
 
 
@@ -197,7 +196,8 @@ def _finish(comm: MPI.Intracomm, request: MPI.Request, waiter: Waiter) -> None:
 
 def _missing(comm: MPI.Intracomm) -> list[int]:
     """Return the ranks that do not answer at once that they wait for a duplicate, too; all others if all do."""
-    peers, here = peers_in(comm), set[int]()
+    peers = peers_in(comm)
+    here = set[int]()
     for peer in peers:
         _send_note(comm, _WHO_IS_HERE, peer)
     soon(lambda: _answer(comm, here) and len(here) == len(peers))
@@ -209,7 +209,8 @@ def _answer(comm: MPI.Intracomm, here: set[int] | None = None) -> bool:
 
     An answer of a rank that has given up since does no harm: the others go on waiting, as all may try again.
     """
-    status, note = MPI.Status(), np.zeros(1, np.int64)
+    status = MPI.Status()
+    note = np.zeros(1, np.int64)
     while comm.Iprobe(MPI.ANY_SOURCE, _STARTING_TAG, status):
         peer = status.Get_source()
         comm.Recv(note, peer, _STARTING_TAG)

@@ -29,7 +29,8 @@ from ringreduce.transport.waiting import Waiter
 _log = logging.getLogger(__name__)
 
 #: On communicators that are not ours, the largest tags that there always are; see `ringreduce.transport.mpi` for one.
-_HERE_TAG, _GO_ON_TAG = 32767, 32765
+_HERE_TAG = 32767
+_GO_ON_TAG = 32765
 _MOST_BEHIND = 1000
 _NOTICE_S = 2.0  # the library reports a death within 0.1 s
 
@@ -90,7 +91,8 @@ class MpiRanks:
 
     def reconfigure(self, priority: int, waiter: Waiter) -> None:
         revoke_all()
-        former, self._comm = self._comm, self._given
+        former = self._comm
+        self._comm = self._given
         with translated():  # MPI knows of earlier deaths, too, and cannot say which is new
             if former != self._given:
                 former.Revoke()

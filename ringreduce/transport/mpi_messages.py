@@ -31,7 +31,9 @@ _OPS = {
     ReduceOp.MIN: MPI.MIN,
     ReduceOp.MAX: MPI.MAX,
 }
-_NOTE_TAG, _LAST_TAG, _GIVEN_UP_TAG = 0, 1, 2
+_NOTE_TAG = 0
+_LAST_TAG = 1
+_GIVEN_UP_TAG = 2
 _REFUSAL = -1  # in place of a number of notes
 _NO_COMM = cast("MPI.Intracomm", MPI.COMM_NULL)
 
@@ -77,8 +79,11 @@ class MpiMessages:
         self._to_free: list[MPI.Prequest] = []  # of those
         self._data, control = duplicates(comm, waiter, 2)
         self._control = _Control(control, waiter)
-        self.post, self.poll, self.exchange = self._control.post, self._control.poll, self._control.exchange
-        self.rank, self.size = self._data.rank, self._data.size
+        self.post = self._control.post
+        self.poll = self._control.poll
+        self.exchange = self._control.exchange
+        self.rank = self._data.rank
+        self.size = self._data.size
         tag_limit = self._data.Get_attr(MPI.TAG_UB)
         self.max_tag = 32767 if tag_limit is None else int(tag_limit)
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -154,7 +159,8 @@ class MpiMessages:
         self._given_up += [self._described[id(each)] for each in requests]
 
     def renew(self) -> None:
-        given_up, self._given_up = self._given_up, []
+        given_up = self._given_up
+        self._given_up = []
         sends = exchange_json(self, [(each.peer, each.tag, each.nbytes) for each in given_up if each.is_send])
         # Of one sender and tag, messages and receives match in their order. So of messages coming to this rank, or
         # of its receives, the last ones are too many.
@@ -179,7 +185,8 @@ class MpiMessages:
             self._waiter.until(lambda: MPI.Request.Testall(left), lambda: "messages of a call that was given up")
             self._control.unfinished.pop()
         self.exchange(b"")  # no rank may send before all receives that were given up have ended
-        freeing, self._to_free = self._to_free, []
+        freeing = self._to_free
+        self._to_free = []
         self.free(freeing)
 
     def revoke(self) -> None:
@@ -282,7 +289,8 @@ class _Control:
         """
         self.unfinished.append((request, *memory))
         gone: set[int] = set()  # ranks that have given it up
-        status, number = MPI.Status(), np.zeros(1, np.int64)
+        status = MPI.Status()
+        number = np.zeros(1, np.int64)
 
         def over() -> bool:
             while self.comm.Iprobe(MPI.ANY_SOURCE, _GIVEN_UP_TAG, status):
@@ -294,11 +302,13 @@ class _Control:
         begun = time.monotonic()
         with suppress(CollectiveTimeoutError):
             self._waiter.until(over, str)
-        seconds, complete = time.monotonic() - begun, request.Test()
+        seconds = time.monotonic() - begun
+        complete = request.Test()
         if complete and not gone:
             self.unfinished.pop()
             return
-        peers, mine = self._peers, np.array([self._exchanges])
+        peers = self._peers
+        mine = np.array([self._exchanges])
         self.unfinished.append(([self.comm.Isend(mine, peer, _GIVEN_UP_TAG) for peer in peers], mine))
         soon(lambda: over() and len(gone) == len(peers))  # all ranks that have come give it up
         missing = [rank for rank in peers if rank not in gone]

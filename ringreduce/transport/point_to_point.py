@@ -113,11 +113,13 @@ class PointToPoint:
             ConfigError: there is no such rank, or it is this one; or no such tag.
         """
         self._require(peer, tag)
-        what, data = source.describe(by_count=self._counts_decide), source.flat().view(np.uint8)
+        what = source.describe(by_count=self._counts_decide)
+        data = source.flat().view(np.uint8)
         transfer = PeerTransfer(data, what, peer, tag, is_send=True)
         with self._lock:
             self._lifetime.require_open("message")
-            text, number = what.encode(), self._numbers[peer]
+            text = what.encode()
+            number = self._numbers[peer]
             head = _HEAD.pack(tag, number, data.nbytes, len(text)) + text
             if data.nbytes <= _SMALL:
                 self._messages.post(head + data.tobytes(), peer)
@@ -222,17 +224,21 @@ class PointToPoint:
         self.waiter.forget()
 
     def _end_all(self, error: BaseException) -> None:
-        ended, self._awaited, self._moving = (*self._awaited, *self._moving), [], []
+        ended = (*self._awaited, *self._moving)
+        self._awaited = []
+        self._moving = []
         for each in ended:
             if not each.done:
                 each.end(error)  # what MPI still moves it keeps alive itself
 
     def _forked(self) -> None:
         self._lock = threading.RLock()  # the rank may hold it
-        self._moving, self._awaited = [], []
+        self._moving = []
+        self._awaited = []
 
     def _require(self, peer: int | None, tag: int) -> None:
-        rank, size = self._messages.rank, self._messages.size
+        rank = self._messages.rank
+        size = self._messages.size
         if peer is not None and (not 0 <= peer < size or peer == rank):
             raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
         if not 0 <= tag < 1 << 63:
@@ -256,7 +262,8 @@ class PointToPoint:
 
     def _matched(self, transfer: PeerTransfer) -> bool:
         """Return whether what a receive waits for was announced; then it is received."""
-        tag, source = transfer.tag, transfer.peer
+        tag = transfer.tag
+        source = transfer.peer
         found = next((each for each in self._announced if each[1] == tag and source in (None, each[0])), None)
         if found is None:
             return False
@@ -264,7 +271,8 @@ class PointToPoint:
         sender, _, note = found
         transfer.peer = sender
         _, number, nbytes, length = _HEAD.unpack_from(note)
-        text, data = note[_HEAD.size : _HEAD.size + length].decode(), note[_HEAD.size + length :]
+        text = note[_HEAD.size : _HEAD.size + length].decode()
+        data = note[_HEAD.size + length :]
         agrees = text == transfer.what
         if nbytes <= _SMALL:
             if agrees:
@@ -306,7 +314,8 @@ class Deliveries:
     """
 
     def __init__(self, name: str, messages: PointToPoint, lifetime: Lifetime, *, threads: bool) -> None:
-        self._name, self._lifetime = name, lifetime
+        self._name = name
+        self._lifetime = lifetime
         self._messages = messages
         self._threads = threads
         self._changed = threading.Condition()
@@ -341,7 +350,8 @@ class Deliveries:
             with self._changed:
                 if not waiting:
                     self._changed.wait_for(lambda: self._added or self._lifetime.closed)
-                waiting, self._added = waiting + self._added, []
+                waiting = waiting + self._added
+                self._added = []
             if not waiting:
                 return
             try:

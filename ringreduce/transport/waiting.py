@@ -12,9 +12,11 @@ _POLLS = 100  # checks before the core is given away: about 5 us
 _YIELDS = 16  # times that it is, between two looks at the clock
 _YIELD_S = 0.002  # after this long a peer is late, not merely behind: nap instead
 _SOME_YIELD_S = 100e-6  # the same where other transfers are under way
-_SLOW_S, _MOST_S = 400e-6, 4e-3  # where these take so long, they are not worth the core's time; the most that counts
+_SLOW_S = 400e-6  # transfers that take longer are not worth the core's time
+_MOST_S = 4e-3  # a longer wait counts as this one
 _NAP_S = 50e-6  # the kernel rounds this up to about 100 us
-_PATIENT_YIELD_S, _PATIENT_NAP_S = 50e-6, 250e-6  # where the program needs the core
+_PATIENT_YIELD_S = 50e-6  # where the program needs the core
+_PATIENT_NAP_S = 250e-6
 _LONG_NAP_S = 1e-3  # after a second
 
 
@@ -71,7 +73,8 @@ class Waiter:
         Args, Raises:
             as for `until`.
         """
-        patient, slow = self.patient(), self._usual_s > _SLOW_S
+        patient = self.patient()
+        slow = self._usual_s > _SLOW_S
         yield_s = 0.0 if patient or slow else _SOME_YIELD_S
         naps_s = max(self._usual_s / 8, _NAP_S), _PATIENT_NAP_S
         took_s = self._check(ready, waiting_for, yield_s, naps_s, 1)
@@ -96,7 +99,8 @@ class Waiter:
             checks: how many there are between two naps.
         """
         started = time.monotonic()
-        elapsed, naps = 0.0, not yield_s
+        elapsed = 0.0
+        naps = not yield_s
         while elapsed < self.timeout_s:
             for _ in range(checks if naps else _YIELDS):
                 if ready():

@@ -80,8 +80,10 @@ class _Timed:
     """A round whose blocks have a size, on links."""
 
     def __init__(self, each: Round, nodes: Numbers, piece: float, links: Links) -> None:
-        self.round, between = each, links.between
-        started, outside = each.started, each.outside
+        self.round = each
+        between = links.between
+        started = each.started
+        outside = each.outside
         self.posted = started.number * between.message
         slow = np.ones(int(nodes.max()) + 1)
         slow[list(links.slow)] = list(links.slow.values())
@@ -108,7 +110,8 @@ class _CallUnderWay:
         self.clocks = np.array([begun] * nstreams)
         self._under_way = [np.empty(0)] * nstreams
         nnodes = int(traffic.nodes.max()) + 1
-        self._out, self._into = np.zeros(nnodes), np.zeros(nnodes)
+        self._out = np.zeros(nnodes)
+        self._into = np.zeros(nnodes)
 
     def busy(self) -> Floats:
         """Return how long each processor works for a segment."""
@@ -153,7 +156,8 @@ class _CallUnderWay:
 
     def _advance(self, timed: _Timed, stream: int) -> None:
         """Let one stream go through a round."""
-        each, clock = timed.round, self.clocks[stream]
+        each = timed.round
+        clock = self.clocks[stream]
         begun = clock[each.started.source]
         arrived = begun + timed.posted
         if len(each.outside):
@@ -172,7 +176,8 @@ class _CallUnderWay:
 
     def _cross(self, timed: _Timed, ready: Floats) -> Floats:
         """Return when messages between nodes arrive, which were ready then."""
-        each, links = timed.round, self._links
+        each = timed.round
+        links = self._links
         credit = links.burst * links.between.beta
         left = each.leaving.serve(ready, timed.leave, self._out)
         begun = left - timed.leave

@@ -32,7 +32,8 @@ _CAUSES = {"links": ("beta",), "latency": ("alpha", "sync"), "processors": ("mes
 #: The terms that a bench of one node tells.
 _WITHIN = ("sync", "copy", "gamma", "message")
 #: Formats in which gradients may travel between nodes, and elements on which their size is measured.
-WIRES, _CODED = tuple(CODECS), 1 << 20
+WIRES = tuple(CODECS)
+_CODED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Simulator:
     """
 
     def __init__(self, cluster: Cluster, algorithms: Iterable[str] | None = None) -> None:
-        self.cluster, self.left_out = cluster, dict[str, str]()
+        self.cluster = cluster
+        self.left_out = dict[str, str]()
         self._traffic: dict[str, Traffic] = {}
         self._known: dict[int, dict[str, float]] = {}
         differ = bool(cluster.late or cluster.noise_s or cluster.links.slow)  # nodes, in what they do when
@@ -145,7 +147,8 @@ class Simulator:
         return text if rule == name else f"{text}; the built-in rules take {rule}{slower.get(rule, '')}"
 
     def _time(self, name: str, nbytes: int, links: Links) -> float:
-        topology, traffic = self.cluster.topology, self._traffic[name]
+        topology = self.cluster.topology
+        traffic = self._traffic[name]
         delays = self._delays if len(traffic.nodes) == topology.size else np.zeros(len(traffic.nodes))
         if path_for(name, Problem(Collective.ALLREDUCE, nbytes, topology)) is Path.ONE_SHOT:
             model = replace(links.between, alpha=links.alpha, beta=links.beta)
@@ -154,10 +157,12 @@ class Simulator:
 
     def _shares(self, name: str, nbytes: int, seconds: float) -> dict[str, float]:
         """Return what would be saved without each cause, as a share of all that would be saved."""
-        links, saved = self.cluster.links, {}
+        links = self.cluster.links
+        saved = {}
         for cause, terms in _CAUSES.items():
             between = replace(links.between, **dict.fromkeys(terms, 0.0))
-            alpha, beta = 0.0 if "alpha" in terms else links.alpha, 0.0 if "copy" in terms else links.beta
+            alpha = 0.0 if "alpha" in terms else links.alpha
+            beta = 0.0 if "copy" in terms else links.beta
             without = replace(links, between=between, alpha=alpha, beta=beta)
             saved[cause] = max(0.0, seconds - self._time(name, nbytes, without))
         total = sum(saved.values())
@@ -221,7 +226,8 @@ def samples_of(text: str) -> list[Sample]:
 
 def _placed(config: Mapping[str, Any]) -> Topology:
     """Return where the ranks of a report were."""
-    nranks, nnodes = int(config["nranks"]), int(config["nnodes"])
+    nranks = int(config["nranks"])
+    nnodes = int(config["nnodes"])
     uneven = [int(each) for each in re.findall(r"\d+", config["placement"].partition("nodes of")[2])]
     sizes = uneven or [nranks // nnodes] * nnodes
     if len(sizes) != nnodes or sum(sizes) != nranks:

@@ -74,7 +74,8 @@ def simulate(
     algorithms = _executed(cluster, algorithms)
     sizes = list(sizes)
     simulator = Simulator(cluster, algorithms)
-    times, reasons = {}, {}
+    times = {}
+    reasons = {}
     for number, nbytes in enumerate(sizes, 1):
         times[nbytes], reasons[nbytes] = simulator.times(nbytes), simulator.explain(nbytes)
         progress(number, len(sizes) + (training is not None))
@@ -96,10 +97,12 @@ def scaling(
         algorithms: which; None: all that run there.
         progress: called with how many parts of how many are done.
     """
-    cluster, training = report.cluster, report.training
+    cluster = report.cluster
+    training = report.training
     assert training is not None
     late = {0: max(cluster.late.values())} if cluster.late else {}
-    topologies, found = list(_growing(cluster)), dict[float, dict[int, StepTimes]]()
+    topologies = list(_growing(cluster))
+    found = dict[float, dict[int, StepTimes]]()
     parts = [(rate, topology) for rate in rates for topology in topologies]
     for number, (rate, topology) in enumerate(parts, 1):
         links = replace(cluster.links, between=replace(cluster.links.between, beta=1 / rate), slow={})
@@ -184,7 +187,8 @@ def _executed(cluster: Cluster, algorithms: Sequence[str] | None) -> Sequence[st
 
 
 def _growing(cluster: Cluster) -> Iterator[Topology]:
-    nnodes, local = len(cluster.topology.nodes), cluster.topology.lanes
+    nnodes = len(cluster.topology.nodes)
+    local = cluster.topology.lanes
     yield from (Topology.uniform(1, ranks) for ranks in _doubled(local))
     yield from (Topology.uniform(nodes, local) for nodes in _doubled(nnodes) if nodes > 1)
 

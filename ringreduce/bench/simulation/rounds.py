@@ -132,9 +132,11 @@ def make_round(
         work: of each rank, in five rows: messages sent and waited for, blocks reduced, touched and copied.
     """
     locals_ = np.arange(len(nodes)) - np.searchsorted(nodes, nodes)
-    sources, targets = started.source[outside], started.target[outside]
+    sources = started.source[outside]
+    targets = started.target[outside]
     order = locals_[sources] * (int(started.number.max(initial=0)) + 1) + started.number[outside]
     by_receiver = np.argsort(receivers, kind="stable")
     waiting, first = np.unique(receivers[by_receiver], return_index=True)
-    leaving, entering = Lines(nodes[sources], order), Lines(nodes[targets], order)
+    leaving = Lines(nodes[sources], order)
+    entering = Lines(nodes[targets], order)
     return Round(started, outside, leaving, entering, waited[by_receiver], waiting, first, under_way, *work)

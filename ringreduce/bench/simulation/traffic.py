@@ -24,9 +24,12 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 
 #: Messages in a round, and steps that are not symmetric of all ranks together, at most: what memory and patience allow.
-_MOST_MESSAGES, _MOST_LISTED, _MOST_STEPS = 1 << 23, 1 << 20, 1 << 21
+_MOST_MESSAGES = 1 << 23
+_MOST_LISTED = 1 << 20
+_MOST_STEPS = 1 << 21
 #: Up to so many ranks, all are compared to find a symmetry; of more, some.
-_ALL_COMPARED, _SAMPLES = 64, 6
+_ALL_COMPARED = 64
+_SAMPLES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ def traffic_of(algorithm: Algorithm, topology: Topology, *, whole: bool = True, 
     """
     if (why_not := algorithm.refuses(topology)) is not None:
         raise ConfigError(why_not)
-    nblocks, direct = algorithm.nblocks(topology), algorithm.cost(topology).touched > 0
+    nblocks = algorithm.nblocks(topology)
+    direct = algorithm.cost(topology).touched > 0
     nodes = np.array([topology.home_of(rank) for rank in topology.order])
     found = None if written_down else _symmetry(algorithm, topology)
     if found is None:
@@ -134,7 +138,9 @@ class _Symmetry(NamedTuple):
         return same and all(map(self._pairs_up, set(zip(*forms, strict=True))))
 
     def _pairs_up(self, forms: Sequence[_Form]) -> bool:
-        sent, received, back = [], [], 1 if self.xor else -1  # to shift back is to shift by the opposite
+        sent = []
+        received = []
+        back = 1 if self.xor else -1  # to shift back is to shift by the opposite
         for local, form in enumerate(forms):
             sent += [(group, local, peer, nblocks) for group, peer, nblocks in form.sends]
             received += [(back * group % self.ngroups, peer, local, nblocks) for group, peer, nblocks in form.recvs]
@@ -168,7 +174,8 @@ def _moved_round(forms: Sequence[_Form], symmetry: _Symmetry, ranks: Numbers, no
     _require(int(counts.sum()) * len(ranks) // width, _MOST_MESSAGES, "messages in a round")
     table = np.array([each for form in forms for each in form.sends], np.int64).reshape(-1, 3)
     group, local = np.divmod(ranks, width)
-    source, nsent = np.repeat(ranks, counts[local]), counts[local]
+    source = np.repeat(ranks, counts[local])
+    nsent = counts[local]
     place = np.arange(len(source)) - np.repeat(np.cumsum(nsent) - nsent, nsent)  # of a message among those of its rank
     by, peer, nblocks = table[np.repeat((np.cumsum(counts) - counts)[local], nsent) + place].T
     away = np.repeat(group, nsent)
@@ -178,7 +185,8 @@ def _moved_round(forms: Sequence[_Form], symmetry: _Symmetry, ranks: Numbers, no
     work = np.array([(len(each.sends), len(each.recvs), each.reduced, each.touched) for each in forms], np.float64)
     inside = np.delete(np.arange(len(target)), outside)
     copied = np.bincount(target[inside], nblocks[inside], len(ranks))
-    started, none = Started(source, target, place + 1, nblocks), np.empty(0, np.int64)
+    started = Started(source, target, place + 1, nblocks)
+    none = np.empty(0, np.int64)
     return make_round(
         started, nodes[ranks], outside, np.arange(len(target)), target, none, np.vstack([work[local].T, copied])
     )
@@ -198,7 +206,8 @@ def _written_down(algorithm: Algorithm, topology: Topology, nodes: Numbers) -> I
     at = [0] * topology.size
     posted: dict[tuple[int, int], list[int]] = defaultdict(list)  # messages by (source, target), the oldest first
     under_way: list[int] = []
-    count, beginning = 0, [place for place in range(topology.size) if steps[place]]
+    count = 0
+    beginning = [place for place in range(topology.size) if steps[place]]
     active = list(beginning)
     while active:
         work = np.zeros((5, topology.size))
@@ -212,7 +221,8 @@ def _written_down(algorithm: Algorithm, topology: Topology, nodes: Numbers) -> I
             _require(len(sends), _MOST_LISTED, "messages in a round that is not symmetric")
         under_way += range(count, count + len(sends))
         count += len(sends)
-        waited, ended = [], []
+        waited = []
+        ended = []
         for place in active:
             step = steps[place][at[place]]
             needed = Counter(topology.place_of(each.peer) for each in step.recvs)

@@ -19,7 +19,8 @@ from ringreduce.collectives.tuning import format_seconds
 #: Of the computation of a step, what the backward pass takes: twice the forward pass.
 _BACKWARD = 2 / 3
 #: Exchanges that are simulated, the first of which are not counted.
-_EXCHANGES, _SKIPPED = 60, 20
+_EXCHANGES = 60
+_SKIPPED = 20
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,11 @@ def simulate_step(training: SimulatedTraining, cluster: Cluster, exchange: Calla
     update_s = training.update_s / (topology.lanes if training.shard else 1)
     exchange_s = exchange(training.nbytes)
     waits_s = _exposed(training, exchange) if training.overlap and not training.staleness else exchange_s
-    random, ends = np.random.default_rng(1), np.zeros(topology.size)
+    random = np.random.default_rng(1)
+    ends = np.zeros(topology.size)
     available: dict[int, float] = {}
-    last, begun = 0.0, 0.0
+    last = 0.0
+    begun = 0.0
     for step in range(_EXCHANGES * training.period):
         if step == _SKIPPED * training.period:
             begun = float(ends.max())
@@ -107,7 +110,8 @@ def _exposed(training: SimulatedTraining, exchange: Callable[[int], float]) -> f
     """Return by how much the last bucket is reduced after the end of the backward pass."""
     count = -(-training.nbytes // training.bucket_nbytes)
     sizes = np.diff([min(training.nbytes, each * training.bucket_nbytes) for each in range(count + 1)]).tolist()
-    end, done = -np.inf, 0
+    end = -np.inf
+    done = 0
     for nbytes in sizes:
         done += nbytes
         complete = -training.compute_s * _BACKWARD * (1 - done / training.nbytes)

@@ -27,4 +27,5 @@ class HorovodVersionMismatchError(ImportError):
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version), name=name)
-        self.version, self.installed_version = version, installed_version
+        self.version = version
+        self.installed_version = installed_version

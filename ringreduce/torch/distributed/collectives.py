@@ -216,7 +216,8 @@ class GroupBackend:
         """Return a work that is done when all that were begun before it are."""
         return CollectiveWork(self._group.submit(lambda: None, "the last of several collectives", here=False), [])
 
-    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
 
     # ---- the group itself ----
 

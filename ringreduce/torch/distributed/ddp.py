@@ -124,7 +124,9 @@ def allreduce_hook(state: AllreduceState, bucket: GradBucket) -> torch.futures.F
         A future of the averages, which are in the memory of the bucket.
     """
     state.share(bucket)
-    index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+    index = bucket.index()
+    buffer = bucket.buffer()
+    parameters = bucket.parameters()
     task = state.group.submit(lambda: state.reduce(index, buffer, parameters), "allreduce_hook", here=False)
     future: torch.futures.Future[torch.Tensor] = CollectiveWork(task, [buffer]).get_future()
     return future.then(lambda done: done.value()[0])

@@ -69,7 +69,8 @@ def _store() -> Any:
     if size == 1:
         return c10d.HashStore()
     single_host = runtime.local_size() == size or len(runtime.world().hosts.nodes) == 1
-    server, place = None, ("", 0)
+    server = None
+    place = ("", 0)
     if runtime.rank() == 0:
         if single_host:  # no port is opened
             _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=launch().job_folder))
@@ -167,7 +168,8 @@ class _ProcessGroup(Collectives, _Base):
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._description = description
 
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 

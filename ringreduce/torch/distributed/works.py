@@ -133,7 +133,8 @@ class _Work(Work):
 
     def __init__(self, state: SerialTask | PeerTransfer, result: _Tensors) -> None:
         super().__init__()
-        self._state, self._result = state, list(result)
+        self._state = state
+        self._result = list(result)
         self._future: Any = None
 
     def task(self) -> SerialTask:
@@ -147,7 +148,9 @@ class _Work(Work):
         """
         typed = _called_by_autograd()
         if self._future is None:
-            task, result, base = self.task(), self._result, torch.futures.Future[Any]()
+            task = self.task()
+            result = self._result
+            base = torch.futures.Future[Any]()
 
             def check(_: object) -> Any:
                 if task.error is not None:

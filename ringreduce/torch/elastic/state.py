@@ -93,7 +93,8 @@ class _TensorsHandler(StateHandler):
         self._prepared = self._read()
 
     def save(self) -> None:
-        state, self._prepared = self._prepared or self._read(), None
+        state = self._prepared or self._read()
+        self._prepared = None
         self._saved = copied(state, sharded_steps(self._tensors()))
 
     def finish_save(self) -> None:
@@ -107,7 +108,8 @@ class _TensorsHandler(StateHandler):
         steps = sharded_steps(self._tensors(), open_only=False)
         for step in steps:
             step.detach()
-        self._saved, self._prepared = committed(self._saved, steps), None
+        self._saved = committed(self._saved, steps)
+        self._prepared = None
         super().restore()
 
     def copy_small(self) -> Any:

@@ -131,10 +131,12 @@ class PowerSGDReducer(Residual):
     def _bind(self, ranks: ReducingRanks) -> tuple[Floats, Floats, list[_Whole | _Product]]:
         """Return communication memory for what travels first and second, and the parameters that use it."""
         pieces = self.pieces(self.unsent)
-        matrices, rank = self._matrices, self._rank
+        matrices = self._matrices
+        rank = self._rank
         firsts = [rank * matrix[0] if matrix else piece.size for matrix, piece in zip(matrices, pieces, strict=True)]
         seconds = [rank * matrix[1] if matrix else 0 for matrix in matrices]
-        first, second = ranks.empty(sum(firsts)), ranks.empty(sum(seconds))
+        first = ranks.empty(sum(firsts))
+        second = ranks.empty(sum(seconds))
         parts = zip(_cut(self._guess, seconds), _cut(first, firsts), _cut(second, seconds), strict=True)
         parameters = [
             _Product(piece.reshape(matrix), *(each.reshape(rank, -1) for each in factors))
@@ -182,7 +184,10 @@ class _Product:
     __slots__ = ("_factor", "_guess", "_image", "_tiles", "_unsent")
 
     def __init__(self, unsent: Floats, guess: Floats, image: Floats, factor: Floats) -> None:
-        self._unsent, self._guess, self._image, self._factor = unsent, guess, image, factor
+        self._unsent = unsent
+        self._guess = guess
+        self._image = image
+        self._factor = factor
         rows, cols = unsent.shape
         height = max(1, _TILE_COUNT // cols)
         self._tiles = [slice(start, start + height) for start in range(0, rows, height)]
@@ -194,7 +199,8 @@ class _Product:
 
     def subtract(self) -> None:
         """Make the reduced image a basis, compute this rank's factor for it, and subtract their product."""
-        basis, factor = self._image, self._factor
+        basis = self._image
+        factor = self._factor
         basis[:] = _orthonormal(basis)
         factor.fill(0.0)
         for rows in self._tiles:
@@ -206,7 +212,8 @@ class _Product:
 
     def finish(self, result: Floats) -> None:
         """Write the product of the basis and the reduced factor; the factor becomes the guess of the next step."""
-        basis, factor = self._image, self._factor
+        basis = self._image
+        factor = self._factor
         matrix = result.reshape(self._unsent.shape)
         for rows in self._tiles:
             # Element by element: no BLAS that on another rank could sum in another order.

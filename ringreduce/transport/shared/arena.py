@@ -239,7 +239,9 @@ class Arena:
         # Going through a memoryview makes `owner` the base of every view that is taken of it.
         owner = np.frombuffer(block.view, dtype, prod(shape))
         lease = _Lease(owner, self._end)
-        lease.block, lease.is_result, lease.seen = block, is_result, []
+        lease.block = block
+        lease.is_result = is_result
+        lease.seen = []
         self._leases[id(lease)] = lease
         return owner.reshape(shape)
 
@@ -248,7 +250,8 @@ class Arena:
         self._returned.append(self._leases.pop(id(lease)))
 
     def _take_back(self) -> None:
-        back, self._seen = self._seen, []
+        back = self._seen
+        self._seen = []
         while self._returned:
             back.append(self._returned.popleft())
         for lease in back:
@@ -305,7 +308,9 @@ class Arena:
     def _take(self, nbytes: int, most_segments: Callable[[], int] | None) -> int:
         found = self._space.find(nbytes)
         if found == NOWHERE and self._kept:
-            kept, self._kept, self._kept_nbytes = self._kept, [], 0
+            kept = self._kept
+            self._kept = []
+            self._kept_nbytes = 0
             for block in kept:
                 self.release(block)
             found = self._space.find(nbytes)

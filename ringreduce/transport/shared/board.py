@@ -43,8 +43,10 @@ STAGE_NBYTES = 1 << 20
 
 _LINE = 64  # bytes: what the cores' caches pass to one another
 _PAGE = 4096
-_BARRIER, _STATUS = 2, 4
-_CALLED, _WHY = slice(6 * _LINE, _PAGE), slice(_PAGE, 2 * _PAGE)
+_BARRIER = 2
+_STATUS = 4
+_CALLED = slice(6 * _LINE, _PAGE)
+_WHY = slice(_PAGE, 2 * _PAGE)
 _NUMBERS = 2 * _PAGE
 _NUMBERS_NBYTES = 2 * _PAGE  # a number for each of a thousand members
 _MAILBOXES = _NUMBERS + 2 * _NUMBERS_NBYTES
@@ -149,7 +151,8 @@ class Board:
 
     def mailboxes(self, parity: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
         """Return every member's mailbox as an array, in the order of ``members``."""
-        nbytes, offset = dtype.itemsize * prod(shape), _MAILBOXES + parity * MAILBOX_NBYTES
+        nbytes = dtype.itemsize * prod(shape)
+        offset = _MAILBOXES + parity * MAILBOX_NBYTES
         assert nbytes <= MAILBOX_NBYTES
         return [part[offset : offset + nbytes].view(dtype).reshape(shape) for part in self._parts]
 
@@ -207,7 +210,9 @@ class Board:
                 self._wait(lines, number, mine.text)
         if self._fence is not None:
             self._fence()
-        agreed, places, code = True, [], mine.code
+        agreed = True
+        places = []
+        code = mine.code
         for peer in lines:
             if peer[_SIGNATURE] != code:
                 agreed = False
@@ -264,7 +269,8 @@ class Board:
 
         No member may be on its way through a call; the same numbers on all.
         """
-        self.number, self.epoch = number, epoch
+        self.number = number
+        self.epoch = epoch
 
     def detach(self, why: AbortReason) -> bool:
         """Let nobody wait for this rank in vain; return whether it is the first member that does so."""

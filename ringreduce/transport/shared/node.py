@@ -144,7 +144,8 @@ def _share(
     def make() -> tuple[int, Block]:
         if why_not:
             raise TransportError(why_not)
-        board, block = Board.allocate(arena), arena.allocate(_SECRET_NBYTES)
+        board = Board.allocate(arena)
+        block = arena.allocate(_SECRET_NBYTES)
         block.memory[:_SECRET_NBYTES] = secret
         return board, block
 
@@ -161,7 +162,8 @@ def _share(
     def look_at_private() -> None:
         found = np.empty_like(secret)
         for member in members:
-            pid, address = arena.segments.pid(member), everyone[member]["address"]
+            pid = arena.segments.pid(member)
+            address = everyone[member]["address"]
             memory = PrivateMemory(member, pid, address, secret.dtype, _SECRET_NBYTES)
             memory.copy_to(found)()
             require_secret(member, found)

@@ -32,7 +32,8 @@ def _find(name: str) -> Any:
     return function
 
 
-_readv, _writev = _find("process_vm_readv"), _find("process_vm_writev")
+_readv = _find("process_vm_readv")
+_writev = _find("process_vm_writev")
 
 
 class PrivateMemory:
@@ -85,7 +86,9 @@ class PrivateMemory:
         return self._bind(_writev, source, self._present)
 
     def _bind(self, transfer: Any, array: Array, present: Callable[[], object] | None) -> Callable[[], object]:
-        pid, rank, copies = self._pid, self._rank, self._copies(array)
+        pid = self._pid
+        rank = self._rank
+        copies = self._copies(array)
 
         def copy(memory: Array = array) -> None:  # keeps the array
             for here, there, nbytes in copies:

@@ -153,7 +153,8 @@ class MemfdSegments(Segments):
         kept = {fd: mapped for fd, each in self._kept.items() if (mapped := each()) is not None}
         for fd, mapped in (self._own | kept).items():
             address = np.frombuffer(mapped, np.uint8).ctypes.data
-            access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            kind = mmap.MAP_PRIVATE | _MAP_FIXED
             if libc.mmap(address, len(mapped), access, kind, fd, 0) != address:
                 raise OSError(ctypes.get_errno(), "cannot map shared memory for this process alone")
 
