@@ -42,8 +42,8 @@ import numpy as np
 import ringreduce
 from ringreduce.bench.peers import mpi_library
 from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.training.objects import allgather_object
-from ringreduce.training.requests import RequestBuilder
+from ringreduce.training.calls.objects import allgather_object
+from ringreduce.training.calls.requests import RequestBuilder
 
 TURN, LEAD = 5, 2  # calls of a contender that are timed in a row, and before them that are not
 WIDTH, LAYERS, RATE = 1024, 24, 0.001

@@ -12,7 +12,7 @@ PyTorch users start at `ringreduce.torch`. Importing this package starts nothing
 
 from ringreduce.collectives import Choice, Feedback
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.collectives.reproducible import ReproducibleAccumulator, reproducible_allreduce
+from ringreduce.collectives.sums.reproducible import ReproducibleAccumulator, reproducible_allreduce
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import (
@@ -87,8 +87,8 @@ from ringreduce.runtime.blocking import (
     world,
 )
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.averages import weighted_average
-from ringreduce.training.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.averages import weighted_average
+from ringreduce.training.calls.objects import allgather_object, broadcast_object
 
 __version__ = VERSION
 

@@ -18,7 +18,7 @@ from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.gpu.cupy_driver import CupyDriver, cupy_tools
 from ringreduce.gpu.devices import STAGED
-from ringreduce.training.objects import gather
+from ringreduce.training.calls.objects import gather
 
 __all__ = [
     "Device",

@@ -26,7 +26,7 @@ from ringreduce.buffers import DType
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
-from ringreduce.training.objects import gather
+from ringreduce.training.calls.objects import gather
 
 __all__ = ["PEERS", "GlooPeer", "MpiPeer", "Peer", "StagedMpi", "gloo_process_group", "mpi_library"]
 

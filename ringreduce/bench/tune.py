@@ -32,14 +32,22 @@ from ringreduce.bench.measure import (
 )
 from ringreduce.bench.measure import usage as usage_now
 from ringreduce.collectives import VENDOR, Problem, Work
+from ringreduce.collectives.choice.selection import choose
+from ringreduce.collectives.choice.tuning import (
+    Candidate,
+    CostModel,
+    MeasuredSize,
+    Table,
+    format_seconds,
+    is_ours,
+    work,
+)
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.collectives.selection import choose
-from ringreduce.collectives.tuning import Candidate, CostModel, MeasuredSize, Table, format_seconds, is_ours, work
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
 from ringreduce.runtime.worlds import tuning_key
-from ringreduce.training.objects import gather
+from ringreduce.training.calls.objects import gather
 
 __all__ = ["SIZES", "Measure", "Sample", "calls_of", "distinct", "fit", "tune"]
 

@@ -21,9 +21,9 @@ from ringreduce.bench.formats import WRITERS, to_json
 from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.results import Report, Settings
-from ringreduce.cli.progress import ProgressLine
+from ringreduce.cli.progress_bar import ProgressLine
 from ringreduce.cli.run import Parsed
-from ringreduce.cli.usage import RankCommand
+from ringreduce.cli.wrong_options import RankCommand
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import parse_nbytes
 from ringreduce.doctor.tables import print_table

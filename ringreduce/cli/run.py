@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ringreduce.cli.usage import ProgramCommand
+from ringreduce.cli.wrong_options import ProgramCommand
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import Cooldown, Hosts

@@ -71,7 +71,8 @@ class Problem:
 
 
 class Work(NamedTuple):
-    """What an allreduce costs: a factor for each parameter of `ringreduce.collectives.tuning.CostModel`, in its order.
+    """What an allreduce costs: a factor for each parameter of `ringreduce.collectives.choice.tuning.CostModel`, in its
+    order.
 
     Attributes:
         rounds: of messages that wait for each other.
@@ -97,7 +98,7 @@ class Path(Enum):
         transport: what moves the bytes, for people.
         reduces_at_once: whether one rank reduces all terms of an element at once. Otherwise 16-bit floats are reduced
             in float32 and rounded at the end, and averages of integers are summed in 64 bits and divided at the end;
-            `ringreduce.collectives.integer_averages` has those whose sums could wrap around.
+            `ringreduce.collectives.plans.integer_averages` has those whose sums could wrap around.
     """
 
     transport: str
@@ -209,8 +210,8 @@ class Choice:
     """The algorithm and the path for a call, and why these.
 
     Attributes:
-        algorithm: a name from `ringreduce.collectives.selection.names`; of arrays in device memory also ``"nccl"``,
-            ``"staged"``.
+        algorithm: a name from `ringreduce.collectives.choice.selection.names`; of arrays in device memory also
+            ``"nccl"``, ``"staged"``.
         path: what carries it out.
         reason: why, for people.
     """

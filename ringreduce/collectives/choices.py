@@ -9,10 +9,10 @@ import numpy as np
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType
 from ringreduce.collectives.call import NCCL, Choice, Problem
+from ringreduce.collectives.choice.selection import choose, explain, forced, names, with_times
+from ringreduce.collectives.choice.tuning import Table
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import Devices, ordinal
-from ringreduce.collectives.selection import choose, explain, forced, names, with_times
-from ringreduce.collectives.tuning import Table
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM, ReduceOp

@@ -12,12 +12,12 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array, DType, new
 from ringreduce.collectives.call import DETERMINISTIC, Call
 from ringreduce.collectives.choices import Choices
+from ringreduce.collectives.comm_state import CommState
 from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import Devices, ordinal
 from ringreduce.collectives.running import Runner
 from ringreduce.collectives.send_recv import Messaging
-from ringreduce.collectives.state import CommState
 from ringreduce.common.arguments import array_shape
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.errors import TransportError

@@ -12,8 +12,16 @@ import numpy as np
 from ringreduce.algorithms import Collective, Schedule, schedule_for
 from ringreduce.buffers import DTYPES, Array, Call, DType, Kernels, Operand, WeightedKernels, kernels_for, unowned
 from ringreduce.collectives.call import Problem, Task
-from ringreduce.collectives.execution import STREAMS, BlockMemory, BoundSchedule, Coding, Elements, Link, segment_limit
 from ringreduce.collectives.plan import BoundCall, Plans
+from ringreduce.collectives.plans.bound import (
+    STREAMS,
+    BlockMemory,
+    BoundSchedule,
+    Coding,
+    Elements,
+    Link,
+    segment_limit,
+)
 from ringreduce.common.call_sites import AbortReason, CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError

@@ -15,17 +15,17 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, Operand, as_given
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.call import DETERMINISTIC, NCCL, Call, CallKind, Choice, Path, Problem, Task
+from ringreduce.collectives.comm_state import CallTimer, CommState
 from ringreduce.collectives.compressed import CODED, Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.movements import plan_transfer
-from ringreduce.collectives.node_allreduce import plan_allreduce
-from ringreduce.collectives.node_movements import plan_loads
 from ringreduce.collectives.operands import AnyOperand, Devices, Operands, ResultArray, apart, flat
 from ringreduce.collectives.plan import BoundCall, Place, RepeatedCall, constant, unchanged
+from ringreduce.collectives.plans.movements import plan_transfer
+from ringreduce.collectives.plans.node_allreduce import plan_allreduce
+from ringreduce.collectives.plans.node_movements import plan_loads
+from ringreduce.collectives.plans.reductions import plan_reduction
 from ringreduce.collectives.preparing import Prepared, prepare
-from ringreduce.collectives.reductions import plan_reduction
 from ringreduce.collectives.rows import agreed_part, received_rows
-from ringreduce.collectives.state import CallTimer, CommState
 from ringreduce.common.arguments import shape_text
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.instruments import Tally

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ringreduce.buffers import Operand, operand_of, require_host
+from ringreduce.collectives.comm_state import CallTimer, CommState
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.state import CallTimer, CommState
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.instruments import Tally

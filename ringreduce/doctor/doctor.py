@@ -23,7 +23,7 @@ from ringreduce.common.launch import launch
 from ringreduce.doctor.facts import Facts, WorldFacts, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.runtime.worlds import tuning_key
-from ringreduce.training.objects import gather
+from ringreduce.training.calls.objects import gather
 
 __all__ = ["look", "to_json", "to_text"]
 

@@ -18,7 +18,7 @@ from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file, own_folder, replace_file
 from ringreduce.runtime import rank, size
-from ringreduce.training.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.objects import allgather_object, broadcast_object
 
 __all__ = ["CommitStore", "DiskCommits", "choose", "require_seen_by_all"]
 

@@ -19,9 +19,9 @@ from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
 from ringreduce.elastic.commits import DiskCommits, require_seen_by_all
 from ringreduce.observe.audit import fingerprint
 from ringreduce.runtime import audited, rank, record
-from ringreduce.training.epochs import EpochDivision
-from ringreduce.training.generators import Generators
-from ringreduce.training.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.objects import allgather_object, broadcast_object
+from ringreduce.training.data.epochs import EpochDivision
+from ringreduce.training.data.generators import Generators
 
 __all__ = ["HandlingState", "OwnStateHandler", "SamplerStateHandler", "StateHandler"]
 
@@ -177,8 +177,9 @@ class HandlingState(ObjectState):
         """Write commits to a folder from now on, and load the last whole commit that is there. Collective.
 
         Rank 0 reads and writes what the ranks have in common, in the background; each rank reads and writes what is its
-        own (`ringreduce.training.generators.Generators`). If a commit is truncated or was changed, an error that names
-        it is logged, and the commit before it is used. `ringreduce.elastic.CommitStore` says what is in the folder.
+        own (`ringreduce.training.data.generators.Generators`). If a commit is truncated or was changed, an error that
+        names it is logged, and the commit before it is used. `ringreduce.elastic.CommitStore` says what is in the
+        folder.
 
         Args:
             folder: the same on all ranks; made if need be. Ranks of all machines see it, if parts of their own count.

@@ -24,7 +24,7 @@ from ringreduce.common.errors import (
 )
 from ringreduce.common.launch import launch, notify_launcher
 from ringreduce.elastic.commits import DiskCommits
-from ringreduce.training.failures import error_of
+from ringreduce.training.binding.error_text import error_of
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]
 

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from ringreduce.buffers import DType
 from ringreduce.engine.decisions import Named, Note, OperationKind, OperationSignature, Waiting
-from ringreduce.engine.pace import LATE_S, Paces
+from ringreduce.engine.pacemaker import LATE_S, Paces
 
 __all__ = ["Coordinator", "StallWatch", "fuse"]
 

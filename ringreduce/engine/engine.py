@@ -18,7 +18,7 @@ from ringreduce.common.errors import CollectiveError, ConfigError, RingReduceErr
 from ringreduce.engine.driver import Driver
 from ringreduce.engine.exchange import Exchange
 from ringreduce.engine.operations import Operation, Refusal, Withdrawal, WithdrawnError
-from ringreduce.engine.pace import Pacemaker
+from ringreduce.engine.pacemaker import Pacemaker
 from ringreduce.engine.pending import PendingOperations
 from ringreduce.engine.progress import Progress
 from ringreduce.transport.control import ControlChannel

@@ -16,7 +16,7 @@ from ringreduce.common.call_sites import Stack, place_of, program_stack, refusal
 from ringreduce.common.errors import RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine.decisions import OperationKind, OperationSignature, Run
-from ringreduce.engine.execution import Executor, neutral_array
+from ringreduce.engine.fused import Executor, neutral_array
 
 __all__ = [
     "CollectiveOp",

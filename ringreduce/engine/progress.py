@@ -37,7 +37,7 @@ from ringreduce.engine.decisions import (
     Withdrawn,
 )
 from ringreduce.engine.exchange import COORDINATOR, Exchange
-from ringreduce.engine.execution import Executor
+from ringreduce.engine.fused import Executor
 from ringreduce.engine.operations import (
     Join,
     Operation,

@@ -24,7 +24,7 @@ import numpy as np
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array, DType, address_of
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.execution import BlockMemory, BoundSchedule
+from ringreduce.collectives.plans.bound import BlockMemory, BoundSchedule
 from ringreduce.common.errors import TransportError
 from ringreduce.common.lifetime import close_all
 from ringreduce.common.partition import segments_of_buffer

@@ -15,9 +15,9 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device
 from ringreduce.collectives.call import DETERMINISTIC, NCCL, Choice, Task
+from ringreduce.collectives.comm_state import CommState
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import Devices
-from ringreduce.collectives.state import CommState
 from ringreduce.common.config import gpu_switches
 from ringreduce.common.errors import (
     CollectiveTimeoutError,

@@ -27,7 +27,7 @@ from ringreduce.jax.optimizer import (
     DistributedTransformation,
     RankState,
 )
-from ringreduce.runtime.names import (
+from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
     cross_rank,
@@ -46,14 +46,14 @@ from ringreduce.runtime.names import (
     start_timeline,
     stop_timeline,
 )
-from ringreduce.training.averages import weighted_average
+from ringreduce.training.binding.error_text import error_of
+from ringreduce.training.calls.averages import weighted_average
+from ringreduce.training.calls.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.calls.requests import barrier, join
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
-from ringreduce.training.failures import error_of
-from ringreduce.training.objects import allgather_object, broadcast_object
-from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.requests import barrier, join
-from ringreduce.training.shares import loading, share
+from ringreduce.training.data.shares import loading, share
 
 __all__ = [
     "Adasum",

@@ -25,9 +25,9 @@ from ringreduce.jax.steps import Step, steps_of
 from ringreduce.runtime import count as tell
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.failures import raise_unseen
-from ringreduce.training.names import Identity, name_in
-from ringreduce.training.requests import Request, RequestBuilder, in_words
+from ringreduce.training.binding.error_text import raise_unseen
+from ringreduce.training.binding.identity import Identity, name_in
+from ringreduce.training.calls.requests import Request, RequestBuilder, in_words
 
 Host = npt.NDArray[Any]
 Shape = tuple[int, ...]

@@ -9,7 +9,7 @@ import jax
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.runtime import rank
-from ringreduce.training.objects import broadcast_object
+from ringreduce.training.calls.objects import broadcast_object
 
 __all__ = ["HostsUpdatedInterrupt", "JaxState", "ObjectState", "State", "run", "run_fn"]
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.training.failures import described
+from ringreduce.training.binding.error_text import described
 
 _TARGET = "ringreduce"
 _API_VERSION = 1  # of the interface to JAX, not of XLA's

@@ -13,9 +13,9 @@ from ringreduce.jax.ops import in_native_order, is_key
 from ringreduce.jax.optimizer import RankState
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.host import HOST
-from ringreduce.training.parameters import broadcast_parameters as _broadcast
-from ringreduce.training.requests import RequestBuilder
+from ringreduce.training.binding.host import HOST
+from ringreduce.training.calls.parameters import broadcast_parameters as _broadcast
+from ringreduce.training.calls.requests import RequestBuilder
 
 
 def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> Any:

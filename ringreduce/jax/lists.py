@@ -21,13 +21,13 @@ from ringreduce.jax import ffi
 from ringreduce.jax.calls import LISTED, LISTS, Call, Host, is_traced, name_here, ranks_of
 from ringreduce.jax.steps import ADVICE, NOTHING, Step
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.failures import raise_unseen
-from ringreduce.training.framework import Advice
-from ringreduce.training.host import ArraySpec, HostMemory
-from ringreduce.training.names import Identity
-from ringreduce.training.optimizer import ListTraining
-from ringreduce.training.requests import RequestBuilder
-from ringreduce.training.shares import Compiled, is_by_speed
+from ringreduce.training.binding.error_text import raise_unseen
+from ringreduce.training.binding.framework import Advice
+from ringreduce.training.binding.host import ArraySpec, HostMemory
+from ringreduce.training.binding.identity import Identity
+from ringreduce.training.calls.requests import RequestBuilder
+from ringreduce.training.data.shares import Compiled, is_by_speed
+from ringreduce.training.strategies.optimizer import ListTraining
 
 _numbers = count()
 

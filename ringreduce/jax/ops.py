@@ -32,11 +32,11 @@ from ringreduce.jax.calls import ALIKE, Call, Shape, is_traced, name_here, ranks
 from ringreduce.jax.steps import Step
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.differentiable import Differentiable
-from ringreduce.training.failures import raise_unseen
-from ringreduce.training.host import HOST
-from ringreduce.training.names import Identity
-from ringreduce.training.requests import Op, RequestBuilder, chosen_op
+from ringreduce.training.binding.error_text import raise_unseen
+from ringreduce.training.binding.host import HOST
+from ringreduce.training.binding.identity import Identity
+from ringreduce.training.calls.differentiable import Differentiable
+from ringreduce.training.calls.requests import Op, RequestBuilder, chosen_op
 
 __all__ = [
     "allgather",

@@ -24,6 +24,8 @@ from ringreduce.jax.ops import allreduce_of, reduce_gradients
 from ringreduce.jax.steps import Step, Steps
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.binding.identity import Identity, identity_of, numbers
+from ringreduce.training.calls.requests import Op, RequestBuilder
 from ringreduce.training.compression import (
     BucketCompression,
     State,
@@ -33,9 +35,7 @@ from ringreduce.training.compression import (
     signature_of,
     wire_format,
 )
-from ringreduce.training.names import Identity, identity_of, numbers
-from ringreduce.training.options import Options, averaging
-from ringreduce.training.requests import Op, RequestBuilder
+from ringreduce.training.options.options import Options, averaging
 
 __all__ = ["DistributedGradientTransformation", "DistributedState", "DistributedTransformation", "RankState"]
 

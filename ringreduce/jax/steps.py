@@ -20,11 +20,11 @@ from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.engine import Engine
 from ringreduce.runtime import count
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.agreement import Ranks
-from ringreduce.training.checks import CheckedModel, Checks
-from ringreduce.training.framework import Advice
-from ringreduce.training.host import HostMemory
-from ringreduce.training.parameters import in_words
+from ringreduce.training.binding.framework import Advice
+from ringreduce.training.binding.host import HostMemory
+from ringreduce.training.calls.parameters import in_words
+from ringreduce.training.gradients.checks import CheckedModel, Checks
+from ringreduce.training.gradients.record import Ranks
 
 ADVICE = Advice(
     "begin with params = broadcast_parameters(params, root_rank=0)",

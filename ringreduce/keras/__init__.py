@@ -25,7 +25,7 @@ from ringreduce.keras.functions import (
     reducescatter,
 )
 from ringreduce.keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer, load_model
-from ringreduce.runtime.names import (
+from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
     cross_rank,
@@ -44,8 +44,8 @@ from ringreduce.runtime.names import (
     start_timeline,
     stop_timeline,
 )
-from ringreduce.training.averages import weighted_average
-from ringreduce.training.built import (
+from ringreduce.training.calls.averages import weighted_average
+from ringreduce.training.calls.built import (
     ccl_built,
     ddl_built,
     gloo_built,
@@ -56,10 +56,10 @@ from ringreduce.training.built import (
     nccl_built,
     rocm_built,
 )
-from ringreduce.training.objects import allgather_object, broadcast_object
-from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.requests import barrier, join
-from ringreduce.training.shares import loading, share
+from ringreduce.training.calls.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.calls.requests import barrier, join
+from ringreduce.training.data.shares import loading, share
 
 __all__ = [
     "Adasum",

@@ -12,11 +12,11 @@ import numpy as np
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.applying import ListReduction
-from ringreduce.training.framework import Advice
-from ringreduce.training.names import Identity, ScopedName, identity_of
-from ringreduce.training.optimizer import ListTraining
-from ringreduce.training.options import Options
+from ringreduce.training.binding.framework import Advice
+from ringreduce.training.binding.identity import Identity, ScopedName, identity_of
+from ringreduce.training.options.options import Options
+from ringreduce.training.strategies.applying import ListReduction
+from ringreduce.training.strategies.optimizer import ListTraining
 
 _KIND = "DistributedOptimizer"
 
@@ -143,10 +143,10 @@ if keras.backend.backend() == "jax":
         model.train_function = guarded
 
 elif keras.backend.backend() == "torch":
-    from ringreduce.torch.arrays import TENSORS
-    from ringreduce.torch.gradients import TorchParameters
-    from ringreduce.training.checks import CheckedModel
-    from ringreduce.training.parameters import in_words
+    from ringreduce.torch.tensors.arrays import TENSORS
+    from ringreduce.torch.tensors.gradients import TorchParameters
+    from ringreduce.training.calls.parameters import in_words
+    from ringreduce.training.gradients.checks import CheckedModel
 
     class _EagerReduction(ListReduction):
         """Reduces gradients of steps that are not compiled."""

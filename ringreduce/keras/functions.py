@@ -17,11 +17,11 @@ from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.keras.backends import as_numpy, named_as
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.binding.host import HOST
+from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.calls.parameters import broadcast_parameters
+from ringreduce.training.calls.requests import Op, Request, RequestBuilder, chosen_op
 from ringreduce.training.compression.tensors import wire_format_of
-from ringreduce.training.host import HOST
-from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.parameters import broadcast_parameters
-from ringreduce.training.requests import Op, Request, RequestBuilder, chosen_op
 
 __all__ = [
     "Adasum",

@@ -7,7 +7,7 @@ from typing import Any
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import rank
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.combinations import LOCAL, SAMPLES, STALENESS, refusal
+from ringreduce.training.options.refusals import LOCAL, SAMPLES, STALENESS, refusal
 
 
 def require_whole_steps(model: Any, process_set: ProcessSet) -> None:

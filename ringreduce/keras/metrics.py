@@ -10,8 +10,8 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.keras.backends import as_numpy
-from ringreduce.training.averages import weighted_average
-from ringreduce.training.names import agreed_names
+from ringreduce.training.binding.identity import agreed_names
+from ringreduce.training.calls.averages import weighted_average
 
 UNKNOWN = -1.0  # number of samples
 

@@ -22,8 +22,8 @@ from ringreduce.engine import ReentrancyGuard
 from ringreduce.observe.timeline import Program
 from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, connect, job_connection
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.runtime.reductions_made import Usage
 from ringreduce.runtime.termination import Termination
-from ringreduce.runtime.usage import Usage
 from ringreduce.runtime.worlds import OwnWorld, World
 from ringreduce.transport.waiting import Waiter
 

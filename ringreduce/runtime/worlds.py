@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.collectives.choice.tuning import Key, Table
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.collectives.tuning import Key, Table
 from ringreduce.common.call_sites import AbortReason, refusal
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import (

@@ -18,7 +18,7 @@ require_framework("tensorflow", __name__)
 # ruff: noqa: E402  # what follows imports TensorFlow
 import tensorflow
 
-from ringreduce.runtime.names import (
+from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
     cross_rank,
@@ -81,8 +81,8 @@ from ringreduce.tensorflow.mpi_ops import (
 )
 from ringreduce.tensorflow.optimizer import DistributedOptimizer
 from ringreduce.tensorflow.sync_batch_norm import SyncBatchNormalization
-from ringreduce.training.averages import weighted_average
-from ringreduce.training.built import (
+from ringreduce.training.calls.averages import weighted_average
+from ringreduce.training.calls.built import (
     ccl_built,
     ddl_built,
     gloo_built,
@@ -93,9 +93,9 @@ from ringreduce.training.built import (
     nccl_built,
     rocm_built,
 )
-from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.requests import barrier
-from ringreduce.training.shares import loading, share
+from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.calls.requests import barrier
+from ringreduce.training.data.shares import loading, share
 
 _executing_eagerly = tensorflow.executing_eagerly
 

@@ -18,8 +18,8 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.ops import control_flow_util
 
 from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError, UnsupportedBufferError
-from ringreduce.training.failures import described, original
-from ringreduce.training.names import ScopedName, counters
+from ringreduce.training.binding.error_text import described, original
+from ringreduce.training.binding.identity import ScopedName, counters
 
 Host = npt.NDArray[Any]
 #: Dtype and shape of a result.

@@ -12,10 +12,10 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import Host, entry, name_of, run, tensors_of
-from ringreduce.training import objects
-from ringreduce.training.host import HOST
-from ringreduce.training.parameters import broadcast_parameters
-from ringreduce.training.requests import RequestBuilder
+from ringreduce.training.binding.host import HOST
+from ringreduce.training.calls import objects
+from ringreduce.training.calls.parameters import broadcast_parameters
+from ringreduce.training.calls.requests import RequestBuilder
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
@@ -83,7 +83,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give every rank the root's object; see `ringreduce.training.objects.broadcast_object`. Collective.
+    """Give every rank the root's object; see `ringreduce.training.calls.objects.broadcast_object`. Collective.
 
     ``session`` has no meaning here, and is taken for Horovod's sake.
     """
@@ -101,7 +101,7 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Give every rank the objects of all; see `ringreduce.training.objects.allgather_object`. Collective."""
+    """Give every rank the objects of all; see `ringreduce.training.calls.objects.allgather_object`. Collective."""
     return objects.allgather_object(obj, name, process_set)
 
 

@@ -32,20 +32,20 @@ from ringreduce.tensorflow.calls import (
 )
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.slices import added_up, each_index_once, places_of
-from ringreduce.training.applying import Distribution, ListReduction, variables_of, with_methods
-from ringreduce.training.checks import CheckedModel
-from ringreduce.training.combinations import ADASUM, SAMPLES, SHARES, refusal
+from ringreduce.training.binding.framework import Advice
+from ringreduce.training.binding.host import ArraySpec, HostMemory
+from ringreduce.training.binding.identity import Identity, identity_of, name_in, numbers
+from ringreduce.training.calls.parameters import in_words
+from ringreduce.training.calls.requests import Adasum, Op, RequestBuilder
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
-from ringreduce.training.framework import Advice
-from ringreduce.training.host import ArraySpec, HostMemory
-from ringreduce.training.names import Identity, identity_of, name_in, numbers
-from ringreduce.training.optimizer import ListTraining
-from ringreduce.training.options import Options, averaging
-from ringreduce.training.parameters import in_words
-from ringreduce.training.requests import Adasum, Op, RequestBuilder
-from ringreduce.training.shares import is_by_speed
-from ringreduce.training.weights import Weights
+from ringreduce.training.data.shares import is_by_speed
+from ringreduce.training.gradients.checks import CheckedModel
+from ringreduce.training.gradients.weights import Weights
+from ringreduce.training.options.options import Options, averaging
+from ringreduce.training.options.refusals import ADASUM, SAMPLES, SHARES, refusal
+from ringreduce.training.strategies.applying import Distribution, ListReduction, variables_of, with_methods
+from ringreduce.training.strategies.optimizer import ListTraining
 
 _Gradients = list[Any]
 

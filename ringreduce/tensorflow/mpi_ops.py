@@ -29,7 +29,7 @@ from ringreduce import runtime
 from ringreduce.common.errors import CollectiveError as HorovodInternalError
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM
-from ringreduce.runtime.names import (
+from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
     cross_rank,
@@ -53,8 +53,9 @@ from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.functions import broadcast_ as broadcast_  # which Horovod has here, too
 from ringreduce.tensorflow.numbers import asked, local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from ringreduce.tensorflow.slices import added_up, places_of, times
-from ringreduce.training import requests
-from ringreduce.training.built import (
+from ringreduce.training.binding.host import HostArrays
+from ringreduce.training.calls import requests
+from ringreduce.training.calls.built import (
     ccl_built,
     ddl_built,
     gloo_built,
@@ -65,11 +66,10 @@ from ringreduce.training.built import (
     nccl_built,
     rocm_built,
 )
+from ringreduce.training.calls.differentiable import Differentiable
+from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.calls.requests import Op, Request, RequestBuilder, barrier, chosen_op
 from ringreduce.training.compression.tensors import wire_of
-from ringreduce.training.differentiable import Differentiable
-from ringreduce.training.host import HostArrays
-from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.requests import Op, Request, RequestBuilder, barrier, chosen_op
 
 __all__ = [
     "Adasum",
@@ -424,8 +424,12 @@ def grouped_reducescatter(
 
 @entry
 def join() -> Any:
-    """Say that this rank has no more data, and wait until all ranks have; see `ringreduce.training.requests.join`."""
-    return run(lambda _: [np.array(requests.join(), np.int32)], [], lambda: [(tf.int32, [])])[0]
+    """Say that this rank has no more data, and wait until all ranks have; see
+    `ringreduce.training.calls.requests.join`.
+    """
+    return run(lambda
+    _: [np.array(requests.join(), np.int32)], [],
+    lambda: [(tf.int32, [])])[0]
 
 
 def cuda_built() -> bool:

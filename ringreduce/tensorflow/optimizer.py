@@ -16,8 +16,8 @@ from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from ringreduce.tensorflow.gradients import GradientReduction
 from ringreduce.tensorflow.mpi_ops import grouped_allreduce
-from ringreduce.training.applying import Distribution, distribute, with_methods
-from ringreduce.training.requests import Adasum, Op
+from ringreduce.training.calls.requests import Adasum, Op
+from ringreduce.training.strategies.applying import Distribution, distribute, with_methods
 
 
 @entry

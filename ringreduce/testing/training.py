@@ -16,8 +16,8 @@ import numpy.typing as npt
 from ringreduce import runtime
 from ringreduce.common.errors import MismatchError
 from ringreduce.testing.toy import RATE
+from ringreduce.training.calls.requests import join
 from ringreduce.training.compression.powersgd import PowerSGD
-from ringreduce.training.requests import join
 
 _Floats = npt.NDArray[Any]
 _Pass = tuple[_Floats, _Floats, bool]  # of a backward pass: the batch, and whether ``extra`` is used

@@ -25,7 +25,7 @@ from ringreduce import runtime
 from ringreduce.algorithms import Collective
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import set_conventions
-from ringreduce.runtime.names import (
+from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
     cross_rank,
@@ -89,11 +89,11 @@ from ringreduce.torch.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from ringreduce.torch.sharded import ShardedStep, Stepper
+from ringreduce.torch.sharded.stepper import ShardedStep, Stepper
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
-from ringreduce.training.averages import weighted_average
-from ringreduce.training.built import (
+from ringreduce.training.calls.averages import weighted_average
+from ringreduce.training.calls.built import (
     ccl_built,
     ddl_built,
     gloo_built,
@@ -104,10 +104,10 @@ from ringreduce.training.built import (
     nccl_built,
     rocm_built,
 )
-from ringreduce.training.objects import allgather_object, broadcast_object
-from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.requests import Handle, barrier, join, poll, synchronize
-from ringreduce.training.shares import loading, share
+from ringreduce.training.calls.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.calls.requests import Handle, barrier, join, poll, synchronize
+from ringreduce.training.data.shares import loading, share
 
 __all__ = [
     "Adasum",

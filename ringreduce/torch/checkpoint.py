@@ -17,7 +17,7 @@ from ringreduce.common.files import replace_file
 from ringreduce.runtime import rank_and_size
 from ringreduce.torch.elastic.generators import Generators
 from ringreduce.torch.functions import allgather_object, broadcast_object
-from ringreduce.training.epochs import EpochDivision
+from ringreduce.training.data.epochs import EpochDivision
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import count as count_progress
 from ringreduce.runtime import rank_and_size
-from ringreduce.training.shares import Batches, Ends
+from ringreduce.training.data.shares import Batches, Ends
 
 
 class DistributedSampler(Sampler[Any]):

@@ -9,12 +9,12 @@ import torch
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch.arrays import TENSORS
-from ringreduce.torch.sharded import Stepper
+from ringreduce.torch.sharded.stepper import Stepper
+from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.torch.wrapping import parameters_of
-from ringreduce.training import parameters
-from ringreduce.training.objects import allgather_object, broadcast_object
-from ringreduce.training.requests import RequestBuilder
+from ringreduce.training.calls import parameters
+from ringreduce.training.calls.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.requests import RequestBuilder
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 

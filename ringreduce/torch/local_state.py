@@ -26,11 +26,11 @@ from ringreduce.common.errors import MismatchError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.engine import CollectiveOp, InPlaceAllreduce
 from ringreduce.torch import wrapping
-from ringreduce.torch.node_state import is_whole
+from ringreduce.torch.sharded.node_state import is_whole
+from ringreduce.training.binding.framework import Named
+from ringreduce.training.calls.objects import gather
 from ringreduce.training.compression import State
-from ringreduce.training.framework import Named
-from ringreduce.training.local import Average
-from ringreduce.training.objects import gather
+from ringreduce.training.strategies.local import Average
 
 _Flat = npt.NDArray[Any]
 _LAYOUT = "layout"  # a key of states
@@ -58,7 +58,7 @@ class _Entry(NamedTuple):
 
 
 class OptimizerState:
-    """Entries of an optimizer's state as one flat array; see `ringreduce.training.local.Leaves`.
+    """Entries of an optimizer's state as one flat array; see `ringreduce.training.strategies.local.Leaves`.
 
     Args:
         optimizer: whose.

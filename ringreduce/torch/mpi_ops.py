@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ringreduce.common.errors import CollectiveError as HorovodInternalError
-from ringreduce.runtime.names import (
+from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
     cross_rank,
@@ -57,7 +57,7 @@ from ringreduce.torch.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from ringreduce.training.built import (
+from ringreduce.training.calls.built import (
     ccl_built,
     ddl_built,
     gloo_built,
@@ -68,8 +68,8 @@ from ringreduce.training.built import (
     nccl_built,
     rocm_built,
 )
-from ringreduce.training.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.requests import Handle, barrier, join, poll, synchronize
+from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
+from ringreduce.training.calls.requests import Handle, barrier, join, poll, synchronize
 
 __all__ = [
     "Adasum",

@@ -45,8 +45,8 @@ from torch import Tensor
 
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch.arrays import differentiable, preparing
-from ringreduce.training.requests import Handle, Request
+from ringreduce.torch.tensors.arrays import differentiable, preparing
+from ringreduce.training.calls.requests import Handle, Request
 
 __all__ = [
     "allgather",

@@ -17,19 +17,19 @@ from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapper, wrapping
-from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
-from ringreduce.torch.gradients import TorchParameters
 from ringreduce.torch.reduced import Reduced, State, scaler_of, warn_of_own_step, warn_of_second_reduction
-from ringreduce.torch.saved import add_training, take_training
-from ringreduce.torch.shardable import is_elementwise, require_shardable
-from ringreduce.torch.sharded import Stepper
-from ringreduce.torch.streams import TorchStreams
-from ringreduce.training.combinations import CLOSURE, SCALER, SKIPPING
-from ringreduce.training.optimizer import Training
-from ringreduce.training.options import Options, checked_names
-from ringreduce.training.parameters import hyperparameters
-from ringreduce.training.requests import Adasum, require_process_set
+from ringreduce.torch.sharded.saved import add_training, take_training
+from ringreduce.torch.sharded.shardable import is_elementwise, require_shardable
+from ringreduce.torch.sharded.stepper import Stepper
+from ringreduce.torch.tensors.arrays import TENSORS
+from ringreduce.torch.tensors.gradients import TorchParameters
+from ringreduce.torch.tensors.streams import TorchStreams
+from ringreduce.training.calls.parameters import hyperparameters
+from ringreduce.training.calls.requests import Adasum, require_process_set
+from ringreduce.training.options.options import Options, checked_names
+from ringreduce.training.options.refusals import CLOSURE, SCALER, SKIPPING
+from ringreduce.training.strategies.optimizer import Training
 
 _KIND = "DistributedOptimizer"
 
@@ -97,9 +97,9 @@ class DistributedOptimizer(wrapper.Wrapper):
         skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it;
             False: give it zeros, which weight decay and momentum act on. None: True, and under Horovod's conventions
             False.
-        overlap: reduce buckets during the backward pass; see `ringreduce.training.overlap`. Not with ``powersgd``,
-            ``topk`` or ``gradient_predivide_factor``. None: with parameters on a GPU, yes; on one node, no; between
-            nodes both are tried in turn, six times six steps, and the quicker one stays.
+        overlap: reduce buckets during the backward pass; see `ringreduce.training.strategies.overlapped`. Not with
+            ``powersgd``, ``topk`` or ``gradient_predivide_factor``. None: with parameters on a GPU, yes; on one node,
+            no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
         shard: ``"node"``: a node has parameters and state once; ``"all"``: it has parameters once, and all ranks have
             state once; see docs/recipes/sharding.md.

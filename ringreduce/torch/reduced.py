@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ringreduce.torch.own_methods import Arrivals
-from ringreduce.training.combinations import SCALER, SKIPPING
+from ringreduce.training.options.refusals import SCALER, SKIPPING
 
 #: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients; private to torch.
 _UNSCALING = "_unscale_grads_"

@@ -17,9 +17,9 @@ from ringreduce.engine import Reduction
 from ringreduce.engine.decisions import OperationSignature
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch.arrays import TENSORS, differentiable, preparing, sparse_entries, sum_entries
 from ringreduce.torch.compression import Compression, Compressor, wire_of
-from ringreduce.training.requests import Handle, Op, Request, chosen_op, in_words
+from ringreduce.torch.tensors.arrays import TENSORS, differentiable, preparing, sparse_entries, sum_entries
+from ringreduce.training.calls.requests import Handle, Op, Request, chosen_op, in_words
 
 __all__ = [
     "allreduce",

@@ -14,8 +14,8 @@ from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set, is_initialized
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.reductions import allreduce
-from ringreduce.training.moments import gather_moments, require_variance
-from ringreduce.training.requests import RequestBuilder, require_process_set
+from ringreduce.training.calls.moments import gather_moments, require_variance
+from ringreduce.training.calls.requests import RequestBuilder, require_process_set
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -24,8 +24,8 @@ class SyncBatchNorm(_BatchNorm):
     While training, every forward pass and every backward pass is a collective: all ranks of the set call them, in the
     same order; a batch requires gradients on all of them or on none. There are no second derivatives. The batches may
     have different numbers of rows, and none at all; each element counts the same. Moments are taken in float32 (in
-    float64 for float64 inputs) and merged by `ringreduce.training.moments`. In evaluation, with running statistics,
-    nothing is communicated. A process that has nobody to talk to does what `torch.nn.BatchNorm1d` to 3d do.
+    float64 for float64 inputs) and merged by `ringreduce.training.calls.moments`. In evaluation, with running
+    statistics, nothing is communicated. A process that has nobody to talk to does what `torch.nn.BatchNorm1d` to 3d do.
 
     Parameters, buffers and state dict are those of `torch.nn.BatchNorm1d` to 3d. Gradients of weight and bias are this
     rank's own, to be averaged like all others by `DistributedOptimizer`. A deep copy belongs to the same process set;

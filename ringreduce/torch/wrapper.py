@@ -12,7 +12,7 @@ import torch
 
 from ringreduce.torch.own_methods import ADVICE, Arrivals, guarded
 from ringreduce.torch.wrapping import is_optimizer, parameters_of
-from ringreduce.training.framework import Named
+from ringreduce.training.binding.framework import Named
 
 
 def _of_wrapped(name: str) -> Any:

@@ -12,11 +12,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.training.combinations import ADASUM, SHARES, refusal
-from ringreduce.training.framework import Named
-from ringreduce.training.optimizer import Training
-from ringreduce.training.shares import is_by_speed
-from ringreduce.training.staleness import LateAverages
+from ringreduce.training.binding.framework import Named
+from ringreduce.training.data.shares import is_by_speed
+from ringreduce.training.options.refusals import ADASUM, SHARES, refusal
+from ringreduce.training.strategies.late import LateAverages
+from ringreduce.training.strategies.optimizer import Training
 
 #: The ids of wrapped optimizers that make a step for their wrapper.
 STEPPING: set[int] = set()

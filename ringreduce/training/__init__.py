@@ -1,1 +1,1 @@
-"""Data-parallel training for any framework; `ringreduce.training.framework` says how to bind one."""
+"""Data-parallel training for any framework; `ringreduce.training.binding.framework` says how to bind one."""

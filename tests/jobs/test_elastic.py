@@ -267,7 +267,7 @@ def test_ddp_goes_on_without_ranks() -> None:
 SHARDED = (
     PROBLEM
     + """
-from ringreduce.training.sharding import Sharding
+from ringreduce.training.strategies.parts import Sharding
 
 shard, make, moment = sys.argv[1], getattr(torch.optim, sys.argv[2]), sys.argv[3]
 hvd.init()

@@ -16,7 +16,7 @@ import numpy as np
 import ringreduce as rr
 from ringreduce.elastic import run
 from ringreduce.elastic.handlers import HandlingState
-from ringreduce.training.epochs import EpochDivision
+from ringreduce.training.data.epochs import EpochDivision
 
 ROWS, BATCH, EPOCHS, STEP, COMMITS = 60, 2, 3, 6, 200_000
 folder, event, size = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -11,8 +11,8 @@ import pytest
 
 from ringreduce.testing.toy import RATE, Toy
 from ringreduce.testing.training import CHECKS, Trainee
-from ringreduce.training.host import ArraySpec
-from ringreduce.training.optimizer import ListTraining
+from ringreduce.training.binding.host import ArraySpec
+from ringreduce.training.strategies.optimizer import ListTraining
 
 
 class Torch:

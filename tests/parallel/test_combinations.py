@@ -13,7 +13,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.common.instruments import Pace
-from ringreduce.training import combinations as table
+from ringreduce.training.options import refusals as table
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402

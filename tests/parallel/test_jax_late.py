@@ -19,7 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 import ringreduce as rr  # noqa: E402
 import ringreduce.jax as rj  # noqa: E402
 from ringreduce.jax.calls import LISTS  # noqa: E402
-from ringreduce.training.shares import Batches  # noqa: E402
+from ringreduce.training.data.shares import Batches  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SEVERAL = pytest.mark.sizes(2, 3, 4)

@@ -17,7 +17,7 @@ optax = pytest.importorskip("optax")
 import jax.numpy as jnp  # noqa: E402
 
 import ringreduce.jax as rj  # noqa: E402
-from ringreduce.training.shares import Batches  # noqa: E402
+from ringreduce.training.data.shares import Batches  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 ETA = 0.05

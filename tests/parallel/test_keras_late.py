@@ -18,7 +18,7 @@ keras = pytest.importorskip("keras")
 import ringreduce as rr  # noqa: E402
 import ringreduce.keras as hvd  # noqa: E402
 from ringreduce.common.instruments import Pace  # noqa: E402
-from ringreduce.training.shares import Batches  # noqa: E402
+from ringreduce.training.data.shares import Batches  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 BACKEND = keras.backend.backend()

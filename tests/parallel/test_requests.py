@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.training.host import HostArrays
-from ringreduce.training.requests import Adasum, ReproducibleSum, RequestBuilder, poll, synchronize
+from ringreduce.training.binding.host import HostArrays
+from ringreduce.training.calls.requests import Adasum, ReproducibleSum, RequestBuilder, poll, synchronize
 
 Run = Callable[[Any], Any]
 

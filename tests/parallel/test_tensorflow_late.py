@@ -14,7 +14,7 @@ tf = pytest.importorskip("tensorflow")
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.tensorflow as hvd  # noqa: E402
-from ringreduce.training.shares import Batches  # noqa: E402
+from ringreduce.training.data.shares import Batches  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SEVERAL = pytest.mark.sizes(2, 3, 4)

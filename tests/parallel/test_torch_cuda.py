@@ -16,9 +16,9 @@ import ringreduce as rr
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
-from ringreduce.torch import streams  # noqa: E402
-from ringreduce.torch.arrays import TENSORS  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
+from ringreduce.torch.tensors import streams  # noqa: E402
+from ringreduce.torch.tensors.arrays import TENSORS  # noqa: E402
 
 Tensors = list[Any]
 

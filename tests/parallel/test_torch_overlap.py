@@ -15,8 +15,8 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
-from ringreduce.training.buckets import LARGE_NBYTES  # noqa: E402
-from ringreduce.training.stages import OverlapProbe  # noqa: E402
+from ringreduce.training.gradients.buckets import LARGE_NBYTES  # noqa: E402
+from ringreduce.training.strategies.stages import OverlapProbe  # noqa: E402
 
 STEPS = 6
 BUCKET_NBYTES = 256  # several buckets

@@ -10,9 +10,9 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.runtime.process import PROCESS
-from ringreduce.runtime.usage import Usage
+from ringreduce.runtime.reductions_made import Usage
 from ringreduce.testing.toy import Toy
-from ringreduce.training.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.objects import allgather_object, broadcast_object
 
 TORCH = {"ringreduce.torch"}
 ONES = np.ones(3, np.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.collectives.adasum import adasum
+from ringreduce.collectives.sums.adasum import adasum
 from ringreduce.testing import caught, run_ranks
 
 SIZES = range(1, 9)

@@ -112,14 +112,17 @@ BINDINGS = {"horovod", "jax", "keras", "tensorflow", "torch"}
 
 
 def test_a_class_name_stands_for_one_thing():
-    """Outside of bindings; an underscore makes no other name."""
+    """Outside of bindings; an underscore makes no other name. Nor do two files have one name there."""
+    files = defaultdict[str, list[str]](list)
     places = defaultdict[str, list[str]](list)
     for path, tree in TREES.items():
         if place_of(path) not in BINDINGS:
+            if path.name != "__init__.py":
+                files[path.name].append(str(path.relative_to(PACKAGE)))
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
                     places[node.name.strip("_")].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
-    assert {name: each for name, each in places.items() if len(each) > 1} == {}
+    assert {name: each for name, each in {**places, **files}.items() if len(each) > 1} == {}
 
 
 def test_every_folder_has_a_level():
@@ -226,6 +229,20 @@ def test_the_picture_of_folders_is_small():
     assert sum(map(len, below.values())) <= 120
     assert below.pop(ENTRY.stem) == {"common", "torch"}
     assert floors(below) <= 13
+
+
+def test_training_is_a_few_rooms():
+    """At most 9 folders and 25 arrows between them, and no circle; no module lies beside them."""
+    inside = "ringreduce.training."
+    below: dict[str, set[str]] = defaultdict(set)
+    for module, others in modules_imported().items():
+        if module.startswith(inside):
+            assert (PACKAGE.parent / Path(*module.split(".")[:3])).is_dir(), f"{module} is in no room"
+            here = module.split(".")[2]
+            below[here] |= {other.split(".")[2] for other in others if other.startswith(inside)} - {here}
+    assert len(below) <= 9
+    assert sum(map(len, below.values())) <= 25
+    assert floors(below) <= 4
 
 
 # ---- sizes ----

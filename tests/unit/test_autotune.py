@@ -14,7 +14,7 @@ import pytest
 from ringreduce.algorithms import Collective, names
 from ringreduce.bench.tune import Sample, distinct, fit
 from ringreduce.collectives import Work
-from ringreduce.collectives.tuning import Candidate, CostModel, Key, MeasuredSize, Table, format_seconds, work
+from ringreduce.collectives.choice.tuning import Candidate, CostModel, Key, MeasuredSize, Table, format_seconds, work
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 from ringreduce.transport.shared.board import MAILBOX_NBYTES

@@ -34,7 +34,7 @@ from documents import (
 import ringreduce as rr
 from ringreduce.cli import main as command_line
 from ringreduce.common import errors
-from ringreduce.training.combinations import FEATURES, REFUSED
+from ringreduce.training.options.refusals import FEATURES, REFUSED
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

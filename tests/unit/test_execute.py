@@ -10,7 +10,7 @@ import pytest
 from ringreduce.algorithms import Collective, schedule_for
 from ringreduce.algorithms.schedule import Schedule, Step, Transfer
 from ringreduce.buffers import DTYPES, kernels_for
-from ringreduce.collectives.execution import BlockMemory, BoundSchedule, Link
+from ringreduce.collectives.plans.bound import BlockMemory, BoundSchedule, Link
 from ringreduce.common.errors import CollectiveTimeoutError
 from ringreduce.common.partition import Partition, segments_of_buffer
 from ringreduce.common.reduce_ops import SUM, ReduceOp

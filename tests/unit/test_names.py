@@ -10,9 +10,9 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError
 from ringreduce.engine import Engine
 from ringreduce.testing import caught, run_engines, run_ranks
-from ringreduce.training.host import HOST
-from ringreduce.training.names import ScopedName, agree, agreed_names, counters, identity_of, name_in
-from ringreduce.training.parameters import require_same_arrays
+from ringreduce.training.binding.host import HOST
+from ringreduce.training.binding.identity import ScopedName, agree, agreed_names, counters, identity_of, name_in
+from ringreduce.training.calls.parameters import require_same_arrays
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ringreduce.training import stages
-from ringreduce.training.stages import OverlapProbe
+from ringreduce.training.strategies import stages
+from ringreduce.training.strategies.stages import OverlapProbe
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import pytest
 
 from ringreduce.common.instruments import EngineTally, Pace
 from ringreduce.engine import Engine
-from ringreduce.engine.pace import Pacemaker, Paces, ProcessUsage
+from ringreduce.engine.pacemaker import Pacemaker, Paces, ProcessUsage
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.pace import Lasting, find_slow
 from ringreduce.testing import run_engines
-from ringreduce.training.host import ArraySpec, HostMemory
-from ringreduce.training.options import Options
-from ringreduce.training.reducer import GradientReducer
-from ringreduce.training.shares import Shares
+from ringreduce.training.binding.host import ArraySpec, HostMemory
+from ringreduce.training.data.shares import Shares
+from ringreduce.training.options.options import Options
+from ringreduce.training.strategies.whole import GradientReducer
 
 
 class Machine:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringreduce as rr
-from ringreduce.collectives import reproducible
-from ringreduce.collectives.reproducible import ReproducibleAccumulator, reproducible_allreduce
+from ringreduce.collectives.sums import reproducible
+from ringreduce.collectives.sums.reproducible import ReproducibleAccumulator, reproducible_allreduce
 from ringreduce.testing import caught, expected, run_ranks, sample
 
 #: dtype -> significant bits, exponent of the least number above zero, exponent that is too large

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ringreduce.algorithms import ALGORITHMS, Collective
-from ringreduce.collectives import VENDOR, Choice, Problem, selection
+from ringreduce.collectives import VENDOR, Choice, Problem
+from ringreduce.collectives.choice import selection
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM

@@ -15,11 +15,11 @@ import ringreduce as rr
 from ringreduce.common.instruments import EngineTally, Pace
 from ringreduce.engine import Engine
 from ringreduce.testing import run_engines, run_ranks
+from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.compression.topk import TopK
-from ringreduce.training.host import ArraySpec, HostMemory
-from ringreduce.training.options import Options
-from ringreduce.training.reducer import GradientReducer
-from ringreduce.training.shares import Batches, Division, Shares, _paces_of, divided
+from ringreduce.training.data.shares import Batches, Division, Shares, _paces_of, divided
+from ringreduce.training.options.options import Options
+from ringreduce.training.strategies.whole import GradientReducer
 
 COUNTS = [0, 1, 5, 1009, 100_003]
 

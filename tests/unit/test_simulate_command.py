@@ -15,9 +15,9 @@ from ringreduce.algorithms import Collective, names
 from ringreduce.bench.simulation.clock import Links
 from ringreduce.bench.simulation.cluster import Cluster, Simulator, links_of, topology_of
 from ringreduce.bench.simulation.report import scaling, simulate
-from ringreduce.bench.simulation.training import SimulatedTraining, simulate_step
+from ringreduce.bench.simulation.step_times import SimulatedTraining, simulate_step
 from ringreduce.cli.simulate import command
-from ringreduce.collectives.tuning import CostModel
+from ringreduce.collectives.choice.tuning import CostModel
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 

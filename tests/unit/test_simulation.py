@@ -11,7 +11,7 @@ from ringreduce.algorithms import Algorithm, Collective, find, names
 from ringreduce.bench.simulation.clock import Links, ends_of
 from ringreduce.bench.simulation.rounds import Lines
 from ringreduce.bench.simulation.traffic import traffic_of
-from ringreduce.collectives.tuning import CostModel
+from ringreduce.collectives.choice.tuning import CostModel
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 

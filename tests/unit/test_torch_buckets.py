@@ -12,14 +12,14 @@ import pytest
 import ringreduce as rr
 from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
-from ringreduce.training.buckets import LARGE_NBYTES, Bucket
-from ringreduce.training.framework import Look
-from ringreduce.training.gradients import Gradients
-from ringreduce.training.options import Options
-from ringreduce.training.reducer import GradientReducer
+from ringreduce.training.binding.framework import Look
+from ringreduce.training.gradients.buckets import LARGE_NBYTES, Bucket
+from ringreduce.training.options.options import Options
+from ringreduce.training.strategies.watched import Gradients
+from ringreduce.training.strategies.whole import GradientReducer
 
 torch = pytest.importorskip("torch")
-from ringreduce.torch.gradients import TorchParameters  # noqa: E402
+from ringreduce.torch.tensors.gradients import TorchParameters  # noqa: E402
 
 
 def make_bucket(*parameters: Any) -> Bucket:

@@ -10,7 +10,7 @@ import pytest
 from gpu_doubles.torch_streams import TorchStreams
 
 torch = pytest.importorskip("torch")
-from ringreduce.torch import streams  # noqa: E402
+from ringreduce.torch.tensors import streams  # noqa: E402
 
 
 class World:

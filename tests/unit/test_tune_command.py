@@ -16,9 +16,9 @@ from ringreduce.bench.measure import Noise, NoiseFound, ProcessorTimes, usage
 from ringreduce.bench.tune import SIZES, calls_of, tune
 from ringreduce.cli import commands
 from ringreduce.collectives import Problem
+from ringreduce.collectives.choice.selection import choose
+from ringreduce.collectives.choice.tuning import CostModel, Key, Table
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.collectives.selection import choose
-from ringreduce.collectives.tuning import CostModel, Key, Table
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM

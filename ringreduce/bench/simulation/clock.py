@@ -2,11 +2,12 @@
 
 A message that is ready waits until the link out of its node is free, goes through that and the link into the other node
 at the same time, and arrives a latency later. The segments of a buffer go through the rounds in a few streams, as in
-`ringreduce.collectives.execution`, and share the links. While a stream waits, the processor works for another one, so
+`ringreduce.collectives.plans.bound`, and share the links. While a stream waits, the processor works for another one, so
 it has no clock: a stream is held up by its own work alone, but no rank ends before its processor has done all work.
 
-The terms are those of `ringreduce.collectives.tuning.CostModel`. Both say the same where one segment goes through nodes
-of one rank which send and receive one message at a time; otherwise the model is a sum of what can overlap here.
+The terms are those of `ringreduce.collectives.choice.tuning.CostModel`. Both say the same where one segment goes
+through nodes of one rank which send and receive one message at a time; otherwise the model is a sum of what can overlap
+here.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import numpy as np
 
 from ringreduce.bench.simulation.rounds import Floats, Numbers, Round
 from ringreduce.bench.simulation.traffic import Traffic
-from ringreduce.collectives.execution import STREAMS, segment_limit
-from ringreduce.collectives.tuning import CostModel
+from ringreduce.collectives.choice.tuning import CostModel
+from ringreduce.collectives.plans.bound import STREAMS, segment_limit
 from ringreduce.common.config import Config
 
 _SEGMENT_NBYTES = Config().segment_nbytes

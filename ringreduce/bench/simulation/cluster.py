@@ -18,8 +18,8 @@ from ringreduce.bench.simulation.traffic import Traffic, traffic_of
 from ringreduce.bench.tune import Sample, fit
 from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.call import Path, Problem, path_for
-from ringreduce.collectives.selection import choose
-from ringreduce.collectives.tuning import CostModel, format_seconds, is_ours
+from ringreduce.collectives.choice.selection import choose
+from ringreduce.collectives.choice.tuning import CostModel, format_seconds, is_ours
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM

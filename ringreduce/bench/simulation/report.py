@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.plots import curve_style, panels, size_axis
 from ringreduce.bench.simulation.cluster import Cluster, Simulator, describe
-from ringreduce.bench.simulation.training import SimulatedTraining, StepTimes, simulate_step
+from ringreduce.bench.simulation.step_times import SimulatedTraining, StepTimes, simulate_step
+from ringreduce.collectives.choice.tuning import format_seconds
 from ringreduce.collectives.compressed import CODED
-from ringreduce.collectives.tuning import format_seconds
 from ringreduce.common.topology import Topology
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
 
 from ringreduce.horovod.common.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
-from ringreduce.training import built
+from ringreduce.training.calls import built
 
 __all__ = [
     "EXTENSIONS",

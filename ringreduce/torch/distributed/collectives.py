@@ -18,8 +18,8 @@ from ringreduce.common.errors import ConfigError, TransportError, UnsupportedBuf
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import group_collectives
 from ringreduce.runtime.groups import Group
-from ringreduce.torch.arrays import TENSORS, sparse_entries, sum_entries
 from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, Timeout, end_span_with, limit_of, seconds
+from ringreduce.torch.tensors.arrays import TENSORS, sparse_entries, sum_entries
 from ringreduce.transport.point_to_point import PeerTransfer
 
 NAME = "ringreduce"

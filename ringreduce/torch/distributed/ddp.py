@@ -27,7 +27,7 @@ from ringreduce.runtime.groups import Group
 from ringreduce.torch.compression import Compression, Compressor
 from ringreduce.torch.distributed.collectives import group_of
 from ringreduce.torch.distributed.works import CollectiveWork
-from ringreduce.torch.gradients import shape_in_memory
+from ringreduce.torch.tensors.gradients import shape_in_memory
 from ringreduce.training.compression import BucketCompression, Reducer, has_reducers, reduces
 
 

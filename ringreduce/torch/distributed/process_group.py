@@ -30,7 +30,7 @@ from ringreduce.torch.distributed import collectives, works
 from ringreduce.torch.distributed.collectives import NAME, Collectives, open_groups
 from ringreduce.torch.distributed.works import seconds
 from ringreduce.torch.uncompiled import leave_uncompiled
-from ringreduce.training.objects import broadcast_object
+from ringreduce.training.calls.objects import broadcast_object
 
 if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object

@@ -18,7 +18,7 @@ from ringreduce.common.arguments import shown
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.serial import SerialTask
 from ringreduce.runtime.groups import Group
-from ringreduce.torch.arrays import TENSORS
+from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.transport.point_to_point import PeerTransfer
 
 _Tensors = Sequence[torch.Tensor]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ringreduce.training import generators
+from ringreduce.training.data import generators
 
 
 def seed(seed: int) -> None:

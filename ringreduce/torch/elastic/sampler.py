@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.utils.data import Sampler
 
-from ringreduce.training.epochs import EpochDivision
+from ringreduce.training.data.epochs import EpochDivision
 
 
 class ElasticSampler(EpochDivision, Sampler[int]):
-    """Divides the rest of an epoch among the present ranks; see `ringreduce.training.epochs.EpochDivision`."""
+    """Divides the rest of an epoch among the present ranks; see `ringreduce.training.data.epochs.EpochDivision`."""
 
     def shuffled(self, seed: int) -> list[int]:
         """Return all indices in the random order of a seed, the same on all ranks."""

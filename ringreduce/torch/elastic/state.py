@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
-from ringreduce.torch.commits import committed, copied, own, sharded_steps
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from ringreduce.torch.sharded.commits import committed, copied, own, sharded_steps
 from ringreduce.torch.wrapper import Wrapper
 from ringreduce.torch.wrapping import watch_steps
 

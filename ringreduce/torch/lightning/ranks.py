@@ -14,7 +14,7 @@ from ringreduce import runtime
 from ringreduce.common.errors import ConfigError
 from ringreduce.torch.functions import broadcast_parameters
 from ringreduce.torch.optimizer import DistributedOptimizer
-from ringreduce.training.objects import broadcast_object
+from ringreduce.training.calls.objects import broadcast_object
 
 BACKEND = "ringreduce"
 

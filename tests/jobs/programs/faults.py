@@ -23,8 +23,8 @@ from ringreduce import elastic
 from ringreduce.common import processes
 from ringreduce.elastic.handlers import HandlingState, StateHandler
 from ringreduce.testing.toy import Toy
-from ringreduce.training.epochs import EpochDivision
-from ringreduce.training.objects import broadcast_object
+from ringreduce.training.calls.objects import broadcast_object
+from ringreduce.training.data.epochs import EpochDivision
 
 ROWS, FEATURES, OUTPUTS, EPOCHS = 403, 60, 50, 2
 

@@ -14,7 +14,7 @@ from typing import Any
 from faults import Training
 
 import ringreduce as rr
-from ringreduce.training.objects import broadcast_object
+from ringreduce.training.calls.objects import broadcast_object
 
 
 class Soaked(Training):

@@ -12,7 +12,7 @@ import torch
 
 import ringreduce as rr
 import ringreduce.torch as hvd
-from ringreduce.training.local_options import cut
+from ringreduce.training.options.local_options import cut
 from trainings import episodes, exchanges
 from trainings.episodes import RANK, SIZE, Episode
 from trainings.exchanges import Exchanges, Weights

@@ -1,0 +1,1 @@
+"""How each collective is bound to memory and carried out."""

@@ -1,0 +1,307 @@
+"""Allreduces on one node: by mailboxes, by loads and stores in the memory of all ranks, or through staging areas.
+
+`OneShot` is for small arrays: they lie in mailboxes beside the flags of one barrier, and every rank reduces all.
+`TwoShot` works in the arrays of all ranks: those in the arena are touched directly, those in private memory are copied
+by the system. `StagedTwoShot` is for small private arrays, and for all where the system forbids such copies: pieces
+pass through areas of the board, copied in, reduced and copied out while they are in the cache, a barrier for each.
+
+`verify` proves the schedules of `one_shot` and `two_shot`, which say who reads what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ringreduce.buffers import Array, Call, Operand, unowned
+from ringreduce.collectives.call import Path, Task
+from ringreduce.collectives.context import LINE_NBYTES, Context, NodePlan
+from ringreduce.collectives.plan import BoundCall, Place
+from ringreduce.collectives.plans.bound import BlockMemory
+from ringreduce.common.partition import Partition
+from ringreduce.transport.shared.arena import NOWHERE
+from ringreduce.transport.shared.board import STAGE_NBYTES, Signature
+
+#: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
+_STAGED_NBYTES = 256 << 10
+#: A piece of a private buffer. Smaller ones would stay in L2, but a piece costs a barrier and some 10 us of Python;
+#: from 256 KiB to 4 MiB this was the quickest, at all sizes.
+_PIECE_NBYTES = STAGE_NBYTES
+
+
+def plan_allreduce(context: Context, task: Task, source: Operand, target: Operand) -> BoundCall:
+    """Find or make the plan of an allreduce on one node. It keeps neither source nor target alive."""
+    arena = context.arena
+    plans = context.plans
+    code = task.signature.code
+    count = source.view.size
+    if task.choice.path is Path.ONE_SHOT:
+        return plans.get(("one_shot", code), lambda: OneShot(context, task, count))
+
+    def staged() -> StagedTwoShot:
+        return plans.get(("staged", code), lambda: StagedTwoShot(context, task, count))
+
+    def is_private(operand: Operand) -> bool:
+        return arena.locate(operand.address, operand.nbytes) == NOWHERE
+
+    nbytes = target.nbytes
+    in_place = source.address == target.address
+    if nbytes <= _STAGED_NBYTES and is_private(target) and (in_place or is_private(source)):
+        return staged()
+
+    def make() -> BoundCall:
+        taken = arena.place(target.address, nbytes)
+        given = taken if in_place else arena.place(source.address, nbytes)
+        if NOWHERE in (given, taken):
+            return staged()
+        return TwoShot(context, task, source, target, (given, taken), staged)
+
+    return plans.get(("two_shot", code, source.address, target.address), make)
+
+
+class OneShot(BoundCall):
+    """The allreduce of so many elements, in memory of any kind: every rank reduces all mailboxes, in rank order."""
+
+    def __init__(self, context: Context, task: Task, count: int) -> None:
+        board = self._board = context.board
+        self._instruments = context.instruments
+        self._entry = task.signature
+        mailboxes = [board.mailboxes(parity, task.dtype.storage, (count,)) for parity in (0, 1)]
+        kernels = context.kernels(task.dtype, task.op, task.kind.weights)
+        self._mine = [each[board.index] for each in mailboxes]
+        self._reduce = [kernels.combine(each) for each in mailboxes]
+
+    def run(self, source: Operand, place: Place) -> None:
+        board = self._board
+        parity = board.number + 1 & 1
+        self._mine[parity][...] = source.view
+        board.enter(self._entry)
+        observed = self._instruments.observers
+        if observed:
+            self._instruments.step("copy in, rendezvous")
+        self._reduce[parity](place(()).view)
+        if observed:
+            self._instruments.step("reduce")
+
+
+class _Piece(NamedTuple):
+    """A piece of the array, cut into a slice for each rank.
+
+    Attributes:
+        mine: the slice that this rank reduces.
+        terms: what the ranks have staged of it, in rank order; this rank's is not used.
+        result: where its result goes, for the others to fetch.
+        given: (slice, this rank's stage) of what others reduce.
+        taken: (slice, its owner's result) of the same.
+    """
+
+    mine: slice
+    terms: list[Array]
+    result: Array
+    given: list[tuple[slice, Array]]
+    taken: list[tuple[slice, Array]]
+
+
+class StagedTwoShot(BoundCall):
+    """The allreduce of so many elements in any private memory, through the staging areas of the board."""
+
+    def __init__(self, context: Context, task: Task, count: int) -> None:
+        board = self._board = context.board
+        self._context = context
+        self._instruments = context.instruments
+        self._signature = task.signature
+        self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
+        self._where = -1, -1
+        self._staged: _Staged | None = None
+        self._pieces = []
+        dtype = task.dtype.storage
+        me = board.index
+        areas = board.stages(dtype)
+        length = _PIECE_NBYTES // dtype.itemsize
+        for number, start in enumerate(range(0, count, length)):
+            incoming = areas[number % 2]
+            results = areas[2 + number % 2]
+            places = Partition.even(min(length, count - start), len(incoming), align=16).segment
+            own = places[me]
+            piece = _Piece(slice(start + own.start, start + own.stop), [], results[me][own], [], [])
+            for rank, place in enumerate(places):
+                piece.terms.append(incoming[rank][own])
+                if rank != me and place.start < place.stop:
+                    part = slice(start + place.start, start + place.stop)
+                    piece.given.append((part, incoming[me][place]))
+                    piece.taken.append((part, results[rank][place]))
+            self._pieces.append(piece)
+
+    def run(self, source: Operand, place: Place) -> None:
+        target = place(())
+        staged = self._staged
+        where = source.address, target.address
+        if staged is None or where != self._where:
+            into = unowned(target.view, target.address)
+            given = into if source.address == target.address else unowned(source.view, source.address)
+            staged = self._staged = self.bind(given, into)
+            self._where = where
+        staged.copy_in()  # before the rendezvous: if all ranks do so, no further barrier is needed
+        for other in self._board.enter(self._signature):
+            if other != NOWHERE:  # that rank stages its input only after the rendezvous
+                self._board.barrier(self._signature.text)
+                break
+        if self._instruments.observers:
+            self._instruments.step("rendezvous")
+        staged.run()
+
+    def bind(self, source: Array, target: Array) -> _Staged:
+        """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
+        me = self._board.index
+        stages: list[list[Call]] = []
+        rounds: list[tuple[list[Call], list[Call]]] = []
+        for piece in self._pieces:
+            stages.append([partial(np.copyto, stage, source[part]) for part, stage in piece.given])
+            reduces: list[Call] = []
+            if piece.result.size:
+                terms = piece.terms.copy()
+                terms[me] = source[piece.mine]
+                reduces = [partial(self._kernels.combine(terms), piece.result)]
+                reduces.append(partial(np.copyto, target[piece.mine], piece.result))
+            rounds.append((reduces, [partial(np.copyto, target[part], result) for part, result in piece.taken]))
+        return _Staged(self._context, self._signature.text, stages, rounds)
+
+    def close(self) -> None:
+        self._staged = None
+
+
+class _Staged:
+    """The two-shot through staging areas, bound to the arrays of this rank.
+
+    In turn k every rank reduces its slice of piece k from all staging areas, and copies what the others own of piece
+    k + 1 into its own; then, after the barrier, it copies the others' results for piece k out. Two areas for each
+    direction are enough: nobody is more than one barrier ahead.
+
+    Args:
+        context: the ranks.
+        text: of the signature.
+        stages: by piece, what copies in what the other ranks own.
+        rounds: by piece, what reduces this rank's slice, and what fetches the others'.
+    """
+
+    def __init__(
+        self, context: Context, text: str, stages: list[list[Call]], rounds: list[tuple[list[Call], list[Call]]]
+    ) -> None:
+        self._board = context.board
+        self._instruments = context.instruments
+        self._text = text
+        self._rounds = rounds
+        self._first = stages[0] if stages else []
+        self._later = [*stages[1:], []]
+
+    def copy_in(self) -> None:
+        """Stage what the other ranks own of the first piece; may be called before the rendezvous."""
+        for call in self._first:
+            call()
+
+    def run(self) -> None:
+        """Reduce, once every rank has staged its first piece."""
+        observed = self._instruments.observers
+        for number, (reduces, fetches) in enumerate(self._rounds):
+            for call in reduces:
+                call()
+            for call in self._later[number]:
+                call()
+            if observed:
+                self._instruments.step(f"reduce piece {number + 1}, stage the next")
+            self._board.barrier(self._text)
+            if observed:
+                self._instruments.step("barrier")
+            for call in fetches:
+                call()
+            if observed:
+                self._instruments.step(f"fetch piece {number + 1}")
+
+
+class TwoShot(NodePlan):
+    """The allreduce of one array into one result, both flat.
+
+    Each rank stores its block to all results. Where some rank publishes `NOWHERE`, as its array or its result is
+    private and small or cannot be copied by others, all go through staging areas.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        task: Task,
+        source: Operand,
+        target: Operand,
+        places: tuple[int, int],
+        staged: Callable[[], StagedTwoShot],
+    ) -> None:
+        super().__init__(context, task, source)
+        self._find_staged = staged
+        self._target = self._source if target.address == source.address else unowned(target.view, target.address)
+        self._entry = Signature(self._text, task.signature.code, *places)
+        self._others: list[int] = []  # in the last call
+        self._last: list[Call] | _Staged = []  # bound for these
+
+    def run(self, source: Operand, place: Place) -> None:
+        board = self._board
+        observed = self._instruments.observers
+        others = board.enter(self._entry)
+        if others != self._others:
+            self._last = self._bind((*others,))
+            self._others = others
+        if observed:
+            self._instruments.step("rendezvous")
+        if isinstance(self._last, _Staged):
+            self._last.copy_in()
+            board.barrier(self._text)
+            self._last.run()
+            return
+        for call in self._last:
+            call()
+        if observed:
+            self._instruments.step("load and store")
+        board.barrier(self._text)
+        if observed:
+            self._instruments.step("barrier")
+
+    def _bind(self, others: tuple[int, ...]) -> list[Call] | _Staged:
+        """Return what to do for arrays of the other ranks at these places."""
+        found: list[Call] | _Staged | None = self._bound.get(others)
+        if found is None:
+            staged = NOWHERE in others
+            found = self._find_staged().bind(self._source, self._target) if staged else self._bind_memory(others)
+            self._keep(others, found)
+        return found
+
+    def _bind_memory(self, others: tuple[int, ...]) -> list[Call]:
+        context = self._context
+        source = self._source
+        target = self._target
+        board = self._board
+        sources, targets = (
+            {
+                peer: context.arena.at(
+                    *(peer, others[2 * number + index], target.dtype, target.size),
+                    partial(board.require_present, number, self._text),
+                )
+                for number, peer in enumerate(board.peers)
+            }
+            for index in (0, 1)
+        )
+        in_place = self._entry.source == self._entry.target and others[::2] == others[1::2]
+        memory = BlockMemory(
+            source,
+            sources,
+            result=None if source is target else target,
+            peer_results=None if in_place else targets,
+            copies=context.scratch.copies,
+        )
+        segment = Partition.even(target.size, context.topology.size, LINE_NBYTES // target.itemsize).segment
+        # On one node the hierarchical algorithms are the two-shot, too.
+        return context.bind_on_node(self._task, "two_shot", segment, memory)
+
+    def close(self) -> None:
+        super().close()
+        self._others = []

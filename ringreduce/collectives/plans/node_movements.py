@@ -1,0 +1,368 @@
+"""Collectives on one node, but for allreduces: every rank loads what it needs from the inputs of the others.
+
+Reductions to a root that are large are shared out: every rank reduces a block, and stores it in the root's result.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.algorithms import Collective
+from ringreduce.buffers import Array, Call, Operand, address_of, unowned
+from ringreduce.collectives.call import Task
+from ringreduce.collectives.context import BINDINGS, LINE_NBYTES, Context, NodePlan
+from ringreduce.collectives.plan import BoundCall, Place
+from ringreduce.collectives.plans.bound import BlockMemory
+from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
+from ringreduce.common.partition import Partition, Segment
+from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, Signature
+from ringreduce.transport.shared.private import PrivateMemory
+
+#: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An
+#: input in private memory is copied in any case, by the system at a price for each page: it is mailed if it fits.
+_MAILED_NBYTES = 16 << 10
+
+
+def plan_loads(
+    context: Context, task: Task, source: Operand, target: Operand | None, numbers: tuple[int, ...]
+) -> BoundCall:
+    """Find or make the plan of a collective on one node. It keeps neither source nor target alive."""
+    key = "loads", task.signature.code, source.address, source.view.size, numbers
+    # On one node the hierarchical algorithms are the two-shot, too.
+    if task.kind.collective is Collective.REDUCE and task.choice.algorithm != "load":
+        to = -1 if target is None else target.address
+        return context.plans.get((*key, to), lambda: _ToRoot(context, task, source, target))
+    return context.plans.get(key, lambda: _Loads(context, task, source, numbers))
+
+
+class _ToRoot(NodePlan):
+    """The reduction of one array to a root.
+
+    Each rank reduces its block into the root's result. Where that is private, the rank reduces into scratch and copies
+    from there, piece by piece. Arrays that no other rank can copy go through the arena.
+    """
+
+    def __init__(self, context: Context, task: Task, source: Operand, target: Operand | None) -> None:
+        super().__init__(context, task, source)
+        arena = context.arena
+        signature = task.signature
+        self._target = None if target is None else unowned(target.view, target.address)
+        where = NOWHERE if target is None else arena.place(target.address, target.nbytes)
+        self._entry = Signature(signature.text, signature.code, arena.place(source.address, source.nbytes), where)
+
+    def run(self, source: Operand, place: Place) -> None:
+        mine = self._entry
+        room = self._target
+        blocks: list[Block] = []
+        if mine.source == NOWHERE:
+            block, copy = self._block()
+            np.copyto(copy, self._source)
+            blocks = [block]
+            mine = mine._replace(source=block.place)
+        if room is not None and mine.target == NOWHERE:
+            block, room = self._block()
+            blocks = [*blocks, block]
+            mine = mine._replace(target=block.place)
+        self._carry_out(mine, room)
+        if self._target is not None and room is not None and room is not self._target:
+            np.copyto(self._target, room)
+        for block in blocks:  # after a failure they stay: a rank that is late may still store there
+            self._context.arena.release(block)
+
+    def _carry_out(self, mine: Signature, result: Array | None) -> None:
+        board = self._board
+        observed = self._instruments.observers
+        others = board.enter(mine)
+        if observed:
+            self._instruments.step("rendezvous")
+        key = (mine.source, mine.target, *others)
+        calls = self._bound.get(key)
+        if calls is None:
+            calls = self._keep(key, self._bind(others, result))
+        for call in calls:
+            call()
+        if observed:
+            self._instruments.step("load and store")
+        board.barrier(self._text)
+        if observed:
+            self._instruments.step("barrier")
+
+    def _bind(self, others: list[int], result: Array | None) -> list[Call]:
+        context = self._context
+        source = self._source
+        root = self._task.kind.root
+        peers = self._board.peers
+        blocks = Partition.even(source.size, context.topology.size, LINE_NBYTES // source.itemsize).segment
+        into = blocks
+        stored = None
+        if result is None:
+            number = peers.index(root)
+            present = partial(self._board.require_present, number, self._text)
+            there = context.arena.at(root, others[2 * number + 1], source.dtype, source.size, present)
+            stored = {root: there}
+            if isinstance(there, PrivateMemory):
+                own = blocks[context.rank]
+                into = tuple(slice(0, own.stop - own.start if each is own else 0) for each in blocks)
+                result = context.scratch.block(source.dtype, own.stop - own.start)
+            else:
+                result = there
+        places = zip(peers, others[::2], strict=True)
+        memory = BlockMemory(
+            source,
+            {peer: context.arena.at(peer, place, source.dtype, source.size) for peer, place in places},
+            result=result,
+            result_segments=[into],
+            peer_results=stored,
+            copies=context.scratch.copies,
+        )
+        return context.bind_on_node(self._task, "two_shot", blocks, memory)
+
+
+class _Layout(NamedTuple):
+    """Where blocks are, once each rank knows how much the others give.
+
+    Attributes:
+        received: the rows that come from each rank; of a scatter, what `agreed_part` returns.
+        own: what this rank copies from its input to its result: slices of both; None: nothing.
+        mine: where blocks are in this rank's input, if they are reduced.
+        result: where they are in its result.
+        peers: by rank, (elements, blocks) of each input that this rank loads from.
+    """
+
+    received: list[int]
+    own: tuple[slice, slice] | None
+    mine: Segment
+    result: Segment
+    peers: Mapping[int, tuple[int, Segment]]
+
+
+class _BoundLoads(NamedTuple):
+    """What a rank does after the rendezvous.
+
+    Attributes:
+        calls: what it does first.
+        some_wait: whether a barrier follows: some rank must wait until the others have read its input where it is.
+        after: what it does at the end.
+    """
+
+    calls: list[Call]
+    some_wait: bool
+    after: list[Call]
+
+
+class _Loads(NodePlan):
+    """A collective for one array of this rank, and any result.
+
+    Small inputs are in mailboxes; if all are, no rank has to wait until the others have read them.
+
+    Args:
+        context: the ranks.
+        task: what to do.
+        source: this rank's input; it is not kept.
+        numbers: what this rank sends the others when the call begins; empty: all ranks know all.
+    """
+
+    def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
+        super().__init__(context, task, source)
+        self._numbers = numbers
+        self._mine = array("q", numbers)
+        self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the numbers of the others
+        self._box: list[Array] = []
+        place = MAILED
+        if _is_read(task, context.rank):
+            place = context.arena.place(source.address, source.nbytes)
+            if source.nbytes <= (_MAILED_NBYTES if place >= 0 else MAILBOX_NBYTES):
+                place = MAILED
+                boxes = [self._board.mailboxes(parity, self._source.dtype, self._source.shape) for parity in (0, 1)]
+                self._box = [each[self._board.index] for each in boxes]
+        self._entry = Signature(self._text, task.signature.code, place)
+
+    def run(self, source: Operand, place: Place) -> None:
+        mine = self._entry
+        block = None
+        if self._box:
+            self._box[self._board.number + 1 & 1][...] = self._source
+        elif mine.source == NOWHERE:
+            block, copy = self._block()
+            np.copyto(copy, self._source)
+            mine = mine._replace(source=block.place)
+        try:
+            self._carry_out(place, mine)
+        finally:
+            if block is not None:
+                self._context.arena.release(block)
+
+    def _carry_out(self, place: Place, mine: Signature) -> None:
+        board = self._board
+        instruments = self._instruments
+        numbers = self._mine
+        if numbers:
+            board.publish(numbers)
+        others = board.enter(mine)
+        theirs = (*board.published(len(numbers)),) if numbers else ()
+        layout = self._layouts.get(theirs)
+        if layout is None:
+            layout = self._lay_out(theirs)
+        if instruments.observers:
+            instruments.step("rendezvous")
+        target = place(layout.received)
+        key = (target.address, board.number & 1, *others, *theirs)
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._keep(key, self._bind(layout, others, target, mine.source))
+        for call in bound.calls:
+            call()
+        if instruments.observers:
+            instruments.step("load")
+        if bound.some_wait:  # this rank waits only if others read its input where it is
+            board.barrier(self._text, wait=mine.source != MAILED)
+            if instruments.observers:
+                instruments.step("barrier")
+        for call in bound.after:
+            call()
+
+    def close(self) -> None:
+        super().close()
+        self._layouts.clear()
+
+    def _lay_out(self, theirs: tuple[int, ...]) -> _Layout:
+        """Return where blocks are, given the numbers of the others; remember it."""
+        count = len(self._numbers)
+        rank = self._context.rank
+        everyone = [theirs[number * count :][:count] for number in range(len(self._board.peers))]
+        everyone.insert(rank, self._numbers)
+        if len(self._layouts) >= BINDINGS:
+            self._layouts.clear()
+        lay_out = _LAYOUTS[self._task.kind.collective]
+        layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)
+        return layout
+
+    def _bind(self, layout: _Layout, others: list[int], target: Operand, published: int) -> _BoundLoads:
+        """Bind what loads into a target."""
+        context = self._context
+        board = self._board
+        source = self._source
+        result = unowned(target.view, target.address)
+        own = layout.own
+        after = list[Call]()
+        in_its_place = own is not None and address_of(source[own[0]]) == address_of(result[own[1]])
+        if own is not None and published != MAILED and not in_its_place and np.may_share_memory(source, result):
+            # The others still read what this rank would overwrite.
+            final = result
+            result = np.empty_like(result)
+            after.append(partial(np.copyto, final, result))
+        calls: list[Call] = []
+        if own is not None and not in_its_place and source[own[0]].size:
+            calls.append(partial(np.copyto, result[own[1]], source[own[0]]))
+        peers: dict[int, Any] = {}
+        present: list[Call] = []
+        for number, peer in enumerate(board.peers):
+            if peer in layout.peers:
+                size = layout.peers[peer][0]
+                place = others[2 * number]
+                if place == MAILED:
+                    boxes = board.mailboxes(board.number & 1, source.dtype, (size,))
+                    peers[peer] = boxes[board.members.index(peer)]
+                else:
+                    peers[peer] = context.arena.at(peer, place, source.dtype, size)
+                    if published == MAILED:  # no barrier shows that a peer has given up meanwhile
+                        present.append(partial(board.require_present, number, self._text))
+        memory = BlockMemory(
+            source,
+            peers,
+            {peer: blocks for peer, (_, blocks) in layout.peers.items()},
+            result=result,
+            result_segments=[layout.result],
+            copies=context.scratch.copies,
+        )
+        calls += context.bind_on_node(self._task, self._task.choice.algorithm, layout.mine, memory)
+        some_wait = any(place != MAILED for place in (published, *others[::2]))
+        return _BoundLoads(calls + present, some_wait, after)
+
+
+def _is_read(task: Task, rank: int) -> bool:
+    """Return whether other ranks load from this rank's input."""
+    collective = task.kind.collective
+    if collective in (Collective.BROADCAST, Collective.SCATTER):
+        return rank == task.kind.root
+    return not collective.rooted or rank != task.kind.root
+
+
+def _lay_out_broadcast(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
+    whole = slice(0, count)
+    root = task.kind.root
+    peers = {} if rank == root else {root: (count, (whole,))}
+    return _Layout([], (whole, whole) if rank == root else None, (whole,), (whole,), peers)
+
+
+def _lay_out_reduce(task: Task, rank: int, count: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
+    whole = slice(0, count)
+    root = task.kind.root
+    if rank != root:
+        return _Layout([], None, (whole,), (slice(0, 0),), {})
+    peers = {peer: (count, (whole,)) for peer in range(len(numbers)) if peer != root}
+    return _Layout([], None, (whole,), (whole,), peers)
+
+
+def _lay_out_reduce_scatter(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
+    blocks = Partition.of_sizes(task.kind.counts).segment
+    result = tuple(slice(0, each if block == rank else 0) for block, each in enumerate(task.kind.counts))
+    peers = {peer: (count, blocks) for peer in range(len(task.kind.counts)) if peer != rank}
+    return _Layout([], None, blocks, result, peers)
+
+
+def _lay_out_allgather(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
+    rows = received_rows(task.signature.text, numbers, rank)
+    counts = [each * task.kind.row for each in rows]
+    result = Partition.of_sizes(counts).segment
+    # A peer publishes its own block alone.
+    peers = {peer: (count, (slice(0, count),) * len(counts)) for peer, count in enumerate(counts) if peer != rank}
+    return _Layout(rows, (slice(0, counts[rank]), result[rank]), result, result, peers)
+
+
+def _lay_out_gather(task: Task, rank: int, count: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
+    if rank == task.kind.root:
+        return _lay_out_allgather(task, rank, count, numbers)
+    nothing = (slice(0, 0),) * len(numbers)
+    return _Layout(received_rows(task.signature.text, numbers, task.kind.root), None, nothing, nothing, {})
+
+
+def _lay_out_scatter(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
+    """Return where parts are, in bytes."""
+    part = agreed_part(task.signature.text, numbers, task.kind.root)
+    shape, dtype = part_of(part)
+    nbytes = prod(shape) * dtype.itemsize
+    blocks = Partition.of_sizes([nbytes] * len(numbers)).segment
+    result = tuple(slice(0, nbytes if block == rank else 0) for block in range(len(numbers)))
+    if rank == task.kind.root:
+        return _Layout(part, (blocks[rank], slice(0, nbytes)), blocks, result, {})
+    return _Layout(part, None, result, result, {task.kind.root: (nbytes * len(numbers), blocks)})
+
+
+def _lay_out_alltoall(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
+    rows = received_rows(task.signature.text, numbers, rank)
+    ranks = range(len(numbers))
+    sending = [Partition.of_sizes([rows_for(each, to) * task.kind.row for to in ranks]) for each in numbers]
+    receiving = Partition.of_sizes([each * task.kind.row for each in rows]).segment
+    nothing = (slice(0, 0),) * len(numbers)
+    peers = {peer: (sending[peer].bounds[-1], sending[peer].segment + nothing) for peer in ranks if peer != rank}
+    own = sending[rank].segment[rank], receiving[rank]
+    return _Layout(rows, own, nothing + receiving, nothing + receiving, peers)
+
+
+_LAYOUTS: dict[Collective, Callable[[Task, int, int, Sequence[tuple[int, ...]]], _Layout]] = {
+    Collective.BROADCAST: _lay_out_broadcast,
+    Collective.REDUCE: _lay_out_reduce,
+    Collective.REDUCE_SCATTER: _lay_out_reduce_scatter,
+    Collective.ALLGATHER: _lay_out_allgather,
+    Collective.GATHER: _lay_out_gather,
+    Collective.SCATTER: _lay_out_scatter,
+    Collective.ALLTOALL: _lay_out_alltoall,
+}

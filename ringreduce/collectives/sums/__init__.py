@@ -1,0 +1,1 @@
+"""Reductions above communicators: adaptive and exact sums."""

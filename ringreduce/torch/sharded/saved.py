@@ -1,0 +1,47 @@
+"""What the state dict of a `DistributedOptimizer` has besides that of the wrapped optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ringreduce.torch.compression import each_array
+from ringreduce.training.strategies.late import require_room
+from ringreduce.training.strategies.optimizer import Training
+
+#: Keys of state dicts.
+_COMPRESSION = "compression"
+_LATE = "late"
+
+
+def add_training(state: dict[str, Any], training: Training) -> None:
+    """Add to a state what compression keeps on this rank, and averages that are still to be applied."""
+    if training.late is not None:
+        state[_LATE] = training.late.state()
+    if kept := training.state_dict():
+        state[_COMPRESSION] = {**kept, "buckets": each_array(torch.from_numpy, kept["buckets"])}
+
+
+def take_training(state: dict[str, Any], training: Training) -> Callable[[], None]:
+    """Remove from a state what `add_training` has added; return a function that loads it.
+
+    Raises:
+        ConfigError: it has more averages than the staleness allows.
+    """
+    kept = state.pop(_COMPRESSION, None)
+    late = copy.deepcopy(state.pop(_LATE, []))
+    require_room(late, training.options.staleness)
+
+    def load() -> None:
+        if (averages := training.reducer.late if late else training.late) is not None:
+            averages.load(late)
+        if kept is None:
+            training.reducer.load_state_dict({})
+        else:
+            arrays = each_array(lambda tensor: tensor.cpu().numpy(), kept["buckets"])
+            training.load_state_dict(kept["rank"], kept["size"], arrays)
+
+    return load

@@ -1,0 +1,1 @@
+"""Tensors as arrays, their gradients and their streams."""

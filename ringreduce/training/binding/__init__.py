@@ -1,0 +1,1 @@
+"""What a framework says of itself, and NumPy as the simplest one."""

@@ -1,0 +1,1 @@
+"""Collectives that programs call by name, in any framework: requests, handles, objects, parameters."""

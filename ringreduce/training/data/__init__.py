@@ -1,0 +1,1 @@
+"""What ranks read: samplers, shares by speed, generators of random numbers."""

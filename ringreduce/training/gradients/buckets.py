@@ -1,0 +1,455 @@
+"""Buckets: communication memory in which gradients travel together, each at its place.
+
+The framework and the program decide what a gradient is: None, or the array that the backward pass or the program made.
+A bucket decides only where its values are. Before a bucket is reduced it collects its gradients: it copies each to its
+place, and from then on the place is the gradient, until somebody replaces it.
+
+A program may keep an array that was a gradient in an earlier step, for example to compare the gradients of several
+tasks. While it does, the bucket writes nothing to that place, and is reduced in other memory.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.common.reduce_ops import AVERAGE
+from ringreduce.engine import Gather, InPlaceAllreduce, Operation
+from ringreduce.engine.coordinator import fuse
+from ringreduce.training.binding.framework import Found, Hooks, Look, Memory, Named, Removable, Slot, Sparse
+from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
+from ringreduce.training.gradients.record import Ranks
+from ringreduce.training.gradients.weights import Weights
+from ringreduce.training.options.options import Options
+
+#: Gradients of at least so many bytes are collected as soon as the backward pass has made them. From this size on,
+#: glibc's malloc hands freed memory back to the kernel, so that gradients which live until they are cleared cost a page
+#: fault per 4 KiB.
+LARGE_NBYTES = 128 << 10
+
+#: Gradients begin on cache lines.
+ALIGNMENT_NBYTES = 64
+
+_GONE = -1  # the number of a parameter that the optimizer has no more
+
+
+class Bucket:
+    """Some gradients in one piece of communication memory.
+
+    Its methods take the gradients of all parameters as a list, and change the list where a gradient becomes another
+    array: mostly the place.
+
+    Args:
+        memory: the gradients'.
+        parameters: whose gradients; all of one kind.
+        communicator: makes the memory.
+
+    Attributes:
+        flat: all of it, one-dimensional.
+        itemsize: bytes of an element.
+        slots: the parameters, in order, and their places.
+        places: where these are in ``flat``.
+        numbers: of its parameters, among all of the optimizer's.
+        reducer: compresses the bucket, and keeps state from step to step; None: the bucket travels as it is.
+        hooks: end with the bucket.
+    """
+
+    __slots__ = ("_communicator", "_memory", "flat", "hooks", "itemsize", "numbers", "places", "reducer", "slots")
+
+    def __init__(self, memory: Memory, parameters: Sequence[Any], communicator: Communicator) -> None:
+        self._memory = memory
+        self._communicator = communicator
+        starts = list(accumulate((padded(memory.kind(each)[1]) for each in parameters), initial=0))
+        self.flat, self.slots = memory.lay_out(communicator, parameters, starts)
+        self.itemsize = itemsize = starts[-1] // max(len(self.flat), 1) or 1
+        self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
+        self.numbers = list(range(len(self.slots)))
+        self.reducer: Reducer | None = None
+        self.hooks: list[Removable] = []
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it is reduced by its reducer, on its own."""
+        return self.reducer is not None and not isinstance(self.reducer, WireState)
+
+    @property
+    def wire(self) -> str | None:
+        """The format in which it travels; None: as it is."""
+        return self.reducer.wire if isinstance(self.reducer, WireState) else None
+
+    @property
+    def travels(self) -> tuple[str | None, bool]:
+        """What is equal for buckets that travel together: the format, and whether they are in host memory."""
+        return self.wire, self._memory.streams.is_on_host(self.flat)
+
+    def retire(self) -> None:
+        """Remove the hooks; the bucket is of no use any more."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+    def look(self, gradients: Sequence[Any]) -> list[int]:
+        """Return how each gradient and its place are; see `Look.IN_PLACE`."""
+        return [slot.look(gradients[number]) for number, slot in zip(self.numbers, self.slots, strict=True)]
+
+    def collect(self, *, zeros: bool = False) -> list[int]:
+        """Move what the parameters have as ``grad`` to its places, where it can be; return how all were before.
+
+        Args:
+            zeros: whether places of parameters without a gradient become zeros, if all others are in theirs then.
+        """
+        looks = self._collect(self.slots)
+        if zeros and max(looks, default=0) <= Look.EMPTY:
+            self._clear([slot for slot, found in zip(self.slots, looks, strict=True) if found == Look.EMPTY])
+        return looks
+
+    def _collect(self, slots: Sequence[Slot]) -> list[int]:
+        looks = [slot.look(slot.parameter.grad) for slot in slots]
+        moving = [slot for slot, found in zip(slots, looks, strict=True) if found == Look.MOVABLE]
+        if moving:
+            self._memory.pack([slot.place for slot in moving], [slot.parameter.grad for slot in moving])
+            for slot in moving:
+                slot.parameter.grad = slot.place
+        return looks
+
+    def collect_at_once(self, hooks: Hooks, moved: dict[int, tuple[int, int]]) -> None:
+        """From now on, collect large gradients as soon as the backward pass has made them.
+
+        Args:
+            hooks: the framework's.
+            moved: gets an entry for each gradient that is moved so: by the ``id`` of the parameter, the ``id`` of the
+                place and its version at that time.
+        """
+        if not self._memory.streams.is_on_host(self.flat):
+            return
+
+        def collect(slots: Sequence[Slot]) -> None:
+            for slot, found in zip(slots, self._collect(slots), strict=True):
+                if found == Look.MOVABLE:
+                    moved[id(slot.parameter)] = id(slot.place), hooks.version(slot.place)
+
+        kind = self._memory.kind
+        large = [number for number, slot in enumerate(self.slots) if kind(slot.parameter)[1] >= LARGE_NBYTES]
+        for before, number, after in zip([-1, *large], large, [*large[1:], len(self.slots)], strict=False):
+            # With the small gradients beside it: were these to stay where they are (a bias), they would remain between
+            # freed large ones, and malloc could reuse neither.
+            beside = self.slots[before + 1 : after]
+            self.hooks += hooks.after_adding(self.slots[number].parameter, partial(collect, beside))
+
+    def fill(self, gradients: list[Any], found: bytes) -> None:
+        """Put the gradient of every used parameter in its place, zeros where this rank has none.
+
+        Args:
+            gradients: see the class.
+            found: of each, what the ranks have: `Found.DENSE` if some rank has a dense gradient, and none a sparse one.
+        """
+        elsewhere = []
+        missing = []
+        for number, slot, look in zip(self.numbers, self.slots, self.look(gradients), strict=True):
+            if found[number] != Found.DENSE:  # no rank has a gradient, or some rank has a sparse one
+                if gradients[number] is slot.place:
+                    gradients[number] = self._memory.clone(slot.place)
+                missing.append(slot)
+            elif look == Look.IN_PLACE:
+                continue
+            elif gradients[number] is not None and gradients[number] is not slot.place:
+                elsewhere.append((number, slot))
+            else:
+                missing.append(slot)
+                gradients[number] = slot.place
+        self._move(gradients, elsewhere)
+        self._clear(missing)
+
+    def apart(self) -> Bucket:
+        """Return a bucket for the same gradients in memory of its own."""
+        made = Bucket(self._memory, [slot.parameter for slot in self.slots], self._communicator)
+        made.reducer = self.reducer
+        made.numbers = self.numbers
+        return made
+
+    def take_back(self, gradients: list[Any], apart: Bucket, before: Mapping[int, Any]) -> None:
+        """Take the gradients out of a bucket that `apart` returned: to their places here if they were there before.
+
+        Args:
+            gradients: see the class.
+            apart: filled and reduced.
+            before: its gradients, by number, before ``apart`` was filled.
+        """
+        for number, slot in zip(self.numbers, apart.slots, strict=True):
+            if gradients[number] is slot.place:
+                gradients[number] = self._memory.clone(slot.place)
+        here = zip(self.numbers, self.slots, strict=True)
+        self._move(gradients, [(number, slot) for number, slot in here if before[number] is slot.place])
+
+    def _move(self, gradients: list[Any], moving: Sequence[tuple[int, Slot]]) -> None:
+        """Move some gradients, of which the numbers are given, to their places."""
+        if moving:
+            self._memory.pack([slot.place for _, slot in moving], [gradients[number] for number, _ in moving])
+            for number, slot in moving:
+                gradients[number] = slot.place
+
+    def _clear(self, slots: Sequence[Slot]) -> None:
+        if slots:
+            self._memory.pack([slot.place for slot in slots], [None] * len(slots))
+
+
+class Buckets:
+    """The buckets of one optimizer: makes them, and reduces what the ranks have agreed to reduce.
+
+    A parameter gets its place in the first reduction in which some rank has a gradient for it. All ranks learn of that
+    in the same reduction and so make the same buckets, whether a parameter was there from the start, was added or
+    thawed later, or is never used and takes no memory.
+
+    Args:
+        memory: the gradients'.
+        ranks: carry operations out.
+        named: returns names and parameters.
+        options: settled; the same on all ranks.
+
+    Attributes:
+        memory, ranks, options: the arguments.
+        layout: a checksum of which parameter is where; equal on ranks whose buckets are.
+        moved: as for `Bucket.collect_at_once`.
+        parts: returns what makes operations of which a rank needs only its part, or None where it needs all; None:
+            nothing does.
+        weights: of averages; None: they are equal.
+    """
+
+    def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named], options: Options) -> None:
+        self.memory = memory
+        self.ranks = ranks
+        self.options = options
+        self._named = named
+        self._buckets: list[Bucket] = []
+        self._placed: set[int] = set()
+        self._saved: dict[int, State] = {}
+        self.layout = 0
+        self.moved: dict[int, tuple[int, int]] = {}
+        self.parts: Callable[[], Callable[..., Operation | None] | None] = lambda: None
+        self.weights: Weights | None = None
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def update(self, parameters: Sequence[Any], found: bytes) -> list[Bucket]:
+        """Drop buckets of parameters that were removed or have changed; place those that have no bucket.
+
+        Args:
+            parameters: all of the optimizer's, in registration order; as for `number`, which was called before.
+            found: as for `Bucket.fill`.
+
+        Returns:
+            The buckets that were dropped or made.
+        """
+        changed = [
+            bucket
+            for bucket in self._buckets
+            if _GONE in bucket.numbers or any(slot.look(None) == Look.STALE for slot in bucket.slots)
+        ]
+        for bucket in changed:
+            self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
+            bucket.retire()
+            self._buckets.remove(bucket)
+        dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == Found.DENSE]
+        changed += self._place([parameter for parameter in dense if id(parameter) not in self._placed])
+        if changed:
+            self.number(parameters)
+            self.layout = zlib.crc32(repr([bucket.numbers for bucket in self._buckets]).encode())
+        return changed
+
+    def number(self, parameters: Sequence[Any]) -> None:
+        """Let the buckets know the numbers of their parameters, given all of the optimizer's."""
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        for bucket in self._buckets:
+            bucket.numbers = [numbers.get(id(slot.parameter), _GONE) for slot in bucket.slots]
+
+    def clear(self) -> None:
+        """Drop all buckets; gradients stay where they are."""
+        for bucket in self._buckets:
+            bucket.retire()
+        self._buckets.clear()
+        self._placed.clear()
+        self.layout = 0
+
+    def state_dict(self) -> dict[int, State]:
+        """Return what compressing keeps on this rank, by the number of the bucket; empty where it keeps nothing."""
+        kept = {
+            number: bucket.reducer.state_dict()
+            for number, bucket in enumerate(self._buckets)
+            if bucket.reducer is not None
+        }
+        return {number: state for number, state in (self._saved | kept).items() if state}
+
+    def load_state_dict(self, state: Mapping[int, State]) -> None:
+        """Load what `state_dict` returned, for the buckets that exist and for those that will be made.
+
+        A bucket for which it holds nothing is reset.
+
+        Raises:
+            ConfigError: it was saved for other buckets.
+        """
+        self._saved = dict(state)
+        for number, bucket in enumerate(self._buckets):
+            self._give_reducer(number, bucket)
+
+    def _give_reducer(self, number: int, bucket: Bucket) -> None:
+        compression = self.options.compression
+        if has_reducers(compression) and reduces(compression, bucket.flat.dtype):
+            shapes = [self.memory.shape_in_memory(slot.place) for slot in bucket.slots]
+            bucket.reducer = compression.reducer(shapes, bucket.places)
+            if (saved := self._saved.pop(number, None)) is not None:
+                bucket.reducer.load_state_dict(saved)
+
+    def _place(self, parameters: Sequence[Any]) -> list[Bucket]:
+        """Make buckets for parameters, last registered first: in the order of the backward pass."""
+        unique = list({id(parameter): parameter for parameter in reversed(parameters)}.values())
+        items: list[tuple[Hashable, int]] = []
+        for parameter in unique:
+            kind, nbytes = self.memory.kind(parameter)
+            group = self.options.groups.get(id(parameter))
+            items.append(((kind, group), padded(nbytes) if group is None else 0))  # a group's bucket is never full
+        made = []
+        for members in fuse(items, self.options.bucket_nbytes):
+            bucket = Bucket(self.memory, [unique[index] for index in members], self.ranks.engine.communicator)
+            self._give_reducer(len(self._buckets), bucket)
+            self._buckets.append(bucket)
+            self._placed.update(id(slot.parameter) for slot in bucket.slots)
+            if isinstance(self.memory, Hooks) and not self.options.staleness:
+                bucket.collect_at_once(self.memory, self.moved)
+            made.append(bucket)
+        return made
+
+    # ---- reductions, collective ----
+
+    def reduce(self, reduced: Sequence[Bucket], gradients: list[Any], found: bytes, active: int) -> None:
+        """Fill the buckets of used parameters and reduce them: together, but one by one those that have a `Reducer`.
+
+        Args:
+            reduced: buckets that are reduced already.
+            gradients: of all parameters; changed where another array takes the place of one.
+            found: as for `Bucket.fill`.
+            active: how many ranks contribute.
+        """
+        together: defaultdict[tuple[str | None, bool], list[Bucket]] = defaultdict(list)
+        taken_back = []
+        for bucket in self._buckets:
+            if bucket in reduced or not any(found[number] == Found.DENSE for number in bucket.numbers):
+                continue
+            target = bucket
+            if Look.ALIASED in bucket.look(gradients):
+                target = bucket.apart()
+                taken_back.append((bucket, target, {number: gradients[number] for number in bucket.numbers}))
+            target.fill(gradients, found)
+            if isinstance(target.reducer, WireState) or target.reducer is None:
+                together[target.travels].append(target)
+            else:
+                self._compress(target.reducer, target.flat, active)
+        for buckets in together.values():
+            self._together(buckets)
+        for bucket, target, before in taken_back:
+            bucket.take_back(gradients, target, before)
+
+    def sparse(self, parameter: Any, gradient: Any, sparse_dims: int, active: int) -> Any:
+        """Sum or average a gradient that is sparse on some rank: gather what the ranks have, make nothing dense."""
+        memory = self.memory
+        name = self.ranks.name
+        if not isinstance(memory, Sparse):
+            raise UnsupportedBufferError("sparse gradients are not supported on this rank")
+        places, values = memory.rows(parameter, gradient, sparse_dims)
+        rows = places, values if self.weights is None else values * self.weights.factor
+        gather = Gather(f"{name}, sparse", f"a sparse gradient of {name}", rows, memory.streams.around(rows))
+        places, values = self.ranks.run(gather)
+        return memory.of_rows(parameter, places, values, self.divisor(active))
+
+    def operation(
+        self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], **early: Any
+    ) -> InPlaceAllreduce:
+        """Return the reduction of buckets.
+
+        Args:
+            name: as for `InPlaceAllreduce`.
+            text: likewise.
+            buckets: they travel in one format.
+            sent: what travels of each.
+            early: of a reduction before the step: ``speculative`` and ``within``, as for `InPlaceAllreduce`.
+        """
+        operation = InPlaceAllreduce(
+            name,
+            text,
+            self.options.op,
+            sent,
+            wire=buckets[0].wire,
+            feedbacks=[each.reducer.feedback for each in buckets if isinstance(each.reducer, WireState)],
+            **(early or {"within": self.memory.streams.around(sent)}),
+        )
+        operation.parts = partial(self._names_in, buckets)
+        self._weight(operation, buckets, sent)
+        return operation
+
+    def reduction(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
+        """Return the reduction of buckets before a step, or that of this rank's parts where it needs no more."""
+        make = self.parts()
+        if make is None or (part := make(name, text, self.options.op, buckets, sent)) is None:
+            return self.operation(name, text, buckets, sent)
+        part.parts = partial(self._names_in, buckets)
+        self._weight(part, buckets, sent)
+        return part
+
+    def _weight(self, operation: Operation, buckets: Sequence[Bucket], sent: Sequence[Any]) -> None:
+        if self.weights is not None and self.options.compressor is None:
+            single_node = self.ranks.engine.communicator.topology.single_node
+            inside = single_node and buckets[0].travels == (None, True)
+            self.weights.apply(operation, inside=inside, scale=partial(self._scale, sent))
+
+    def _names_in(self, buckets: Sequence[Bucket]) -> list[str]:
+        """Return the names of the parameters whose gradients are in some buckets."""
+        names = {id(parameter): name for name, parameter in self._named()}
+        return [names.get(id(slot.parameter), "a parameter that is gone") for each in buckets for slot in each.slots]
+
+    def _together(self, buckets: Sequence[Bucket]) -> None:
+        factor = self.options.predivide_factor
+        compressor = self.options.compressor
+        flats = [bucket.flat for bucket in buckets]
+        weight = 1.0 if self.weights is None or compressor is None else self.weights.factor
+        self._scale(flats, weight / factor)
+        compressed = [(flat, None) if compressor is None else compressor.compress(flat) for flat in flats]
+        wire = buckets[0].wire
+        name = self.ranks.name
+        sent = [each for each, _ in compressed]
+        text = f"{len(flats)} buckets of {name}"
+        self.ranks.run(self.reduction(f"{name}, buckets" + (f" in {wire}" if wire else ""), text, buckets, sent))
+        for flat, (each, context) in zip(flats, compressed, strict=True):
+            if each is not flat:
+                self.memory.pack([flat], [compressor.decompress(each, context)])
+        self._scale(flats, factor)
+
+    def _compress(self, reducer: Reducer, flat: Any, active: int) -> None:
+        factor = self.options.predivide_factor
+        divisor = self.divisor(active)
+        plain = factor == 1.0 and divisor == self.ranks.size  # then the reducer itself averages
+        self._scale([flat], (1.0 if self.weights is None else self.weights.factor) / factor)
+        with self.memory.streams.on_host(flat) as values:
+            reducer.reduce(self.ranks, values, average=plain)
+        self._scale([flat], 1.0 if plain else factor / divisor)
+
+    def _scale(self, flats: Sequence[Any], factor: float) -> None:
+        if factor != 1.0:
+            for flat in flats:
+                self.memory.scale(flat, factor)
+
+    def divisor(self, active: int) -> int:
+        """Return by which number the sum over the active ranks is divided."""
+        if self.options.op is not AVERAGE:
+            return 1
+        return self.ranks.engine.communicator.config.conventions.averaged_over(active, self.ranks.size)
+
+
+def padded(nbytes: int) -> int:
+    """Return how many bytes of a bucket a gradient of so many bytes takes."""
+    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES

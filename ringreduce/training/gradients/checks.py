@@ -1,0 +1,321 @@
+"""Checks for silent errors: weights that differ between ranks, gradients that are not finite, data that all share."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
+from ringreduce.observe.pace import Lasting
+from ringreduce.runtime import global_process_set
+from ringreduce.training.binding.framework import Memory, Named
+from ringreduce.training.data.shares import Shares
+from ringreduce.training.gradients.record import Ranks
+
+_log = logging.getLogger(__name__)
+
+_FIRST_STEPS = 3  # that compare the ranks' gradients
+_SHOWN = 3  # differences in a warning
+
+
+class CheckedModel(NamedTuple):
+    """What the gradients of a step are of, for checks: where a `Memory` knows gradients alone.
+
+    Attributes:
+        names: of the weights, in an order that is the same on all ranks.
+        values: returns the weights as NumPy arrays, None for what has no value; called only if they are compared.
+        sparse: names and arrays of gradients that are reduced apart from the others of the step.
+        settings: returns the hyper-parameters of this rank, as text by name; called only in steps that compare them.
+    """
+
+    names: Sequence[str]
+    values: Callable[[], Sequence[Any]]
+    sparse: Sequence[tuple[str, Any]] = ()
+    settings: Callable[[], Mapping[str, str]] = dict
+
+
+class _Watched:
+    """What rank 0 knows of ranks that were slow for some time; an engine keeps it.
+
+    Attributes:
+        lasting: from reports of all ranks.
+        nreports: so many went into that.
+        warned: whether rank 0 has said that a rank is slow.
+    """
+
+    def __init__(self) -> None:
+        self.lasting = Lasting()
+        self.nreports = 0
+        self.warned = False
+
+
+class Checks:
+    """What the settings ask to be looked at before the gradients of a step are reduced, and what rank 0 warns of.
+
+    Args:
+        memory: the gradients'.
+        ranks: whose allgather gives all ranks what each has found.
+        named: returns names and parameters, the same ones on all ranks.
+
+    Attributes:
+        model: of the next step; None: weights are the parameters, or unknown.
+    """
+
+    def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named]) -> None:
+        self._memory = memory
+        self._ranks = ranks
+        self._named = named
+        self._described = ranks.described
+        config = ranks.engine.communicator.config
+        self._weights_every = config.check_weights_every
+        self._finite_every = config.check_finite_every
+        self._compares_data = config.check_data and ranks.size > 1
+        self._begins = memory.advice.first is not None and ranks.size > 1  # weights are still to be compared once
+        self._compares_settings: bool | None = None  # None: it is not known yet whether there are any
+        self.model: CheckedModel | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be looked at any more."""
+        looks = self._weights_every is not None or self._finite_every is not None
+        return not (looks or self._compares_data or self._begins)
+
+    @property
+    def needs_own_gradients(self) -> bool:
+        """Whether gradients must be this rank's own until they are looked at: none is reduced in the backward pass."""
+        return self._finite_every is not None
+
+    def needs_own_gradients_in(self, step: int) -> bool:
+        """Return the same for one step; equal on all ranks."""
+        return self.needs_own_gradients or (self._compares_data and step < _FIRST_STEPS)
+
+    def after_join(self) -> None:
+        """Compare no data any more, and settings from the beginning: ranks that had joined have made fewer steps."""
+        self._compares_data = False
+        self._compares_settings = None
+
+    def look(self, step: int, gradients: Sequence[Any], *, more: bool = False) -> None:
+        """Look at what is due before a step. Collective.
+
+        Args:
+            step: how many came before it; the same on all ranks.
+            gradients: of all parameters, in order.
+            more: whether others of the same step follow.
+
+        Raises:
+            MismatchError: on all ranks, if weights differ between them.
+            NotFiniteError: on all ranks, if a gradient of any of them holds NaN or infinity.
+        """
+        if self.compares_weights(step):
+            self._compare(step)
+        self.look_at_gradients(step, gradients, more=more)
+
+    def look_at_gradients(self, step: int, gradients: Sequence[Any], *, more: bool) -> None:
+        """Look at further gradients of a step, as of a compiled program that reduces them in parts; see `look`."""
+        if self._finite_every is not None and step % self._finite_every == 0:
+            self._require_finite(step, gradients)
+        if self._compares_data:
+            self._compare_data(step, gradients, more=more)
+
+    def compares_settings(self, step: int) -> bool:
+        """Return whether `look_at_settings` compares hyper-parameters before a step; the same on all ranks."""
+        if self._compares_settings is None:
+            return step >= (self._memory.advice.first or 0)
+        return self._compares_settings and step & (step + 1) == 0
+
+    def look_at_settings(self) -> None:
+        """Let rank 0 say, once, which hyper-parameters of the model differ between ranks. Collective.
+
+        For steps in which no `GradientReducer` agrees on them.
+        """
+        said = _settings_of_all(self._ranks, settings_of(self.model))
+        first = next(iter(said.values()))
+        differ = any(each != first for each in said.values())
+        self._compares_settings = bool(first) and not differ
+        if differ and self._ranks.rank == 0:
+            _log.warning("%s", _differences(said, self._memory.advice.schedule))
+
+    def compares_weights(self, step: int) -> bool:
+        """Return whether weights are compared before a step; the same on all ranks."""
+        first = self._memory.advice.first
+        every = self._weights_every
+        if first is None:
+            return every is not None and step % every == 0
+        if self._begins:
+            return step >= first
+        return every is not None and step > first and step % every == 0
+
+    def _compare(self, step: int) -> None:
+        """Raise, or warn of the weights that programs begin with, if those of the ranks differ."""
+        first = self._begins
+        self._begins = False
+        named = self._weights()
+        everyone = self._checksums([value for _, value in named], len(named))
+        if (everyone == everyone[0]).all():
+            return
+        count = everyone[:, :1]
+        if (count == count[0]).all():
+            everyone = self._ranks.allgather(self._checksum_of_each(named))
+        else:
+            named = [("all weights together", None)]
+            everyone = everyone[:, 1:]
+        different = np.flatnonzero((everyone != everyone[0]).any(axis=0))
+        name = named[different[0]][0]
+        sums = everyone[:, different[0]].tolist()
+        if first and self._weights_every is None:
+            self.warn_of_weights(0, name)
+            return
+        usual, times = Counter(sums).most_common(1)[0]
+        text = f"before step {step} of {self._described}, the values of {name} have the checksum"
+        said = {
+            rank: f"{text} {each:08x}" + " (unlike most)" * (each != usual and times > len(sums) / 2)
+            for rank, each in enumerate(sums)
+        }
+        raise MismatchError(said)
+
+    def _weights(self) -> Named:
+        if self.model is None:
+            return self._named()
+        return list(zip(self.model.names, self.model.values(), strict=True))
+
+    def _checksums(self, values: Sequence[Any], count: int) -> npt.NDArray[np.int64]:
+        """Return for each rank a number that it gives, and a checksum of its values. Collective."""
+        everyone: npt.NDArray[np.int64] = self._ranks.allgather(
+            np.array([[count, self._memory.checksum(values)]], np.int64)
+        )
+        return everyone
+
+    def _checksum_of_each(self, named: Named) -> npt.NDArray[np.int64]:
+        return np.array([[self._memory.checksum([value]) for _, value in named]], np.int64)
+
+    def _require_finite(self, step: int, gradients: Sequence[Any]) -> None:
+        finite = self._memory.is_finite
+        names = [name for name, _ in self._named()]
+        if self.model is not None and self.model.sparse:
+            names += [name for name, _ in self.model.sparse]
+            gradients = [*gradients, *(each for _, each in self.model.sparse)]
+        wrong = [number for number, each in enumerate(gradients) if each is not None and not finite(each)]
+        everyone = self._ranks.allgather(np.array([[wrong[0] if wrong else -1]], np.int64))[:, 0].tolist()
+        found = [(number, rank) for rank, number in enumerate(everyone) if number >= 0]
+        if found:
+            first = min(found)[0]
+            ranks = [rank for number, rank in found if number == first]
+            raise NotFiniteError(
+                f"the gradient of {names[first]} holds NaN or infinity on {name_ranks(ranks)}, before it "
+                f"was reduced for step {step} of {self._described}"
+            )
+
+    def _compare_data(self, step: int, gradients: Sequence[Any], *, more: bool) -> None:
+        """Let rank 0 warn if the gradients of all ranks have been equal in each of the first steps."""
+        if self.model is not None:
+            gradients = [*gradients, *(each for _, each in self.model.sparse)]
+        mine = self._memory.checksum_of_gradients(gradients)
+        everyone: npt.NDArray[np.int64] = self._ranks.allgather(np.array([[mine]], np.int64))
+        self._compares_data = len(everyone) == self._ranks.size and bool((everyone == everyone[0]).all())
+        if self._compares_data and step == _FIRST_STEPS - 1 and not more:
+            self._compares_data = False
+            if self._ranks.rank == 0:
+                _log.warning(
+                    "%s: the gradients of all ranks were equal in each of the first %s steps, so all ranks seem to "
+                    "train on the same data. Give each rank a part of its own: %s. RINGREDUCE_CHECK=data:0 ends this "
+                    "check",
+                    self._described,
+                    _FIRST_STEPS,
+                    self._memory.advice.data,
+                )
+
+    # ---- what reducers find ----
+
+    def look_at_paces(self, *, weighs: bool) -> None:
+        """Let rank 0 say, once, for whom the others wait; to be called after a step in which paces were reported.
+
+        Args:
+            weighs: whether the optimizer takes numbers of samples, so that a rank may have fewer.
+        """
+        engine = self._ranks.engine
+        engine.pacemaker.reported = False
+        watched = engine.attached[_Watched]
+        if self._ranks.rank or watched.warned or Shares in engine.attached:
+            return
+        tally = engine.tally
+        windows = tally.windows
+        for each in windows[len(windows) - min(tally.reports - watched.nreports, len(windows)) :]:
+            watched.lasting = watched.lasting.after(each)
+        watched.nreports = tally.reports
+        slow = watched.lasting.slow(windows, engine.communicator.topology.nodes)
+        if slow is not None:
+            watched.warned = True
+            divides = weighs and global_process_set.connected and engine is global_process_set.engine
+            _log.warning("%s: %s", self._described, slow.warning(self._memory.advice.fewer if divides else None))
+
+    def warn_of_changes(self, *, in_backward: bool) -> None:
+        """Let rank 0 say that the program changes gradients before they are averaged."""
+        if self._ranks.rank == 0 and not in_backward:
+            _log.warning(
+                "%s: gradients were changed between the backward pass and the step, on each rank its own, before they "
+                "were averaged. To clip or look at averages, call synchronize() first and step within "
+                'skip_synchronize(), or give DistributedOptimizer(..., reduce_in="backward")',
+                self._described,
+            )
+
+    def warn_of_weights(self, step: int, name: str = "") -> None:
+        """Let rank 0 say that the ranks' weights differ before a step; ``name``: of the first that do."""
+        if self._ranks.rank == 0 and step == 0:
+            _log.warning(
+                "the ranks begin with different weights%s, and will end with different ones; %s",
+                f" ({name} for one)" if name else "",
+                self._memory.advice.broadcast,
+            )
+        elif self._ranks.rank == 0:
+            _log.warning(
+                "%s: the ranks have different weights by now. Is a gradient written to through .data or NumPy between "
+                "the backward pass and the step (overlap=False allows that), or are weights changed on some ranks?",
+                self._described,
+            )
+
+    def warn_of_settings(self, mine: Mapping[str, str]) -> None:
+        """Let rank 0 say which hyper-parameters differ between ranks. Collective."""
+        said = _settings_of_all(self._ranks, mine)
+        if self._ranks.rank == 0:
+            _log.warning("%s", _differences(said, self._memory.advice.schedule))
+
+
+def settings_of(model: CheckedModel | None) -> Mapping[str, str]:
+    """Return the hyper-parameters of a model, as text by name; empty if there is none."""
+    return {} if model is None else model.settings()
+
+
+def _settings_of_all(ranks: Ranks, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:
+    """Return the hyper-parameters of each rank. Collective."""
+    said = json.dumps([ranks.rank, mine]) + "\n"
+    everyone = ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
+    return dict(map(json.loads, everyone.tobytes().decode().splitlines()))
+
+
+def _differences(said: Mapping[int, Mapping[str, str]], schedule: str) -> str:
+    """Return a warning that says which hyper-parameters differ between ranks.
+
+    Args:
+        said: for ranks, the hyper-parameters by name.
+        schedule: as for `Advice`.
+    """
+    different = []
+    for name in dict.fromkeys(name for each in said.values() for name in each):
+        ranks: dict[str, list[int]] = {}
+        for rank, each in said.items():
+            ranks.setdefault(each.get(name, "missing"), []).append(rank)
+        if len(ranks) > 1:
+            values = ", ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items())
+            different.append(f"{name} is {values}")
+    more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+    return (
+        "the ranks step with different hyper-parameters, and end with different weights: "
+        f"{'; '.join(different[:_SHOWN])}{more}. All ranks must change them alike: a schedule that follows the "
+        f"loss, for example, {schedule}"
+    )

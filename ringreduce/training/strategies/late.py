@@ -1,0 +1,213 @@
+"""Late averages: step t applies the average of the gradients of step t - s, and does not wait for later ones.
+
+While s averages travel, the program computes the next gradients. Ranks are at most s steps apart: the bound of a
+parameter server, without a server. All ranks apply the same averages in the same order, so that weights have the same
+bits everywhere and do not depend on timing: a run that is made again is the same. Each of s + 1 sets of buckets is used
+again once its average was applied.
+
+What a step applies was computed with weights that are s steps older, which costs accuracy, and stability: with plain
+gradient descent on a quadratic of curvature a, the learning rate must be below (2 / a) sin(pi / (2 (2 s + 1))).
+
+Sources:
+    J. Langford, A. J. Smola, M. Zinkevich, "Slow Learners are Fast", NIPS 2009, arXiv 0911.0491: delayed gradients.
+    Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013: the
+        bound.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ringreduce.common.errors import ConfigError, RingReduceError
+from ringreduce.engine import InPlaceAllreduce, Refusal
+from ringreduce.training.binding.framework import Found, Look, Memory, Named
+from ringreduce.training.gradients.buckets import Bucket, Buckets
+from ringreduce.training.gradients.record import Ranks
+
+#: Averages of gradients, oldest first: each by the number of the parameter.
+Averages = Sequence[Mapping[int, Any]]
+
+
+def require_room(averages: Averages, staleness: int) -> None:
+    """Raise a `ConfigError` for more averages than there can be, which were saved with another staleness."""
+    if len(averages) > staleness:
+        raise ConfigError(
+            f"{len(averages)} averages that were saved are still to be applied, and with staleness={staleness} there "
+            "is no place for them; call synchronize() before you save"
+        )
+
+
+class _LateGradients(NamedTuple):
+    """Gradients of one step, under way or averaged.
+
+    Attributes:
+        parameters: all of the optimizer's then, in registration order.
+        gradients: by the number of the parameter, among these.
+        operations: which reduce them; none if they are known to be averages on all ranks.
+    """
+
+    parameters: Sequence[Any]
+    gradients: Mapping[int, Any]
+    operations: Sequence[InPlaceAllreduce]
+
+    def of(self, parameters: Sequence[Any]) -> dict[int, Any]:
+        """Return the gradients by the number of the parameter among those that there are now."""
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        now = ((numbers.get(id(self.parameters[number])), each) for number, each in self.gradients.items())
+        return {number: each for number, each in now if number is not None}
+
+
+class LateAverages:
+    """The gradients of the last steps, of which averages are still to be applied.
+
+    Args:
+        staleness: how many steps late they are.
+        memory: the gradients'.
+        ranks: carry operations out.
+        buckets: of the gradients.
+        named: returns names and parameters.
+    """
+
+    def __init__(
+        self, staleness: int, memory: Memory, ranks: Ranks, buckets: Buckets, named: Callable[[], Named]
+    ) -> None:
+        self._staleness = staleness
+        self._memory = memory
+        self._ranks = ranks
+        self._buckets = buckets
+        self._named = named
+        self._rings: dict[int, deque[Bucket]] = {}  # by the id of a bucket: it and others in turn, the next one first
+        self._pending: deque[_LateGradients] = deque()
+        self._steps = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether averages are still to be applied."""
+        return bool(self._pending)
+
+    def reduce(
+        self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes, error: ConfigError | None = None
+    ) -> list[Any]:
+        """Submit gradients, and return the averages to apply in this step: None in the first steps. Collective.
+
+        Args:
+            parameters: all, in registration order.
+            gradients: theirs; trainable parameters without one count as zeros.
+            found: as of `Memory.found`.
+            error: of this rank's arguments; raised on all ranks.
+
+        Raises:
+            ConfigError: some rank has a sparse gradient or an error, or has joined.
+        """
+        self._pending.append(self._submitted(parameters, gradients, found, error))
+        if len(self._pending) <= self._staleness:
+            return [None] * len(parameters)
+        return self.next()
+
+    def next(self) -> list[Any]:
+        """Return the oldest averages that are to be applied, one for each parameter or None; waits for them."""
+        exchange = self._pending.popleft()
+        self._wait(exchange)
+        parameters = self._parameters()
+        gradients = exchange.of(parameters)
+        return [gradients.get(number) for number in range(len(parameters))]
+
+    def state(self) -> list[dict[int, Any]]:
+        """Return copies of all averages that are to be applied; waits for them, and no new world ends them then."""
+        for exchange in self._pending:
+            self._wait(exchange)
+        self._pending = deque(exchange._replace(operations=()) for exchange in self._pending)
+        return [{number: self._memory.clone(each) for number, each in those.items()} for those in self.loaded()]
+
+    def load(self, averages: Averages) -> None:
+        """Go on from averages, which nobody else changes, in place of those that there are; waits for these."""
+        for exchange in self._pending:
+            for operation in exchange.operations:
+                with suppress(RingReduceError):
+                    self._ranks.engine.wait(operation)
+        parameters = self._parameters()
+        self._pending = deque(_LateGradients(parameters, each, ()) for each in averages)
+
+    def loaded(self) -> Averages:
+        """Return the averages that `state` has waited for or `load` has got, and that are still to be applied."""
+        parameters = self._parameters()
+        return [exchange.of(parameters) for exchange in self._pending if not exchange.operations]
+
+    def _parameters(self) -> list[Any]:
+        return [parameter for _, parameter in self._named()]
+
+    def _submitted(
+        self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes, error: ConfigError | None
+    ) -> _LateGradients:
+        trainable = self._memory.is_trainable
+        wanted = bytes(
+            max(each, Found.DENSE) if each or trainable(parameter) else each
+            for each, parameter in zip(found, parameters, strict=True)
+        )
+        name = f"{self._ranks.name}, late {self._steps % (self._staleness + 1)}"
+        self._steps += 1
+        if max(wanted, default=0) > Found.DENSE:
+            error = ConfigError("staleness is for dense gradients, and some rank has another; use sparse_as_dense=True")
+        if error is not None:
+            self._ranks.engine.refuse(Refusal(f"{name}, 0", "late step", error))
+            raise error
+        self._buckets.number(parameters)
+        if self._buckets.update(parameters, wanted):
+            there = {id(bucket) for bucket in self._buckets}
+            self._rings = {number: ring for number, ring in self._rings.items() if number in there}
+        filled = []
+        placed = dict[int, Any]()
+        for bucket in self._buckets:
+            target = self._free(bucket, gradients)
+            mine = list(gradients)
+            target.fill(mine, wanted)
+            placed |= {number: mine[number] for number in target.numbers if wanted[number]}
+            filled.append(target)
+        used = f"{len(wanted) - wanted.count(0)} of {len(wanted)} parameters, {zlib.crc32(wanted):08x}"
+        return _LateGradients(parameters, placed, self._operations(name, filled, used))
+
+    def _free(self, bucket: Bucket, gradients: Sequence[Any]) -> Bucket:
+        """Return the next bucket of the ring; a new one, if the program still holds a gradient in it."""
+        ring = self._rings.get(id(bucket))
+        if ring is None:
+            ring = self._rings[id(bucket)] = deque([bucket, *(bucket.apart() for _ in range(self._staleness))])
+        target = ring[0]
+        target.numbers = bucket.numbers
+        target.reducer = bucket.reducer
+        if Look.ALIASED in target.look(gradients):
+            target = ring[0] = bucket.apart()
+        ring.rotate(-1)
+        return target
+
+    def _operations(self, name: str, filled: Sequence[Bucket], used: str) -> list[InPlaceAllreduce]:
+        """Submit the reduction of buckets: together, but those of another format or place by themselves.
+
+        Args:
+            name: of the operations.
+            filled: the buckets.
+            used: which parameters are trained, in words; must agree.
+        """
+        operations = []
+        for number, kind in enumerate(dict.fromkeys(bucket.travels for bucket in filled)):
+            these = [bucket for bucket in filled if bucket.travels == kind]
+            shares = self._buckets.weights
+            weights = "" if shares is None else f", weights {zlib.crc32(repr(shares.of_ranks).encode()):08x}"
+            text = f"{len(these)} buckets of {self._ranks.name}, {self._buckets.layout:08x}, of {used}{weights}"
+            made = self._buckets.operation(f"{name}, {number}", text, these, [bucket.flat for bucket in these])
+            made.title = f"late gradients of {self._ranks.described}"
+            self._ranks.engine.submit(made)
+            operations.append(made)
+        return operations
+
+    def _wait(self, exchange: _LateGradients) -> None:
+        for operation in exchange.operations:
+            self._ranks.wait(operation)
+            if operation.active < self._ranks.size:
+                raise ConfigError(
+                    "with staleness no rank may join while others go on, as its last averages would be missing; give "
+                    "all ranks as many batches"
+                )
