@@ -27,7 +27,7 @@ from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.binding.identity import Identity
 from ringreduce.training.calls.requests import RequestBuilder
 from ringreduce.training.data.shares import Compiled, is_by_speed
-from ringreduce.training.strategies.optimizer import ListTraining
+from ringreduce.training.optimizers.optimizer import ListTraining
 
 _numbers = count()
 

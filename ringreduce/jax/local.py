@@ -14,7 +14,7 @@ from ringreduce.jax.functions import like
 from ringreduce.jax.ops import is_key
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.host import ArraySpec
-from ringreduce.training.strategies.replicas import Replicas, checking, is_averaged
+from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
 
 __all__ = ["DiLoCo", "LocalSGD"]
 
@@ -35,7 +35,7 @@ class DiLoCo:
 
     A replica is a node, or one rank, or the ranks of a process set; its ranks reduce their gradients in every step. In
     every ``period``-th step all ranks average how far their weights have moved, and make an outer step with Nesterov's
-    momentum; `ringreduce.training.strategies.local` has the formulas and their sources. All ranks must make equally
+    momentum; `ringreduce.training.optimizers.local` has the formulas and their sources. All ranks must make equally
     many steps.
 
     Floats and complex numbers of the tree are exchanged through the host, floats of 16 bits in float32; other leaves

@@ -14,9 +14,9 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.framework import Advice
 from ringreduce.training.binding.identity import Identity, ScopedName, identity_of
+from ringreduce.training.optimizers.applying import ListReduction
+from ringreduce.training.optimizers.optimizer import ListTraining
 from ringreduce.training.options.options import Options
-from ringreduce.training.strategies.applying import ListReduction
-from ringreduce.training.strategies.optimizer import ListTraining
 
 _KIND = "DistributedOptimizer"
 

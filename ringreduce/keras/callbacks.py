@@ -19,7 +19,7 @@ from ringreduce.keras.metrics import UNKNOWN, averages_of, samples_of
 from ringreduce.runtime import config, rank, size
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.host import ArraySpec
-from ringreduce.training.strategies.replicas import Replicas, checking, is_averaged
+from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
 
 _log = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class DiLoCoCallback(DistributedCallback):
 
     A replica is a node, or one rank, or the ranks of a process set; its ranks reduce their gradients in every step. In
     every ``period``-th step all ranks average how far their weights have moved, and make an outer step with Nesterov's
-    momentum; `ringreduce.training.strategies.local` has the formulas and their sources. All ranks must make equally
+    momentum; `ringreduce.training.optimizers.local` has the formulas and their sources. All ranks must make equally
     many steps.
 
     The ranks have equal weights in an evaluation within `fit`, and after `fit`. Collective are the construction, the

@@ -11,7 +11,7 @@ from ringreduce.elastic import State, run
 from ringreduce.elastic.handlers import HandlingState, StateHandler
 from ringreduce.keras.backends import as_numpy, settle
 from ringreduce.keras.functions import broadcast_variables
-from ringreduce.training.strategies.applying import built_optimizer
+from ringreduce.training.optimizers.applying import built_optimizer
 
 __all__ = [
     "CommitStateCallback",

@@ -15,8 +15,8 @@ from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.calls.requests import require_process_set
 from ringreduce.training.compression.tensors import wire_format_of
+from ringreduce.training.optimizers.applying import Distribution, distribute, variables_of
 from ringreduce.training.options.options import Op, Options
-from ringreduce.training.strategies.applying import Distribution, distribute, variables_of
 
 __all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 

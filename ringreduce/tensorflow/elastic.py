@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
 from ringreduce.elastic.handlers import HandlingState, StateHandler
 from ringreduce.tensorflow.functions import broadcast_variables
-from ringreduce.training.strategies.applying import built_optimizer
+from ringreduce.training.optimizers.applying import built_optimizer
 
 __all__ = [
     "HostsUpdatedInterrupt",

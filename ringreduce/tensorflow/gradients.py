@@ -42,10 +42,10 @@ from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.data.shares import is_by_speed
 from ringreduce.training.gradients.checks import CheckedModel
 from ringreduce.training.gradients.weights import Weights
+from ringreduce.training.optimizers.applying import Distribution, ListReduction, variables_of, with_methods
+from ringreduce.training.optimizers.optimizer import ListTraining
 from ringreduce.training.options.options import Options, averaging
 from ringreduce.training.options.refusals import ADASUM, SAMPLES, SHARES, refusal
-from ringreduce.training.strategies.applying import Distribution, ListReduction, variables_of, with_methods
-from ringreduce.training.strategies.optimizer import ListTraining
 
 _Gradients = list[Any]
 
@@ -240,7 +240,7 @@ class GradientReduction(ListReduction):
     def _compares_weights(self) -> bool:
         """Return whether some of the next steps compare weights."""
         reducers = [each.training.reducer for each, _ in self.known.values()]
-        return any(each.checks.compares_weights(each.stepped) for each in reducers)
+        return any(each.checks.compares_weights(each.steps) for each in reducers)
 
     def _gather(self, parts: list[Host], name: str, weights: Weights | None) -> list[Host]:
         """Gather slices, of which ``parts`` are the values and the indices.

@@ -17,7 +17,7 @@ from ringreduce.tensorflow.gradient_aggregation import LocalGradientAggregationH
 from ringreduce.tensorflow.gradients import GradientReduction
 from ringreduce.tensorflow.mpi_ops import grouped_allreduce
 from ringreduce.training.calls.requests import Adasum, Op
-from ringreduce.training.strategies.applying import Distribution, distribute, with_methods
+from ringreduce.training.optimizers.applying import Distribution, distribute, with_methods
 
 
 @entry

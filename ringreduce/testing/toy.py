@@ -16,8 +16,8 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.framework import Hooks, Watcher
 from ringreduce.training.binding.host import HOST, ArraySpec, HostMemory
+from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.options.options import Options
-from ringreduce.training.strategies.optimizer import Training
 
 _Floats = npt.NDArray[Any]
 RATE = 0.25

@@ -24,10 +24,10 @@ from ringreduce.torch.reduced import scaler_of
 from ringreduce.torch.sharded.shardable import require_not_shared
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.training.calls.parameters import require_same_arrays
+from ringreduce.training.optimizers.local import Average, LocalTraining
 from ringreduce.training.options.local_options import LocalOptions, cut
 from ringreduce.training.options.options import checked_names
 from ringreduce.training.options.refusals import LOCAL, SCALER, refusal
-from ringreduce.training.strategies.local import Average, LocalTraining
 
 _Named = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module
 
@@ -35,7 +35,7 @@ _LOCAL = "local"  # a key of state dicts
 
 
 class TensorLeaves:
-    """Tensors as one flat array; see `ringreduce.training.strategies.local.Leaves`.
+    """Tensors as one flat array; see `ringreduce.training.optimizers.local.Leaves`.
 
     Args:
         find: returns them; equal shapes and dtypes on all ranks.
@@ -70,7 +70,7 @@ class DiLoCo(wrapper.Wrapper):
     A replica is a node, whose ranks reduce their gradients in each step as with `DistributedOptimizer`; or one rank; or
     the ranks of a process set. In every ``period``-th step all ranks average how far their weights have moved, and make
     an outer step with Nesterov's momentum. A replica counts by the number of its ranks.
-    `ringreduce.training.strategies.local` has the formulas and their sources.
+    `ringreduce.training.optimizers.local` has the formulas and their sources.
 
     It is a `torch.optim.Optimizer`, as `DistributedOptimizer` is, and shares parameter groups, state, defaults and
     hooks with the wrapped one. Construction and the first step are collective: all ranks begin with the same weights,

@@ -30,7 +30,7 @@ from ringreduce.torch.sharded.node_state import is_whole
 from ringreduce.training.binding.framework import Named
 from ringreduce.training.calls.objects import gather
 from ringreduce.training.compression import State
-from ringreduce.training.strategies.local import Average
+from ringreduce.training.optimizers.local import Average
 
 _Flat = npt.NDArray[Any]
 _LAYOUT = "layout"  # a key of states
@@ -58,7 +58,7 @@ class _Entry(NamedTuple):
 
 
 class OptimizerState:
-    """Entries of an optimizer's state as one flat array; see `ringreduce.training.strategies.local.Leaves`.
+    """Entries of an optimizer's state as one flat array; see `ringreduce.training.optimizers.local.Leaves`.
 
     Args:
         optimizer: whose.

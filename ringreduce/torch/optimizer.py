@@ -27,9 +27,9 @@ from ringreduce.torch.tensors.gradients import TorchParameters
 from ringreduce.torch.tensors.streams import TorchStreams
 from ringreduce.training.calls.parameters import hyperparameters
 from ringreduce.training.calls.requests import Adasum, require_process_set
+from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.options.options import Options, checked_names
 from ringreduce.training.options.refusals import CLOSURE, SCALER, SKIPPING
-from ringreduce.training.strategies.optimizer import Training
 
 _KIND = "DistributedOptimizer"
 
@@ -217,7 +217,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         """
         self.rejoin()
         if samples is not None:
-            self._training.reducer.count(samples, SKIPPING if self._skipping else self._reduced.by(id(self)))
+            self._training.reducer.require_weights(SKIPPING if self._skipping else self._reduced.by(id(self)))
         with self._stepper.reading:
             self._stepper.require_unchanged()
             if self._adasum and not self._training.alone:
@@ -226,14 +226,14 @@ class DistributedOptimizer(wrapper.Wrapper):
                 return wrapping.step_and_combine(self._parameters(), self._training, step)
             if closure is not None:
                 self._training.options.require_on_time(CLOSURE)
-                result = self._stepper.step(partial(self._evaluate, closure))
+                result = self._stepper.step(partial(self._evaluate, closure, samples))
                 self._reduced.taken()
                 return result
             if not (self._skipping or self._reduced.is_final(id(self))) and self._training.gradients.pending:
                 if self._reduced.state is State.SYNCHRONIZED and not self._training.alone:
                     warn_of_second_reduction(adds_up=self._op is SUM)
                 with self._training.reducer.own_parts():
-                    self._reduce()
+                    self._reduce(samples)
             self._reduced.taken()
             return self._stepper.step()
 
@@ -264,10 +264,10 @@ class DistributedOptimizer(wrapper.Wrapper):
         with self._stepper.reading:
             return wrapping.apply_late(self._parameters(), late, self._stepper.step)
 
-    def _reduce(self) -> None:
+    def _reduce(self, samples: int | None = None) -> None:
         self.rejoin()
         if not self._adasum and self._training.gradients.pending:
-            self._training.gradients.reduce()
+            self._training.gradients.reduce(samples=samples)
         self._reduced.synchronized()
 
     def clip_grad_norm_(
@@ -416,11 +416,11 @@ class DistributedOptimizer(wrapper.Wrapper):
         how = Adasum if self._adasum else self._op.value
         return f"DistributedOptimizer({how} over {self._training.communicator.size} ranks of {self._optimizer!r})"
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], samples: int | None) -> Any:
         """Call a closure, and make gradients and loss those of all ranks."""
         loss = closure()
         if not self._skipping:
-            self._reduce()
+            self._reduce(samples)
         return wrapping.reduced_loss(self._training, loss)
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.training.binding.framework import Named
 from ringreduce.training.data.shares import is_by_speed
+from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.options.refusals import ADASUM, SHARES, refusal
-from ringreduce.training.strategies.late import LateAverages
-from ringreduce.training.strategies.optimizer import Training
+from ringreduce.training.strategies.strategy import PendingAverages
 
 #: The ids of wrapped optimizers that make a step for their wrapper.
 STEPPING: set[int] = set()
@@ -128,7 +128,7 @@ def step_and_combine(parameters: Iterable[torch.Tensor], training: Training, ste
     return result
 
 
-def apply_late(parameters: Sequence[torch.Tensor], late: LateAverages, step: Callable[[], Any]) -> None:
+def apply_late(parameters: Sequence[torch.Tensor], late: PendingAverages, step: Callable[[], Any]) -> None:
     """Make the steps whose averages are still to be applied. Collective."""
     while late.pending:
         for parameter, average in zip(parameters, late.next(), strict=True):

@@ -12,7 +12,7 @@ import pytest
 from ringreduce.testing.toy import RATE, Toy
 from ringreduce.testing.training import CHECKS, Trainee
 from ringreduce.training.binding.host import ArraySpec
-from ringreduce.training.strategies.optimizer import ListTraining
+from ringreduce.training.optimizers.optimizer import ListTraining
 
 
 class Torch:

@@ -17,8 +17,8 @@ from ringreduce.observe.pace import Lasting, find_slow
 from ringreduce.testing import run_engines
 from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.data.shares import Shares
+from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.options.options import Options
-from ringreduce.training.strategies.whole import GradientReducer
 
 
 class Machine:

@@ -13,9 +13,9 @@ from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
 from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.gradients.record import ADDED, CHANGED, Record
+from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.options.options import Options
 from ringreduce.training.strategies.stages import NEXT, Event, Stage, what_is_wrong
-from ringreduce.training.strategies.whole import GradientReducer
 
 STEPS = 40
 

@@ -18,8 +18,8 @@ from ringreduce.testing import run_engines, run_ranks
 from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.compression.topk import TopK
 from ringreduce.training.data.shares import Batches, Division, Shares, _paces_of, divided
+from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.options.options import Options
-from ringreduce.training.strategies.whole import GradientReducer
 
 COUNTS = [0, 1, 5, 1009, 100_003]
 
@@ -223,9 +223,8 @@ def mean(samples: Sequence[int | None], step: int) -> float:
 
 def take_step(reducer: GradientReducer, step: int, samples: Sequence[int | None]) -> None:
     rank = reducer.ranks.rank
-    reducer.samples = samples[rank]
     factor = rank + 1 + step
-    a, b = reducer.reduce([VALUES * np.float32(factor), np.float32(factor).reshape(())])
+    a, b = reducer.reduce([VALUES * np.float32(factor), np.float32(factor).reshape(())], samples=samples[rank])
     expected = mean(samples, step)
     np.testing.assert_allclose(a, VALUES * expected, rtol=1e-5)
     np.testing.assert_allclose(b, expected, rtol=1e-5)
@@ -284,9 +283,9 @@ def test_a_number_that_is_wrong_or_missing_on_one_rank_ends_the_step_on_all(wron
         reducer = make_reducer(engine)
         for step in range(6):
             take_step(reducer, step, [2, 3])
-        reducer.samples = wrong["samples"] if engine.communicator.rank == 1 else 2
+        samples = wrong["samples"] if engine.communicator.rank == 1 else 2
         with pytest.raises(rr.ConfigError, match="samples"):
-            reducer.reduce([VALUES, np.float32(1.0).reshape(())])
+            reducer.reduce([VALUES, np.float32(1.0).reshape(())], samples=samples)
         for step in range(6):
             take_step(reducer, step, [2, 3])
 
@@ -298,9 +297,8 @@ def test_sums_take_no_samples():
 
     def train(engine: Engine) -> None:
         reducer = make_reducer(engine, op=rr.SUM)
-        reducer.samples = 3
         with pytest.raises(rr.ConfigError, match="Average"):
-            reducer.reduce([VALUES, np.float32(1.0).reshape(())])
+            reducer.reduce([VALUES, np.float32(1.0).reshape(())], samples=3)
 
     run_engines(2, train)
 
@@ -316,8 +314,8 @@ def test_ranks_that_have_joined_have_no_weight():
             engine.wait(engine.join())
             return
         for step in range(4):
-            reducer.samples = [3, 1, 2][rank]
-            (a, _) = reducer.reduce([VALUES * np.float32(rank + 1 + step), np.float32(1.0).reshape(())])
+            mine = [VALUES * np.float32(rank + 1 + step), np.float32(1.0).reshape(())]
+            (a, _) = reducer.reduce(mine, samples=[3, 1, 2][rank])
             np.testing.assert_allclose(a, VALUES * ((1 + step) * 3 + (3 + step) * 2) / 5, rtol=1e-5)
         engine.wait(engine.join())
 
@@ -335,7 +333,7 @@ def test_a_sampler_that_does_not_know_the_numbers_is_an_error_without_them():
         with pytest.raises(rr.ConfigError, match="samples"):
             reducer.reduce([VALUES, np.float32(1.0).reshape(())])
         take_step(reducer, 0, [4, 2])
-        batches.ends, batches.left, reducer.samples = "repeat", 1, None
+        batches.ends, batches.left = "repeat", 1
         a, _ = reducer.reduce([VALUES * np.float32(engine.communicator.rank), np.float32(1.0).reshape(())])
         np.testing.assert_allclose(a, VALUES / 3, rtol=1e-5)
 

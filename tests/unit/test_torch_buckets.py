@@ -14,9 +14,9 @@ from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
 from ringreduce.training.binding.framework import Look
 from ringreduce.training.gradients.buckets import LARGE_NBYTES, Bucket
+from ringreduce.training.optimizers.reducer import GradientReducer
+from ringreduce.training.optimizers.watched import Gradients
 from ringreduce.training.options.options import Options
-from ringreduce.training.strategies.watched import Gradients
-from ringreduce.training.strategies.whole import GradientReducer
 
 torch = pytest.importorskip("torch")
 from ringreduce.torch.tensors.gradients import TorchParameters  # noqa: E402

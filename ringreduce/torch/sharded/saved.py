@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ringreduce.torch.compression import each_array
+from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.strategies.late import require_room
-from ringreduce.training.strategies.optimizer import Training
 
 #: Keys of state dicts.
 _COMPRESSION = "compression"

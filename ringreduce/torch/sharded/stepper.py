@@ -18,10 +18,10 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.torch.sharded.node_state import DividedState, NodeState, Piece, pieces_of
 from ringreduce.torch.sharded.shardable import STEPS, watch_other_steps
 from ringreduce.torch.wrapping import STEPPING, parameters_of
+from ringreduce.training.optimizers.optimizer import Training
+from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.strategies.node_commit import NodeCommit
-from ringreduce.training.strategies.optimizer import Training
 from ringreduce.training.strategies.parts import Sharding
-from ringreduce.training.strategies.whole import GradientReducer
 
 _numbers = itertools.count()
 

@@ -19,14 +19,14 @@ handles, `barrier`, gradients through collectives, broadcasts and checks of para
 for which it enters its arrays in `ringreduce.training.calls.objects.REDUCERS`.
 
 Training takes values: a `Memory` (five methods, and defaults for what it need not have) is enough for a
-`ringreduce.training.strategies.whole.GradientReducer`, which takes lists of gradients and returns others;
+`ringreduce.training.optimizers.reducer.GradientReducer`, which takes lists of gradients and returns others;
 `ringreduce.training.binding.host` is complete. A framework whose parameters keep their gradients in an attribute
 ``grad``, and that calls hooks in a backward pass, has `Hooks` as well: then buckets can be reduced while the pass goes
 on. `Sparse` is for gradients of few rows, `Streams` for devices. A binding derives one class from those that it can
 serve.
 
 A distributed optimizer is the framework's own optimizer with a `Training` of
-`ringreduce.training.strategies.optimizer`: it calls `Training.begin` when it is made and `Gradients.reduce` before each
+`ringreduce.training.optimizers.optimizer`: it calls `Training.begin` when it is made and `Gradients.reduce` before each
 step; hooks call a `Watcher`. The methods of these classes are local: they touch the framework's arrays and call nothing
 of ringreduce but `Communicator.empty`. `ringreduce.testing.training` checks any binding.
 

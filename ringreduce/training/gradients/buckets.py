@@ -19,7 +19,7 @@ from typing import Any
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
-from ringreduce.common.reduce_ops import AVERAGE
+from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
 from ringreduce.engine import Gather, InPlaceAllreduce, Operation
 from ringreduce.engine.coordinator import fuse
 from ringreduce.training.binding.framework import Found, Hooks, Look, Memory, Named, Removable, Slot, Sparse
@@ -35,6 +35,10 @@ LARGE_NBYTES = 128 << 10
 
 #: Gradients begin on cache lines.
 ALIGNMENT_NBYTES = 64
+
+#: Makes an operation of which a rank needs only its part of the buckets. Arguments: its name, its text, the op, the
+#: buckets, what travels of each. Returns None where the rank needs all.
+MakesParts = Callable[[str, str, ReduceOp, Sequence["Bucket"], Sequence[Any]], Operation | None]
 
 _GONE = -1  # the number of a parameter that the optimizer has no more
 
@@ -216,9 +220,7 @@ class Buckets:
         memory, ranks, options: the arguments.
         layout: a checksum of which parameter is where; equal on ranks whose buckets are.
         moved: as for `Bucket.collect_at_once`.
-        parts: returns what makes operations of which a rank needs only its part, or None where it needs all; None:
-            nothing does.
-        weights: of averages; None: they are equal.
+        weights: of averages, by `weigh`; None: they are equal.
     """
 
     def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named], options: Options) -> None:
@@ -231,7 +233,6 @@ class Buckets:
         self._saved: dict[int, State] = {}
         self.layout = 0
         self.moved: dict[int, tuple[int, int]] = {}
-        self.parts: Callable[[], Callable[..., Operation | None] | None] = lambda: None
         self.weights: Weights | None = None
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -327,7 +328,23 @@ class Buckets:
 
     # ---- reductions, collective ----
 
-    def reduce(self, reduced: Sequence[Bucket], gradients: list[Any], found: bytes, active: int) -> None:
+    def weigh(self, samples: Mapping[int, int], active: int) -> None:
+        """Weight averages from now on by numbers of samples.
+
+        Args:
+            samples: how many, by rank, of all that have not joined; empty: ranks weigh equally.
+            active: how many ranks contribute.
+        """
+        self.weights = Weights.of(samples, self.ranks.rank, self.ranks.size, self.divisor(active))
+
+    def reduce(
+        self,
+        reduced: Sequence[Bucket],
+        gradients: list[Any],
+        found: bytes,
+        active: int,
+        parts: MakesParts | None = None,
+    ) -> None:
         """Fill the buckets of used parameters and reduce them: together, but one by one those that have a `Reducer`.
 
         Args:
@@ -335,6 +352,7 @@ class Buckets:
             gradients: of all parameters; changed where another array takes the place of one.
             found: as for `Bucket.fill`.
             active: how many ranks contribute.
+            parts: makes operations of which this rank needs its part alone; None: it needs all.
         """
         together: defaultdict[tuple[str | None, bool], list[Bucket]] = defaultdict(list)
         taken_back = []
@@ -351,7 +369,7 @@ class Buckets:
             else:
                 self._compress(target.reducer, target.flat, active)
         for buckets in together.values():
-            self._together(buckets)
+            self._together(buckets, parts)
         for bucket, target, before in taken_back:
             bucket.take_back(gradients, target, before)
 
@@ -392,10 +410,12 @@ class Buckets:
         self._weight(operation, buckets, sent)
         return operation
 
-    def reduction(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Operation:
+    def reduction(
+        self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], parts: MakesParts | None
+    ) -> Operation:
         """Return the reduction of buckets before a step, or that of this rank's parts where it needs no more."""
-        make = self.parts()
-        if make is None or (part := make(name, text, self.options.op, buckets, sent)) is None:
+        part = None if parts is None else parts(name, text, self.options.op, buckets, sent)
+        if part is None:
             return self.operation(name, text, buckets, sent)
         part.parts = partial(self._names_in, buckets)
         self._weight(part, buckets, sent)
@@ -412,7 +432,7 @@ class Buckets:
         names = {id(parameter): name for name, parameter in self._named()}
         return [names.get(id(slot.parameter), "a parameter that is gone") for each in buckets for slot in each.slots]
 
-    def _together(self, buckets: Sequence[Bucket]) -> None:
+    def _together(self, buckets: Sequence[Bucket], parts: MakesParts | None) -> None:
         factor = self.options.predivide_factor
         compressor = self.options.compressor
         flats = [bucket.flat for bucket in buckets]
@@ -422,8 +442,8 @@ class Buckets:
         wire = buckets[0].wire
         name = self.ranks.name
         sent = [each for each, _ in compressed]
-        text = f"{len(flats)} buckets of {name}"
-        self.ranks.run(self.reduction(f"{name}, buckets" + (f" in {wire}" if wire else ""), text, buckets, sent))
+        title = f"{name}, buckets" + (f" in {wire}" if wire else "")
+        self.ranks.run(self.reduction(title, f"{len(flats)} buckets of {name}", buckets, sent, parts))
         for flat, (each, context) in zip(flats, compressed, strict=True):
             if each is not flat:
                 self.memory.pack([flat], [compressor.decompress(each, context)])

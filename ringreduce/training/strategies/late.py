@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ringreduce.common.errors import ConfigError, RingReduceError
 from ringreduce.engine import InPlaceAllreduce, Refusal
-from ringreduce.training.binding.framework import Found, Look, Memory, Named
-from ringreduce.training.gradients.buckets import Bucket, Buckets
-from ringreduce.training.gradients.record import Ranks
-
-#: Averages of gradients, oldest first: each by the number of the parameter.
-Averages = Sequence[Mapping[int, Any]]
+from ringreduce.training.binding.framework import Found, Look
+from ringreduce.training.data.shares import counts_of
+from ringreduce.training.gradients.buckets import Bucket
+from ringreduce.training.options.refusals import SAMPLES, STALENESS, refusal
+from ringreduce.training.strategies.step_agreement import StepAgreement
+from ringreduce.training.strategies.strategy import Averages, Contribution, PendingAverages, StepContext, Strategy
 
 
 def require_room(averages: Averages, staleness: int) -> None:
@@ -61,55 +61,57 @@ class _LateGradients(NamedTuple):
         return {number: each for number, each in now if number is not None}
 
 
-class LateAverages:
-    """The gradients of the last steps, of which averages are still to be applied.
+class LateAverages(Strategy, PendingAverages):
+    """Submits the gradients of a step, and returns the averages of one that was made ``staleness`` steps before.
 
     Args:
-        staleness: how many steps late they are.
-        memory: the gradients'.
-        ranks: carry operations out.
-        buckets: of the gradients.
-        named: returns names and parameters.
+        context: of the optimizer.
+        agreement: of the ranks; before the first step, the only one in which a rank waits for all others.
     """
 
-    def __init__(
-        self, staleness: int, memory: Memory, ranks: Ranks, buckets: Buckets, named: Callable[[], Named]
-    ) -> None:
-        self._staleness = staleness
-        self._memory = memory
-        self._ranks = ranks
-        self._buckets = buckets
-        self._named = named
+    def __init__(self, context: StepContext, agreement: StepAgreement) -> None:
+        self._staleness = context.options.staleness
+        self._memory = context.memory
+        self._ranks = context.ranks
+        self._buckets = context.buckets
+        self._named = context.named
+        self._checks = context.checks
+        self._count = context.count
+        self._agreement = agreement
         self._rings: dict[int, deque[Bucket]] = {}  # by the id of a bucket: it and others in turn, the next one first
         self._pending: deque[_LateGradients] = deque()
         self._steps = 0
 
     @property
     def pending(self) -> bool:
-        """Whether averages are still to be applied."""
         return bool(self._pending)
 
-    def reduce(
-        self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes, error: ConfigError | None = None
-    ) -> list[Any]:
+    @property
+    def late(self) -> LateAverages:
+        return self
+
+    def reduce(self, contribution: Contribution) -> list[Any]:
         """Submit gradients, and return the averages to apply in this step: None in the first steps. Collective.
 
-        Args:
-            parameters: all, in registration order.
-            gradients: theirs; trainable parameters without one count as zeros.
-            found: as of `Memory.found`.
-            error: of this rank's arguments; raised on all ranks.
+        Trainable parameters without a gradient count as zeros.
 
         Raises:
-            ConfigError: some rank has a sparse gradient or an error, or has joined.
+            ConfigError: some rank has a sparse gradient or a number of samples, or has joined.
         """
-        self._pending.append(self._submitted(parameters, gradients, found, error))
+        if not self._checks.idle:
+            self._checks.look(self._count.reduced, contribution.gradients)
+        counts = dict(enumerate(counts_of(self._ranks.engine) or ()))  # all ranks know all of them
+        self._buckets.weigh(counts, self._ranks.size)
+        error = None if contribution.samples is None else refusal(SAMPLES, STALENESS)
+        if self._count.reduced == 0:
+            self._agreement.agree(contribution._replace(samples=error))
+        self._count.add()  # a step that this rank alone refuses counts, too, as it does on the others
+        self._pending.append(self._submitted(contribution, error))
         if len(self._pending) <= self._staleness:
-            return [None] * len(parameters)
+            return [None] * len(contribution.parameters)
         return self.next()
 
     def next(self) -> list[Any]:
-        """Return the oldest averages that are to be applied, one for each parameter or None; waits for them."""
         exchange = self._pending.popleft()
         self._wait(exchange)
         parameters = self._parameters()
@@ -117,14 +119,12 @@ class LateAverages:
         return [gradients.get(number) for number in range(len(parameters))]
 
     def state(self) -> list[dict[int, Any]]:
-        """Return copies of all averages that are to be applied; waits for them, and no new world ends them then."""
         for exchange in self._pending:
             self._wait(exchange)
         self._pending = deque(exchange._replace(operations=()) for exchange in self._pending)
         return [{number: self._memory.clone(each) for number, each in those.items()} for those in self.loaded()]
 
     def load(self, averages: Averages) -> None:
-        """Go on from averages, which nobody else changes, in place of those that there are; waits for these."""
         for exchange in self._pending:
             for operation in exchange.operations:
                 with suppress(RingReduceError):
@@ -133,20 +133,20 @@ class LateAverages:
         self._pending = deque(_LateGradients(parameters, each, ()) for each in averages)
 
     def loaded(self) -> Averages:
-        """Return the averages that `state` has waited for or `load` has got, and that are still to be applied."""
         parameters = self._parameters()
         return [exchange.of(parameters) for exchange in self._pending if not exchange.operations]
 
     def _parameters(self) -> list[Any]:
         return [parameter for _, parameter in self._named()]
 
-    def _submitted(
-        self, parameters: Sequence[Any], gradients: Sequence[Any], found: bytes, error: ConfigError | None
-    ) -> _LateGradients:
+    def _submitted(self, contribution: Contribution, error: ConfigError | None) -> _LateGradients:
+        """Submit gradients; ``error``: of this rank's arguments, raised on all ranks."""
+        parameters = contribution.parameters
+        gradients = contribution.gradients
         trainable = self._memory.is_trainable
         wanted = bytes(
             max(each, Found.DENSE) if each or trainable(parameter) else each
-            for each, parameter in zip(found, parameters, strict=True)
+            for each, parameter in zip(contribution.found, parameters, strict=True)
         )
         name = f"{self._ranks.name}, late {self._steps % (self._staleness + 1)}"
         self._steps += 1

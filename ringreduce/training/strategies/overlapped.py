@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from ringreduce.common.errors import ConfigError, RingReduceError, ShutdownError, TransportError
+from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError, ShutdownError, TransportError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.engine import InPlaceAllreduce
 from ringreduce.training.binding.framework import Found, Hooks, Look, StreamSync
@@ -44,6 +44,7 @@ from ringreduce.training.strategies.stages import (
     Stage,
     what_is_wrong,
 )
+from ringreduce.training.strategies.strategy import Partner
 
 _STEPS = 2  # so many alike before overlap begins
 
@@ -72,6 +73,21 @@ class BucketState:
         self.part: InPlaceAllreduce | None = None
         self.apply(Event.STEPPED)
 
+    def reduction(self, buckets: Buckets, joins: int) -> InPlaceAllreduce:
+        """Return the operation that reduces it before the step; ``joins``: how often all ranks have joined."""
+        ranks = buckets.ranks
+        again = f", {self.generation} times withdrawn" if self.generation else ""
+        part = buckets.operation(
+            f"{ranks.name}, bucket {self.number}, after {joins} joins{again}",
+            f"a bucket of {ranks.name}",
+            [self.bucket],
+            [self.bucket.flat],
+            speculative=True,
+            within=None if self.sync is None else self.sync.working,
+        )
+        part.title = f"a bucket of {ranks.described}"
+        return part
+
     def apply(self, event: Event) -> None:
         """Go on to the next stage."""
         self.stage = NEXT[self.stage, event]
@@ -81,7 +97,7 @@ class BucketState:
             self.missing = sum(member.expected > 0 for member in self.members)  # wait for all gradients again
 
 
-class Overlap:
+class Overlap(Partner):
     """The reductions of one optimizer's buckets during its backward passes.
 
     Thread-safe.
@@ -94,9 +110,9 @@ class Overlap:
         checks: where gradients must be this rank's own until the step, nothing overlaps.
 
     Attributes:
-        wanted: whether buckets are, or may be, reduced during the backward pass; the same on all ranks.
+        overlaps: whether buckets are, or may be, reduced during the backward pass; the same on all ranks.
+        is_learning: whether anything is to be learnt from what the program does; the same on all ranks.
         begun: whether complete buckets are submitted now; the same on all ranks.
-        watching: whether anything is to be learnt from what the program does; the same on all ranks.
         suspends: whether passes do not count now.
         watched: those whose gradients are watched, by the ids of their parameters.
         declared: how many backward passes come before each step; the same on all ranks.
@@ -106,16 +122,18 @@ class Overlap:
         options = buckets.options
         engine = buckets.ranks.engine
         self._hooks = hooks
+        self._checks = checks
         self._engine = engine
+        self._in_backward = options.in_backward
         self._all = buckets
         self._moved = buckets.moved
         self._op = options.op
         plain = options.predivide_factor == 1.0 and options.compressor is None
         can = engine.threaded and plain and not checks.needs_own_gradients
-        self.wanted = can and options.overlap is not False
+        self.overlaps = can and options.overlap is not False
         self._probe = OverlapProbe() if can and options.overlap is None else None
         self.begun = False
-        self.watching = True
+        self.is_learning = True
         self.suspends = False
         self.declared = options.passes
         self._alike = 0  # steps in a row
@@ -212,7 +230,6 @@ class Overlap:
     # ---- the step ----
 
     def report(self, record: Record, parameters: Sequence[Any]) -> None:
-        """Say what this rank knows of its gradients and passes."""
         with self._lock:
             self._count_additions()
             added = [each for each in self.watched.values() if each.times]
@@ -224,7 +241,7 @@ class Overlap:
                 record.changed[0] = any(each.fate >= Fate.CHANGED for each in added)
             record.again[0] = any(each.fresh and each.again for each in self.watched.values())
             record.slower[0] = self._probe is not None and self._probe.slower
-            for index, parameter in enumerate(parameters) if self.wanted and self._state_of else ():
+            for index, parameter in enumerate(parameters) if self.overlaps and self._state_of else ():
                 if (state := self._state_of.get(id(parameter))) is None:
                     continue
                 if state.part is None:
@@ -237,12 +254,7 @@ class Overlap:
                 record.kept[index] = each.fate not in (Fate.CLEARED, Fate.MISSING)
 
     def conclude(self, record: Record, active: int, gradients: list[Any]) -> list[Bucket]:
-        """Return the buckets that are reduced, and withdraw the others.
-
-        Args:
-            record: what all ranks have said.
-            active: how many ranks contribute to the step.
-            gradients: of all parameters; those that this rank had not become what was, or is to be, reduced for it.
+        """See `Partner.conclude`; withdraws the buckets that are not reduced.
 
         Raises:
             ConfigError: on all ranks, if gradients of some rank were overwritten or cleared after their reduction.
@@ -290,18 +302,12 @@ class Overlap:
             )
         return reduced
 
-    def next_step(self, record: Record, *, again: bool, everyone: bool) -> bool:
-        """Prepare for the next step; return whether overlap is given up because a program changes its gradients.
-
-        Args:
-            record: what all ranks have said.
-            again: whether the next steps have to show again that they are alike. The same on all ranks.
-            everyone: whether no rank has joined.
-        """
+    def prepare(self, record: Record, *, special: bool, active: int) -> None:
+        everyone = active == self._all.ranks.size
         with self._lock:
             self.forget_step()
-            if not self.watching:
-                return False
+            if not self.is_learning:
+                return
             joined = self._joins != self._engine.joins
             self._joins = self._engine.joins
             if joined:  # ranks that had joined have not counted what was withdrawn since
@@ -309,28 +315,32 @@ class Overlap:
                 self._state_of.clear()
             if record.changed.any():
                 self.end()
-                return True
+                self._checks.warn_of_changes(in_backward=self._in_backward)
+                return
             if self._probe is not None and self._probe.over and everyone:  # ranks that have joined do not know it
                 self._probe = None
                 if record.slower.any():
-                    self.wanted = False
+                    self.overlaps = False
                     self.end()
-                    return False
+                    return
             # Steps that differ do not end overlap, nor the turns without it of a probe.
-            differs = record.unlike.any() and not (self.wanted and self._alike >= _STEPS - 1)
-            self._alike = 0 if again or joined or differs else self._alike + 1
-            self.begun = self.wanted and self._alike >= _STEPS - 1
+            differs = record.unlike.any() and not (self.overlaps and self._alike >= _STEPS - 1)
+            self._alike = 0 if special or record.is_again or joined or differs else self._alike + 1
+            self.begun = self.overlaps and self._alike >= _STEPS - 1
             if self._probe is not None:
                 self._probe.end_step(counts=self.begun and everyone)
                 self.begun = self.begun and self._probe.on
-            if not self.wanted and self._alike >= _STEPS:
+            if not self.overlaps and self._alike >= _STEPS:
                 self.end()
-                return False
-            if self.wanted and [each.bucket for each in self._buckets] != list(self._all):
+                return
+            if self.overlaps and [each.bucket for each in self._buckets] != list(self._all):
                 self._take_buckets()
             for state in self._buckets:
                 state.apply(Event.STEPPED)
-            return False
+
+    def reduced(self, gradients: Sequence[Any], *, repeated: bool) -> None:
+        if repeated:
+            self.forget_step()
 
     def forget_step(self) -> None:
         """Forget what was added in the last step, but how often."""
@@ -343,7 +353,7 @@ class Overlap:
     def end(self) -> None:
         """Reduce nothing during backward passes any more; the same on all ranks."""
         self.forget_step()
-        self.begun = self.watching = False
+        self.begun = self.is_learning = False
         self._buckets.clear()
         self._state_of.clear()
 
@@ -351,7 +361,7 @@ class Overlap:
         """Withdraw what is under way; takes no lock, for finalizers."""
         self._engine.withdraw([each.part for each in self._buckets if each.part is not None and not each.part.done])
 
-    def break_off(self) -> None:
+    def break_off(self, error: BaseException) -> None:
         """End a step that has failed on all ranks; the next ones begin without overlap."""
         with self._lock:
             with suppress(RingReduceError):  # what has ended everything is raised by the step
@@ -363,6 +373,9 @@ class Overlap:
             for state in self._buckets:
                 state.generation += 1
                 state.apply(Event.STEPPED)
+        if self.overlaps and isinstance(error, MismatchError) and error.advice:
+            # On other ranks a step of another optimizer has failed: what overlaps is not the same any more.
+            self._engine.fail(error)
 
     # ---- inside; the lock is held ----
 
@@ -412,7 +425,7 @@ class Overlap:
             for record in members:
                 record.fate = Fate.MISSING if record.parameter.grad is None else Fate.NONE
                 record.remember(self._hooks)
-            part = self._part(state)
+            part = state.reduction(self._all, self._joins)
             try:
                 self._engine.submit(part)
             except (ConfigError, ShutdownError, TransportError):
@@ -420,21 +433,6 @@ class Overlap:
             else:
                 state.part = part
         state.apply(Event.HELD_BACK if state.part is None else Event.SUBMITTED)
-
-    def _part(self, state: BucketState) -> InPlaceAllreduce:
-        ranks = self._all.ranks
-        sync = state.sync
-        again = f", {state.generation} times withdrawn" if state.generation else ""
-        part = self._all.operation(
-            f"{ranks.name}, bucket {state.number}, after {self._joins} joins{again}",
-            f"a bucket of {ranks.name}",
-            [state.bucket],
-            [state.bucket.flat],
-            speculative=True,
-            within=None if sync is None else sync.working,
-        )
-        part.title = f"a bucket of {ranks.described}"
-        return part
 
     def _keep_out(self, state: BucketState) -> bool:
         """Withdraw a bucket, or wait for it; return whether it was reduced. Others that are under way likewise."""

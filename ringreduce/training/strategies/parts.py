@@ -39,9 +39,10 @@ from ringreduce.runtime import group
 from ringreduce.training.binding.framework import InPlace, Memory
 from ringreduce.training.calls.requests import dtype_name
 from ringreduce.training.gradients.buckets import ALIGNMENT_NBYTES, Bucket, Buckets, padded
-from ringreduce.training.gradients.record import Ranks
+from ringreduce.training.gradients.record import Ranks, Record
 from ringreduce.training.gradients.uncleared import Uncleared
 from ringreduce.training.options.options import Options
+from ringreduce.training.strategies.strategy import Partner
 
 _Bytes = npt.NDArray[np.uint8]
 _Key = tuple[int, str]
@@ -401,6 +402,34 @@ class Sharding:
             splits = None if self.elementwise else [stop - start for start, stop in pairwise(bounds)]
             known = self._rows[id(flat)] = flat, rows, own, splits
         return known
+
+
+class ShardPartner(Partner):
+    """What shards add to the steps of an optimizer: gradients that the program has not cleared, and new buckets.
+
+    Args:
+        sharding: divides the parameters.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._uncleared = sharding.uncleared
+        self._described = sharding.ranks.described
+        self._sharding = sharding
+
+    def settle(self) -> bool:
+        return self._uncleared.settle()
+
+    def moved(self) -> None:
+        self._sharding.update()
+
+    def report(self, record: Record, parameters: Sequence[Any]) -> None:
+        self._uncleared.report(record, parameters)
+
+    def heed(self, record: Record) -> None:
+        self._uncleared.heed(record, self._described)
+
+    def reduced(self, gradients: Sequence[Any], *, repeated: bool) -> None:
+        self._uncleared.reduced(gradients)
 
 
 def _line(bucket: Bucket) -> int:

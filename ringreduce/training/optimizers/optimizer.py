@@ -27,10 +27,10 @@ from ringreduce.training.calls.parameters import require_same_arrays
 from ringreduce.training.calls.requests import set_to_notify
 from ringreduce.training.compression import State
 from ringreduce.training.gradients.checks import CheckedModel
+from ringreduce.training.optimizers.reducer import GradientReducer
+from ringreduce.training.optimizers.watched import Gradients
 from ringreduce.training.options.options import Options
-from ringreduce.training.strategies.late import LateAverages
-from ringreduce.training.strategies.watched import Gradients
-from ringreduce.training.strategies.whole import GradientReducer
+from ringreduce.training.strategies.strategy import PendingAverages
 from ringreduce.transport.memory import MemoryWorld
 
 
@@ -142,7 +142,7 @@ class Training:
         return self._gradients is not None and not self._gradients.pending
 
     @property
-    def late(self) -> LateAverages | None:
+    def late(self) -> PendingAverages | None:
         """The averages that later steps apply; None: each step applies its own, or nothing has begun yet."""
         return None if self._reducer is None else self._reducer.late
 
@@ -163,7 +163,7 @@ class Training:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
         Begins what was only prepared. Drops what compression has kept: it was of other buckets, and perhaps of other
-        ranks. Keeps late averages that `LateAverages.state` has waited for, and drops others. Does nothing while the
+        ranks. Keeps late averages that `PendingAverages.state` has waited for, and drops others. Does nothing while the
         process set is not registered.
 
         Returns:
@@ -308,10 +308,9 @@ class ListTraining:
         """
         self.training.rejoin()
         reducer = self.training.reducer
-        reducer.samples = samples
         reducer.checks.model = model
-        reduced = reducer.reduce(gradients)
-        reducer.stepped += 1
+        reduced = reducer.reduce(gradients, samples=samples)
+        reducer.stepped()
         reducer.checks.model = None
         count(steps=1)
         return reduced if reducer.late is None else self._whole(reduced)

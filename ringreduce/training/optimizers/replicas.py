@@ -1,6 +1,6 @@
 """Replicas that step by themselves, for frameworks whose parameters are read and written as NumPy arrays.
 
-The formulas are those of `ringreduce.training.strategies.local`. A binding makes a `Replicas`, reduces gradients over
+The formulas are those of `ringreduce.training.optimizers.local`. A binding makes a `Replicas`, reduces gradients over
 its `process_set`, gives `bind` functions that read and write its arrays, and calls `before_step` and `after_step`.
 """
 
@@ -24,8 +24,8 @@ from ringreduce.training.binding.host import HOST, ArraySpec
 from ringreduce.training.calls.parameters import require_same_arrays
 from ringreduce.training.compression import is_wire_format
 from ringreduce.training.compression.tensors import wire_format_of
+from ringreduce.training.optimizers.local import Average, LocalTraining
 from ringreduce.training.options.local_options import LocalOptions, cut
-from ringreduce.training.strategies.local import Average, LocalTraining
 
 _Array = npt.NDArray[Any]
 
@@ -36,7 +36,7 @@ Write = Callable[[slice, Sequence[_Array]], None]
 
 
 class HostLeaves:
-    """NumPy arrays as one flat array; see `ringreduce.training.strategies.local.Leaves`. Complex numbers are pairs of
+    """NumPy arrays as one flat array; see `ringreduce.training.optimizers.local.Leaves`. Complex numbers are pairs of
     reals.
 
     Args:

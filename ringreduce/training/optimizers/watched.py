@@ -10,6 +10,7 @@ from typing import Any
 
 from ringreduce.training.binding.framework import Hooks, Removable
 from ringreduce.training.gradients.buckets import Buckets
+from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.strategies.overlapped import Overlap
 from ringreduce.training.strategies.stages import GradientState
 
@@ -24,7 +25,7 @@ class Gradients:
 
     Args:
         hooks: the framework's.
-        reducer: a `GradientReducer`, which reduces them.
+        reducer: reduces them.
         training: returns what this belongs to, until another world begins.
 
     Attributes:
@@ -34,13 +35,14 @@ class Gradients:
         before_adding, added: see `Watcher`.
     """
 
-    def __init__(self, hooks: Hooks, reducer: Any, training: Callable[[], Any]) -> None:
+    def __init__(self, hooks: Hooks, reducer: GradientReducer, training: Callable[[], Any]) -> None:
+        assert reducer.overlap is not None, "its memory has hooks"
         self._framework = hooks
         self.reducer = reducer
         self._training = training
         self.number = next(_numbers)
         self._in_backward = reducer.options.in_backward
-        self.overlap = reducer.early = Overlap(hooks, reducer.buckets, reducer.checks)
+        self.overlap = reducer.overlap
         self.before_adding = self.overlap.before_adding
         self.added = self.overlap.added
         self._hooks: list[Removable] = []
@@ -79,19 +81,19 @@ class Gradients:
 
     def stepped(self) -> None:
         """To be called when the optimizer has made a step."""
-        self.reducer.stepped += 1
-        self.reducer.samples = None
+        self.reducer.stepped()
 
     @property
     def pending(self) -> bool:
         """Whether a step has gradients to reduce; without ``in_backward``, always."""
         return not self._in_backward or any(self.overlap.fresh(self._parameters()))
 
-    def reduce(self, fresh: Sequence[bool] | None = None) -> None:
+    def reduce(self, fresh: Sequence[bool] | None = None, samples: Any = None) -> None:
         """Replace the gradients by their average or sum over the ranks. Collective.
 
         Args:
             fresh: which of them count; None: all, or with ``in_backward`` those that were added to.
+            samples: as for `GradientReducer.reduce`.
 
         Raises:
             what `GradientReducer.reduce` raises.
@@ -102,19 +104,20 @@ class Gradients:
             fresh = self.overlap.fresh(parameters)
         gradients = [parameter.grad for parameter in parameters]
         try:
-            for parameter, before, after in zip(parameters, gradients, reducer.reduce(gradients, fresh), strict=True):
+            reduced = reducer.reduce(gradients, fresh, samples)
+            for parameter, before, after in zip(parameters, gradients, reduced, strict=True):
                 if before is not after:
                     parameter.grad = after
         finally:
             if self._in_backward:
                 for record in self.overlap.watched.values():
                     record.reduced()
-        if self._hooks or self.overlap.watching or self._in_backward:
+        if self._hooks or self.overlap.is_learning or self._in_backward:
             self.watch()
 
     def clearing(self) -> AbstractContextManager[None]:
         """Return a context in which to clear the gradients; it first ends reductions that are under way."""
-        return self._clearing() if self.overlap.watching or self._in_backward else _NOTHING_TO_DO
+        return self._clearing() if self.overlap.is_learning or self._in_backward else _NOTHING_TO_DO
 
     @contextmanager
     def _clearing(self) -> Iterator[None]:
@@ -126,7 +129,7 @@ class Gradients:
     def watch(self) -> None:
         """Watch gradients that are not watched yet, as long as overlap or ``in_backward`` need it."""
         overlap = self.overlap
-        if not (overlap.watching or self._in_backward):
+        if not (overlap.is_learning or self._in_backward):
             _remove(self._hooks)
             overlap.watched.clear()
         elif self.reducer.ranks.size > 1:

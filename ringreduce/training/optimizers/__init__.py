@@ -1,0 +1,1 @@
+"""What hands gradients to strategies: reducers, optimizers of all frameworks, and replicas that step by themselves."""

@@ -1,0 +1,172 @@
+"""The agreement before a step: in one small reduction the ranks exchange which gradients they have, and what else."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import MAX
+from ringreduce.engine import InPlaceAllreduce, Operation
+from ringreduce.training.binding.framework import Found
+from ringreduce.training.gradients.record import Record
+from ringreduce.training.strategies.strategy import Contribution, Partner, StepContext
+
+
+class Patience:
+    """After how many steps that are alike a rank tries to repeat the last one, without an agreement.
+
+    The more often the ranks have come to a step in different ways, the longer they wait.
+
+    Attributes:
+        alike: agreements in a row that have found the same.
+        needed: how many of them it takes.
+    """
+
+    def __init__(self) -> None:
+        self.alike = 0
+        self.needed = 1
+        self._refused = False  # whether the ranks have come to this step in different ways
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough agreements have found the same."""
+        return self.alike >= self.needed
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._refused = False
+
+    def heed(self, error: MismatchError, operation: Operation) -> None:
+        """Take note that some ranks would repeat a step, and others not; raise any other error."""
+        if self._refused or not operation.refused:
+            raise error
+        self._refused = True
+        operation.error = None  # else its traceback and the operation keep each other, and gradients, alive
+        self.alike = 0
+        self.needed *= 2
+
+    def excuse(self) -> None:
+        """Take note that the step differed in numbers of samples alone: gradients were as alike as before."""
+        if self._refused:
+            self.needed = max(self.needed // 2, 1)
+
+
+class StepAgreement:
+    """What the ranks exchange before a step.
+
+    Args:
+        context: of the optimizer.
+        partners: say something, too.
+        settings: returns this rank's hyper-parameters, as text by name. The ranks compare theirs in steps 1, 2, 4, 8
+            and so on, as that takes a while.
+        patience: hears of agreements that are refused as other ranks would repeat a step.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        partners: Sequence[Partner],
+        settings: Callable[[], Mapping[str, str]],
+        patience: Patience,
+    ) -> None:
+        self._context = context
+        self._partners = partners
+        self._patience = patience
+        self._settings: Callable[[], Mapping[str, str]] | None = settings
+        self._first = context.memory.advice.first  # the step before which weights are compared; None: the agreement is
+        self._compares = self._first is None  # weights, as long as they are equal
+        self._record: Record | None = None
+
+    def agree(self, contribution: Contribution) -> tuple[Record, int]:
+        """Exchange with the other ranks which gradients each has, and what it knows of them. Collective.
+
+        Returns:
+            The record of all ranks, and how many contribute to the step.
+
+        Raises:
+            ConfigError, UnsupportedBufferError: on all ranks; as `GradientReducer.reduce`.
+        """
+        context = self._context
+        count = context.count
+        samples = contribution.samples
+        record = self._empty(len(contribution.found))
+        record.begin(contribution.found)
+        for partner in self._partners:
+            partner.report(record, contribution.parameters)
+        early = count.reduced > 1 and any(partner.begun for partner in self._partners)
+        if self._compares and count.looks_closer and (count.reduced == 0 or early):
+            record.sign("weights", context.memory.checksum(contribution.parameters))
+        settings = self._settings_now()
+        if settings is not None:
+            record.sign("settings", zlib.crc32(repr(settings).encode()))
+        record.sign("layout", context.buckets.layout)
+        if context.options.in_backward:
+            record.sign("stepped", count.stepped)
+        record.counted[:] = isinstance(samples, int)
+        record.uncounted[:] = samples is None
+        record.miscounted[:] = isinstance(samples, ConfigError)
+        active = self._exchange(record)
+        if isinstance(samples, ConfigError):
+            raise samples
+        self._judge(record, settings)
+        return record, active
+
+    def _empty(self, count: int) -> Record:
+        overlaps = any(partner.overlaps for partner in self._partners)
+        if self._record is None or self._record.key != (count, overlaps):
+            self._record = Record(self._context.ranks.engine.communicator, count, overlaps)
+        return self._record
+
+    def _settings_now(self) -> Mapping[str, str] | None:
+        """Return the hyper-parameters, if this step compares them."""
+        count = self._context.count
+        has_begun = bool(self._context.options.staleness) or count.reduced >= (self._first or 0)
+        return self._settings() if self._settings is not None and count.looks_closer and has_begun else None
+
+    def _exchange(self, record: Record) -> int:
+        """Make the record that of all ranks; return how many contribute to the step."""
+        ranks = self._context.ranks
+        while True:
+            text = f"the gradients of {ranks.name}"
+            operation = InPlaceAllreduce(f"{ranks.name}, step", text, MAX, [record.memory])
+            try:
+                ranks.run(operation)
+            except MismatchError as error:
+                self._patience.heed(error, operation)
+            else:
+                return operation.active
+
+    def _judge(self, record: Record, settings: Mapping[str, str] | None) -> None:
+        """Warn of what differs between the ranks, or raise."""
+        context = self._context
+        described = context.ranks.described
+        if record.miscounted.any() or (record.counted.any() and record.uncounted.any()):
+            raise ConfigError(
+                f"some rank gives a wrong number of samples, or none, in a step of {described}: give it on all ranks, "
+                "or on none"
+            )
+        for partner in self._partners:
+            partner.heed(record)
+        if record.differs("weights"):
+            self._compares = False
+            context.checks.warn_of_weights(context.count.reduced)
+        if settings is not None and record.differs("settings"):
+            self._settings = None  # once
+            context.checks.warn_of_settings(settings)
+        if record.differs("stepped"):
+            raise ConfigError(
+                f"the ranks make the backward passes of different steps of {described}: with "
+                'reduce_in="backward" every rank makes the same passes before each step, and each of them adds to a '
+                "gradient of the optimizer"
+            )
+        if record.differs("layout"):  # a rank has joined while others have placed gradients
+            record.forget_early()
+            context.buckets.clear()
+        if Found.UNSUPPORTED in record.found:
+            number = record.found.tolist().index(Found.UNSUPPORTED)
+            raise UnsupportedBufferError(
+                f"the gradient of {context.named()[number][0]} is neither on the CPU "
+                "nor on a GPU that can be used (one for each process), or of a layout that is neither strided nor "
+                "sparse COO, on some rank"
+            )
