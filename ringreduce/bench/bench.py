@@ -71,7 +71,7 @@ def run(
         device = OnGpu(world) if settings.device == "cuda" else OnHost(world)
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(contextlib.closing(PEERS[name](world, device))) for name in settings.peers]
-        bench = Bench(world, settings, peers, device)
+        bench = Bench(world, settings, peers=peers, device=device)
         rows = []
         machine = describe_machine(world, device)
         if head:
@@ -85,7 +85,7 @@ def run(
                 if progress is not None:
                     progress(number, settings.cycles * len(plan))
         bounds = tuple(bench.bounds[size] for size in sorted(bench.bounds))
-        report = Report(settings, machine, tuple(rows), bounds, noise.look().text)
+        report = Report(settings, machine, rows=tuple(rows), bounds=bounds, busy=noise.look().text)
         show(writer.foot(report))
     return report
 
@@ -116,7 +116,14 @@ class Bench:
         if algorithms == ["all"] and not collective.point_to_point:
             algorithms = self._world.algorithms(collective.name)
         ops = settings.ops if collective.reduces else (None,)
-        wanted = list(sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor))
+        wanted = list(
+            sizes(
+                settings.min_nbytes,
+                settings.max_nbytes,
+                step_nbytes=settings.step_nbytes,
+                step_factor=settings.step_factor,
+            )
+        )
         for type_name, op_name in itertools.product(settings.types, ops):
             shared = collective, type_name, op_name, settings.root, self._world.size
             # All sizes below one element per rank are the same case.
@@ -149,7 +156,7 @@ class Bench:
         iterations = settings.iterations or iterations_for(case.nbytes * parts)
         warmup = warmup_for(iterations) if settings.warmup is None else settings.warmup
         timed = [each.repeated(settings.aggregated) for each in group]
-        times = time_in_turn(self._world, timed, iterations, warmup, watch=self._device.watch)
+        times = time_in_turn(self._world, timed, iterations=iterations, warmup=warmup, watch=self._device.watch)
         found = {each.name: Summary.of_seconds(row, parts) for each, row in zip(group, times, strict=True)}
         mine = found[ours.name]
         share = None
@@ -161,7 +168,17 @@ class Bench:
         name, transport = self._device.path(case, self._name(case, algorithm), asked)
         nwrong = sum(wrong) if wrong else None
         peers = {} if alone else {peer: found.get(peer) for peer in settings.peers}
-        return Result(case, name, transport, settings.buffers, in_place, mine, nwrong, share, peers)
+        return Result(
+            case,
+            name,
+            transport=transport,
+            buffers=settings.buffers,
+            in_place=in_place,
+            time=mine,
+            nwrong=nwrong,
+            bound_share=share,
+            peers=peers,
+        )
 
     def _name(self, case: Case, algorithm: str) -> str:
         """Return the name of the algorithm that runs on arrays in host memory."""
@@ -184,7 +201,7 @@ class Bench:
         if case.collective.name != "allreduce" or self._world.size == 1:
             return None
         contenders = self._device.bounds(case.nbytes)
-        times = time_in_turn(self._world, contenders, _PROBES, 1, watch=self._device.watch)
+        times = time_in_turn(self._world, contenders, iterations=_PROBES, warmup=1, watch=self._device.watch)
         return contenders[int(np.median(times, axis=1).argmin())]
 
     def _count_wrong(self, case: Case, contender: Contender) -> int:

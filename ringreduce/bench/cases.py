@@ -149,7 +149,14 @@ class Case:
         """Make the largest case of at most ``nbytes`` bytes, but never an empty one."""
         parts = nranks if collective.divided else 1
         count = max(1, nbytes // (TYPES[type_name].itemsize * parts))
-        return cls(collective, type_name, op_name if collective.reduces else None, root, nranks, count)
+        return cls(
+            collective,
+            type_name,
+            op_name=op_name if collective.reduces else None,
+            root=root,
+            nranks=nranks,
+            count=count,
+        )
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -262,7 +269,7 @@ class Reference:
     def _table(self, rank: int) -> Array:
         random = np.random.default_rng((self.seed, rank))
         length = min(_PERIOD, self.case.input_count)
-        return _values(random, length, TYPES[self.case.type_name], self.case.op, self.case.nranks)
+        return _values(random, length, dtype=TYPES[self.case.type_name], op=self.case.op, nranks=self.case.nranks)
 
     def _reduced(self) -> Array:
         tables = np.stack([self._table(rank) for rank in range(self.case.nranks)])
@@ -305,7 +312,7 @@ def _values(random: np.random.Generator, length: int, dtype: DType, op: ReduceOp
         low, high = (max(info.min, -(1 << 40)), min(info.max, 1 << 40)) if op is AVERAGE else (info.min, info.max)
         return random.integers(low, high, length, dtype=dtype.storage, endpoint=True)
     if op is PRODUCT:
-        return _factors(random, length, dtype, nranks)
+        return _factors(random, length, dtype=dtype, nranks=nranks)
     limit = _largest(nranks)
     real = random.integers(-limit, limit, length, endpoint=True)
     imaginary = random.integers(-limit, limit, length, endpoint=True) if dtype.kind == "complex" else 0

@@ -138,10 +138,10 @@ class Ours:
         """Prepare one case; without ``in_place`` its input survives."""
         if in_place:
             source, out = in_one(case, _typed(self._input, case, case.buffer_count), self._world.rank)
-            return Contender("ringreduce", source, self._call(case, algorithm, source, out))
+            return Contender("ringreduce", source, self._call(case, algorithm, source=source, out=out))
         source = _typed(self._input, case, case.input_count)
         given = None if self._new_results else _typed(self._output, case, case.output_count)
-        return Contender("ringreduce", source, self._call(case, algorithm, source, given), given)
+        return Contender("ringreduce", source, call=self._call(case, algorithm, source=source, out=given), output=given)
 
     def _call(self, case: Case, algorithm: str | None, source: Array, out: Any) -> Callable[[], Any]:
         world = self._world
@@ -150,7 +150,7 @@ class Ours:
                 *(world.send, world.recv, world.sendrecv, world.send, world.recv, lambda done: None),
                 answer=np.zeros(1, np.uint8),
             )
-            return pattern(case, world.rank, through, source, room(case, out))
+            return pattern(case, world.rank, through=through, source=source, new=room(case, out))
         collective = getattr(world, case.collective.name)
         arguments: tuple[Any, ...] = (case.root,) if case.collective.rooted else ()
         arguments += (case.op,) if case.collective.reduces else ()

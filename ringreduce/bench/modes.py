@@ -118,8 +118,8 @@ def _async(settings: Settings) -> Iterator[dict[str, Any]]:
     """
     world = runtime.world()
     iterations = settings.iterations
-    yield _submit(world, "latency", 1, 4, iterations or 2000)
-    yield _submit(world, "together", 160, 64 << 10, iterations or 100)
+    yield _submit(world, "latency", operations=1, nbytes=4, iterations=iterations or 2000)
+    yield _submit(world, "together", operations=160, nbytes=64 << 10, iterations=iterations or 100)
 
 
 def _submit(world: Communicator, name: str, operations: int, nbytes: int, iterations: int) -> dict[str, Any]:
@@ -178,8 +178,10 @@ def _overlap(settings: Settings) -> Iterator[dict[str, Any]]:
             name: stack.enter_context(contextlib.closing(PEERS[name](world, OnHost(world)))) for name in settings.peers
         }
         starts = {"ringreduce": _start_ours, **{name: peer.start for name, peer in peers.items()}}
-        for nbytes in sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor):
-            yield from _hide(world, starts, max(nbytes // 4, 1), settings.iterations)
+        for nbytes in sizes(
+            settings.min_nbytes, settings.max_nbytes, step_nbytes=settings.step_nbytes, step_factor=settings.step_factor
+        ):
+            yield from _hide(world, starts, count=max(nbytes // 4, 1), iterations=settings.iterations)
 
 
 def _start_ours(tensor: Any) -> Callable[[], object]:
@@ -222,12 +224,17 @@ def _hide(
         wrong[name] = int(world.allreduce(np.array([int((tensor != expected).sum())]), SUM)[0])
         tensor.zero_()
         alone = contender("allreduce", partial(alone_with, start))
-        allreduce_s, multiply_s = np.median(time_in_turn(world, [alone, multiply], _PROBES, _WARMUP), axis=1).tolist()
+        allreduce_s, multiply_s = np.median(
+            time_in_turn(world, [alone, multiply], iterations=_PROBES, warmup=_WARMUP), axis=1
+        ).tolist()
         slowest_s = max(slowest_s, allreduce_s)
         compute = multiply.repeated(max(math.ceil(allreduce_s / multiply_s), 1))
         group += [alone, compute, contender("both", partial(both, start, compute.call))]
     enough = min(max(int(_ENOUGH_S / slowest_s), _ITERATIONS[0]), _ITERATIONS[1])
-    times = np.median(time_in_turn(world, group, iterations or enough, _WARMUP), axis=1).reshape(-1, 3) * 1e6
+    times = (
+        np.median(time_in_turn(world, group, iterations=iterations or enough, warmup=_WARMUP), axis=1).reshape(-1, 3)
+        * 1e6
+    )
     for name, took in zip(starts, times.tolist(), strict=True):
         us = dict(zip(("allreduce_us", "compute_us", "both_us"), took, strict=True))
         yield {"name": name, "nbytes": 4 * count, **us, "nwrong": wrong[name], "hidden": hidden(**us)}
@@ -284,24 +291,24 @@ MODES = {
     "async": Mode(
         "{placement}; from the first submission to the last result, slowest rank",
         "{name:>12}  {operations:>10}  {nbytes:>10}  {min_us:>9}  {median_us:>9}  {p95_us:>9}  {nwrong:>6}",
-        {"name": "", "nbytes": "bytes each", "min_us": "min us", "median_us": "median us", "p95_us": "p95 us"},
-        _async,
-        ("iterations", "format"),
+        heads={"name": "", "nbytes": "bytes each", "min_us": "min us", "median_us": "median us", "p95_us": "p95 us"},
+        measure=_async,
+        options=("iterations", "format"),
     ),
     "overlap": Mode(
         "{placement}; float32, in place; medians of the slowest rank\n"
         "# hidden: of the allreduce, by a computation of one core that takes about as long",
         "{size:>10}  {name:<10}  {allreduce_us:>12}  {compute_us:>10}  {both_us:>9}  {hidden:>6}  {nwrong:>6}",
-        {"name": "library", "allreduce_us": "allreduce us", "compute_us": "compute us", "both_us": "both us"},
-        _overlap,
-        (*_SIZES, "iterations", "peers", "format"),
+        heads={"name": "library", "allreduce_us": "allreduce us", "compute_us": "compute us", "both_us": "both us"},
+        measure=_overlap,
+        options=(*_SIZES, "iterations", "peers", "format"),
     ),
     "recovery": Mode(
         "milliseconds after the last rank was killed, slowest of those that are left; what rank 0 then holds",
         "{left:>8}" + "".join(f"  {{{name}_ms:>9}}" for name in _STEPS) + "  {files:>5}  {MiB:>6}",
-        {**{f"{name}_ms": name for name in _STEPS}, "next_ms": "next step"},
-        _recovery,
-        ("format",),
+        heads={**{f"{name}_ms": name for name in _STEPS}, "next_ms": "next step"},
+        measure=_recovery,
+        options=("format",),
         takes_torch=False,
     ),
 }

@@ -88,7 +88,7 @@ class MpiPeer:
             result = source[: case.count]
         new = room(case, None if new_results else result)
         if case.collective.point_to_point:
-            return Contender("mpi", source, pattern(case, rank, self._messages(), source, new))
+            return Contender("mpi", source, pattern(case, rank, through=self._messages(), source=source, new=new))
         call = self._call(case, source, in_place=in_place)
         gets = case.collective.has_result(rank, case.root)
 
@@ -140,7 +140,15 @@ class MpiPeer:
         def exchange(sent: Array, to: int, got: Array, source: int) -> None:
             comm.Sendrecv(sent, to, 0, got, source, 0)
 
-        return LibraryMessages(comm.Send, comm.Recv, exchange, comm.Isend, comm.Irecv, wait, np.zeros(1, np.uint8))
+        return LibraryMessages(
+            comm.Send,
+            comm.Recv,
+            exchange=exchange,
+            isend=comm.Isend,
+            irecv=comm.Irecv,
+            wait=wait,
+            answer=np.zeros(1, np.uint8),
+        )
 
     def _can(self, case: Case) -> bool:
         """Try the operation on one element: what MPI takes depends on the library and how it was built."""
@@ -190,9 +198,9 @@ class GlooPeer:
         given = _tensor(source, row)
         got = _tensor(result, row)
         if case.collective.point_to_point:
-            carry_out: tuple[Any, ...] = (pattern(case, rank, _gloo_messages(), given, lambda: got),)
+            carry_out: tuple[Any, ...] = (pattern(case, rank, through=_gloo_messages(), source=given, new=lambda: got),)
         else:
-            carry_out = _gloo_call(case, rank, given, got)
+            carry_out = _gloo_call(case, rank, given=given, got=got)
         call = giving(result if case.collective.has_result(rank, case.root) else None, *carry_out)
         if isinstance(self._device, OnGpu) and not case.collective.point_to_point:
             try:
@@ -246,7 +254,13 @@ def _gloo_messages() -> LibraryMessages:
             work.wait()
 
     return LibraryMessages(
-        dist.send, dist.recv, exchange, dist.isend, dist.irecv, wait, torch.zeros(1, dtype=torch.uint8)
+        dist.send,
+        dist.recv,
+        exchange=exchange,
+        isend=dist.isend,
+        irecv=dist.irecv,
+        wait=wait,
+        answer=torch.zeros(1, dtype=torch.uint8),
     )
 
 

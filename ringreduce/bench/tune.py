@@ -116,7 +116,7 @@ def tune(
     def ask(*order: Any) -> Sequence[Sequence[float]]:
         return measure(*agree(order))
 
-    tuning = _Tuning(communicator, wanted, emit, budget_s, lambda: usage().at, ask)
+    tuning = _Tuning(communicator, wanted, say=emit, budget_s=budget_s, clock=lambda: usage().at, ask=ask)
     noise = Noise(communicator, usage)
 
     def carry_out(decide: Callable[[], None]) -> NoiseFound:
@@ -170,7 +170,10 @@ def calls_of(communicator: Communicator, largest_nbytes: int) -> Measure:
 
     def measure(nbytes: int, names: Sequence[str], iterations: int) -> Sequence[Sequence[float]]:
         contenders = [contender(name, nbytes) for name in names]
-        return [(row / _KINDS).tolist() for row in time_in_turn(communicator, contenders, iterations, _WARMUP)]
+        return [
+            (row / _KINDS).tolist()
+            for row in time_in_turn(communicator, contenders, iterations=iterations, warmup=_WARMUP)
+        ]
 
     return measure
 
@@ -225,14 +228,14 @@ class _Tuning:
                 break
             self.say(f"# {format_nbytes(nbytes)}: {', '.join(names)}\n")
             begin = self.clock()
-            self._time(self._times, nbytes, names, _PROBES)
+            self._time(self._times, nbytes, names=names, iterations=_PROBES)
             if more := self._further_iterations(nbytes, begin, self.sizes[place + 1 :]):
-                self._time(self._times, nbytes, names, more)
+                self._time(self._times, nbytes, names=names, iterations=more)
         for nbytes, names in self._missing():
             wanted = min(map(len, self._times[nbytes].values()))  # as many as the others had there, or fewer, or none
             for iterations in (wanted, _PROBES):
                 if self._cost_s(nbytes, names, iterations) <= self._left_s():
-                    self._time(self._times, nbytes, names, iterations)
+                    self._time(self._times, nbytes, names=names, iterations=iterations)
                     break
 
     def table(self, busy_cores: float) -> Table:
@@ -241,13 +244,13 @@ class _Tuning:
             MeasuredSize(nbytes, tuple(starmap(Candidate.of_times, times.items())))
             for nbytes, times in self._times.items()
         )
-        return Table(tuning_key(self.communicator), self._model, tuple(rows), busy_cores)
+        return Table(tuning_key(self.communicator), self._model, rows=tuple(rows), busy_cores=busy_cores)
 
     def _probe(self, nbytes: int) -> None:
-        self._time(self._probes, nbytes, self._names, _PROBES)
+        self._time(self._probes, nbytes, names=self._names, iterations=_PROBES)
         topology = self.communicator.topology
         self._model = fit(
-            Sample(name, size, topology, statistics.median(times))
+            Sample(name, size, topology=topology, seconds=statistics.median(times))
             for size, found in self._probes.items()
             for name, times in found.items()
         )
@@ -423,7 +426,7 @@ def fit(samples: Iterable[Sample]) -> CostModel:
     parts = _least_squares(factors, seconds, len(Work._fields))
     if parts[_GAMMA] > _MOST_GAMMA:
         known = [each.reduced * _MOST_GAMMA for each in factors]
-        parts = _least_squares([each._replace(reduced=0.0) for each in factors], seconds, len(parts), known)
+        parts = _least_squares([each._replace(reduced=0.0) for each in factors], seconds, count=len(parts), known=known)
         parts[_GAMMA] = _MOST_GAMMA
     whole = _least_squares([(1.0, each.nbytes) for each in vendor], [each.seconds for each in vendor], 2)
     return CostModel(*parts, *whole)

@@ -283,7 +283,7 @@ def explain(
     world = ringreduce.world()
     dtype = native_dtype(TYPES[datatype])
     chosen: list[dict[str, Any]] = []
-    for nbytes in sizes(minbytes, last, None, stepfactor):
+    for nbytes in sizes(minbytes, last, step_nbytes=None, step_factor=stepfactor):
         reason = ringreduce.explain(nbytes, dtype, collective, device=device)
         said = {"size": nbytes, "collective": collective, "type": datatype, "device": device, "reason": reason}
         if device == "cpu":
@@ -374,5 +374,10 @@ def tune(directory: Path | None, budget: float, even_if_busy: bool) -> None:
     if folder is None:
         raise ConfigError("tune has no folder to write to: set RINGREDUCE_TUNING or name one with --directory")
     tuner.tune(
-        world, tuner.SIZES, Path(folder), lambda text: click.echo(text, nl=False), budget, even_if_busy=even_if_busy
+        world,
+        tuner.SIZES,
+        directory=Path(folder),
+        emit=lambda text: click.echo(text, nl=False),
+        budget_s=budget,
+        even_if_busy=even_if_busy,
     )

@@ -131,11 +131,11 @@ def _cells(table: str) -> Iterator[list[str]]:
 def _options() -> Iterator[_Option]:
     for names, value, here, text in _cells(_TABLE):
         kind, _, target = here.partition(" ")
-        yield _Option(tuple(names.split()), value, kind, target, text)
+        yield _Option(tuple(names.split()), value, kind=kind, target=target, text=text)
     for options, text in _cells(_UNNEEDED):
         for names in options.split(","):
             value = "VALUE" if "=" in names else ""
-            yield _Option(tuple(names.replace("=", "").split()), value, "none", "", text)
+            yield _Option(tuple(names.replace("=", "").split()), value, kind="none", target="", text=text)
 
 
 _OPTIONS = tuple(_options())
@@ -298,7 +298,7 @@ def _read_file(path: str, plan: CommandLine) -> None:
         if not text[0].isspace():
             section = "" if value else _SECTIONS.get(key, f"{key}.")
         if value and value.lower() not in ("null", "~", "none"):
-            _take_line(plan, f"{path}: {key}", options, section + key, value)
+            _take_line(plan, f"{path}: {key}", options=options, key=section + key, value=value)
 
 
 def _take_line(plan: CommandLine, place: str, options: Mapping[str, _Option], key: str, value: str) -> None:

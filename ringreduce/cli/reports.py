@@ -150,7 +150,9 @@ def export(folder: str, out: str, name: str, number: int | None, force: bool) ->
         require_own(Path(folder))
     except OSError as error:
         raise ConfigError(f"the commits in {folder} are not used: {error}") from None
-    store = CommitStore(folder, 1, torch.save, lambda file: torch.load(file, map_location="cpu", weights_only=True))
+    store = CommitStore(
+        folder, 1, write=torch.save, read=lambda file: torch.load(file, map_location="cpu", weights_only=True)
+    )
     number = _chosen(store, number)
     state = _state(store, number, name)
     try:

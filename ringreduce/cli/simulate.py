@@ -129,12 +129,16 @@ def command(**options: Any) -> int:
         plots.require_matplotlib(options["plot"])
     cluster = _cluster(options)
     algorithms = options["algorithms"] or None
-    wanted = sizes(options["minbytes"], options["maxbytes"], None, options["stepfactor"])
+    wanted = sizes(options["minbytes"], options["maxbytes"], step_nbytes=None, step_factor=options["stepfactor"])
     training = None if options["compute_s"] is None else _made(SimulatedTraining, options)
-    report = simulate(cluster, wanted, algorithms, training, ProgressLine("simulate", done="simulated"))
+    report = simulate(
+        cluster, wanted, algorithms=algorithms, training=training, progress=ProgressLine("simulate", done="simulated")
+    )
     if options["grows"]:
         rates = options["rates"] or [1 / cluster.links.between.beta]
-        report = scaling(report, rates, algorithms, ProgressLine("simulate, numbers of ranks", done="simulated"))
+        report = scaling(
+            report, rates, algorithms=algorithms, progress=ProgressLine("simulate, numbers of ranks", done="simulated")
+        )
     click.echo(json.dumps(to_dict(report), indent=1) + "\n" if options["as_json"] else to_text(report), nl=False)
     if options["plot"]:
         plots.write(figure(report), options["plot"])
@@ -156,7 +160,7 @@ def _cluster(options: dict[str, Any]) -> Cluster:
     links = replace(links, between=replace(links.between, **between), **within)
     slow = {node: 1 / slower / links.between.beta for node, slower in options["slow"]}
     topology = topology_of(ranks if len(ranks) == nodes else ranks * nodes)
-    return Cluster(topology, replace(links, slow=slow), dict(options["late"]), options["noise"])
+    return Cluster(topology, replace(links, slow=slow), late=dict(options["late"]), noise_s=options["noise"])
 
 
 def _made(kind: type[Any], options: dict[str, Any]) -> Any:

@@ -221,7 +221,7 @@ class Config:
         """
         for name, parse in _LAUNCHED.items():
             if environ.get(name):
-                _parsed(environ, name, environ[name], parse)
+                _parsed(environ, name, text=environ[name], parse=parse)
         standard = cls(conventions=conventions, tuning=_caches(environ))
         read = {each.name: _read(environ, each, getattr(standard, each.name)) for each in _settings()}
         return cls(**read, launched_size=Launch.from_environ(environ).size)
@@ -285,7 +285,7 @@ def _read(environ: Mapping[str, str], setting: Field[Any], default: Any) -> Any:
     source = next((each for each, text in texts.items() if text), None)
     if source is None:
         return default
-    return _parsed(environ, source, texts[source], setting.metadata["parse"])
+    return _parsed(environ, source, text=texts[source], parse=setting.metadata["parse"])
 
 
 def _parsed(environ: Mapping[str, str], source: str, text: str, parse: Callable[[str], Any]) -> Any:

@@ -43,7 +43,7 @@ def require_framework(module: str, needed_by: str, more: str = "") -> None:
     """
     title, lowest, remedy = FRAMEWORKS[module]
     try:
-        require_library(module, title, needed_by, remedy + more, lowest)
+        require_library(module, title, needed_by=needed_by, remedy=remedy + more, lowest=lowest)
     except ModuleNotFoundError as error:
         if module != "keras" or error.name not in FRAMEWORKS or error.name == module:
             raise

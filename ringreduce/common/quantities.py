@@ -49,7 +49,7 @@ def parse_rate(text: str, *, of_link: bool = True) -> float:
         raise ValueError("expected a rate with its unit, such as 400Gbit/s or 50GB/s")
     number, scale, binary, unit, per = found.groups()
     prefix = scale.upper() + binary.lower()
-    in_bits = _in_bits(scale, unit, per, of_link)
+    in_bits = _in_bits(scale, unit, per=per, of_link=of_link)
     if in_bits is None:
         as_bits = f"{_written(float(number) / 8, prefix)}B/s"
         as_bytes = f"{_written(float(number) * 8, prefix)}bit/s"

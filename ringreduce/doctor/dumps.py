@@ -71,14 +71,16 @@ def waits(snapshots: Mapping[int, Snapshot]) -> Iterator[Wait]:
                 if operation["started"] is None and (operation["ended"] is None or operation["error"] is not None):
                     submitted.setdefault(operation["name"], {})[rank] = operation
         for operations in submitted.values():
-            yield Wait(first["name"], operations, [rank for rank in sets if rank not in operations], unseen)
+            yield Wait(
+                first["name"], operations, absent=[rank for rank in sets if rank not in operations], unseen=unseen
+            )
         last = {rank: each["calls"][-1] for rank, each in sets.items() if each["calls"]}
         number = max((call["number"] for call in last.values() if call["ended"] is None), default=None)
         if number is not None:
             inside = {rank: last[rank] for rank in sorted(last) if last[rank]["number"] == number}
             inside = {rank: call for rank, call in inside.items() if call["ended"] is None}
             absent = [rank for rank in sets if rank not in last or last[rank]["number"] < number]
-            yield Wait(first["name"], inside, absent, unseen)
+            yield Wait(first["name"], inside, absent=absent, unseen=unseen)
 
 
 def load(folder: str | Path) -> dict[int, Snapshot]:
@@ -193,8 +195,8 @@ def write_torch_traces(dumps: Mapping[int, Snapshot], folder: str | os.PathLike[
     traces = {rank: {"version": _VERSION, "pg_config": {}, "pg_status": {}, "entries": []} for rank in dumps}
     for number, sets in enumerate(sets_of(dumps)):
         name = next(iter(sets.values()))["name"]
-        _add(traces, 2 * number, f"{name}: blocking", sets, _calls(dumps, sets))
-        _add(traces, 2 * number + 1, f"{name}: asynchronous", sets, _operations(sets))
+        _add(traces, 2 * number, words=f"{name}: blocking", sets=sets, calls=_calls(dumps, sets))
+        _add(traces, 2 * number + 1, words=f"{name}: asynchronous", sets=sets, calls=_operations(sets))
     target = Path(folder)
     written = []
     try:
@@ -253,9 +255,9 @@ def _calls(dumps: Mapping[int, Snapshot], sets: Mapping[int, Snapshot]) -> dict[
             call["number"]: _entry(
                 call["collective"],
                 [([call["nbytes"]], "Byte")] if call["collective"] not in _OF_ANY_SIZE else [],
-                "completed" if call["ended"] else "started",
-                (call["started"], call["started"], call["ended"]),
-                [] if call["ended"] else _frames(dumps[rank]),
+                state="completed" if call["ended"] else "started",
+                times=(call["started"], call["started"], call["ended"]),
+                frames=[] if call["ended"] else _frames(dumps[rank]),
             )
             for call in each["calls"]
             if call["number"] >= first
@@ -277,10 +279,10 @@ def _operations(sets: Mapping[int, Snapshot]) -> dict[int, _Entries]:
             found[rank][number] = _entry(
                 kind,
                 [(shape, _DTYPES[dtype]) for shape, dtype in arrays],
-                "scheduled" if each["started"] is None else "completed" if completed else "started",
-                (each["submitted"], each["started"], each["ended"] if completed else None),
-                [_frame("submitted", place, line)] if line.isdigit() else [],
-                " " + each["name"].replace(":", "_").replace(" ", "_"),
+                state="scheduled" if each["started"] is None else "completed" if completed else "started",
+                times=(each["submitted"], each["started"], each["ended"] if completed else None),
+                frames=[_frame("submitted", place, line)] if line.isdigit() else [],
+                name=" " + each["name"].replace(":", "_").replace(" ", "_"),
             )
     return found
 

@@ -222,7 +222,7 @@ class DiskCommits(CommitStore):
         write: Callable[[Any, BinaryIO], None],
         read: Callable[[BinaryIO], Any],
     ) -> None:
-        super().__init__(folder, keep, write, read)
+        super().__init__(folder, keep, write=write, read=read)
         self._every = every
         self._part = f".rank-{rank()}"
         self._has_own = self._begins_with_own = False

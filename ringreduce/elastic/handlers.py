@@ -197,7 +197,7 @@ class HandlingState(ObjectState):
         keep = whole_number("keep", keep, 1)
         hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
         reason = f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved" if hidden else ""
-        disk = DiskCommits(folder, every, keep, self._write, self._read)
+        disk = DiskCommits(folder, every, keep=keep, write=self._write, read=self._read)
         disk.open(self._saved, has_own=any(each.own for each in self._handlers.values()), reason=reason)
         if disk.number is not None:
             disk.begin(self._begin_with)

@@ -147,11 +147,17 @@ class AwareAllreduce(OnDevice):
         def scratch(length: int) -> Array:
             return self._piece(next(taken), length * dtype.itemsize).view(dtype.storage)
 
-        sums = _Sums(self._driver, arithmetic, context.topology.size, self._finish)
+        sums = _Sums(self._driver, arithmetic, size=context.topology.size, finish=self._finish)
         mine = scratch(arithmetic.count)
         schedule = context.schedule(Collective.ALLREDUCE, self.algorithm)
         segments = segments_of_buffer(arithmetic.count, schedule.nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
-        plan = BoundSchedule(schedule, segments, BlockMemory(mine, make_scratch=scratch), sums, context.link(signature))
+        plan = BoundSchedule(
+            schedule,
+            segments,
+            memory=BlockMemory(mine, make_scratch=scratch),
+            kernels=sums,
+            link=context.link(signature),
+        )
         return address_of(mine), plan
 
     def _piece(self, number: int, nbytes: int) -> Array:

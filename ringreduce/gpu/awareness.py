@@ -42,7 +42,7 @@ def cuda_awareness(environ: Mapping[str, str]) -> CudaAwareness:
     info.Free()
     # The loader looks for a name in the extension and then in what that was linked to: the library which is in use.
     extension = ctypes.CDLL(MPI.__file__)
-    return conclude(MPI.Get_library_version(), kinds, lambda name: getattr(extension, name, None), environ)
+    return conclude(MPI.Get_library_version(), kinds, find=lambda name: getattr(extension, name, None), environ=environ)
 
 
 def conclude(

@@ -231,7 +231,12 @@ class CupyDriver:
 
         def enqueue() -> None:
             with on_stream(self._cupy, stream):
-                result = reduced(self._cupy, [self._flat(address, arithmetic) for address in sources], arithmetic, size)
+                result = reduced(
+                    self._cupy,
+                    [self._flat(address, arithmetic) for address in sources],
+                    arithmetic=arithmetic,
+                    size=size,
+                )
                 self._flat(target, arithmetic)[...] = result
 
         if arithmetic.count:

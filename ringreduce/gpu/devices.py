@@ -103,7 +103,9 @@ class Gpu(Devices):
         driver = self.require_usable(number).driver
         nbytes = prod(shape) * dtype.itemsize
         block = _DeviceMemory(driver, nbytes)
-        return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)
+        return empty_on_device(
+            block.address, max(1, nbytes), shape=shape, dtype=dtype, device=driver.device.number, owner=block
+        )
 
     def on_host(self, operand: DeviceOperand, *, fetch: bool, store: bool) -> AbstractContextManager[Operand]:
         return self.require_usable(operand.device).on_host(operand, fetch=fetch, store=store)
@@ -168,7 +170,7 @@ class Gpu(Devices):
             context.rendezvous(_FIRST_USE[asked])
             made: OnDevice | str
             if asked == NCCL:
-                made = NcclAllreduce.of(context, driver, self.libraries, gpu_switches())
+                made = NcclAllreduce.of(context, driver, find=self.libraries, switches=gpu_switches())
             else:
                 made = AwareAllreduce.of(context, driver, self.awareness)
         except BaseException as error:

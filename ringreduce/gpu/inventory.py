@@ -50,7 +50,9 @@ def take_inventory() -> Inventory:
         runtime = cupy.cuda.runtime
         cupy_cuda = int(runtime.runtimeGetVersion())
         devices = tuple(cuda_driver(number).device for number in range(runtime.getDeviceCount()))
-        return Inventory(driver, driver_cuda, packages, cupy_cuda, nccl_version(), devices)
+        return Inventory(
+            driver, driver_cuda, packages=packages, cupy_cuda=cupy_cuda, nccl=nccl_version(), devices=devices
+        )
     except Exception as error:  # a broken installation fails in many ways, and this is where one looks for why
         problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         return Inventory(driver, driver_cuda, packages, problem=problem)

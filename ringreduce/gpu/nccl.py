@@ -177,7 +177,7 @@ class NcclAllreduce(OnDevice):
         except StepFailedError as error:
             return str(error)
         try:
-            return cls(context, driver, nccl, ranks)
+            return cls(context, driver, nccl=nccl, ranks=ranks)
         except TransportError:
             ranks.abort()  # or Python would destroy it, which waits for all ranks
             raise

@@ -40,7 +40,7 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
         named = [
             (jax.tree_util.keystr(path), _writable(leaf)) for path, leaf in paths if not isinstance(leaf, RankState)
         ]
-    _broadcast(HOST, named, root_rank, process_set)
+    _broadcast(HOST, named, root_rank=root_rank, process_set=process_set)
     arrays = iter(named)
     leaves = [leaf if isinstance(leaf, RankState) else like(next(arrays)[1], leaf) for _, leaf in paths]
     return jax.tree_util.tree_unflatten(structure, leaves)

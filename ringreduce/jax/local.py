@@ -90,7 +90,15 @@ class DiLoCo:
             self._dtypes = list(map(_dtype, self._leaves))
             specs = list(map(ArraySpec, self._shapes, self._dtypes))
             names = [jax.tree_util.keystr(paths[number][0]) for number in self._numbers]
-        self._replicas = Replicas(period, outer_lr, outer_momentum, fragments, delay, compression, replica)
+        self._replicas = Replicas(
+            period,
+            outer_lr,
+            outer_momentum=outer_momentum,
+            fragments=fragments,
+            delay=delay,
+            compression=compression,
+            replica=replica,
+        )
         self._replicas.bind(list(zip(names, specs, strict=True)), self._read, self._write)
         self._replicas.start()
         self._leaves = []

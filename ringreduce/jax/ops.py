@@ -69,16 +69,20 @@ class _Collectives(Differentiable):
 
     def exchange(self, values: Sequence[Any]) -> Sequence[Any]:
         """Send an equal part of each array to every rank."""
-        return self._flow("alltoall", None, _Collectives.exchange, values)
+        return self._flow("alltoall", None, adjoint=_Collectives.exchange, values=values)
 
     def broadcast(self, values: Sequence[Any], root: int) -> Sequence[Any]:
         """Return the arrays of the root, a rank of the world."""
-        return self._flow("broadcast", None, lambda back, grads: back.reduce(grads, root), values, root=root)
+        return self._flow(
+            "broadcast", None, adjoint=lambda back, grads: back.reduce(grads, root), values=values, root=root
+        )
 
     def reduce(self, values: Sequence[Any], root: int) -> Sequence[Any]:
         """Return what becomes of the gradients of broadcast arrays: their total on the root, zeros on the others."""
         op = self._conventions.gradient_op
-        return self._flow("reduce", None, lambda back, grads: back.broadcast(grads, root), values, op=op, root=root)
+        return self._flow(
+            "reduce", None, adjoint=lambda back, grads: back.broadcast(grads, root), values=values, op=op, root=root
+        )
 
     def _times(self, value: Any, factor: float) -> Any:
         wide = value.astype(jnp.float32) if DType.of(value.dtype).half else value
@@ -86,7 +90,13 @@ class _Collectives(Differentiable):
 
     def _joined(self, parts: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
         op = self._conventions.gradient_op
-        return self._flow("allgather", None, lambda back, grads: back.reducescatter(grads, op, 1.0, 1.0), parts, shapes)
+        return self._flow(
+            "allgather",
+            None,
+            adjoint=lambda back, grads: back.reducescatter(grads, op, 1.0, 1.0),
+            values=parts,
+            shapes=shapes,
+        )
 
     def _first_rows(self, rows: Sequence[int]) -> list[int]:
         return [self._process_set.rank() * each for each in rows]
@@ -103,9 +113,11 @@ class _Collectives(Differentiable):
         with RequestBuilder(kind, self._name, self._process_set):
             call = self._call(kind, **how)
             traced = is_traced(values)
-            shapes = shapes or [_result_shape(kind, each.shape, self._process_set, traced) for each in values]
+            shapes = shapes or [
+                _result_shape(kind, each.shape, process_set=self._process_set, traced=traced) for each in values
+            ]
         if traced:
-            return run_compiled(call, shapes, partial(adjoint, self._back()), values, step=self.step)
+            return run_compiled(call, shapes, adjoint=partial(adjoint, self._back()), leaves=values, step=self.step)
         if self.step is not None:
             self.step.look(values, call.operation)
         return _run_at_once(call, values)
@@ -338,7 +350,7 @@ def allgather(tree: Any, *, name: str | None = None, process_set: ProcessSet = g
             between ranks; the others and the dtypes must agree.
         name, process_set: as for `allreduce`.
     """
-    return _on_leaves(_Collectives.allgather, "allgather", tree, name, process_set)
+    return _on_leaves(_Collectives.allgather, "allgather", tree=tree, name=name, process_set=process_set)
 
 
 def alltoall(tree: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -349,7 +361,7 @@ def alltoall(tree: Any, *, name: str | None = None, process_set: ProcessSet = gl
             and dtypes must agree.
         name, process_set: as for `allreduce`.
     """
-    return _on_leaves(_Collectives.exchange, "alltoall", tree, name, process_set)
+    return _on_leaves(_Collectives.exchange, "alltoall", tree=tree, name=name, process_set=process_set)
 
 
 def broadcast(

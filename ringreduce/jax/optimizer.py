@@ -129,7 +129,16 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
 
     if wanted is not None and not staleness:
         assert isinstance(kind, ReduceOp)
-        compressing = _Compressing(inner, reduce, identified, steps, wanted, kind, name, process_set)
+        compressing = _Compressing(
+            inner,
+            reduce,
+            identified=identified,
+            steps=steps,
+            compression=wanted,
+            op=kind,
+            name=name,
+            process_set=process_set,
+        )
         return DistributedTransformation(compressing.init, compressing.update)
 
     def update(updates: Any, state: Any, params: Any = None, *, samples: Any = None, **extra: Any) -> Any:
@@ -243,7 +252,7 @@ class _Compressing(NamedTuple):
         leaves, structure = jax.tree.flatten(updates)
         chosen = [each for each in leaves if _is_compressed(each)]
         step = self.steps.of_trees(updates, params, _hyperparameters(state.inner), _is_compressed)
-        made, residual = self._compress(chosen, state.lost.arrays, updates, step)
+        made, residual = self._compress(chosen, state.lost.arrays, tree=updates, step=step)
         compressed = iter(made)
         others = iter(self.reduce([each for each in leaves if not _is_compressed(each)]))
         reduced = [next(compressed if _is_compressed(each) else others) for each in leaves]
@@ -260,12 +269,16 @@ class _Compressing(NamedTuple):
         kind = "compressed allreduce"
         name = name_here(kind, arrays) if self.name is None else f"{self.name}, compressed"
         identity = self.identified(tree)
-        call = Call(kind, name, ranks_of(self.process_set), self.op.value, function=compressed.key, identity=identity)
+        call = Call(
+            kind, name, ranks=ranks_of(self.process_set), op=self.op.value, function=compressed.key, identity=identity
+        )
         traced = is_traced(arrays)
         if not traced:
             step.look(leaves, call.operation)
         of = step if traced else None
-        made = run_compiled(call, [each.shape for each in arrays], _refuse_gradients, arrays, unmapped, of)
+        made = run_compiled(
+            call, [each.shape for each in arrays], adjoint=_refuse_gradients, leaves=arrays, wrap=unmapped, step=of
+        )
         return made[: len(leaves)], dict(zip(names, made[len(leaves) :], strict=True))
 
 

@@ -157,7 +157,7 @@ class Steps:
         given = {name: each for name, each in given.items() if each.size == 1 and _is_readable(each)}
         texts = in_words({name: each for name, each in settings.items() if name not in given})
         beside = Beside(names_of_readable, len(readable), {**texts, **dict.fromkeys(given)})
-        return Step(self, names, [*(weights[number] for number in readable), *given.values()], beside)
+        return Step(self, names, arrays=[*(weights[number] for number in readable), *given.values()], beside=beside)
 
     def watched(self, place: str, operation: Callable[[], str | None]) -> _Watched | None:
         """Return what looks at the steps of a place in the program; None: there are no other ranks.
@@ -182,7 +182,7 @@ class Steps:
             if name not in all_known:
                 if len(all_known) == _REMEMBERED:
                     del all_known[next(iter(all_known))]
-                all_known[name] = _Watched(engine, name, f"{self._kind}, {place}", self._advice)
+                all_known[name] = _Watched(engine, name, shown=f"{self._kind}, {place}", advice=self._advice)
             known[place] = all_known[name]
         return known[place]
 
@@ -273,7 +273,7 @@ class _Watched:
         self._named = named
         self._since = (engine.joins, engine.mismatches)
         self._step = -1
-        self._ranks = Ranks(engine, f"{name}, checks", shown, "step")
+        self._ranks = Ranks(engine, f"{name}, checks", described=shown, where="step")
         self._checks = Checks(HostMemory(advice), self._ranks, lambda: named)
 
     def begin(self) -> bool:

@@ -117,7 +117,10 @@ if keras.backend.backend() == "jax":
             if key not in self.known:
                 known = [variables[number] for number in there]
                 how = {"advice": _ADVICE, "identity": _identity(self.number, known), **_how(self._options)}
-                self.known[key] = HostReduction(_KIND, given, self._process_set, lambda: self.samples, **how), known
+                self.known[key] = (
+                    HostReduction(_KIND, given, process_set=self._process_set, samples=lambda: self.samples, **how),
+                    known,
+                )
             for number, each in zip(there, self.known[key][0].reduce(given, step=step), strict=True):
                 made[number] = each
             return made

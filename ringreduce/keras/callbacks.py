@@ -334,8 +334,16 @@ class DiLoCoCallback(DistributedCallback):
             if "state" in (average or ()):
                 raise ConfigError('average of DiLoCoCallback has "parameters" and may have "buffers", not "state"')
         self._averages_buffers = "buffers" in (average or ())
-        course = period, outer_lr, outer_momentum, fragments, delay
-        self._replicas = Replicas(*course, compression, replica, average)
+        self._replicas = Replicas(
+            period=period,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            fragments=fragments,
+            delay=delay,
+            compression=compression,
+            replica=replica,
+            average=average,
+        )
         self.process_set = self._replicas.process_set
         self._variables: list[Any] = []
         self._saved: Mapping[str, Any] | None = None

@@ -84,7 +84,7 @@ def allreduce(
             None if wire is None else wire.wire,
         )
 
-    return _collective("allreduce", value, name, process_set, request)
+    return _collective("allreduce", value, name=name, process_set=process_set, request=request)
 
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -98,7 +98,7 @@ def allgather(value: Any, name: str | None = None, process_set: ProcessSet = glo
     def request(prepare: RequestBuilder, array: Any) -> Request:
         return prepare.allgather([array], itemgetter(0))
 
-    return _collective("allgather", value, name, process_set, request)
+    return _collective("allgather", value, name=name, process_set=process_set, request=request)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -113,7 +113,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
     def request(prepare: RequestBuilder, array: Any) -> Request:
         return prepare.broadcast(array, process_set.rank_of(root_rank))
 
-    return _collective("broadcast", value, name, process_set, request)
+    return _collective("broadcast", value, name=name, process_set=process_set, request=request)
 
 
 def reducescatter(
@@ -130,7 +130,7 @@ def reducescatter(
     def request(prepare: RequestBuilder, array: Any) -> Request:
         return prepare.reducescatter([array], op, 1.0, 1.0, itemgetter(0))
 
-    return _collective("reducescatter", value, name, process_set, request)
+    return _collective("reducescatter", value, name=name, process_set=process_set, request=request)
 
 
 def broadcast_variables(
@@ -149,7 +149,7 @@ def broadcast_variables(
     """
     known = list(variables)
     named = [(named_as(each, number), as_numpy(each)) for number, each in enumerate(known)]
-    broadcast_parameters(HOST, named, root_rank, process_set)
+    broadcast_parameters(HOST, named, root_rank=root_rank, process_set=process_set)
     for variable, (_, array) in zip(known, named, strict=True):
         variable.assign(array)
 

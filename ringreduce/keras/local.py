@@ -7,7 +7,14 @@ from typing import Any
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import rank
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.options.refusals import LOCAL, SAMPLES, STALENESS, refusal
+from ringreduce.training.options.refusals import (
+    ACCUMULATION,
+    LOCAL,
+    LOSS_SCALES,
+    SAMPLES,
+    STALENESS,
+    require_together,
+)
 
 
 def require_whole_steps(model: Any, process_set: ProcessSet) -> None:
@@ -18,22 +25,17 @@ def require_whole_steps(model: Any, process_set: ProcessSet) -> None:
         raise ConfigError("DiLoCoCallback counts steps: compile the model with steps_per_execution=1")
     if optimizer is None:
         return
-    if hasattr(optimizer, "inner_optimizer"):
-        raise ConfigError(
-            "replicas make equally many steps, but a LossScaleOptimizer skips steps when gradients overflow: "
-            "train in bfloat16, or with a loss_scale_factor"
-        )
-    if optimizer.gradient_accumulation_steps:
-        raise ConfigError("DiLoCoCallback counts each batch as a step: train without gradient_accumulation_steps")
     distribution = getattr(optimizer, "distribution", None)
-    if distribution is None or not distribution.process_set.included():
-        together = [rank()]
-    else:
-        together = distribution.process_set.ranks
-        if distribution.reduction.staleness:
-            raise refusal(LOCAL, STALENESS)
-        if distribution.reduction.samples is not None:
-            raise refusal(LOCAL, SAMPLES)
+    distributes = distribution is not None and distribution.process_set.included()
+    used = {
+        LOCAL: True,
+        LOSS_SCALES: hasattr(optimizer, "inner_optimizer"),
+        ACCUMULATION: optimizer.gradient_accumulation_steps,
+        STALENESS: distributes and distribution.reduction.staleness,
+        SAMPLES: distributes and distribution.reduction.samples is not None,
+    }
+    require_together([name for name, is_used in used.items() if is_used])
+    together = distribution.process_set.ranks if distributes else [rank()]
     if together != mine:
         raise ConfigError(
             f"the optimizer reduces gradients over the ranks {together}, but the replica has {mine}: compile the model "

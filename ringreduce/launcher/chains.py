@@ -47,7 +47,7 @@ class SeenProcess(NamedTuple):
             return None
         name, _, rest = text.partition("(")[2].rpartition(") ")
         words = rest.split()
-        return cls(pid, name, words[0], int(words[1]), int(words[19]))
+        return cls(pid, name, state=words[0], parent=int(words[1]), began=int(words[19]))
 
     @property
     def lives(self) -> bool:

@@ -153,7 +153,9 @@ def run(
     }
     words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
     command = [*words, *options, executable or sys.executable, *_WORK]
-    return _call_on_ranks(command, _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size, env)
+    return _call_on_ranks(
+        command, _pickled_call(func, tuple(args), dict(kwargs or {})), size=None if elastic else size, env=env
+    )
 
 
 def _warn_of_no_meaning(*given: object) -> None:
@@ -175,7 +177,7 @@ def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: M
     with tempfile.TemporaryDirectory(prefix="ringreduce-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "call").write_bytes(call)
-        return _results(folder, size, _carry_out([*_RUN, *command, name], env, folder, size))
+        return _results(folder, size, _carry_out([*_RUN, *command, name], env, folder=folder, size=size))
 
 
 def _find_pickle() -> Any:

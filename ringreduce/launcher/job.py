@@ -206,8 +206,8 @@ class Job:
         self._chains = Chains(
             self._process.pid,
             self._on_unsaid_death if self._has_shells else None,
-            self._say,
-            _timeout_s(environment) / _LOOK_EVERY_S,
+            say=self._say,
+            patience=_timeout_s(environment) / _LOOK_EVERY_S,
         )
         self._looked = time.monotonic()
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]

@@ -58,7 +58,7 @@ class Mpirun:
         if kind == "MPICH" and "intel" in said.lower():
             kind = "Intel MPI"
         version = re.search(r"(?:\) |[Vv]ersion:?\s+)([0-9]+)[. ]", said)
-        return cls(path, kind, int(version[1]) if version else 0, said[:60])
+        return cls(path, kind, major=int(version[1]) if version else 0, said=said[:60])
 
     def command(
         self,

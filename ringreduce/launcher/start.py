@@ -170,9 +170,9 @@ def prepare(spec: LaunchSpec) -> Start:
     return Start(
         replace(spec, program=program),
         mpirun,
-        policy,
-        here,
-        listed,
+        policy=policy,
+        here=here,
+        listed=listed,
         slots={} if finds_itself else granted,
         remote=bool(named) or elsewhere,
     )

@@ -56,7 +56,7 @@ class Observer:
         self._clock = clock
         self._config = config
         self._followers = followers
-        self.recorder = FlightRecorder(rank, size, config.dump, neighbours)
+        self.recorder = FlightRecorder(rank, size, folder=config.dump, neighbours=neighbours)
         self._timeline: Timeline | None = None
         self._ended: dict[str, Timeline] = {}  # the last trace of each file; other ranks may go on with it
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
@@ -141,7 +141,9 @@ class Observer:
             self._ntimelines = self._ntimelines + 1
             self._stopped = False
         host = platform.node()
-        self._timeline = Timeline(path, self._clock, self._ntimelines, self._rank, host, mark_batches=mark_batches)
+        self._timeline = Timeline(
+            path, self._clock, number=self._ntimelines, rank=self._rank, host=host, mark_batches=mark_batches
+        )
         self._start_writing()
         self._ended.pop(os.path.abspath(path), None)
         for each in self.recorder.observed:

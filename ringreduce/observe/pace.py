@@ -118,10 +118,10 @@ class Lasting(NamedTuple):
         return Lasting(
             rank,
             before.reports + 1,
-            before.steps + slow.steps,
-            before.last + slow.last,
-            before.own_s + slow.own_s,
-            before.late_s + slow.late_s,
+            steps=before.steps + slow.steps,
+            last=before.last + slow.last,
+            own_s=before.own_s + slow.own_s,
+            late_s=before.late_s + slow.late_s,
         )
 
     @property
@@ -136,8 +136,12 @@ class Lasting(NamedTuple):
             return None
         half = len(windows) // 2
         early, late, both = (_sum(each) for each in (windows[:half], windows[half:], windows))
-        causes = {_describe(self.rank, each, nodes, range(len(each))).cause for each in (early, late)}
-        return None if len(causes) > 1 or "unknown" in causes else _describe(self.rank, both, nodes, range(len(both)))
+        causes = {_describe(self.rank, each, nodes=nodes, names=range(len(each))).cause for each in (early, late)}
+        return (
+            None
+            if len(causes) > 1 or "unknown" in causes
+            else _describe(self.rank, both, nodes=nodes, names=range(len(both)))
+        )
 
 
 def _sum(windows: Sequence[Sequence[Pace]]) -> list[Pace]:
@@ -157,7 +161,7 @@ def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]], ranks: Sequ
     if sum(each.late_s for each in paces) < _COSTS * max(each.own_s for each in paces):
         return None
     rank = max(range(len(paces)), key=lambda each: paces[each].late_s)
-    return _describe(rank, paces, nodes, range(len(paces)) if ranks is None else ranks)
+    return _describe(rank, paces, nodes=nodes, names=range(len(paces)) if ranks is None else ranks)
 
 
 def _describe(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], names: Sequence[int]) -> Slow:
@@ -170,8 +174,8 @@ def _describe(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], 
     elif sum(each.last for each in paces) >= _SOMETIMES * steps:
         kind = "sometimes"
     late_s = slow.late_s / slow.last
-    cause, reason = _reason(rank, paces, nodes, late_s * slow.last / steps, names)
-    return Slow(names[rank], kind, slow.last / steps, late_s, reason, cause)
+    cause, reason = _reason(rank, paces, nodes=nodes, late_s=late_s * slow.last / steps, names=names)
+    return Slow(names[rank], kind, part=slow.last / steps, late_s=late_s, reason=reason, cause=cause)
 
 
 def _reason(
@@ -197,7 +201,7 @@ def _reason(
     if cores < _CROWDED or slow.switches * _PREEMPTED_S < slow.sampled_s - slow.processor_s:
         used = f"it used {cores:.0%} of a core, the others up to {most:.0%}"
         return "waiting", f"{used}: it waits for a disk, a device or a lock"
-    cause, why = _sharing(rank, paces, nodes, names)
+    cause, why = _sharing(rank, paces, nodes=nodes, names=names)
     return cause, f"it had {cores:.0%} of a core, {why}"
 
 

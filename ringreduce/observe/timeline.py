@@ -154,7 +154,7 @@ class Timeline:
             member: this rank among these.
             size: how many they are.
         """
-        return Track(self, self._row(name, place), place, member, size)
+        return Track(self, self._row(name, place), place=place, member=member, size=size)
 
     def program(self) -> Program:
         """Return what writes to the row of the program."""
@@ -172,7 +172,7 @@ class Timeline:
         row = self._program if track is None else track
         if row is not None:
             more = {"bp": "e"} if kind == "f" else {}
-            self.add(kind, "operation", at_s, row, cat="arrow", id=id_, **more)
+            self.add(kind, "operation", at_s=at_s, track=row, cat="arrow", id=id_, **more)
 
     def add(self, kind: str, name: str, at_s: float, track: int = 0, **more: Any) -> None:
         """Take an event down; ``at_s`` is a time of `perf_counter`."""
@@ -186,7 +186,7 @@ class Timeline:
 
     def span(self, name: str, begin_s: float, end_s: float, track: int, **arguments: Any) -> None:
         """Take down that something lasted from one time to another."""
-        self.add("X", name, begin_s, track, dur=round((end_s - begin_s) * 1e6, 3), args=arguments)
+        self.add("X", name, at_s=begin_s, track=track, dur=round((end_s - begin_s) * 1e6, 3), args=arguments)
 
     def next_operation(self) -> str:
         """Return the entry of an operation in the trace."""
@@ -305,7 +305,7 @@ class Track(Instrument):
         late = self._late
         self._late = None
         for name in names:
-            operation = self._enter("negotiate", "run", name, now)
+            operation = self._enter("negotiate", "run", name=name, now=now)
             if operation is None:
                 continue
             self._timeline.arrow("s", operation.id, operation.submitted_s, None)
@@ -344,8 +344,8 @@ class Track(Instrument):
         with self._lock:
             self._under_way += 1
             under_way = self._under_way
-        self._mark("b", name, operation, now)
-        self._mark("b", "queue", operation, now)
+        self._mark("b", name, operation=operation, now=now)
+        self._mark("b", "queue", operation=operation, now=now)
         with self._lock:
             self._operations[name].append(operation)
         self._count("operations under way", now, under_way)
@@ -356,7 +356,7 @@ class Track(Instrument):
                 self._operations[name][-1].parts = parts
 
     def operation_announced(self, name: str) -> None:
-        self._enter("queue", "negotiate", name, perf_counter())
+        self._enter("queue", "negotiate", name=name, now=perf_counter())
 
     def _enter(self, phase: str, next_phase: str, name: str, now: float) -> _TracedOperation | None:
         """Let the oldest operation of a name go from one phase to the next; those from before the trace have none."""
@@ -365,9 +365,9 @@ class Track(Instrument):
             if operation is None:
                 return None
             operation.phase = next_phase
-        self._mark("e", phase, operation, now)
+        self._mark("e", phase, operation=operation, now=now)
         parts = {"args": {"parameters": list(operation.parts)}} if next_phase == "run" and operation.parts else {}
-        self._mark("b", next_phase, operation, now, **parts)
+        self._mark("b", next_phase, operation=operation, now=now, **parts)
         return operation
 
     def _leave(self, name: str, now: float) -> None:
@@ -378,8 +378,8 @@ class Track(Instrument):
             operation = self._operations[name].pop(0)
             if not self._operations[name]:
                 del self._operations[name]
-        self._mark("e", operation.phase, operation, now)
-        self._mark("e", name, operation, now)
+        self._mark("e", operation.phase, operation=operation, now=now)
+        self._mark("e", name, operation=operation, now=now)
 
     def _mark(self, kind: str, name: str, operation: _TracedOperation, now: float, **more: Any) -> None:
         self._timeline.add(kind, name, now, self._number, cat="operation", id=operation.id, **more)

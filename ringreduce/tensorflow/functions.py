@@ -66,7 +66,7 @@ def _received(variables: Sequence[Any], root_rank: int, process_set: ProcessSet)
 
     def carry_out(arrays: list[Host]) -> list[Host]:
         copies = [np.array(each) for each in arrays]
-        broadcast_parameters(HOST, list(zip(names, copies, strict=True)), root_rank, process_set)
+        broadcast_parameters(HOST, list(zip(names, copies, strict=True)), root_rank=root_rank, process_set=process_set)
         return copies
 
     # Not after other collectives of a graph: a session runs this one alone.
@@ -87,7 +87,7 @@ def broadcast_object(
 
     ``session`` has no meaning here, and is taken for Horovod's sake.
     """
-    return objects.broadcast_object(obj, root_rank, name, process_set)
+    return objects.broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
 
 def broadcast_object_fn(

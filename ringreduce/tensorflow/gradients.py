@@ -143,7 +143,7 @@ class GradientReduction(ListReduction):
         if (dense or sparse) and not (eager and self._alone and plain):
             given = [made[n] for n in [*dense, *sparse]]
             together = [variables[n] for n in [*dense, *sparse]]
-            reduced = self._reduce_together(given, together, len(dense), samples)
+            reduced = self._reduce_together(given, together, count=len(dense), samples=samples)
             for number, each in zip([*dense, *sparse], reduced, strict=True):
                 made[number] = each
         elif eager:
@@ -199,8 +199,10 @@ class GradientReduction(ListReduction):
             values = rest[len(parts) :]
             weights_now = (lambda: values) if in_session else read
             more = list(zip(names[count:], sparse, strict=False))
-            model = CheckedModel(names, weights_now, more, lambda: {} if in_session else in_words(self.settings()))
-            reduced, weights = self._reduce_dense(each_dense, variables[:count], name, of, model)
+            model = CheckedModel(
+                names, weights_now, sparse=more, settings=lambda: {} if in_session else in_words(self.settings())
+            )
+            reduced, weights = self._reduce_dense(each_dense, variables[:count], name=name, samples=of, model=model)
             return [*reduced, *self._gather(sparse, name, weights)]
 
         def specs() -> list[Spec]:
@@ -216,7 +218,7 @@ class GradientReduction(ListReduction):
                 reduced[number] = compressor.decompress(reduced[number], context)
         for number, each in enumerate(slices):
             values, indices, places, factors = made[count:-1][number :: len(slices)]
-            total = added_up(values, places, tf.size(indices), made[-1], factors)
+            total = added_up(values, places, count=tf.size(indices), divisor=made[-1], factors=factors)
             reduced.append(tf.IndexedSlices(total, indices, each.dense_shape))
         return reduced
 

@@ -91,7 +91,15 @@ class DiLoCo(Replicas):
             named = [
                 (name_of(each, n), spec) for n, (each, spec) in enumerate(zip(self._variables, specs, strict=True))
             ]
-        super().__init__(period, outer_lr, outer_momentum, fragments, delay, compression, replica)
+        super().__init__(
+            period,
+            outer_lr,
+            outer_momentum=outer_momentum,
+            fragments=fragments,
+            delay=delay,
+            compression=compression,
+            replica=replica,
+        )
         self.bind(named, self._read, self._write)
         self.start()
 

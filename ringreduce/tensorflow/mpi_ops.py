@@ -154,7 +154,9 @@ class _Collectives(Differentiable):
             totals = back.allreduce(grads, self._conventions.gradient_op)
             return [total[starts[n] : starts[n] + rows[n]] for n, total in enumerate(totals)]
 
-        return self._flow("allgather", lambda prepare, arrays: prepare.allgather(arrays, list), adjoint, values)
+        return self._flow(
+            "allgather", lambda prepare, arrays: prepare.allgather(arrays, list), adjoint=adjoint, values=values
+        )
 
     def _times(self, value: Any, factor: float) -> Any:
         return times(value, factor)
@@ -172,7 +174,7 @@ class _Collectives(Differentiable):
 
         values = [tensor] if splits is None else [tensor, tf.cast(splits, tf.int64)]
         specs = [(tensor.dtype, any_rows(tensor)), (tf.int32, [self._process_set.size()])]
-        received, counts = self._flow("alltoall", prepared, adjoint, values, specs)
+        received, counts = self._flow("alltoall", prepared, adjoint=adjoint, values=values, specs=specs)
         return received, counts
 
     def _flow(
@@ -280,7 +282,7 @@ def grouped_allreduce(
             raise NotImplementedError("tf.IndexedSlices are averaged or summed, and not scaled: make them dense first")
         dense = tensors_of([each for each in tensors if not isinstance(each, tf.IndexedSlices)])
         pairs = list(map(compression.compress, dense))
-    gathered = iter(_gather_slices(slices, chosen, name, process_set) if slices else [])
+    gathered = iter(_gather_slices(slices, chosen, name=name, process_set=process_set) if slices else [])
     sent = [each for each, _ in pairs]
     reduced = _collectives(name, process_set).allreduce(sent, chosen, *factors, wire) if sent else []
     decompressed = (compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True))
@@ -301,7 +303,7 @@ def _gather_slices(slices: Sequence[Any], op: Op, name: str | None, process_set:
         found = run(find, indices, lambda: [(dtype, [None]) for each in indices for dtype in (each.dtype, tf.int64)])
         indices = found[::2]
         rows = zip(values, found[1::2], map(tf.size, indices), strict=True)
-        values = [added_up(each, places, count, size) for each, places, count in rows]
+        values = [added_up(each, places, count=count, divisor=size) for each, places, count in rows]
     elif op is AVERAGE:
         values = [each / tf.cast(size, each.dtype) for each in values]
     return [

@@ -18,6 +18,14 @@ from ringreduce.tensorflow.gradients import GradientReduction
 from ringreduce.tensorflow.mpi_ops import grouped_allreduce
 from ringreduce.training.calls.requests import Adasum, Op
 from ringreduce.training.optimizers.applying import Distribution, distribute, with_methods
+from ringreduce.training.options.refusals import (
+    ACCUMULATION,
+    ADASUM,
+    FIRST_TENSORFLOW,
+    KERAS,
+    STALENESS,
+    require_together,
+)
 
 
 @entry
@@ -67,10 +75,14 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
     is_first = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     if not is_first and not hasattr(optimizer, "apply_gradients"):
         raise ConfigError(f"this is no optimizer of Keras or of TensorFlow 1, but a {type(optimizer).__name__}")
-    if op == Adasum and (not is_first or passes > 1 or average_aggregated_gradients):
-        raise ConfigError("Adasum is for optimizers of tf.compat.v1.train, with backward_passes_per_step=1")
-    if is_first and whole_number("staleness", staleness, 0):
-        raise ConfigError("staleness is for optimizers of Keras, and this one is of tf.compat.v1.train")
+    used = {
+        ADASUM: op == Adasum,
+        STALENESS: whole_number("staleness", staleness, 0),
+        ACCUMULATION: passes > 1 or average_aggregated_gradients,
+        FIRST_TENSORFLOW: is_first,
+        KERAS: not is_first,
+    }
+    require_together([name for name, is_used in used.items() if is_used])
     reduction = GradientReduction(
         "DistributedOptimizer",
         op=op,
@@ -91,8 +103,13 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
     distribution = Distribution(reduction, tf, process_set, scale_local=local)
     if passes == 1:
         return _with_reduction(optimizer, distribution, distribution.reduced)
-    helper = LocalGradientAggregationHelper(passes, distribution.reduced, sparse_as_dense, average_aggregated_gradients)
-    return _with_reduction(optimizer, distribution, helper.compute_gradients, helper.apply_gradients)
+    helper = LocalGradientAggregationHelper(
+        passes,
+        distribution.reduced,
+        sparse_as_dense=sparse_as_dense,
+        average_aggregated_gradients=average_aggregated_gradients,
+    )
+    return _with_reduction(optimizer, distribution, reduce=helper.compute_gradients, apply=helper.apply_gradients)
 
 
 def _with_reduction(optimizer: Any, distribution: Distribution, reduce: Any, apply: Any = None) -> Any:

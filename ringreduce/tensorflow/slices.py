@@ -33,7 +33,7 @@ def places_of(indices: Host) -> Sequence[Host]:
 def each_index_once(slices: Any) -> Any:
     """Return `tf.IndexedSlices` of one rank, outside of graphs, with the sum of the rows of each index."""
     indices, places = places_of(slices.indices.numpy())
-    total = added_up(slices.values, places, len(indices), 1)
+    total = added_up(slices.values, places, count=len(indices), divisor=1)
     return tf.IndexedSlices(total, tf.convert_to_tensor(indices), slices.dense_shape)
 
 

@@ -30,10 +30,10 @@ def check_messages(messages: Messages) -> None:
     assert messages.exchange(b"") == [b""] * size
     ahead = (rank + 1) % size
     behind = (rank - 1) % size
-    _check_order(messages, waiter, ahead, behind)
-    _check_restarts(messages, waiter, ahead, behind)
+    _check_order(messages, waiter, ahead=ahead, behind=behind)
+    _check_restarts(messages, waiter, ahead=ahead, behind=behind)
     _check_notes(messages, waiter)
-    _check_renewal(messages, waiter, ahead, behind)
+    _check_renewal(messages, waiter, ahead=ahead, behind=behind)
 
 
 def _check_order(messages: Messages, waiter: Waiter, ahead: int, behind: int) -> None:
@@ -219,7 +219,7 @@ def _counts(size: int) -> list[int]:
 @lru_cache(maxsize=16)  # making them takes longer than most calls, and all algorithms get the same
 def _inputs(size: int, shape: int | tuple[int, ...], dtype: str, salt: int = 0) -> list[Array]:
     """Return what each rank contributes; nobody may change it."""
-    return [sample(rank, shape, dtype, salt) for rank in range(size)]
+    return [sample(rank, shape, dtype=dtype, salt=salt) for rank in range(size)]
 
 
 @lru_cache(maxsize=16)

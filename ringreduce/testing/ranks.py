@@ -54,7 +54,15 @@ def run_ranks(
     between_two = MemoryWorld(size)
 
     def run(rank: int) -> T:
-        communicator = _communicator(world, rank, settings, wrap, called, between_two.messages(rank), counts_decide)
+        communicator = _communicator(
+            world,
+            rank,
+            settings=settings,
+            wrap=wrap,
+            called=called,
+            channel=between_two.messages(rank),
+            counts_decide=counts_decide,
+        )
         result = function(communicator)
         communicator.close()
         return result
@@ -73,9 +81,11 @@ def _communicator(
 ) -> Communicator:
     waiter = Waiter(settings.timeout_s, crowded=True)
     messages = wrap(world.messages(rank))
-    node = join(messages, waiter, settings, "threads", lambda pids: MemorySegments(world, rank))
+    node = join(
+        messages, waiter, config=settings, host="threads", make_segments=lambda pids: MemorySegments(world, rank)
+    )
     waiter.crowded = True  # threads of one interpreter run one at a time
-    context = Context(messages, waiter, node, settings, called, counts_decide)
+    context = Context(messages, waiter, node=node, config=settings, called=called, counts_decide=counts_decide)
     context.agreement.patience_s = 0.0  # a false suspicion costs nothing here, a test that waits does
     return Communicator(context, channel, Gpu)
 

@@ -66,7 +66,7 @@ class Toy:
     ) -> None:
         self.named = [(name, _Weight(value.copy())) for name, value in values.items()]
         self.steps = 0  # that have begun to change the weights
-        self.training = Training("Toy", process_set, HOST, lambda _: _ToyGradients())
+        self.training = Training("Toy", process_set, arrays=HOST, bind=lambda _: _ToyGradients())
         with self.training.checking("Toy"):
             parameters = [weight for _, weight in self.named]
             checked = Options(**options).checked(self.training.communicator.config, parameters)

@@ -38,7 +38,7 @@ def broadcast_parameters(params: _Parameters, root_rank: int = 0, process_set: P
     """
     with RequestBuilder("broadcast_parameters", None, process_set):
         given = params.state_dict() if isinstance(params, torch.nn.Module) else params
-    parameters.broadcast_parameters(TENSORS, given, root_rank, process_set)
+    parameters.broadcast_parameters(TENSORS, given, root_rank=root_rank, process_set=process_set)
 
 
 def broadcast_optimizer_state(

@@ -154,8 +154,19 @@ class DiLoCo(wrapper.Wrapper):
             if shard and (replica != "node" or warmup_steps or "state" in average):
                 given = f"replica={shown(replica)}, warmup_steps={shown(warmup_steps)}, average={shown(average)}"
                 raise ConfigError(f'shard needs replica="node", no warmup_steps and no "state" in average; got {given}')
-            course = period, outer_lr, outer_momentum, warmup_steps, fragments, delay
-            options = LocalOptions(*course, wire, replica, average, len(parameters), ranks.size)
+            options = LocalOptions(
+                period=period,
+                outer_lr=outer_lr,
+                outer_momentum=outer_momentum,
+                warmup_steps=warmup_steps,
+                fragments=fragments,
+                delay=delay,
+                compression=wire,
+                replica=replica,
+                average=average,
+                parameters=len(parameters),
+                ranks=ranks.size,
+            )
             model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
             pairs = named_parameters if model is None else model.named_parameters()
             self._named = partial(wrapping.named_parameters, optimizer, checked_names(parameters, pairs))
@@ -163,11 +174,11 @@ class DiLoCo(wrapper.Wrapper):
         self._shard = shard
         named = self._named()
         self.needs_whole_commits = shard is not None
-        require_same_arrays(TENSORS, ranks, "DiLoCo", named, devices=True, options=options.in_words())
+        require_same_arrays(TENSORS, ranks, caller="DiLoCo", named=named, devices=True, options=options.in_words())
         places = cut([each.numel() for each in parameters], options.fragments)
         leaves = [TensorLeaves(partial(list, parameters[place])) for place in places]
         over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
-        self._local = LocalTraining(f"DiLoCo over {over}", options, leaves, self._others(model))
+        self._local = LocalTraining(f"DiLoCo over {over}", options, parameters=leaves, others=self._others(model))
         self._watch_arrivals()
         self._enter_phase()
 

@@ -137,7 +137,7 @@ class OptimizerState:
         ]
 
     def _entry(self, number: int, name: str, value: torch.Tensor) -> _Entry:
-        return _Entry(number, name, _name(value.dtype), _reals(value).numel())
+        return _Entry(number, name, dtype=_name(value.dtype), length=_reals(value).numel())
 
     def _places(self, flat: _Flat) -> list[tuple[_Entry, torch.Tensor]]:
         assert self.layout is not None, "`find` comes first"
@@ -221,7 +221,7 @@ class StateAverage(Average):
         for entry, place in zip(before, _places(before).values(), strict=True):
             moved[places[entry.key]] = values[place]
         self.then = None if then is None else moved.copy()
-        operation = InPlaceAllreduce(f"{self._name}, aligned", f"exchange of {self._name}", AVERAGE, [moved])
+        operation = InPlaceAllreduce(f"{self._name}, aligned", f"exchange of {self._name}", op=AVERAGE, arrays=[moved])
         operation.title = f"the exchange of {self._name}"
         self._engine.submit(operation)
         super()._finish(operation)

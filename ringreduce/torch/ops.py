@@ -120,21 +120,21 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast` does."""
-    return _broadcast(tensor, root_rank, name, process_set).submit()
+    return _broadcast(tensor, root_rank, name=name, process_set=process_set).submit()
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrite a tensor with the root's; returns ``tensor``. Collective."""
-    return cast(Tensor, _broadcast(tensor, root_rank, name, process_set, in_place=True).carry_out())
+    return cast(Tensor, _broadcast(tensor, root_rank, name=name, process_set=process_set, in_place=True).carry_out())
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast_` does."""
-    return _broadcast(tensor, root_rank, name, process_set, in_place=True).submit()
+    return _broadcast(tensor, root_rank, name=name, process_set=process_set, in_place=True).submit()
 
 
 def _broadcast(

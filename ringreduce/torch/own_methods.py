@@ -134,7 +134,7 @@ def guarded(wrapper: type, kind: type) -> Mapping[str, Callable[..., Any]]:
 def _guarded(function: FunctionType) -> Callable[..., Any]:
     @wraps(function)
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        return call(self, function, arguments, options)
+        return call(self, function, arguments=arguments, options=options)
 
     return method
 

@@ -199,7 +199,10 @@ def _allreduce(
         in_place: whether the tensors are overwritten.
     """
     repeatable = first and type(name) is str and type(factors[0]) is type(factors[1]) is float and factors == (1.0, 1.0)
-    if repeatable and (repeated := _repeat(tensors[0], name, process_set, op, in_place)) is not None:
+    if (
+        repeatable
+        and (repeated := _repeat(tensors[0], name, process_set=process_set, how=op, in_place=in_place)) is not None
+    ):
         return repeated
     with preparing("allreduce", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
@@ -209,7 +212,7 @@ def _allreduce(
         result = partial(_result, given, first, in_place)
         request = prepare.allreduce(sources, targets, chosen_op(*op), *factors, result)
     if repeatable:
-        _remember(request, tensors[0], op, in_place)
+        _remember(request, tensors[0], how=op, in_place=in_place)
     return request
 
 
@@ -255,7 +258,7 @@ def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, 
     try:
         repeats = process_set.engine.attached[_Repeats]
         repeat = repeats.get(name)
-        if repeat is None or not _is_like(repeat, tensor, how, in_place):
+        if repeat is None or not _is_like(repeat, tensor, how=how, in_place=in_place):
             return None
         memory = repeat.memory
         if memory is None:
@@ -271,8 +274,8 @@ def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, 
             return None
     except Exception:  # an argument is wrong, and refused where arguments are checked
         return None
-    operation = Reduction.again(name, repeat.signature, repeat.op, arrays, repeat.given, after)
-    return Request(operation, process_set, True, TENSORS, arrays if memory is None else ())
+    operation = Reduction.again(name, repeat.signature, op=repeat.op, arrays=arrays, given=repeat.given, after=after)
+    return Request(operation, process_set, unique=True, arrays=TENSORS, touched=arrays if memory is None else ())
 
 
 def _is_like(repeat: _Repeat, tensor: Tensor, how: tuple[Any, Any], in_place: bool) -> bool:
@@ -319,7 +322,7 @@ def _remember(request: Request, tensor: Tensor, how: tuple[Any, Any], in_place: 
         (given,) = operation.given
         what = tensor.dtype, tensor.shape, given.nbytes, operation.signature, operation.op
         repeat = _Repeat(how, in_place, *what, operation.given, None)
-        if not _is_like(repeat, tensor, how, in_place):
+        if not _is_like(repeat, tensor, how=how, in_place=in_place):
             return
         if in_place:
             repeats[name] = repeat._replace(given=[given.unowned()])

@@ -138,7 +138,12 @@ def _like(norm: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
     if norm.num_features == 0:
         raise ConfigError("a lazy batch normalisation knows its channels only after its first batch; convert it then")
     made = SyncBatchNorm(
-        norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, process_set=process_set
+        norm.num_features,
+        norm.eps,
+        momentum=norm.momentum,
+        affine=norm.affine,
+        track_running_stats=norm.track_running_stats,
+        process_set=process_set,
     )
     made.weight = norm.weight
     made.bias = norm.bias
@@ -159,7 +164,7 @@ def _moments(batch: torch.Tensor, ranks: ProcessSet) -> tuple[torch.Tensor, torc
         mean = exact.new_zeros(batch.shape[1])
         variance = torch.zeros_like(mean)
     mine = torch.stack([mean, variance]).double().cpu().numpy()
-    *everyone, total = gather_moments(count, mine[0], mine[1], ranks)
+    *everyone, total = gather_moments(count, mine[0], variance=mine[1], process_set=ranks)
     mean, variance = torch.from_numpy(np.stack(everyone)).to(exact.device, exact.dtype)
     return mean, variance, total
 

@@ -64,7 +64,9 @@ def ends_of(traffic: Traffic, nbytes: int, links: Links, starts: Floats) -> Floa
     begun = starts.astype(np.float64) if meet is None else meet(starts) + sync
     limit = segment_limit(_SEGMENT_NBYTES, -(-nbytes // traffic.nblocks))
     nsegments = max(1, -(-nbytes // (limit * traffic.nblocks)))
-    call = _CallUnderWay(traffic, nbytes / nsegments / traffic.nblocks, links, begun, min(STREAMS, nsegments))
+    call = _CallUnderWay(
+        traffic, nbytes / nsegments / traffic.nblocks, links=links, begun=begun, nstreams=min(STREAMS, nsegments)
+    )
     call.run(nsegments)
     ends = np.maximum(np.max(call.clocks, axis=0), begun + nsegments * call.busy())
     return ends if meet is None else meet(ends) + sync
@@ -106,7 +108,7 @@ class _CallUnderWay:
 
     def __init__(self, traffic: Traffic, piece: float, links: Links, begun: Floats, nstreams: int) -> None:
         self._links = links
-        made = {each: _Timed(each, traffic.nodes, piece, links) for each, _ in traffic.rounds}
+        made = {each: _Timed(each, traffic.nodes, piece=piece, links=links) for each, _ in traffic.rounds}
         self._rounds = [(made[each], times) for each, times in traffic.rounds]
         self.clocks = np.array([begun] * nstreams)
         self._under_way = [np.empty(0)] * nstreams

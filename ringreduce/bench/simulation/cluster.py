@@ -66,7 +66,12 @@ class Rates:
         """Return the terms of the model."""
         copy = 1 / self.memory_rate
         between = CostModel(
-            self.latency_s, 1 / self.rate, self.barrier_s, copy, 1 / self.reduction_rate, self.message_s
+            self.latency_s,
+            1 / self.rate,
+            sync=self.barrier_s,
+            copy=copy,
+            gamma=1 / self.reduction_rate,
+            message=self.message_s,
         )
         wire = CODECS[self.wire].nbytes(_CODED) / (4 * _CODED) if self.wire else 1.0
         return Links(between, self.within_s, copy, burst=float(self.burst_nbytes), wire=wire)
@@ -153,7 +158,7 @@ class Simulator:
         if path_for(name, Problem(Collective.ALLREDUCE, nbytes, topology)) is Path.ONE_SHOT:
             model = replace(links.between, alpha=links.alpha, beta=links.beta)
             return float(delays.max()) + model.predict(name, nbytes, topology)
-        return float(ends_of(traffic, nbytes, links, delays).max())
+        return float(ends_of(traffic, nbytes, links=links, starts=delays).max())
 
     def _shares(self, name: str, nbytes: int, seconds: float) -> dict[str, float]:
         """Return what would be saved without each cause, as a share of all that would be saved."""
@@ -216,7 +221,9 @@ def samples_of(text: str) -> list[Sample]:
         report = json.loads(text)
         topology = _placed(report["config"])
         return [
-            Sample(each["algorithm"], int(each["size"]), topology, float(each["time_us"]["median"]) * 1e-6)
+            Sample(
+                each["algorithm"], int(each["size"]), topology=topology, seconds=float(each["time_us"]["median"]) * 1e-6
+            )
             for each in report["results"]
             if each["collective"] == "allreduce" and is_ours(each["algorithm"]) and float(each["time_us"]["median"]) > 0
         ]

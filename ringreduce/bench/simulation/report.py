@@ -80,7 +80,7 @@ def simulate(
         times[nbytes], reasons[nbytes] = simulator.times(nbytes), simulator.explain(nbytes)
         progress(number, len(sizes) + (training is not None))
     step = None if training is None else _step(training, cluster, algorithms)
-    return SimulationReport(cluster, times, reasons, simulator.left_out, training, step)
+    return SimulationReport(cluster, times, reasons=reasons, left_out=simulator.left_out, training=training, step=step)
 
 
 def scaling(

@@ -69,16 +69,16 @@ def traffic_of(algorithm: Algorithm, topology: Topology, *, whole: bool = True, 
     found = None if written_down else _symmetry(algorithm, topology)
     if found is None:
         rounds = tuple((each, 1) for each in _written_down(algorithm, topology, nodes))
-        return Traffic(rounds, nblocks, nodes, direct)
+        return Traffic(rounds, nblocks, nodes=nodes, direct=direct)
     symmetry, forms = found
     ranks = np.arange(topology.size if whole or not topology.homogeneous else topology.lanes)
     made: dict[tuple[_Form, ...], Round] = {}
     repeated = []
     for key, several in groupby(zip(*forms, strict=True)):
         if key not in made:
-            made[key] = _moved_round(key, symmetry, ranks, nodes)
+            made[key] = _moved_round(key, symmetry, ranks=ranks, nodes=nodes)
         repeated.append((made[key], sum(1 for _ in several)))
-    return Traffic(tuple(repeated), nblocks, nodes[ranks], direct)
+    return Traffic(tuple(repeated), nblocks, nodes=nodes[ranks], direct=direct)
 
 
 # ---- symmetric schedules ----
@@ -185,10 +185,16 @@ def _moved_round(forms: Sequence[_Form], symmetry: _Symmetry, ranks: Numbers, no
     work = np.array([(len(each.sends), len(each.recvs), each.reduced, each.touched) for each in forms], np.float64)
     inside = np.delete(np.arange(len(target)), outside)
     copied = np.bincount(target[inside], nblocks[inside], len(ranks))
-    started = Started(source, target, place + 1, nblocks)
+    started = Started(source, target, number=place + 1, nblocks=nblocks)
     none = np.empty(0, np.int64)
     return make_round(
-        started, nodes[ranks], outside, np.arange(len(target)), target, none, np.vstack([work[local].T, copied])
+        started,
+        nodes[ranks],
+        outside=outside,
+        waited=np.arange(len(target)),
+        receivers=target,
+        under_way=none,
+        work=np.vstack([work[local].T, copied]),
     )
 
 
@@ -234,7 +240,7 @@ def _written_down(algorithm: Algorithm, topology: Topology, nodes: Numbers) -> I
                 work[1:, place] = len(step.recvs), *_done(step), copied
                 ended.append(place)
         assert ended, "the ranks wait for each other"
-        yield _listed_round(sends, waited, under_way, nodes, work)
+        yield _listed_round(sends, waited, under_way=under_way, nodes=nodes, work=work)
         taken = {message for message, _ in waited}
         under_way = [message for message in under_way if message not in taken]
         for place in ended:
@@ -266,7 +272,7 @@ def _listed_round(
     positions = np.searchsorted(known, messages)  # messages are numbered in ascending order
     rest = np.setdiff1d(np.arange(len(known)), positions)
     outside = np.flatnonzero(nodes[started.source] != nodes[started.target])
-    return make_round(started, nodes, outside, positions, receivers, rest, work)
+    return make_round(started, nodes, outside=outside, waited=positions, receivers=receivers, under_way=rest, work=work)
 
 
 def _done(step: Step) -> tuple[int, int]:

@@ -187,13 +187,13 @@ class GroupBackend:
     # ---- messages ----
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> MessageWork:
-        return self._message(f"send to {dst}", self._group.send, tensors, dst, tag)
+        return self._message(f"send to {dst}", self._group.send, tensors=tensors, peer=dst, tag=tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> MessageWork:
-        return self._message(f"recv from {src}", self._group.recv, tensors, src, tag)
+        return self._message(f"recv from {src}", self._group.recv, tensors=tensors, peer=src, tag=tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> MessageWork:
-        return self._message("recv from any rank", self._group.recv, tensors, None, tag)
+        return self._message("recv from any rank", self._group.recv, tensors=tensors, peer=None, tag=tag)
 
     recvAnysource = recv_anysource  # noqa: N815
 
@@ -265,14 +265,20 @@ class Collectives(GroupBackend):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> CollectiveWork:
         op, scaled = _reduction_of(opts)
-        return self._run("allreduce", opts, _allreduce, [(each, each, op) for each in _listed(tensors)], scaled)
+        return self._run(
+            "allreduce",
+            opts,
+            collective=_allreduce,
+            calls=[(each, each, op) for each in _listed(tensors)],
+            prepare=scaled,
+        )
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any) -> CollectiveWork:
         op, scaled = _reduction_of(opts)
         calls = [(each, each, op, opts.rootRank) for each in _listed(tensors)]
-        return self._run("reduce", opts, group_collectives.reduce, calls, scaled)
+        return self._run("reduce", opts, collective=group_collectives.reduce, calls=calls, prepare=scaled)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> CollectiveWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -284,7 +290,9 @@ class Collectives(GroupBackend):
     ) -> CollectiveWork:
         op, scaled = _reduction_of(opts)
         calls = [(output, given, op) for output, given in zip(outputs, inputs, strict=True)]
-        return self._run("reduce_scatter", opts, group_collectives.reduce_scatter, calls, scaled)
+        return self._run(
+            "reduce_scatter", opts, collective=group_collectives.reduce_scatter, calls=calls, prepare=scaled
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -297,7 +305,7 @@ class Collectives(GroupBackend):
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Timeout = None) -> CollectiveWork:
         root = opts if isinstance(opts, int) else opts.rootRank
         calls = [(each, each, root) for each in _listed(tensors)]
-        return self._run("broadcast", opts, group_collectives.broadcast, calls)
+        return self._run("broadcast", opts, collective=group_collectives.broadcast, calls=calls)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> CollectiveWork:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -307,7 +315,9 @@ class Collectives(GroupBackend):
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor | _Tensors], inputs: _Tensors, opts: Any = None
     ) -> CollectiveWork:
-        return self._run("allgather", opts, group_collectives.allgather, list(zip(outputs, inputs, strict=True)))
+        return self._run(
+            "allgather", opts, collective=group_collectives.allgather, calls=list(zip(outputs, inputs, strict=True))
+        )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -322,12 +332,12 @@ class Collectives(GroupBackend):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
         call = list(outputs[0]) if outputs else None, inputs[0], opts.rootRank
-        return self._run("gather", opts, group_collectives.gather, [call])
+        return self._run("gather", opts, collective=group_collectives.gather, calls=[call])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
         (output,) = outputs
         call = output, list(inputs[0]) if inputs else None, opts.rootRank
-        return self._run("scatter", opts, group_collectives.scatter, [call])
+        return self._run("scatter", opts, collective=group_collectives.scatter, calls=[call])
 
     def all_to_all_single(
         self,
@@ -339,19 +349,21 @@ class Collectives(GroupBackend):
         timeout: Timeout = None,
     ) -> CollectiveWork:
         call = output, input, list(output_split_sizes), list(input_split_sizes)
-        return self._run("alltoall", opts, group_collectives.alltoall, [call])
+        return self._run("alltoall", opts, collective=group_collectives.alltoall, calls=[call])
 
     alltoall_base = all_to_all_single
 
     def alltoall(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: Timeout = None
     ) -> CollectiveWork:
-        return self._run("alltoall", opts, group_collectives.alltoall_list, [(list(outputs), list(inputs))])
+        return self._run(
+            "alltoall", opts, collective=group_collectives.alltoall_list, calls=[(list(outputs), list(inputs))]
+        )
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> CollectiveWork:
         given = opts if isinstance(opts, (timedelta, float)) else getattr(opts, "timeout", None)
         limit_s = seconds(timeout or given)
-        return self._run("barrier", opts, lambda *_: self._group.barrier(limit_s), [((), ())])
+        return self._run("barrier", opts, collective=lambda *_: self._group.barrier(limit_s), calls=[((), ())])
 
 
 def recreate_default_group() -> None:
@@ -405,6 +417,6 @@ def _sum_rows(communicator: Communicator, output: torch.Tensor, given: torch.Ten
         dtype = entries[1].dtype
         text = f"allreduce({op}, sparse, shape {tuple(given.shape)}, {dtype}, {given.sparse_dim()} dimensions)"
     communicator.rendezvous(text)
-    total = sum_entries(communicator, entries, given.shape, op)
+    total = sum_entries(communicator, entries, shape=given.shape, op=op)
     with torch.no_grad():
         output.copy_(total)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from ringreduce.common.libraries import require_library
 
-require_library("lightning", "Lightning", __name__, "pip install lightning")
+require_library("lightning", "Lightning", needed_by=__name__, remedy="pip install lightning")
 
 # ruff: noqa: E402  # what follows imports Lightning
 from lightning.fabric.plugins import ClusterEnvironment

@@ -14,7 +14,10 @@ from __future__ import annotations
 from ringreduce.common.libraries import require_library
 
 require_library(
-    "pytorch_lightning", "Lightning", "ringreduce.torch.lightning.pytorch_lightning", "pip install pytorch-lightning"
+    "pytorch_lightning",
+    "Lightning",
+    needed_by="ringreduce.torch.lightning.pytorch_lightning",
+    remedy="pip install pytorch-lightning",
 )
 
 # ruff: noqa: E402  # what follows imports Lightning

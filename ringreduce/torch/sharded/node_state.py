@@ -71,12 +71,14 @@ def pieces_of(shard: Shard, *, elementwise: bool) -> Iterator[Piece]:
         start = place.start
         if not elementwise:
             value = view.detach().requires_grad_(parameter.requires_grad) if shard.owns(number) else None
-            yield Piece(parameter, view, view.data_ptr(), slot, None, value, slot.place)
+            yield Piece(
+                parameter, view, address=view.data_ptr(), slot=slot, elements=None, value=value, gradient=slot.place
+            )
             continue
         part = shard.within(number)
         value = _in_order(view)[part].detach().requires_grad_(parameter.requires_grad)
         gradient = bucket.flat[start + part.start : start + part.stop]
-        yield Piece(parameter, view, view.data_ptr(), slot, part, value, gradient)
+        yield Piece(parameter, view, address=view.data_ptr(), slot=slot, elements=part, value=value, gradient=gradient)
 
 
 class _Description(NamedTuple):
@@ -192,13 +194,13 @@ class NodeState:
         for number, piece, made in self._of_pieces(state):
             for name, value in made.items():
                 known = value is self._kept.get((piece.parameter, name))
-                if not (known or self._store(piece, name, value, made)):
+                if not (known or self._store(piece, name, value=value, made=made)):
                     missing[number, name] = piece, value
         if self._sharding.share(needs=bool(missing)):
             self._make_places({key: _described(piece, value) for key, (piece, value) in missing.items()})
             for (_, name), (piece, value) in missing.items():
                 assert piece.value is not None
-                self._store(piece, name, value, state[piece.value])
+                self._store(piece, name, value=value, made=state[piece.value])
             self._sharding.meet("kept")
 
     def _give_private(self, state: State) -> None:
@@ -246,7 +248,7 @@ class NodeState:
                 whole = torch.from_numpy(memory).view(description.dtype).view(description.shape)
             piece = self._pieces.get(parameter)
             mine = whole if piece is None or not piece.has_part(name, whole) else piece.of(whole)
-            self._places[parameter, name] = _Place(common, whole, mine, is_number)
+            self._places[parameter, name] = _Place(common, whole, mine=mine, is_number=is_number)
             self._optimizer.state[parameter][name] = description.value if is_number else whole
 
     @property

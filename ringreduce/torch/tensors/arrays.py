@@ -257,7 +257,7 @@ def of_entries(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, d
         divisor: integers are divided toward zero.
     """
     if divisor != 1 and values.dtype in _INTEGERS:
-        return _averages_of_entries(indices, values, shape, divisor)
+        return _averages_of_entries(indices, values, shape=shape, divisor=divisor)
     wide = values.float() if values.dtype in _HALVES else values
     total = torch.sparse_coo_tensor(indices.t(), wide, shape, check_invariants=False).coalesce()
     if divisor != 1:
@@ -292,4 +292,4 @@ def sum_entries(
         op: SUM or AVERAGE; integers are averaged toward zero.
     """
     indices, values = (communicator.allgather(each) for each in entries)
-    return of_entries(indices, values, shape, 1 if op is SUM else communicator.size)
+    return of_entries(indices, values, shape=shape, divisor=1 if op is SUM else communicator.size)

@@ -195,7 +195,7 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         self, parameter: torch.Tensor, places: torch.Tensor, values: torch.Tensor, divisor: int
     ) -> torch.Tensor:
         values = values.view(len(values), *parameter.shape[places.shape[1] :])
-        return of_entries(places, values, parameter.shape, divisor)
+        return of_entries(places, values, shape=parameter.shape, divisor=divisor)
 
     def after_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
         if not _is_added_to(parameter):

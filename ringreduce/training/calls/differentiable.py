@@ -69,7 +69,7 @@ class Differentiable:
             return back.allreduce(grads, op, prescale, postscale, wire)
 
         how = {"op": op, "prescale": prescale, "postscale": postscale, "wire": wire}
-        return self._flow("allreduce", prepared, adjoint, values, **how)
+        return self._flow("allreduce", prepared, adjoint=adjoint, values=values, **how)
 
     def allgather(self, values: _Values) -> _Values:
         """Concatenate arrays along their first dimension."""
@@ -80,7 +80,9 @@ class Differentiable:
             totals = back.allreduce(grads, self._conventions.gradient_op)
             return [total[start : start + own] for total, start, own in zip(totals, starts, rows, strict=True)]
 
-        return self._flow("allgather", lambda prepare, sources: prepare.allgather(sources, list), adjoint, values)
+        return self._flow(
+            "allgather", lambda prepare, sources: prepare.allgather(sources, list), adjoint=adjoint, values=values
+        )
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Return the root's array; ``root`` is a rank of the set."""
@@ -91,7 +93,7 @@ class Differentiable:
             return totals if is_root else [self._arrays.zeros_like(each) for each in totals]
 
         (result,) = self._flow(
-            "broadcast", lambda prepare, sources: prepare.broadcast(sources[0], root), adjoint, [value]
+            "broadcast", lambda prepare, sources: prepare.broadcast(sources[0], root), adjoint=adjoint, values=[value]
         )
         return result
 
@@ -109,7 +111,7 @@ class Differentiable:
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
             return [back.alltoall(grads[0], received)[0]]
 
-        return self._flow("alltoall", prepared, adjoint, [value])[0], received
+        return self._flow("alltoall", prepared, adjoint=adjoint, values=[value])[0], received
 
     def reducescatter(self, values: _Values, op: Op, prescale: float, postscale: float) -> _Values:
         """Reduce arrays into this rank's parts."""
@@ -126,7 +128,9 @@ class Differentiable:
             wholes = back._joined(grads, shapes)
             return wholes if factor == 1.0 else [self._times(whole, factor) for whole in wholes]
 
-        return self._flow("reducescatter", prepared, adjoint, values, op=op, prescale=prescale, postscale=postscale)
+        return self._flow(
+            "reducescatter", prepared, adjoint=adjoint, values=values, op=op, prescale=prescale, postscale=postscale
+        )
 
     def _flow(
         self,
@@ -147,7 +151,7 @@ class Differentiable:
         """
 
         def run(sources: _Values) -> _Values:
-            with RequestBuilder(kind, self._name, self._process_set, self._arrays) as prepare:
+            with RequestBuilder(kind, self._name, process_set=self._process_set, arrays=self._arrays) as prepare:
                 request = prepared(prepare, sources)
             result = request.carry_out()
             return result if isinstance(result, list) else [result]

@@ -58,7 +58,9 @@ def broadcast_object(
         is_root = process_set.rank() == root
         mine: list[npt.NDArray[np.uint8]] = []
         data, failure = _packed(lambda: _skeleton(obj, mine)) if is_root else (b"", None)
-        request = prepare.call("broadcast_object", lambda ranks: _broadcast(ranks, root, data, failure, mine))
+        request = prepare.call(
+            "broadcast_object", lambda ranks: _broadcast(ranks, root, data=data, failure=failure, memories=mine)
+        )
     skeleton, memories = request.carry_out()
     return obj if is_root else pickle.loads(skeleton, buffers=memories)
 

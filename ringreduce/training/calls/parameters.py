@@ -51,7 +51,7 @@ def require_same_arrays(
     for index, (name, array) in enumerate(named):
         place = f", on {arrays.place(array)}" if devices else ""
         rest = f", shape {tuple(array.shape)}, {dtype_name(array.dtype)}{place}"
-        mine.append(_Line(f"tensor {index} is ", str(name), rest, isinstance(name, ScopedName)))
+        mine.append(_Line(f"tensor {index} is ", str(name), end=rest, scoped=isinstance(name, ScopedName)))
     digest = np.frombuffer(hashlib.sha256(repr(list(map(tuple, mine))).encode()).digest(), np.uint8)
     digests = communicator.allgather(digest[None])
     if (digests == digests[0]).all():
@@ -94,11 +94,11 @@ def broadcast_parameters(arrays: Arrays, params: Any, root_rank: int, process_se
     """
 
     def run(communicator: Communicator) -> None:
-        require_same_arrays(arrays, communicator, "broadcast_parameters", named)
+        require_same_arrays(arrays, communicator, caller="broadcast_parameters", named=named)
         for _, array in named:
             communicator.broadcast(array, root, out=array)
 
-    with RequestBuilder("broadcast_parameters", None, process_set, arrays) as prepare:
+    with RequestBuilder("broadcast_parameters", None, process_set=process_set, arrays=arrays) as prepare:
         named = _named(arrays, params)
         root = process_set.rank_of(root_rank)
         if not process_set.included():

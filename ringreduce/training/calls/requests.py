@@ -94,7 +94,7 @@ class Request(NamedTuple):
             if release is not None:
                 release()
             raise
-        return Handle(operation, engine, finish, release)
+        return Handle(operation, engine, finish=finish, release=release)
 
     def carry_out(self) -> Any:
         """Start it and wait for its result, on this thread: quicker than `submit` and `synchronize`.
@@ -163,7 +163,9 @@ class RequestBuilder(CheckingArguments):
         on_device = self._arrays.device_of(both) is not None
         operation = CollectiveOp(self._key, text, run)
         touched = both if on_device else sources
-        return Request(operation, self._process_set, self._named, self._arrays, touched, on_device)
+        return Request(
+            operation, self._process_set, unique=self._named, arrays=self._arrays, touched=touched, on_device=on_device
+        )
 
     def allreduce(
         self,
@@ -208,8 +210,10 @@ class RequestBuilder(CheckingArguments):
         else:
             kind = op if isinstance(op, ReduceOp) else ReduceOp.parse(op)
             if on_host:
-                reduction = Reduction(self._key, text, kind, given, targets, before=before, after=after)
-                return Request(reduction, self._process_set, self._named, arrays, sources)
+                reduction = Reduction(
+                    self._key, text, op=kind, sources=given, targets=targets, before=before, after=after
+                )
+                return Request(reduction, self._process_set, unique=self._named, arrays=arrays, touched=sources)
             reduce = partial(arrays.reduce_on_device, op=kind)
         self.require_usable(sources, targets)
 
@@ -219,7 +223,7 @@ class RequestBuilder(CheckingArguments):
             reduce(communicator, sources=given, targets=targets)
             return targets if after is None else after()
 
-        return self.call(text, run, sources, targets)
+        return self.call(text, run, sources=sources, targets=targets)
 
     def new_like(self, sources: Sequence[Any]) -> list[Any]:
         """Return new arrays for results, of the same shapes, strides and dtypes, in the same place."""
@@ -292,10 +296,10 @@ class RequestBuilder(CheckingArguments):
             given = sources
             if prescale != 1.0:
                 given = [self._arrays.empty_like(each) for each in sources]
-                _scale(self._arrays, sources, prescale, given)
+                _scale(self._arrays, sources, factor=prescale, targets=given)
             parts = [communicator.reduce_scatter(each, reduce_op) for each in given]
             if factor != 1.0:
-                _scale(self._arrays, parts, factor, parts)
+                _scale(self._arrays, parts, factor=factor, targets=parts)
             return result(parts)
 
         text = f"reducescatter({kind.value}, {in_words(*sources)}, scaled by {prescale} and {postscale})"
@@ -369,7 +373,7 @@ def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[...
     """Return a function that reduces arrays where a `Reduction` cannot: for Adasum, exact sums and wire formats."""
 
     def reduce(communicator: Communicator, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-        _scale(arrays, sources, 1.0, targets)
+        _scale(arrays, sources, factor=1.0, targets=targets)
         if op == Adasum:
             with arrays.on_host(targets) as host:
                 adasum(communicator, host)

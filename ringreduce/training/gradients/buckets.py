@@ -335,7 +335,7 @@ class Buckets:
             samples: how many, by rank, of all that have not joined; empty: ranks weigh equally.
             active: how many ranks contribute.
         """
-        self.weights = Weights.of(samples, self.ranks.rank, self.ranks.size, self.divisor(active))
+        self.weights = Weights.of(samples, self.ranks.rank, size=self.ranks.size, divisor=self.divisor(active))
 
     def reduce(
         self,
@@ -381,7 +381,9 @@ class Buckets:
             raise UnsupportedBufferError("sparse gradients are not supported on this rank")
         places, values = memory.rows(parameter, gradient, sparse_dims)
         rows = places, values if self.weights is None else values * self.weights.factor
-        gather = Gather(f"{name}, sparse", f"a sparse gradient of {name}", rows, memory.streams.around(rows))
+        gather = Gather(
+            f"{name}, sparse", f"a sparse gradient of {name}", arrays=rows, within=memory.streams.around(rows)
+        )
         places, values = self.ranks.run(gather)
         return memory.of_rows(parameter, places, values, self.divisor(active))
 
@@ -400,8 +402,8 @@ class Buckets:
         operation = InPlaceAllreduce(
             name,
             text,
-            self.options.op,
-            sent,
+            op=self.options.op,
+            arrays=sent,
             wire=buckets[0].wire,
             feedbacks=[each.reducer.feedback for each in buckets if isinstance(each.reducer, WireState)],
             **(early or {"within": self.memory.streams.around(sent)}),
@@ -416,7 +418,7 @@ class Buckets:
         """Return the reduction of buckets before a step, or that of this rank's parts where it needs no more."""
         part = None if parts is None else parts(name, text, self.options.op, buckets, sent)
         if part is None:
-            return self.operation(name, text, buckets, sent)
+            return self.operation(name, text, buckets=buckets, sent=sent)
         part.parts = partial(self._names_in, buckets)
         self._weight(part, buckets, sent)
         return part
@@ -443,7 +445,9 @@ class Buckets:
         name = self.ranks.name
         sent = [each for each, _ in compressed]
         title = f"{name}, buckets" + (f" in {wire}" if wire else "")
-        self.ranks.run(self.reduction(title, f"{len(flats)} buckets of {name}", buckets, sent, parts))
+        self.ranks.run(
+            self.reduction(title, f"{len(flats)} buckets of {name}", buckets=buckets, sent=sent, parts=parts)
+        )
         for flat, (each, context) in zip(flats, compressed, strict=True):
             if each is not flat:
                 self.memory.pack([flat], [compressor.decompress(each, context)])

@@ -55,7 +55,7 @@ class Ranks:
     def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> None:
         """Reduce an array in place; see `InPlaceAllreduce`."""
         assert out is array, "buckets are reduced where they are"
-        self.run(InPlaceAllreduce(f"{self.name}, {len(array)}", f"a part of {self.name}", op, [array]))
+        self.run(InPlaceAllreduce(f"{self.name}, {len(array)}", f"a part of {self.name}", op=op, arrays=[array]))
 
     def allgather(self, rows: Any) -> Any:
         """Return the rows of all ranks, one after the other; see `Gather`."""

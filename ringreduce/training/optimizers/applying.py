@@ -19,6 +19,14 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.identity import numbers
 from ringreduce.training.calls.requests import dtype_name
+from ringreduce.training.options.refusals import (
+    ACCUMULATION,
+    GLOBAL_NORM,
+    LOCAL_VARIABLES,
+    LOSS_SCALES,
+    STALENESS,
+    require_together,
+)
 
 
 class ListReduction(ABC):
@@ -320,23 +328,11 @@ def variables_of(layers: Any) -> list[Any]:
 
 def _require_equal_steps(optimizer: Any, distribution: Distribution) -> None:
     """Raise `ConfigError` if the optimizer scales losses or accumulates gradients where that would not be correct."""
-    if distribution.reduction.staleness and hasattr(optimizer, "inner_optimizer"):
-        raise ConfigError(
-            "staleness and a LossScaleOptimizer do not go together: the scale would be that of another step; give the "
-            "optimizer a loss_scale_factor, or train in bfloat16"
-        )
-    if distribution.reduction.staleness and optimizer.gradient_accumulation_steps:
-        raise ConfigError(
-            "with staleness each backward pass makes a step: use no backward_passes_per_step and no "
-            "gradient_accumulation_steps"
-        )
-    if distribution.local and hasattr(optimizer, "inner_optimizer"):
-        raise ConfigError(
-            "with local variables losses cannot be scaled dynamically: a rank whose own gradients overflow would "
-            "skip a step that the others make; give the optimizer a loss_scale_factor, or train in bfloat16"
-        )
-    if distribution.local and optimizer.global_clipnorm:
-        raise ConfigError(
-            "with local variables there is no global_clipnorm: the norm of all gradients differs between the "
-            "ranks, which would clip those of common variables differently; use clipnorm or clipvalue"
-        )
+    used = {
+        STALENESS: distribution.reduction.staleness,
+        LOCAL_VARIABLES: distribution.local,
+        LOSS_SCALES: hasattr(optimizer, "inner_optimizer"),
+        ACCUMULATION: optimizer.gradient_accumulation_steps,
+        GLOBAL_NORM: optimizer.global_clipnorm,
+    }
+    require_together([name for name, is_used in used.items() if is_used])

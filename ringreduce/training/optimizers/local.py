@@ -193,7 +193,7 @@ class Average:
 
     def _submitted(self, flat: Flat, kind: str, note: str = "", **wire: Any) -> InPlaceAllreduce:
         text = f"{kind} of {self._name}"
-        operation = InPlaceAllreduce(f"{self._name}, {kind}", text + note, AVERAGE, [flat], **wire)
+        operation = InPlaceAllreduce(f"{self._name}, {kind}", text + note, op=AVERAGE, arrays=[flat], **wire)
         operation.title = f"the {text}"
         self._engine.submit(operation)
         return operation

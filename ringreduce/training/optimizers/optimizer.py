@@ -90,7 +90,7 @@ class Training:
         Raises:
             MismatchError: the ranks have different parameters or options.
         """
-        self.prepare(optimizer, named, options, settings)
+        self.prepare(optimizer, named, options=options, settings=settings)
         over = self.require_agreement()
         on_device = self._arrays.device_of([parameter for _, parameter in named()]) is not None
         communicator = self._engine.communicator
@@ -98,7 +98,16 @@ class Training:
         memory = self._bind(communicator)
         if self._alone:
             settled = replace(settled, staleness=0)
-        reducer = GradientReducer(memory, self._engine, named, optimizer, over, settled, settings, self.identity)
+        reducer = GradientReducer(
+            memory,
+            self._engine,
+            named=named,
+            kind=optimizer,
+            over=over,
+            options=settled,
+            settings=settings,
+            identity=self.identity,
+        )
         if reducer.sharding is not None and not self._alone:
             reducer.sharding.connect(self._process_set.ranks or ())
         if reducer.late is not None and self.late is not None:
@@ -154,7 +163,9 @@ class Training:
         """
         named = self._named()
         options = self.options.in_words([parameter for _, parameter in named])
-        require_same_arrays(self._arrays, self.communicator, self._kind, named, devices=True, options=options)
+        require_same_arrays(
+            self._arrays, self.communicator, caller=self._kind, named=named, devices=True, options=options
+        )
         over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
         self.described = f"{self._optimizer} over {over}"
         return over
@@ -186,7 +197,7 @@ class Training:
             self._take_place()
         with self.checking(self._kind):
             self._bind(self._engine.communicator).streams.require_usable([each for _, each in self._named()])
-        self.begin(self._optimizer, self._named, self.options, self._settings)
+        self.begin(self._optimizer, self._named, options=self.options, settings=self._settings)
         if replaced is not None:
             replaced.retire()
         return True
@@ -211,13 +222,17 @@ class Training:
         """Reduce the loss of a closure like gradients, in place. Collective."""
         if (weights := self.reducer.buckets.weights) is not None:
             loss *= weights.factor
-        mean = Reduction(f"loss of {self._kind}", "loss of a closure", self.options.op, [loss], [loss])
+        mean = Reduction(
+            f"loss of {self._kind}", "loss of a closure", op=self.options.op, sources=[loss], targets=[loss]
+        )
         self._run(mean, f"the loss of a closure of {self.described}")
 
     def any_rank(self, answer: bool) -> bool:
         """Return whether any rank has found an overflow. Collective."""
         found = np.array([answer])
-        overflow = Reduction(f"overflow of {self._kind}", "overflow of gradients", MAX, [found], [found])
+        overflow = Reduction(
+            f"overflow of {self._kind}", "overflow of gradients", op=MAX, sources=[found], targets=[found]
+        )
         self._run(overflow, f"the overflows of {self.described}")
         return bool(found[0])
 
@@ -280,7 +295,7 @@ class ListTraining:
         identity: Identity | None = None,
         **options: Any,
     ) -> None:
-        self.training = Training(kind, process_set, arrays, bind)
+        self.training = Training(kind, process_set, arrays=arrays, bind=bind)
         self.training.identity = identity
         if identity is not None:
             meet(kind, identity, process_set)

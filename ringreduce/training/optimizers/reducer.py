@@ -62,14 +62,20 @@ class GradientReducer:
         self.named = named
         self.options = options
         name = name_in(engine, identity or f"DistributedOptimizer over {over},")
-        self.ranks = Ranks(engine, name, f"{kind} over {over}", "backward pass" if options.in_backward else "step")
-        self.buckets = Buckets(memory, self.ranks, named, options)
+        self.ranks = Ranks(
+            engine, name, described=f"{kind} over {over}", where="backward pass" if options.in_backward else "step"
+        )
+        self.buckets = Buckets(memory, self.ranks, named=named, options=options)
         self.checks = checks = Checks(memory, self.ranks, named)
         self.overlap = Overlap(memory, self.buckets, checks) if isinstance(memory, Hooks) else None
-        self.sharding = None if options.shard is None else Sharding(memory, self.ranks, self.buckets, options)
+        self.sharding = (
+            None if options.shard is None else Sharding(memory, self.ranks, buckets=self.buckets, options=options)
+        )
         self._count = StepCount()
         self._strategy = strategy_for(
-            StepContext(memory, self.ranks, named, options, self.buckets, checks, self._count),
+            StepContext(
+                memory, self.ranks, named=named, options=options, buckets=self.buckets, checks=checks, count=self._count
+            ),
             settings=settings or (lambda: settings_of(checks.model)),
             overlap=self.overlap,
             sharding=self.sharding,
@@ -99,7 +105,7 @@ class GradientReducer:
             found = bytes([each if new else Found.NO_GRADIENT for each, new in zip(found, fresh, strict=True)])
         elif Found.NO_GRADIENT in found and not self.options.skip_unused:
             found = self._with_zeros(found, parameters)
-        return self._strategy.reduce(Contribution(parameters, given, found, samples))
+        return self._strategy.reduce(Contribution(parameters, given, found=found, samples=samples))
 
     def stepped(self) -> None:
         """Take note that the optimizer has made a step."""

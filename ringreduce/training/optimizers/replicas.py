@@ -122,11 +122,22 @@ class Replicas:
     ) -> None:
         ranks = global_process_set.communicator
         with checking():
-            course = period, outer_lr, outer_momentum, 0, 1, delay  # `bind` checks the fragments
             wire = compression if is_wire_format(compression) else wire_format_of(compression)
-            self._options = LocalOptions(*course, wire, replica, average, 1, ranks.size)
+            self._options = LocalOptions(
+                period=period,
+                outer_lr=outer_lr,
+                outer_momentum=outer_momentum,
+                warmup_steps=0,
+                fragments=1,  # `bind` checks them
+                delay=delay,
+                compression=wire,
+                replica=replica,
+                average=average,
+                parameters=1,
+                ranks=ranks.size,
+            )
         self._fragments = fragments
-        require_same_arrays(HOST, ranks, "DiLoCo", [], options=self._options.in_words())
+        require_same_arrays(HOST, ranks, caller="DiLoCo", named=[], options=self._options.in_words())
         self.process_set = ProcessSet([ranks.rank])
         self._bound: LocalTraining | None = None
         self._register()
@@ -161,7 +172,7 @@ class Replicas:
         with checking():
             options = replace(self._options, fragments=self._fragments, parameters=len(parameters), ranks=ranks.size)
         named = [*parameters, *buffers]
-        require_same_arrays(HOST, ranks, "DiLoCo", named, options=options.in_words())
+        require_same_arrays(HOST, ranks, caller="DiLoCo", named=named, options=options.in_words())
         specs = [spec for _, spec in named]
 
         def leaves(place: slice) -> HostLeaves:
@@ -170,7 +181,7 @@ class Replicas:
         places = cut([prod(each.shape) for each in specs[: len(parameters)]], options.fragments)
         others = [Average(leaves(slice(len(parameters), len(named))), "buffers")] if buffers else []
         over = f"{len(parameters)} arrays, {parameters[0][0]} to {parameters[-1][0]}" if parameters else "no arrays"
-        self._bound = LocalTraining(f"DiLoCo over {over}", options, list(map(leaves, places)), others)
+        self._bound = LocalTraining(f"DiLoCo over {over}", options, parameters=list(map(leaves, places)), others=others)
 
     @property
     def _local(self) -> LocalTraining:

@@ -1,6 +1,7 @@
 """Which options of optimizers, and which uses of them, go together: one table, which docs/recipes/methods.md prints.
 
 `REFUSED` has each pair that is refused, and why. All other pairs work: tests/parallel/test_combinations.py proves each.
+`REFUSED_IN_KERAS` has pairs of what only TensorFlow and Keras have.
 """
 
 from __future__ import annotations
@@ -95,15 +96,40 @@ REFUSED: dict[tuple[str, str], str] = {
     (LOCAL, SHARES): "in an exchange, the weight of a replica is its number of ranks",
 }
 
+ACCUMULATION = "gradient_accumulation_steps or backward_passes_per_step"
+FIRST_TENSORFLOW = "an optimizer of tf.compat.v1.train"
+GLOBAL_NORM = "global_clipnorm"
+KERAS = "an optimizer of Keras"
+LOCAL_VARIABLES = "local variables"
+LOSS_SCALES = "a LossScaleOptimizer"
+
+_NO_SCALES = "give the optimizer a loss_scale_factor, or train in bfloat16"
+
+#: Likewise, of what programs of TensorFlow and Keras have besides.
+REFUSED_IN_KERAS: dict[tuple[str, str], str] = {
+    (ADASUM, KERAS): "it combines the changes of a step, for optimizers of tf.compat.v1.train",
+    (ADASUM, ACCUMULATION): "each backward pass makes a step",
+    (STALENESS, FIRST_TENSORFLOW): "it is for optimizers of Keras",
+    (STALENESS, LOSS_SCALES): f"the scale would be that of another step; {_NO_SCALES}",
+    (STALENESS, ACCUMULATION): "each backward pass makes a step",
+    (LOCAL, LOSS_SCALES): f"replicas make equally many steps, but each would skip different ones; {_NO_SCALES}",
+    (LOCAL, ACCUMULATION): "DiLoCoCallback counts each batch as a step",
+    (LOCAL_VARIABLES, LOSS_SCALES): "losses cannot be scaled dynamically: a rank whose own gradients overflow would "
+    f"skip a step that the others make; {_NO_SCALES}",
+    (LOCAL_VARIABLES, GLOBAL_NORM): "the norm of all gradients differs between the ranks, which would clip those of "
+    "common variables differently; use clipnorm or clipvalue",
+}
+_ALL = {**REFUSED, **REFUSED_IN_KERAS}
+
 
 def are_refused(one: str, other: str) -> bool:
     """Return whether two names do not go together."""
-    return (one, other) in REFUSED or (other, one) in REFUSED
+    return (one, other) in _ALL or (other, one) in _ALL
 
 
 def refusal(one: str, other: str) -> ConfigError:
     """Return the error for two names that do not go together."""
-    reason = REFUSED.get((one, other)) or REFUSED[other, one]
+    reason = _ALL.get((one, other)) or _ALL[other, one]
     return ConfigError(f"{one} and {other} do not go together: {reason}")
 
 

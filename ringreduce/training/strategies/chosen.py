@@ -36,7 +36,7 @@ def strategy_for(
     parts = None if sharding is None else sharding.operation
     patience = Patience()
     numbers = SampleNumbers(context)
-    agreement = StepAgreement(context, partners, settings, patience)
+    agreement = StepAgreement(context, partners, settings=settings, patience=patience)
     if context.options.staleness:
         return PacedSteps(context, LateAverages(context, agreement))
     if context.ranks.size == 1:

@@ -384,7 +384,10 @@ class Overlap(Partner):
         watched = self.watched
         self._buckets = [
             BucketState(
-                number, bucket, [watched[id(slot.parameter)] for slot in bucket.slots], streams.sync(bucket.flat)
+                number,
+                bucket,
+                members=[watched[id(slot.parameter)] for slot in bucket.slots],
+                sync=streams.sync(bucket.flat),
             )
             for number, bucket in enumerate(self._all)
             if not bucket.is_compressed and all(id(slot.parameter) in watched for slot in bucket.slots)

@@ -188,7 +188,7 @@ class Sharding:
             self.memory.pack(views, parameters)
         self.meet("moved")
         self.memory.move(parameters, views)
-        shard = Shard(bucket, memory, views, self._bounds(bucket), self._index)
+        shard = Shard(bucket, memory, views=views, bounds=self._bounds(bucket), index=self._index)
         self._count(shard)
         self.uncleared.watch(bucket, map(shard.within, range(len(bucket.slots))))
         return shard
@@ -343,7 +343,9 @@ class Sharding:
         engine = self.ranks.engine
         name = f"{self.ranks.name}, step"
         until_s = perf_counter() + _PATIENCE_S
-        operation = InPlaceAllreduce(name, f"{call} of {self.ranks.name}", MAX, [self._flag], speculative=True)
+        operation = InPlaceAllreduce(
+            name, f"{call} of {self.ranks.name}", op=MAX, arrays=[self._flag], speculative=True
+        )
         engine.submit(operation)
         while not engine.poll(operation) and perf_counter() < until_s:
             sleep(_NAP_S)

@@ -129,7 +129,7 @@ class StepAgreement:
         ranks = self._context.ranks
         while True:
             text = f"the gradients of {ranks.name}"
-            operation = InPlaceAllreduce(f"{ranks.name}, step", text, MAX, [record.memory])
+            operation = InPlaceAllreduce(f"{ranks.name}, step", text, op=MAX, arrays=[record.memory])
             try:
                 ranks.run(operation)
             except MismatchError as error:
