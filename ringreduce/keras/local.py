@@ -26,16 +26,17 @@ def require_whole_steps(model: Any, process_set: ProcessSet) -> None:
     if optimizer is None:
         return
     distribution = getattr(optimizer, "distribution", None)
-    distributes = distribution is not None and distribution.process_set.included()
+    if distribution is not None and not distribution.process_set.included():
+        distribution = None
     used = {
         LOCAL: True,
         LOSS_SCALES: hasattr(optimizer, "inner_optimizer"),
         ACCUMULATION: optimizer.gradient_accumulation_steps,
-        STALENESS: distributes and distribution.reduction.staleness,
-        SAMPLES: distributes and distribution.reduction.samples is not None,
+        STALENESS: distribution is not None and distribution.reduction.staleness,
+        SAMPLES: distribution is not None and distribution.reduction.samples is not None,
     }
     require_together([name for name, is_used in used.items() if is_used])
-    together = distribution.process_set.ranks if distributes else [rank()]
+    together = [rank()] if distribution is None else distribution.process_set.ranks
     if together != mine:
         raise ConfigError(
             f"the optimizer reduces gradients over the ranks {together}, but the replica has {mine}: compile the model "
