@@ -27,6 +27,7 @@ from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.binding.identity import Identity
 from ringreduce.training.calls.requests import RequestBuilder
 from ringreduce.training.data.shares import Compiled, is_by_speed
+from ringreduce.training.optimizers.known_lists import KnownLists
 from ringreduce.training.optimizers.optimizer import ListTraining
 
 _numbers = count()
@@ -162,7 +163,7 @@ class HostTrees:
         self._kind = kind
         self._process_set = process_set
         self._options = options
-        self._known: dict[Any, HostReduction] = {}
+        self._known: KnownLists[HostReduction] = KnownLists()
 
     def reduce(
         self, tree: Any, name: str | None, samples: Any, identity: Identity | None = None, step: Step | None = None
@@ -175,18 +176,17 @@ class HostTrees:
         if not leaves:
             return tree
         key = structure, *((each.shape, each.dtype) for each in leaves)
-        if key not in self._known:
-            how = {"identity": identity, **self._options}
-            self._known[key] = HostReduction(self._kind, leaves, self._process_set, **how)
-        return jax.tree.unflatten(structure, self._known[key].reduce(leaves, name, samples, step))
+        how = {"identity": identity, **self._options}
+        reduction = self._known.find(key, lambda: HostReduction(self._kind, leaves, self._process_set, **how))
+        return jax.tree.unflatten(structure, reduction.reduce(leaves, name, samples=samples, step=step))
 
     def pending(self, like: Any) -> Iterator[Any]:
         """Yield the averages that are still to be applied, oldest first, of trees of a structure. Collective."""
         leaves, structure = jax.tree.flatten(like)
         if is_traced(leaves):
             raise ConfigError("the last averages are values: call synchronize() outside of jit")
-        known = [reduction for (other, *_), reduction in self._known.items() if other == structure]
-        if self._known and not known:
+        known = [each for each, (other, *_) in zip(self._known, self._known.keys, strict=True) if other == structure]
+        if len(self._known) and not known:
             raise ConfigError("synchronize() takes parameters of the structure of the gradients, and got another one")
         for reduction in known:
             for averages in reduction.pending():

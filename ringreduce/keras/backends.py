@@ -114,14 +114,21 @@ if keras.backend.backend() == "jax":
             given = [gradients[number] for number in there]
             made = list(gradients)
             key = tuple(id(variables[number]) for number in there)
-            if key not in self.known:
-                known = [variables[number] for number in there]
-                how = {"advice": _ADVICE, "identity": _identity(self.number, known), **_how(self._options)}
-                self.known[key] = (
-                    HostReduction(_KIND, given, process_set=self._process_set, samples=lambda: self.samples, **how),
-                    known,
+            known = [variables[number] for number in there]
+
+            def make() -> HostReduction:
+                return HostReduction(
+                    _KIND,
+                    given,
+                    process_set=self._process_set,
+                    samples=lambda: self.samples,
+                    identity=_identity(self.number, known),
+                    advice=_ADVICE,
+                    **_how(self._options),
                 )
-            for number, each in zip(there, self.known[key][0].reduce(given, step=step), strict=True):
+
+            reduced = self.known.find(key, make, known).reduce(given, step=step)
+            for number, each in zip(there, reduced, strict=True):
                 made[number] = each
             return made
 
@@ -160,22 +167,28 @@ elif keras.backend.backend() == "torch":
             self._how = _how(options)
             bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense, advice=_ADVICE)
             self._how |= {"arrays": TENSORS, "bind": bind}
-            self._models: dict[tuple[int, ...], CheckedModel] = {}
 
         def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
-            key = tuple(map(id, variables))
-            if key not in self.known:
-                named = [(named_as(each, number), each.value) for number, each in enumerate(variables)]
-                how = {"identity": _identity(self.number, variables), **self._how}
-                made = ListTraining(_KIND, named, self._process_set, overlap=False, **how)
-                self.known[key] = made, variables
-                self._models[key] = CheckedModel(
-                    [name for name, _ in named],
-                    lambda: [each.value for each in variables],
-                    settings=lambda: in_words(self.settings()),
-                )
-            reduced: Sequence[Any] = self.known[key][0].reduce(gradients, self.samples, self._models[key])
+            training = self.known.find(tuple(map(id, variables)), partial(self._training_of, variables), variables)
+            reduced: Sequence[Any] = training.reduce(gradients, self.samples)
             return reduced
+
+        def _training_of(self, variables: Sequence[Any]) -> ListTraining:
+            named = [(named_as(each, number), each.value) for number, each in enumerate(variables)]
+            model = CheckedModel(
+                [name for name, _ in named],
+                lambda: [each.value for each in variables],
+                settings=lambda: in_words(self.settings()),
+            )
+            return ListTraining(
+                _KIND,
+                named,
+                self._process_set,
+                identity=_identity(self.number, variables),
+                model=model,
+                overlap=False,
+                **self._how,
+            )
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
         """Return the reducer of all gradients."""

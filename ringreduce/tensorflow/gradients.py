@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -160,7 +161,7 @@ class GradientReduction(ListReduction):
 
     def state_dict(self) -> dict[int, Any]:
         """Return what lossy compression keeps on this rank."""
-        states = [each.training.state_dict() for each, _ in self.known.values()]
+        states = [each.training.state_dict() for each in self.known]
         return {number: state for number, state in enumerate(states) if state}
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
@@ -241,7 +242,7 @@ class GradientReduction(ListReduction):
 
     def _compares_weights(self) -> bool:
         """Return whether some of the next steps compare weights."""
-        reducers = [each.training.reducer for each, _ in self.known.values()]
+        reducers = [each.training.reducer for each in self.known]
         return any(each.checks.compares_weights(each.steps) for each in reducers)
 
     def _gather(self, parts: list[Host], name: str, weights: Weights | None) -> list[Host]:
@@ -276,36 +277,38 @@ class GradientReduction(ListReduction):
         """Return what reduces gradients of these shapes, and with state of these variables. Collective if it is new."""
         specs = tuple([_spec(*each) for each in zip(gradients, variables, strict=True)])
         named = has_reducers(self._compression) or isinstance(self._groups, (list, tuple)) or self.staleness
-        identity = self._identity(variables)
         of = _ids(variables)
         key = specs, of
         if key not in self.known:
-            alike = [each for each in list(self.known) if each[1] == of]
+            alike = [each for each in self.known.keys if each[1] == of]
             if len(alike) == _MOST_TRAININGS and not self.staleness:
-                del self.known[alike[0]]
-            parameters = [ArraySpec(*each) for each in specs]
-            by_variable = {id(variable): each for variable, each in zip(variables, parameters, strict=True)}
-            groups = self._groups
-            if isinstance(groups, (list, tuple)):
-                groups = [[by_variable[id(each)] for each in group if id(each) in by_variable] for group in groups]
-            made = ListTraining(
-                self._kind,
-                [(name_of(variables[number], number), each) for number, each in enumerate(parameters)],
-                self._process_set,
-                bind=lambda _: HostMemory(self.advice),
-                op=self._op,
-                compression=self._compression if has_reducers(self._compression) else None,
-                predivide_factor=self._factor,
-                groups=groups,
-                skip_unused=None if self.staleness else True,
-                staleness=self.staleness,
-                identity=identity,
-            )
-            if (saved := self._saved.pop(len(self.known), None)) is not None:
-                made.training.load_state_dict(**saved)
-            self.known[key] = made, list(variables) if named else ()
-        training: ListTraining = self.known[key][0]
+                self.known.forget(alike[0])
+        make = partial(self._new_training, specs, variables)
+        training: ListTraining = self.known.find(key, make, list(variables) if named else ())
         return training
+
+    def _new_training(self, specs: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> ListTraining:
+        parameters = [ArraySpec(*each) for each in specs]
+        by_variable = {id(variable): each for variable, each in zip(variables, parameters, strict=True)}
+        groups = self._groups
+        if isinstance(groups, (list, tuple)):
+            groups = [[by_variable[id(each)] for each in group if id(each) in by_variable] for group in groups]
+        made = ListTraining(
+            self._kind,
+            [(name_of(variables[number], number), each) for number, each in enumerate(parameters)],
+            self._process_set,
+            bind=lambda _: HostMemory(self.advice),
+            op=self._op,
+            compression=self._compression if has_reducers(self._compression) else None,
+            predivide_factor=self._factor,
+            groups=groups,
+            skip_unused=None if self.staleness else True,
+            staleness=self.staleness,
+            identity=self._identity(variables),
+        )
+        if (saved := self._saved.pop(len(self.known), None)) is not None:
+            made.training.load_state_dict(**saved)
+        return made
 
     def _identity(self, variables: Sequence[Any]) -> Identity:
         """Return what tells the gradients of these variables from those of others, as long as they are there."""
@@ -324,8 +327,8 @@ class GradientReduction(ListReduction):
     def _forget(self, key: Any) -> None:
         """Forget variables that are gone; their ids may be those of others from now on."""
         del self._identities[key]
-        for each in [each for each in list(self.known) if each[1] == key]:
-            del self.known[each]
+        for each in [each for each in self.known.keys if each[1] == key]:
+            self.known.forget(each)
 
     def _name(self, identity: Identity, traced: str | None) -> str:
         """Return the name of the operations of a step besides those of dense gradients."""

@@ -19,6 +19,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.identity import numbers
 from ringreduce.training.calls.requests import dtype_name
+from ringreduce.training.optimizers.known_lists import KnownLists
 from ringreduce.training.options.refusals import (
     ACCUMULATION,
     GLOBAL_NORM,
@@ -40,7 +41,7 @@ class ListReduction(ABC):
         samples: of how many samples this rank's gradients are means from now on, on all ranks; None: all ranks have the
             same weight. Read when a step runs.
         number: greater than those that were made earlier.
-        known: by a key, the reducer of the gradients of some variables, and these variables.
+        known: what reduces the gradients of some variables.
         values: of the variables of the next step, where these do not hold them; None: they do.
         state: pairs of variables of the optimizer and their values, likewise.
         settings: returns the hyper-parameters of the optimizer, numbers or arrays of the framework, by name.
@@ -54,7 +55,7 @@ class ListReduction(ABC):
         self.staleness = staleness
         self.samples: Any = None
         self.number = next(numbers)
-        self.known: dict[Any, tuple[Any, Sequence[Any]]] = {}
+        self.known: KnownLists[Any] = KnownLists()
 
     @abstractmethod
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
@@ -65,10 +66,8 @@ class ListReduction(ABC):
         self.samples = samples
 
     def pending(self) -> Iterator[tuple[list[Any], Sequence[Any]]]:
-        """Yield the averages that are still to be applied, oldest first, and their variables. Collective."""
-        for training, variables in list(self.known.values()):
-            for averages in training.pending():
-                yield averages, variables
+        """See `KnownLists.pending`. Collective."""
+        return self.known.pending()
 
 
 class Distribution:

@@ -278,6 +278,7 @@ class ListTraining:
         process_set: the ranks that train together.
         arrays, bind: as for `Training`; those of NumPy.
         identity: of the lists; None: all ranks make those of equal names in one order.
+        model: what the checks of the settings look at besides; None: nothing, or what `reduce` gets.
         options: of `Options`. Nothing overlaps, and ``reduce_in="backward"`` is the same as ``"step"``.
 
     Raises:
@@ -293,8 +294,10 @@ class ListTraining:
         arrays: Arrays = HOST,
         bind: Callable[[Communicator], Memory] = lambda _: HostMemory(),
         identity: Identity | None = None,
+        model: CheckedModel | None = None,
         **options: Any,
     ) -> None:
+        self._model = model
         self.training = Training(kind, process_set, arrays=arrays, bind=bind)
         self.training.identity = identity
         if identity is not None:
@@ -312,7 +315,7 @@ class ListTraining:
             gradients: one array, or None, for each spec; they are only read. Gradients that a rank lacks count as
                 zeros there; what no rank has stays None.
             samples: of how many samples this rank's gradients are means; on all ranks or none.
-            model: what the checks of the settings look at besides; None: nothing.
+            model: as for the class, for this step.
 
         Returns:
             Arrays that keep their values while they are held, or views of them. With staleness, those of an earlier
@@ -323,7 +326,7 @@ class ListTraining:
         """
         self.training.rejoin()
         reducer = self.training.reducer
-        reducer.checks.model = model
+        reducer.checks.model = model or self._model
         reduced = reducer.reduce(gradients, samples=samples)
         reducer.stepped()
         reducer.checks.model = None
