@@ -427,9 +427,7 @@ def join() -> Any:
     """Say that this rank has no more data, and wait until all ranks have; see
     `ringreduce.training.calls.requests.join`.
     """
-    return run(lambda
-    _: [np.array(requests.join(), np.int32)], [],
-    lambda: [(tf.int32, [])])[0]
+    return run(lambda _: [np.array(requests.join(), np.int32)], [], lambda: [(tf.int32, [])])[0]
 
 
 def cuda_built() -> bool:
