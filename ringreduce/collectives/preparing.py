@@ -15,7 +15,7 @@ from ringreduce.buffers import DTYPES, DType, Operand, operand_of, require_host
 from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.call import Call, CallKind
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import AnyOperand, Operands, ResultArray, flat, with_rows
+from ringreduce.collectives.operands import AnyOperand, HostReducer, Operands, ResultArray, Running, flat, with_rows
 from ringreduce.collectives.plan import Place, constant
 from ringreduce.collectives.rows import part_numbers
 from ringreduce.common.arguments import real_number, row_counts, shown, whole_number
@@ -40,6 +40,7 @@ class Prepared:
             may not.
         copies_overlap: whether an input that shares other memory with the result is copied before; if not, the plan
             takes care.
+        carry_out: makes the call in place of a plan, and stores its result; None: a plan does.
     """
 
     call: Call
@@ -51,6 +52,7 @@ class Prepared:
     numbers: tuple[int, ...] = ()
     start: int | None = 0
     copies_overlap: bool = True
+    carry_out: Callable[[HostReducer, Running], None] | None = None
 
     @property
     def place(self) -> Place:
@@ -108,11 +110,20 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     result = operands.result(call.array, source, source.shape, call.out)
     nbytes = source.nbytes
     kind = CallKind(
-        *(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes),
+        call.collective,
+        shape=source.shape,
+        argument=argument,
+        dtype=source.dtype,
+        algorithm=call.algorithm,
+        op=op,
+        nbytes=nbytes,
         codec=codec,
         weights=weights,
     )
-    return Prepared(call, source, result, kind, nbytes)
+    carry_out = None
+    if codec is None and not isinstance(source, Operand):
+        carry_out = operands.reducer(source, result, kind)
+    return Prepared(call, source, result, kind=kind, counted=nbytes, carry_out=carry_out)
 
 
 def _require_weighable(ranks: Context, call: Call, source: AnyOperand, op: ReduceOp, weights: Sequence[float]) -> None:
