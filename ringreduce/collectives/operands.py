@@ -310,7 +310,8 @@ class ResultArray:
     def part(self, agreed: Sequence[int]) -> Operand:
         """Return `flat` as bytes, for the part of a scatter that `agreed_part` describes; a `Place`."""
         if self.operand is None:
-            self.make(*part_of(agreed))
+            shape, dtype = part_of(agreed)
+            self.make(shape, dtype)
         whole = self.flat()
         return Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address)
 

@@ -69,13 +69,16 @@ class Runner:
         """Make a call that is a value."""
         collective = call.collective.value
         if call.splits is None and not (call.deterministic or call.compression or call.weights):
-            return self.make(collective, call.array, call.out, call.op, call.algorithm, call.root)
+            return self.make(collective, call.array, call.out, op=call.op, algorithm=call.algorithm, root=call.root)
         return self._state.call(collective, self._perform, call)
 
     def make(
         self, collective: str, array: Any, out: Any, op: Any = None, algorithm: str | None = None, root: Any = 0
     ) -> Any:
-        """Make a call: repeat it if it was made with the same arrays before. Arguments are those of `Call`."""
+        """Make a call: repeat it if it was made with the same arrays before. Arguments are those of `Call`.
+
+        Callers give them by position: names would take one percent of a small call that is repeated.
+        """
         repeat = self._repeats.get((id(array), id(out), collective, root)) if type(root) is int else None
         instruments = self._instruments
         if (
@@ -87,7 +90,7 @@ class Runner:
             or instruments.observers
             or self._plans.crowded  # a repeat into a new array makes plans, too
         ):
-            call = Call(Collective(collective), array, out, op, root, None, algorithm)
+            call = Call(Collective(collective), array, out, op=op, root=root, algorithm=algorithm)
             return self._state.call(collective, self._perform, call)
         state = self._state
         tally = repeat.tally
@@ -136,7 +139,8 @@ class Runner:
                 timer.nbytes = result.operand.nbytes
         repeatable = call.splits is None and call.compression is None and not call.weights
         if again is not None and repeatable and self._context.lifetime.open:  # another thread may have given up
-            self._keep(prepared, timer.nbytes, *again)
+            plan, run = again
+            self._keep(prepared, timer.nbytes, plan, run=run)
         if result is None:
             return None
         out = result.finish()
@@ -163,20 +167,20 @@ class Runner:
             source = target  # what the root sends is received in the result
         elif target is not None and prepared.copies_overlap:
             source = apart(source, target, prepared.start)
-        plan = self._plan_of(task, source, target, prepared.numbers, prepared.call.feedback)
+        plan = self._plan_of(task, source, target, numbers=prepared.numbers, feedback=prepared.call.feedback)
         try:
             plan.run(source, prepared.place)
         finally:
             if not plan.reusable:
                 plan.close()
-        again = self._again(prepared, task, source, plan)
+        again = self._again(prepared, task, source, plan=plan)
         return None if again is None else (plan, again)
 
     def _timer(self, prepared: Prepared, algorithm: str) -> CallTimer:
         collective = prepared.call.collective.value
         tally = self._tallies[collective]
         fail = self._state.fail
-        return CallTimer(self._instruments, tally, collective, algorithm, prepared.counted, fail)
+        return CallTimer(self._instruments, tally, collective, algorithm=algorithm, nbytes=prepared.counted, fail=fail)
 
     # ---- tasks and plans ----
 
@@ -188,7 +192,7 @@ class Runner:
         """Choose algorithm and path, and say what the ranks compare."""
         context = self._context
         shape = kind.shape
-        problem = context.problem(kind.collective, kind.nbytes, kind.dtype, kind.op)
+        problem = context.problem(kind.collective, kind.nbytes, kind.dtype, op=kind.op)
         if context.counts_decide and kind.collective in _OF_ONE_SHAPE and shape is not None:
             shape = (prod(shape),)
         asked = kind.algorithm if kind.codec is None else CODED
@@ -198,9 +202,9 @@ class Runner:
         assert isinstance(choice.path, Path)
         signature = _signature(kind, choice, shape)
         if kind.codec is not None:
-            return Task(kind, choice, signature, _FLOAT32, kind.op, kind.dtype is not _FLOAT32)
+            return Task(kind, choice, signature, dtype=_FLOAT32, op=kind.op, is_wide=kind.dtype is not _FLOAT32)
         reduced = choice.path.as_reduced(problem)
-        return Task(kind, choice, signature, reduced.dtype, reduced.op or SUM, reduced is not problem)
+        return Task(kind, choice, signature, dtype=reduced.dtype, op=reduced.op or SUM, is_wide=reduced is not problem)
 
     def reduce_in_place(self, task: Task, array: Operand) -> None:
         """Reduce an array in flat host memory over all ranks, in place, as a part of a call. Collective.
@@ -237,12 +241,12 @@ class Runner:
             return _CopyPlan(task, numbers)
         if path is Path.ONE_SHOT or path is Path.SHARED:
             if task.kind.collective is not Collective.ALLREDUCE:
-                return plan_loads(context, task, source, target, numbers)
+                return plan_loads(context, task, source, target=target, numbers=numbers)
             assert target is not None
-            return plan_allreduce(context, task, source, target)
+            return plan_allreduce(context, task, source, target=target)
         if not task.kind.collective.reduces:
-            return plan_transfer(context, task, source, numbers)
-        return plan_reduction(context, task, source, target, feedback)
+            return plan_transfer(context, task, source, numbers=numbers)
+        return plan_reduction(context, task, source, target=target, feedback=feedback)
 
     # ---- calls that come again ----
 
@@ -252,10 +256,19 @@ class Runner:
         repeats = self._repeats
         collective = call.collective.value
         key = id(call.array), id(call.out), collective, call.root
-        same = unchanged(call.array, call.out, lambda _: repeats.pop(key, None))
+        is_array, is_out = unchanged(call.array, call.out, lambda _: repeats.pop(key, None))
         counts_result = prepared.counts_result and call.out is None
-        tally = self._tallies[collective]
-        repeats[key] = RepeatedCall(call.op, call.algorithm, *same, run, tally, nbytes, counts_result, plan)
+        repeats[key] = RepeatedCall(
+            call.op,
+            call.algorithm,
+            is_array=is_array,
+            is_out=is_out,
+            run=run,
+            tally=self._tallies[collective],
+            nbytes=nbytes,
+            counts_result=counts_result,
+            plan=plan,
+        )
 
     def _again(self, prepared: Prepared, task: Task, source: Operand, plan: BoundCall) -> Callable[[], Any] | None:
         """Return a function that makes a call again with the same arrays; None: the call cannot be repeated.
@@ -280,7 +293,7 @@ class Runner:
         if not isinstance(operand, Operand) or not operand.contiguous or operand.nbytes == 0:
             return None
         if call.out is None:
-            return self._into_new(prepared, task, given, plan)
+            return self._into_new(prepared, task, given, plan=plan)
         if operand.is_copy:
             return None
         target = result.part(()) if collective is Collective.SCATTER else result.flat()

@@ -92,14 +92,18 @@ class MpiMessages:
 
     def send(self, data: Array, peer: int, tag: int) -> Prequest:
         with translated(self._data):
-            return self._keep(self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag), True, data, peer, tag)
+            return self._keep(
+                self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag), True, data, peer=peer, tag=tag
+            )
 
     def recv(self, data: Array, peer: int, tag: int) -> Prequest:
         with translated(self._data):
-            return self._keep(self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag), False, data, peer, tag)
+            return self._keep(
+                self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag), False, data, peer=peer, tag=tag
+            )
 
     def _keep(self, request: MPI.Prequest, is_send: bool, data: Array, peer: int, tag: int) -> MPI.Prequest:
-        self._described[id(request)] = _DescribedMessage(request, is_send, peer, tag, data.nbytes)
+        self._described[id(request)] = _DescribedMessage(request, is_send, peer, tag=tag, nbytes=data.nbytes)
         return request
 
     def start(self, requests: Sequence[Prequest]) -> None:

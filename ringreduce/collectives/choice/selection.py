@@ -128,6 +128,7 @@ _BINOMIAL_IN_LANES = SizeLimit(128 << 10, "lane hop")
 #: Between nodes of several ranks, in a reduce-scatter of up to this size all send to all at once.
 _DIRECT = SizeLimit(64 << 10)
 
+#: In columns: collectives, where, algorithm, reason, limit.
 RULES: tuple[Rule, ...] = (
     Rule(_ALLREDUCE, "alone", "one_shot", "there is one rank", in_order=True),
     Rule(_ALL, "alone", "load", "there is one rank", in_order=True),
