@@ -27,7 +27,7 @@ from ringreduce.common.topology import Topology
 
 
 def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    return folded(topology.place_of(rank), topology.order, range(_nblocks(topology)), _core_steps)
+    return folded(topology.place_of(rank), topology.order, range(_nblocks(topology)), core_steps=_core_steps)
 
 
 def _core_steps(place: int, size: int, rank_at: Callable[[int], int]) -> Iterator[Step]:

@@ -81,7 +81,7 @@ def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
         same = to_all or topology.homogeneous
         return None if same else f"all nodes must have as many ranks, but these are {topology.describe()}"
 
-    return Algorithm(name, across.collective, summary, steps, cost, nblocks, refuses)
+    return Algorithm(name, across.collective, summary, steps=steps, cost=cost, nblocks=nblocks, refuses=refuses)
 
 
 ALGORITHMS = (

@@ -49,11 +49,11 @@ def _at_once(
 
 def reduce_scatter(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     """Yield the one step in which each rank reduces its block."""
-    yield _at_once(rank, topology, lambda peer: peer, lambda peer: rank, reduce=True)
+    yield _at_once(rank, topology, out=lambda peer: peer, into=lambda peer: rank, reduce=True)
 
 
 def _allgather(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    yield _at_once(rank, topology, lambda peer: rank, lambda peer: peer)
+    yield _at_once(rank, topology, out=lambda peer: rank, into=lambda peer: peer)
 
 
 def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
@@ -62,11 +62,11 @@ def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
 
 
 def _one_shot(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    yield _at_once(rank, topology, lambda peer: 0, lambda peer: 0, reduce=True)
+    yield _at_once(rank, topology, out=lambda peer: 0, into=lambda peer: 0, reduce=True)
 
 
 def _alltoall(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    yield _at_once(rank, topology, lambda peer: peer, lambda peer: topology.size + peer)
+    yield _at_once(rank, topology, out=lambda peer: peer, into=lambda peer: topology.size + peer)
 
 
 def _pairwise(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:

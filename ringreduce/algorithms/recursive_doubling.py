@@ -31,7 +31,7 @@ _WHOLE = block(0)
 
 
 def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-    return folded(rank, range(topology.size), _WHOLE, _core_steps)
+    return folded(rank, range(topology.size), _WHOLE, core_steps=_core_steps)
 
 
 def _core_steps(place: int, size: int, rank_at: Callable[[int], int]) -> Iterator[Step]:

@@ -45,9 +45,9 @@ def _binomial(rank: int, topology: Topology, root: int, *, whole: bool = True) -
     for k in reversed(range(ceil_log2(topology.size))):
         distance = 1 << k
         if place % (2 * distance) == distance:
-            yield Step(recvs=_subtree(order, place, distance, order[place - distance], whole))
+            yield Step(recvs=_subtree(order, place, distance, peer=order[place - distance], whole=whole))
         elif place % (2 * distance) == 0 and place + distance < topology.size:
-            yield Step(sends=_subtree(order, place + distance, distance, order[place + distance], whole))
+            yield Step(sends=_subtree(order, place + distance, distance, peer=order[place + distance], whole=whole))
 
 
 def _subtree(order: Sequence[int], place: int, count: int, peer: int, whole: bool) -> tuple[Transfer, ...]:

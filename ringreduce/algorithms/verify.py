@@ -111,7 +111,7 @@ def verify(algorithm: Algorithm, topology: Topology, root: int = 0) -> Outcome:
         ScheduleError: they are wrong, or their cost is not the stated one.
     """
     schedules = [algorithm.schedule(rank, topology, root) for rank in range(topology.size)]
-    outcome = run(schedules, algorithm.collective, topology, root)
+    outcome = run(schedules, algorithm.collective, topology, root=root)
     cost = algorithm.cost(topology)
     for what, stated, counted in (
         ("steps", cost.steps, len(outcome.rounds)),
@@ -141,7 +141,7 @@ def run(
     if len(schedules) != topology.size:
         raise ScheduleError(f"{len(schedules)} schedules for {topology.size} ranks")
     for rank, schedule in enumerate(schedules):
-        _check_form(rank, schedule, schedules[0].nblocks, collective, topology)
+        _check_form(rank, schedule, schedules[0].nblocks, collective=collective, topology=topology)
     _check_races(schedules)
     world = _SymbolicRanks(schedules, collective, root)
     rounds = world.run()
@@ -173,24 +173,26 @@ def _check_form(rank: int, schedule: Schedule, nblocks: int, collective: Collect
             raise ScheduleError("exchanges messages and touches memory in one step", rank, number)
         for transfer in (*step.sends, *step.recvs, *step.loads, *step.stores):
             if not 0 <= transfer.peer < topology.size or transfer.peer == rank:
-                raise ScheduleError("is not another rank", rank, number, transfer.peer)
+                raise ScheduleError("is not another rank", rank, number, peer=transfer.peer)
             for blocks in (transfer.blocks, transfer.remote):
                 if blocks.step != 1 or not 0 <= blocks.start < blocks.stop <= nblocks:
-                    raise ScheduleError(f"{blocks} are not blocks of the buffer", rank, number, transfer.peer)
+                    raise ScheduleError(f"{blocks} are not blocks of the buffer", rank, number, peer=transfer.peer)
             if len(transfer.blocks) != len(transfer.remote):
-                raise ScheduleError("the two sides of a transfer differ in length", rank, number, transfer.peer)
+                raise ScheduleError("the two sides of a transfer differ in length", rank, number, peer=transfer.peer)
         for transfer in (*step.sends, *step.stores):
             if transfer.reduce:
-                raise ScheduleError("only what comes in can be reduced", rank, number, transfer.peer)
+                raise ScheduleError("only what comes in can be reduced", rank, number, peer=transfer.peer)
         for transfer in (*step.sends, *step.recvs):
             if transfer.peer_blocks is not None:
-                raise ScheduleError("a message has no say in the peer's blocks", rank, number, transfer.peer)
+                raise ScheduleError("a message has no say in the peer's blocks", rank, number, peer=transfer.peer)
         for transfer in (*step.loads, *step.stores):
             if transfer.peer not in topology.node_of(rank):
-                raise ScheduleError("shares no memory with this rank", rank, number, transfer.peer)
+                raise ScheduleError("shares no memory with this rank", rank, number, peer=transfer.peer)
         for transfer in (*step.recvs, *step.loads) if collective in (Collective.ALLREDUCE, Collective.REDUCE) else ():
             if transfer.reduce and len({block in last[number - 1] for block in transfer.blocks}) > 1:
-                raise ScheduleError("completes only a part of the blocks that it reduces", rank, number, transfer.peer)
+                raise ScheduleError(
+                    "completes only a part of the blocks that it reduces", rank, number, peer=transfer.peer
+                )
         _check_overwrites(rank, number, step)
 
 
@@ -203,13 +205,17 @@ def _check_overwrites(rank: int, number: int, step: Step) -> None:
         for block in () if transfer.reduce else transfer.blocks:
             if block in busy:
                 raise ScheduleError(
-                    "is overwritten while it is sent, reduced or overwritten", rank, number, transfer.peer, block
+                    "is overwritten while it is sent, reduced or overwritten",
+                    rank,
+                    number,
+                    peer=transfer.peer,
+                    block=block,
                 )
             busy.add(block)
     stored = [(store.peer, block) for store in step.stores for block in store.remote]
     for place, (peer, block) in enumerate(stored):
         if (peer, block) in stored[:place]:
-            raise ScheduleError("is stored to twice", rank, number, peer, block)
+            raise ScheduleError("is stored to twice", rank, number, peer=peer, block=block)
 
 
 # --- races: what may happen at the same time as what ----------------------------------------------------------------
@@ -237,7 +243,7 @@ def _check_races(schedules: Sequence[Schedule]) -> None:
                     if other != rank and (wrote or writes):
                         here, there = ("written" if each else "read" for each in (writes, wrote))
                         problem = f"rank {owner}'s memory is {here} here and {there} by the peer in its step {when}"
-                        raise ScheduleError(problem, rank, number, other, block)
+                        raise ScheduleError(problem, rank, number, peer=other, block=block)
                 before.setdefault((rank, writes), number)
 
 
@@ -289,7 +295,7 @@ class _SymbolicRanks:
         self.size = len(schedules)
         nblocks = schedules[0].nblocks
         ranks = range(self.size)
-        states = [collective.before_and_after(rank, self.size, nblocks, root) for rank in ranks]
+        states = [collective.before_and_after(rank, self.size, nblocks, root=root) for rank in ranks]
         self.memory = [
             {place: _Value(block, 1 << rank, rank) for place, block in states[rank][0].items()} for rank in ranks
         ]
@@ -336,10 +342,10 @@ class _SymbolicRanks:
         self._arrived[rank].clear()
         self._waiting[rank] = len(step.sends) + len(step.recvs)
         for index, send in enumerate(step.sends):
-            values = tuple(self._read(rank, block, rank, number, send.peer) for block in send.blocks)
-            self._sends[rank, send.peer].append(_Post(rank, number, index, send, values))
+            values = tuple(self._read(rank, block, rank, number=number, peer=send.peer) for block in send.blocks)
+            self._sends[rank, send.peer].append(_Post(rank, step=number, place=index, transfer=send, values=values))
         for index, recv in enumerate(step.recvs):
-            self._recvs[recv.peer, rank].append(_Post(rank, number, index, recv, ()))
+            self._recvs[recv.peer, rank].append(_Post(rank, step=number, place=index, transfer=recv, values=()))
 
     def _match(self) -> None:
         """Bring messages together, first to first between each two ranks."""
@@ -348,20 +354,22 @@ class _SymbolicRanks:
             while sends and recvs:
                 send = sends.popleft()
                 recv = recvs.popleft()
-                self._check_same_sizes(recv.rank, recv.step, recv.transfer, send.transfer.blocks)
+                self._check_same_sizes(recv.rank, recv.step, recv.transfer, remote=send.transfer.blocks)
                 self._arrived[recv.rank][recv.place] = send.values
                 self._waiting[send.rank] -= 1
                 self._waiting[recv.rank] -= 1
                 blocks = send.transfer.blocks
                 into = recv.transfer.blocks
                 reduce = recv.transfer.reduce
-                self._moves.append(Move(Kind.MESSAGE, send.rank, blocks, recv.rank, into, reduce))
+                self._moves.append(
+                    Move(Kind.MESSAGE, source=send.rank, blocks=blocks, target=recv.rank, into=into, reduce=reduce)
+                )
 
     def _check_same_sizes(self, rank: int, number: int, transfer: Transfer, remote: range) -> None:
         mine = [self._extent(rank, block) for block in transfer.blocks]
         if mine != [self._extent(transfer.peer, block) for block in remote]:
             problem = f"{transfer.blocks} here and {remote} there may differ in size"
-            raise ScheduleError(problem, rank, number, transfer.peer, transfer.blocks.start)
+            raise ScheduleError(problem, rank, number, peer=transfer.peer, block=transfer.blocks.start)
 
     def _extent(self, rank: int, block: int) -> tuple[int, ...]:
         """Return what determines the size of a block: blocks with different extents may differ in size."""
@@ -376,15 +384,21 @@ class _SymbolicRanks:
         assert step is not None
         incoming = [(recv, self._arrived[rank][index]) for index, recv in enumerate(step.recvs)]
         for access in (*step.loads, *step.stores):
-            self._check_same_sizes(rank, number, access, access.remote)
+            self._check_same_sizes(rank, number, access, remote=access.remote)
         for load in step.loads:
-            incoming.append((load, tuple(self._read(load.peer, b, rank, number, load.peer) for b in load.remote)))
-            self._moves.append(Move(Kind.LOAD, load.peer, load.remote, rank, load.blocks, load.reduce))
-        self._absorb(rank, number, incoming, step.by_rank)
+            incoming.append(
+                (load, tuple(self._read(load.peer, b, rank, number=number, peer=load.peer) for b in load.remote))
+            )
+            self._moves.append(
+                Move(Kind.LOAD, source=load.peer, blocks=load.remote, target=rank, into=load.blocks, reduce=load.reduce)
+            )
+        self._absorb(rank, number, incoming, by_rank=step.by_rank)
         for store in step.stores:
             for block, remote in zip(store.blocks, store.remote, strict=True):
-                self.memory[store.peer][remote] = self._read(rank, block, rank, number, store.peer)
-            self._moves.append(Move(Kind.STORE, rank, store.blocks, store.peer, store.remote, reduce=False))
+                self.memory[store.peer][remote] = self._read(rank, block, rank, number=number, peer=store.peer)
+            self._moves.append(
+                Move(Kind.STORE, source=rank, blocks=store.blocks, target=store.peer, into=store.remote, reduce=False)
+            )
         self._done[rank] += 1
 
     def _absorb(
@@ -399,16 +413,16 @@ class _SymbolicRanks:
                 else:
                     self.memory[rank][block] = value
         for block, others in terms.items():
-            ordered = [(rank, self._read(rank, block, rank, number, others[0][0])), *others]
+            ordered = [(rank, self._read(rank, block, rank, number=number, peer=others[0][0])), *others]
             if by_rank:
                 ordered.sort(key=lambda pair: pair[0])
             result = ordered[0][1]
             for peer, value in ordered[1:]:
                 if result.block != value.block or result.ranks & value.ranks:
                     problem = f"combines {result.describe()} with {value.describe()}"
-                    raise ScheduleError(problem, rank, number, peer, block)
+                    raise ScheduleError(problem, rank, number, peer=peer, block=block)
                 if result.divided or value.divided:
-                    raise ScheduleError("combines what an average has divided", rank, number, peer, block)
+                    raise ScheduleError("combines what an average has divided", rank, number, peer=peer, block=block)
                 result = _Value(result.block, result.ranks | value.ranks, (result.tree, value.tree))
             if self._divides and block in self._last[rank][number - 1]:
                 result = result._replace(divided=True)
@@ -417,7 +431,9 @@ class _SymbolicRanks:
     def _read(self, owner: int, block: int, rank: int, number: int, peer: int) -> _Value:
         value = self.memory[owner].get(block)
         if value is None:
-            raise ScheduleError(f"uses rank {owner}'s block, in which nothing is yet", rank, number, peer, block)
+            raise ScheduleError(
+                f"uses rank {owner}'s block, in which nothing is yet", rank, number, peer=peer, block=block
+            )
         return value
 
     def _stuck(self) -> ScheduleError:
@@ -429,7 +445,7 @@ class _SymbolicRanks:
         peer = post.transfer.peer
         where = "past its last step" if self._step(peer) is None else f"stuck in its step {self._done[peer] + 1}"
         problem = f"{verb} {post.transfer.blocks}, but the peer is {where}"
-        return ScheduleError(problem, post.rank, post.step, peer, post.transfer.blocks.start)
+        return ScheduleError(problem, post.rank, post.step, peer=peer, block=post.transfer.blocks.start)
 
     def check(self) -> None:
         """Raise unless all ranks hold what the collective gives them, combined in the same order."""

@@ -114,7 +114,9 @@ class Operand:  # a frozen dataclass would take three times as long to make
             )
         if places and not address:
             raise UnsupportedBufferError(not_plain(tensor))
-        return cls(np.asarray(_TensorMemory(storage, address, dtype.storage, shape, strides)), dtype, address)
+        return cls(
+            np.asarray(_TensorMemory(storage, address, dtype.storage, shape=shape, strides=strides)), dtype, address
+        )
 
     @property
     def count(self) -> int:

@@ -192,7 +192,16 @@ def _of_torch(tensor: Any, torch: Any) -> DeviceOperand:
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
     shape = tuple(tensor.shape)
     device = tensor.device.index
-    return DeviceOperand(tensor, tensor.data_ptr(), shape, strides, dtype, device, stream, writable=not lazy)
+    return DeviceOperand(
+        tensor,
+        tensor.data_ptr(),
+        shape=shape,
+        strides=strides,
+        dtype=dtype,
+        device=device,
+        stream=stream,
+        writable=not lazy,
+    )
 
 
 def _of_cupy(array: Any, cupy: Any) -> DeviceOperand:
@@ -200,7 +209,15 @@ def _of_cupy(array: Any, cupy: Any) -> DeviceOperand:
     with array.device:
         stream = cupy.cuda.get_current_stream().ptr
     dtype = DType.of(array.dtype)
-    return DeviceOperand(array, array.data.ptr, tuple(array.shape), tuple(array.strides), dtype, device, stream)
+    return DeviceOperand(
+        array,
+        array.data.ptr,
+        shape=tuple(array.shape),
+        strides=tuple(array.strides),
+        dtype=dtype,
+        device=device,
+        stream=stream,
+    )
 
 
 def _of_interface(array: Any, interface: Mapping[str, Any]) -> DeviceOperand:
@@ -216,7 +233,9 @@ def _of_interface(array: Any, interface: Mapping[str, Any]) -> DeviceOperand:
     strides = c_order(shape, dtype.itemsize) if strides is None else tuple(strides)
     stream = interface.get("stream")  # None: the array may be used at once, on any stream
     stream = 0 if stream in (None, _LEGACY_STREAM) else stream
-    return DeviceOperand(array, address, shape, strides, dtype, None, stream, writable=not read_only)
+    return DeviceOperand(
+        array, address, shape=shape, strides=strides, dtype=dtype, device=None, stream=stream, writable=not read_only
+    )
 
 
 def _cupy(what: str) -> Any:

@@ -85,4 +85,5 @@ def averages(sums: Any, quotients: Any, divisor: Any) -> tuple[Any, Any]:
 
 def divide_wrapped(sums: Array, quotients: Array, divisor: int) -> None:
     """Replace sums by averages toward zero; for arguments see `averages`."""
-    np.add(*averages(sums, quotients, divisor), out=sums)
+    down, more = averages(sums, quotients, divisor)
+    np.add(down, more, out=sums)

@@ -222,7 +222,7 @@ class LongAverageKernels(WideKernels):
             if summed is first:
                 np.copyto(total, first)
             if fits:
-                divide_toward_zero(total, divisor, term, target)
+                divide_toward_zero(total, divisor, term, out=target)
                 return
             np.floor_divide(first, divisor, out=term)
             for source in others:

@@ -130,7 +130,7 @@ class Path(Enum):
         share = _work_of_one_byte(algorithm, problem.topology)
         nbytes = problem.nbytes
         if self is Path.ONE_SHOT:  # the data is beside the flags of one barrier; every rank reads that of all others
-            return Work(0, 0, 1, share.sent * nbytes, share.reduced * nbytes)
+            return Work(rounds=0, sent=0, barriers=1, touched=share.sent * nbytes, reduced=share.reduced * nbytes)
         sent = share.sent * nbytes
         touched = share.touched * nbytes
         reduced = share.reduced * nbytes
@@ -184,7 +184,7 @@ def _work_of_one_byte(algorithm: str, topology: Topology) -> Work:
             break
         out = 0.0
         for rank in node:
-            schedule = schedule_for(Collective.ALLREDUCE, algorithm, rank, topology)
+            schedule = schedule_for(Collective.ALLREDUCE, algorithm, rank, topology=topology)
             block = 1 / schedule.nblocks
             own = 0.0
             for step in schedule.steps:
@@ -195,7 +195,14 @@ def _work_of_one_byte(algorithm: str, topology: Topology) -> Work:
             direct_steps = max(direct_steps, sum(bool(step.loads or step.stores) for step in schedule.steps))
         leaving = max(leaving, out)
     sent = cost.sent if topology.single_node else leaving
-    return Work(cost.steps - direct_steps, sent, 2.0 * (cost.touched > 0), cost.touched, reduced, messages)
+    return Work(
+        rounds=cost.steps - direct_steps,
+        sent=sent,
+        barriers=2.0 * (cost.touched > 0),
+        touched=cost.touched,
+        reduced=reduced,
+        messages=messages,
+    )
 
 
 class _Carrier(Protocol):

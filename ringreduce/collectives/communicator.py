@@ -10,14 +10,15 @@ import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array, DType, new
-from ringreduce.collectives.call import DETERMINISTIC, Call
-from ringreduce.collectives.choices import Choices
+from ringreduce.collectives.call import DETERMINISTIC, Call, Choice
+from ringreduce.collectives.choice.selection import Chooser
+from ringreduce.collectives.choice.tuning import Table
 from ringreduce.collectives.comm_state import CommState
 from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import Devices, ordinal
+from ringreduce.collectives.operands import Devices, Operands, ordinal
 from ringreduce.collectives.running import Runner
-from ringreduce.collectives.send_recv import Messaging
+from ringreduce.collectives.send_recv import SendRecv
 from ringreduce.common.arguments import array_shape
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.errors import TransportError
@@ -35,7 +36,7 @@ _T = TypeVar("_T")
 _BARRIER = Signature.of("barrier", waits=False)
 
 
-class Communicator(Messaging, Choices):
+class Communicator:
     """The collectives of one process set.
 
     The methods named after collectives, `rendezvous`, `refuse` and `close` are collective: all ranks call them in one
@@ -85,6 +86,7 @@ class Communicator(Messaging, Choices):
         instruments: the observers of its collectives.
         lifetime: whether it can make calls.
         tallies: what the calls of each collective add up to, by its name.
+        point_to_point: carries messages from one rank to another; None: there are none.
         message_tallies: the same of messages from one rank to another.
     """
 
@@ -95,15 +97,24 @@ class Communicator(Messaging, Choices):
         devices: Callable[[Context, CommState], Devices] = Devices,
     ) -> None:
         state = CommState(context)
-        Messaging.__init__(self, context, channel, state)
-        Choices.__init__(self, context, devices(context, state))
+        self._context = context
+        self._state = state
+        self.rank = context.rank
         self.topology = context.topology
         self.size = context.topology.size
         self.hosts = context.node.hosts
         self.config = context.config
         self.library = context.messages.library
+        self.instruments = context.instruments
+        self.lifetime = context.lifetime
+        self.gpu = devices(context, state)
         self.tallies = {each.value: Tally() for each in Collective}
-        self._runner = Runner(context, state, self.gpu, self.tallies, self._choice)
+        self._chooser = Chooser(context, self.gpu)
+        self._operands = Operands(self.gpu, context.arena, shares_results=self.size > 1)
+        self._runner = Runner(context, state, self._operands, chooser=self._chooser, tallies=self.tallies)
+        self._send_recv = SendRecv(context, channel)
+        self.point_to_point = self._send_recv.point_to_point
+        self.message_tallies = self._send_recv.tallies
 
     # ---- collectives ----
 
@@ -150,8 +161,18 @@ class Communicator(Messaging, Choices):
             deterministic = False
         if not (deterministic or compression or len(weights)):
             return self._runner.make("allreduce", array, out, op, algorithm)  # type: ignore[no-any-return]
-        how = None, algorithm, deterministic, compression, feedback, tuple(weights)
-        return self._runner.run(Call(Collective.ALLREDUCE, array, out, op, 0, *how))  # type: ignore[no-any-return]
+        call = Call(
+            Collective.ALLREDUCE,
+            array,
+            out,
+            op=op,
+            algorithm=algorithm,
+            deterministic=deterministic,
+            compression=compression,
+            feedback=feedback,
+            weights=tuple(weights),
+        )
+        return self._runner.run(call)  # type: ignore[no-any-return]
 
     def reduce_scatter(
         self,
@@ -173,7 +194,7 @@ class Communicator(Messaging, Choices):
         """
         if splits is None:
             return self._runner.make("reduce_scatter", array, out, op, algorithm)  # type: ignore[no-any-return]
-        call = Call(Collective.REDUCE_SCATTER, array, out, op, 0, splits, algorithm)
+        call = Call(Collective.REDUCE_SCATTER, array, out, op=op, splits=splits, algorithm=algorithm)
         return self._runner.run(call)  # type: ignore[no-any-return]
 
     def reduce(
@@ -296,7 +317,8 @@ class Communicator(Messaging, Choices):
         """
         if splits is None:
             return self._runner.make("alltoall", array, out, None, algorithm)
-        return self._runner.run(Call(Collective.ALLTOALL, array, out, None, 0, splits, algorithm))
+        call = Call(Collective.ALLTOALL, array, out, op=None, splits=splits, algorithm=algorithm)
+        return self._runner.run(call)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -340,6 +362,142 @@ class Communicator(Messaging, Choices):
             UnsupportedBufferError: its array is a number.
         """
         return self._runner.plan(call)
+
+    # ---- messages from one rank to another ----
+
+    def send(self, array: Any, dest: int, tag: int = 0) -> None:
+        """Send an array to a rank that receives it; not collective.
+
+        More than 4 KiB were sent when this returns, which may take until that rank receives them; less may still be
+        under way. Any thread may call this.
+
+        Args:
+            array: in host memory, of any strides.
+            dest: another rank.
+            tag: at least 0. What one rank sends another with one tag is received in that order.
+
+        Raises:
+            ConfigError: there is no such rank or tag, or it is this rank.
+            UnsupportedBufferError: the array is in device memory.
+            CollectiveTimeoutError: that rank did not receive it in time; the array is still to be sent, and must stay
+                as it is.
+            PeerLostError: a rank of this machine has failed.
+        """
+        self._send_recv.send(array, dest, tag)
+
+    def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
+        """Receive an array that a rank sends; not collective. Any thread may call this.
+
+        Args:
+            out: where it goes, in host memory, of any strides; of the same shape and dtype.
+            source: who sends it; None: any rank, the first whose array comes.
+            tag: the one that it is sent with.
+
+        Returns:
+            The rank that has sent it.
+
+        Raises:
+            ConfigError, UnsupportedBufferError, PeerLostError: as for `send`.
+            CollectiveTimeoutError: nothing came in time. What comes later can be received by another call; but if it
+                had begun to come, ``out`` is overwritten later.
+            MismatchError: what came has another shape or dtype, and is dropped; raised here, not at the sender.
+        """
+        return self._send_recv.recv(out, source, tag)
+
+    def sendrecv(self, array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
+        """Send an array to one rank, and receive another that a rank sends, at the same time; not collective.
+
+        Args:
+            array, dest, tag: as for `send`.
+            out, source, tag: as for `recv`; apart from ``array``. Where ``dest`` and ``source`` are this rank, the
+                array is copied.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            RingReduceError: as for `send` and `recv`.
+        """
+        return self._send_recv.sendrecv(array, dest, out, source=source, tag=tag)
+
+    # ---- algorithms and paths ----
+
+    def algorithms(
+        self, collective: Collective | str = Collective.ALLREDUCE, *, device: str | None = None
+    ) -> list[str]:
+        """Return the names of the algorithms that can run ``collective`` here.
+
+        Args:
+            collective: which.
+            device: where the arrays are, as for `Communicator.empty`. In device memory ``"nccl"`` can be asked for,
+                too; where NCCL cannot run, the ranks use another path.
+        """
+        return self._chooser.algorithms(collective, device=device)
+
+    def use(self, table: Table | None) -> None:
+        """Choose from a tuning table from now on, None: by the built-in rules. All ranks must use the same."""
+        self._chooser.use(table)
+
+    def choose(
+        self,
+        collective: Collective | str,
+        nbytes: int,
+        dtype: Any = np.float32,
+        algorithm: str | None = None,
+        *,
+        op: ReduceOp | str = SUM,
+    ) -> Choice:
+        """Return what would carry out ``collective`` on arrays in host memory, and why.
+
+        Args:
+            collective: which.
+            nbytes: of the array of each rank; of the largest, where they differ.
+            dtype: of its elements.
+            algorithm: as for `Communicator.allreduce`.
+            op: as for `Communicator.allreduce`; without effect where nothing is reduced.
+        """
+        return self._chooser.choose(collective, nbytes, dtype, algorithm=algorithm, op=op)
+
+    def path_on_device(self, dtype: Any, op: ReduceOp | str = SUM, algorithm: str | None = None) -> Choice:
+        """Return what carries out an allreduce of arrays in device memory, once there was one with this ``algorithm``.
+
+        Args:
+            dtype: of their elements.
+            op: as for `Communicator.allreduce`.
+            algorithm: as for `Communicator.allreduce`. One for host memory is named in the choice, with the transport
+                ``"staged"``.
+        """
+        return self._chooser.path_on_device(dtype, op, algorithm)
+
+    def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
+        """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ...
+
+        Args:
+            algorithm: a name from `algorithms`; ``"messages"``: of `Communicator.send` and its kind.
+            collective: of the algorithm.
+        """
+        return self._chooser.transport_name(algorithm, collective)
+
+    def explain(
+        self,
+        nbytes: int,
+        dtype: Any = np.float32,
+        collective: Collective | str = Collective.ALLREDUCE,
+        *,
+        op: ReduceOp | str = SUM,
+        device: str | None = None,
+    ) -> str:
+        """Say in words what would carry out ``collective`` on ``nbytes`` bytes per rank, why, and what else could.
+
+        Args:
+            nbytes: of the array.
+            dtype: of its elements.
+            collective: which.
+            op: as for `choose`.
+            device: ``"cuda"`` for an array in device memory, whose path is known after the first call. None, or
+                ``"cpu"``: for one in host memory; a second line is about device memory, if that was used.
+        """
+        return self._chooser.explain(nbytes, dtype, collective, op=op, device=device)
 
     # ---- buffers ----
 
@@ -386,7 +544,7 @@ class Communicator(Messaging, Choices):
         ``RINGREDUCE_SHARED_MEMORY=results:2G``. Local.
         """
         self.lifetime.require_open()
-        return self._runner.operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]
+        return self._operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]
 
     def node_memory(self, nbytes: int) -> Array:
         """Return memory that the ranks of a node have in common: what one of them stores there, the others see.
@@ -424,8 +582,7 @@ class Communicator(Messaging, Choices):
     def abort(self, error: BaseException) -> None:
         """Refuse all further calls, with this reason: which calls belong together is no longer known. Local."""
         self._state.abort(error)
-        if self.point_to_point is not None:
-            self.point_to_point.fail(error)
+        self._send_recv.fail(error)
 
     def detach(self, why: AbortReason) -> bool:
         """Tell the ranks of this node not to wait for this one; return whether it is the first of them to do so."""
@@ -444,8 +601,7 @@ class Communicator(Messaging, Choices):
         self._context.plans.forget()
         if not failed:
             self._context.detach()
-        if self.point_to_point is not None:
-            self.point_to_point.close()
+        self._send_recv.close()
         if failed:
             self.gpu.abandon()
             self._context.abandon()

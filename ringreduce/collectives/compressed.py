@@ -105,7 +105,7 @@ class Coded:
         limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), segment_nbytes // 4)
         limit = max(codec.block, limit // codec.block * codec.block)
         lanes = Partition.even(data.size, nlanes, codec.block).segment
-        self.segments = _segments(lanes, nnodes, limit, codec.block)
+        self.segments = _segments(lanes, nnodes, limit, align=codec.block)
         self.feedback: Feedback | None = None
         self._rank = rank
         self._data = data
@@ -122,7 +122,7 @@ class Coded:
         self._total, self._meant, self._arrived = (np.empty(largest, np.float32) for _ in range(3))
         starts = np.cumsum([0, *(part.stop - part.start for part in owned)]).tolist()
         places = zip(owned, pairwise(starts), strict=True)
-        self._kept = {part.start: slice(*place) for part, place in places if part.start < part.stop}
+        self._kept = {part.start: slice(low, high) for part, (low, high) in places if part.start < part.stop}
         self._owned_count = starts[-1]
 
     def begin(self) -> None:
@@ -142,7 +142,7 @@ class Coded:
     def combine(self, part: slice, arrived: Sequence[tuple[int, Bytes]], target: Bytes) -> Call:
         before = [got for rank, got in arrived if rank < self._rank]
         after = [got for rank, got in arrived if rank > self._rank]
-        return partial(self._sum, part, before, after, target)
+        return partial(self._sum, part, before, after, target=target)
 
     def _encode(self, part: slice, target: Bytes) -> None:
         values = self._data[part]
@@ -188,7 +188,7 @@ def _segments(lanes: Segment, nnodes: int, limit: int, align: int) -> list[Segme
     cuts = [
         [
             tuple(slice(lane.start + block.start, lane.start + block.stop) for block in segment)
-            for segment in segments_of_buffer(lane.stop - lane.start, nnodes, limit, align)
+            for segment in segments_of_buffer(lane.stop - lane.start, nnodes, limit, align=align)
         ]
         for lane in lanes
     ]

@@ -135,13 +135,15 @@ class Context:
     def problem(self, collective: Collective, nbytes: int, dtype: DType, op: ReduceOp) -> Problem:
         """Return a problem of these ranks; ``op`` matters where something is reduced."""
         library = self.messages.offers_allreduce
-        return Problem(collective, nbytes, self.topology, dtype, op if collective.reduces else None, library)
+        return Problem(
+            collective, nbytes, self.topology, dtype=dtype, op=op if collective.reduces else None, library=library
+        )
 
     # ---- binding ----
 
     def schedule(self, collective: Collective, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's steps."""
-        return schedule_for(collective, algorithm, self.rank, self.topology, root)
+        return schedule_for(collective, algorithm, self.rank, topology=self.topology, root=root)
 
     def steps(self, task: Task) -> Schedule:
         """Return this rank's steps in a task."""
@@ -163,8 +165,15 @@ class Context:
         The tags follow from the signature, so that messages of two calls never match.
         """
         tag = 1 + signature.code % ((self.messages.max_tag - 1) // STREAMS - 1) * STREAMS
-        connection = self.messages, tag, self.instruments, self.agreement.absent
-        return Link(self.rank, self.waiter, signature.text, *connection)
+        return Link(
+            self.rank,
+            self.waiter,
+            signature.text,
+            messages=self.messages,
+            tag=tag,
+            instruments=self.instruments,
+            absent=self.agreement.absent,
+        )
 
     def bind(
         self,
@@ -175,14 +184,16 @@ class Context:
         coding: Coding | None = None,
     ) -> BoundSchedule:
         """Bind this rank's steps in a task to memory, with messages; arguments as for `BoundSchedule`."""
-        return BoundSchedule(self.steps(task), segments, memory, kernels, self.link(task.signature), coding)
+        return BoundSchedule(
+            self.steps(task), segments, memory, kernels=kernels, link=self.link(task.signature), coding=coding
+        )
 
     def bind_on_node(self, task: Task, algorithm: str, segment: Segment, memory: BlockMemory) -> list[Call]:
         """Bind this rank's direct loads and stores; return the calls that carry them out."""
         schedule = self.schedule(task.kind.collective, algorithm, task.kind.root)
         link = Link(self.rank, self.waiter, task.signature.text)
         return BoundSchedule(
-            schedule, [segment], memory, self.kernels(task.dtype, task.op, task.kind.weights), link
+            schedule, [segment], memory, kernels=self.kernels(task.dtype, task.op, task.kind.weights), link=link
         ).calls
 
     def segment_limit(self, data: Elements, largest: int) -> int:
@@ -304,8 +315,8 @@ class _AnyRank:
             context.schedule(Collective.ALLREDUCE, "recursive_doubling"),
             [(slice(0, 1),)],
             BlockMemory(self._byte),
-            context.kernels(DTYPES["uint8"], MAX),
-            context.link(signature)._replace(instruments=None),
+            kernels=context.kernels(DTYPES["uint8"], MAX),
+            link=context.link(signature)._replace(instruments=None),
         )
 
     def run(self, answer: bool) -> bool:
@@ -360,11 +371,11 @@ class NodeSchedule:
         at_root = task.op is ReduceOp.AVERAGE and task.kind.collective is Collective.REDUCE
         op = ReduceOp.SUM if at_root or self._coding is not None else task.op
         peers = {
-            peer: context.arena.peer_view(peer, place, memory.dtype, memory.size)
+            peer: context.arena.peer_view(peer, place, memory.dtype, count=memory.size)
             for peer, place in zip(context.board.peers, others, strict=False)
         }
         kernels = context.kernels(task.dtype, op)
-        return context.bind(task, self._segments, BlockMemory(memory, peers), kernels, self._coding)
+        return context.bind(task, self._segments, BlockMemory(memory, peers), kernels=kernels, coding=self._coding)
 
 
 class NodePlan(BoundCall):

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, library_of, native, new, operand_of
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives.call import Choice, Task
+from ringreduce.collectives.call import CallKind, Choice, Task
 from ringreduce.collectives.rows import part_of
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
@@ -29,6 +30,23 @@ AnyOperand = Operand | DeviceOperand
 
 #: Makes an array of a shape and a dtype; returns it and its memory.
 Maker = Callable[[tuple[int, ...], DType], tuple[Any, AnyOperand]]
+
+#: Returns the context in which an algorithm, by its name, carries out a call: it counts the call, and passes errors on.
+Running = Callable[[str], AbstractContextManager[None]]
+
+
+class HostReducer(Protocol):
+    """Reduces arrays in host memory over all ranks, as parts of a call whose arrays are elsewhere."""
+
+    def task(self, kind: CallKind) -> Task:
+        """Return the task of a kind of call: algorithm, path, and what the ranks compare. Local.
+
+        Raises:
+            ConfigError: there is no such algorithm, or it cannot run here.
+        """
+
+    def reduce_in_place(self, task: Task, array: Operand) -> None:
+        """Reduce a flat array, in place. Collective."""
 
 
 class Devices:
@@ -57,29 +75,22 @@ class Devices:
         """Give host memory in place of an array for a while; see `Operands.on_host`."""
         raise _refused()
 
-    def segments(self, source: DeviceOperand) -> list[slice]:
-        """Return the segments of an allreduce in host memory: at least one; all but the last have the same length."""
-        raise _refused()
-
     def allreduce(
-        self,
-        source: DeviceOperand,
-        target: DeviceOperand,
-        algorithm: str | None,
-        whole: Task,
-        reduce: Callable[[Operand], object],
-        running: Callable[[str], AbstractContextManager[None]],
+        self, source: DeviceOperand, target: DeviceOperand, kind: CallKind, host: HostReducer, running: Running
     ) -> None:
         """Reduce arrays of equal shape and dtype. Collective.
 
         Args:
             source: the input, of any layout.
             target: the output, the same memory or other.
-            algorithm: the one that the caller asked for, None for any.
-            whole: the task of the first segment; its signature says what must agree about the whole array.
-            reduce: reduces one of the `segments`, in host memory, in place.
+            kind: of the call.
+            host: reduces what goes through host memory.
             running: returns the context in which an algorithm runs; called with its name.
+
+        Raises:
+            ConfigError: there is no such algorithm, or it cannot run here. Before any other rank knows of the call.
         """
+        raise _refused()
 
     def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
         """Return the choice for such arrays, where there are several ranks. Local."""
@@ -188,6 +199,19 @@ class Operands:
 
         return make
 
+    def reducer(
+        self, source: DeviceOperand, result: ResultArray, kind: CallKind
+    ) -> Callable[[HostReducer, Running], None]:
+        """Return what carries out an allreduce of arrays that are not in host memory.
+
+        Args:
+            source: this rank's input.
+            result: where the result goes.
+            kind: of the call.
+        """
+        assert isinstance(result.operand, DeviceOperand)
+        return partial(self._gpu.allreduce, source, result.operand, kind)
+
     def _fitting(self, source: AnyOperand, out: Any) -> AnyOperand:
         """Return the memory of ``out``, if it can take a result of this source.
 
@@ -286,7 +310,8 @@ class ResultArray:
     def part(self, agreed: Sequence[int]) -> Operand:
         """Return `flat` as bytes, for the part of a scatter that `agreed_part` describes; a `Place`."""
         if self.operand is None:
-            self.make(*part_of(agreed))
+            shape, dtype = part_of(agreed)
+            self.make(shape, dtype)
         whole = self.flat()
         return Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address)
 

@@ -15,13 +15,13 @@ from ringreduce.buffers import DTYPES, DType, Operand, operand_of, require_host
 from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.call import Call, CallKind
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import AnyOperand, Operands, ResultArray, flat, with_rows
+from ringreduce.collectives.operands import AnyOperand, HostReducer, Operands, ResultArray, Running, flat, with_rows
 from ringreduce.collectives.plan import Place, constant
 from ringreduce.collectives.rows import part_numbers
 from ringreduce.common.arguments import real_number, row_counts, shown, whole_number
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.partition import Partition
-from ringreduce.common.reduce_ops import SUM, ReduceOp
+from ringreduce.common.reduce_ops import ReduceOp
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +40,7 @@ class Prepared:
             may not.
         copies_overlap: whether an input that shares other memory with the result is copied before; if not, the plan
             takes care.
+        carry_out: makes the call in place of a plan, and stores its result; None: a plan does.
     """
 
     call: Call
@@ -51,6 +52,7 @@ class Prepared:
     numbers: tuple[int, ...] = ()
     start: int | None = 0
     copies_overlap: bool = True
+    carry_out: Callable[[HostReducer, Running], None] | None = None
 
     @property
     def place(self) -> Place:
@@ -103,16 +105,25 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
             call.feedback.begin(0, 0)
     weights = tuple(real_number("weights", each) for each in call.weights) if call.weights else ()
     if weights:
-        _require_weighable(ranks, call, source, op, weights)
+        _require_weighable(ranks, call, source, op=op, weights=weights)
         argument = f"{argument}, weights {weights}"
-    result = operands.result(call.array, source, source.shape, call.out)
+    result = operands.result(call.array, source, source.shape, out=call.out)
     nbytes = source.nbytes
     kind = CallKind(
-        *(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes),
+        call.collective,
+        shape=source.shape,
+        argument=argument,
+        dtype=source.dtype,
+        algorithm=call.algorithm,
+        op=op,
+        nbytes=nbytes,
         codec=codec,
         weights=weights,
     )
-    return Prepared(call, source, result, kind, nbytes)
+    carry_out = None
+    if codec is None and not isinstance(source, Operand):
+        carry_out = operands.reducer(source, result, kind)
+    return Prepared(call, source, result, kind=kind, counted=nbytes, carry_out=carry_out)
 
 
 def _require_weighable(ranks: Context, call: Call, source: AnyOperand, op: ReduceOp, weights: Sequence[float]) -> None:
@@ -155,11 +166,20 @@ def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     source = require_host(operand_of(call.array), "reduce")
     result = None
     if ranks.rank == root:
-        result = operands.result(call.array, source, source.shape, call.out)
+        result = operands.result(call.array, source, source.shape, out=call.out)
     argument = f"{op.value}, root {root}"
     nbytes = source.nbytes
-    kind = CallKind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, root, nbytes)
-    return Prepared(call, source, result, kind, nbytes)
+    kind = CallKind(
+        call.collective,
+        shape=source.shape,
+        argument=argument,
+        dtype=source.dtype,
+        algorithm=call.algorithm,
+        op=op,
+        root=root,
+        nbytes=nbytes,
+    )
+    return Prepared(call, source, result, kind=kind, counted=nbytes)
 
 
 def _reduce_scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
@@ -173,20 +193,37 @@ def _reduce_scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
     else:
         lengths = row_counts(call.splits, rows, ranks.topology.size)
         argument = f"{argument}, splits {lengths}"
-    result = operands.result(call.array, source, (lengths[ranks.rank], *source.shape[1:]), call.out)
+    result = operands.result(call.array, source, (lengths[ranks.rank], *source.shape[1:]), out=call.out)
     counts = tuple([each * row for each in lengths])
     nbytes = source.nbytes
-    kind = CallKind(call.collective, source.shape, argument, source.dtype, call.algorithm, op, 0, nbytes, counts)
-    return Prepared(call, source, result, kind, nbytes, start=-sum(counts[: ranks.rank]))
+    kind = CallKind(
+        call.collective,
+        shape=source.shape,
+        argument=argument,
+        dtype=source.dtype,
+        algorithm=call.algorithm,
+        op=op,
+        nbytes=nbytes,
+        counts=counts,
+    )
+    return Prepared(call, source, result, kind=kind, counted=nbytes, start=-sum(counts[: ranks.rank]))
 
 
 def _broadcast(ranks: Context, operands: Operands, call: Call) -> Prepared:
     root = _root(ranks, call.root)
     source = operand_of(call.array)
-    result = operands.result(call.array, source, source.shape, call.out)
+    result = operands.result(call.array, source, source.shape, out=call.out)
     nbytes = source.nbytes
-    kind = CallKind(call.collective, source.shape, f"root {root}", source.dtype, call.algorithm, SUM, root, nbytes)
-    return Prepared(call, source, result, kind, nbytes)
+    kind = CallKind(
+        call.collective,
+        shape=source.shape,
+        argument=f"root {root}",
+        dtype=source.dtype,
+        algorithm=call.algorithm,
+        root=root,
+        nbytes=nbytes,
+    )
+    return Prepared(call, source, result, kind=kind, counted=nbytes)
 
 
 def _allgather(ranks: Context, operands: Operands, call: Call) -> Prepared:
@@ -197,7 +234,7 @@ def _allgather(ranks: Context, operands: Operands, call: Call) -> Prepared:
 
 def _alltoall(ranks: Context, operands: Operands, call: Call) -> Prepared:
     source = with_rows(call.array, "alltoall")
-    prepared = _exchanging(operands, call, source, row_counts(call.splits, source.shape[0], ranks.topology.size))
+    prepared = _exchanging(operands, call, source, rows=row_counts(call.splits, source.shape[0], ranks.topology.size))
     prepared.counts_result = False
     prepared.start = None
     prepared.copies_overlap = True
@@ -228,14 +265,27 @@ def _exchanging(
     """
     shape = ("*", *source.shape[1:])
     argument = "" if root is None else f"root {root}"
-    result = None if operands is None else operands.result(call.array, source, shape, call.out)
+    result = None if operands is None else operands.result(call.array, source, shape, out=call.out)
     numbers = (-1 if result is None else result.room, *(rows or source.shape[:1]))
     kind = CallKind(
-        *(call.collective, shape, argument, source.dtype, call.algorithm),
+        call.collective,
+        shape=shape,
+        argument=argument,
+        dtype=source.dtype,
+        algorithm=call.algorithm,
         root=root or 0,
         row=prod(shape[1:]),
     )
-    return Prepared(call, source, result, kind, source.nbytes, result is not None, numbers, copies_overlap=False)
+    return Prepared(
+        call,
+        source,
+        result,
+        kind=kind,
+        counted=source.nbytes,
+        counts_result=result is not None,
+        numbers=numbers,
+        copies_overlap=False,
+    )
 
 
 def _scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
@@ -254,7 +304,7 @@ def _scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
         raise ConfigError("scatter: the root has to pass an array")
     result = ResultArray(operands, operands.maker(0 if array is None else array))
     if call.out is not None and given is not None and part is not None:
-        result = operands.result(array, given, part[0], call.out)
+        result = operands.result(array, given, part[0], out=call.out)
     elif call.out is not None:
         target = require_host(operand_of(call.out), "scatter")
         target.require_writable()
@@ -266,8 +316,19 @@ def _scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
         is_copy = given.is_copy or not given.contiguous
         source = Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address, is_copy=is_copy)
     counted = source.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
-    kind = CallKind(call.collective, None, f"root {root}", source.dtype, call.algorithm, root=root)
-    return Prepared(call, source, result, kind, counted, source.nbytes == 0, part_numbers(part), copies_overlap=False)
+    kind = CallKind(
+        call.collective, shape=None, argument=f"root {root}", dtype=source.dtype, algorithm=call.algorithm, root=root
+    )
+    return Prepared(
+        call,
+        source,
+        result,
+        kind=kind,
+        counted=counted,
+        counts_result=source.nbytes == 0,
+        numbers=part_numbers(part),
+        copies_overlap=False,
+    )
 
 
 _PREPARE: dict[Collective, Callable[[Context, Operands, Call], Prepared]] = {

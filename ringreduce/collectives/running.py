@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from time import perf_counter
 from typing import Any
-from weakref import WeakMethod
 
 import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, Operand, as_given
-from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives.call import DETERMINISTIC, NCCL, Call, CallKind, Choice, Path, Problem, Task
+from ringreduce.collectives.call import DETERMINISTIC, Call, CallKind, Choice, Path, Task
+from ringreduce.collectives.choice.selection import Chooser
 from ringreduce.collectives.comm_state import CallTimer, CommState
 from ringreduce.collectives.compressed import CODED, Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import AnyOperand, Devices, Operands, ResultArray, apart, flat
+from ringreduce.collectives.operands import AnyOperand, Operands, ResultArray, apart, flat
 from ringreduce.collectives.plan import BoundCall, Place, RepeatedCall, constant, unchanged
 from ringreduce.collectives.plans.movements import plan_transfer
 from ringreduce.collectives.plans.node_allreduce import plan_allreduce
@@ -27,13 +26,15 @@ from ringreduce.collectives.plans.reductions import plan_reduction
 from ringreduce.collectives.preparing import Prepared, prepare
 from ringreduce.collectives.rows import agreed_part, received_rows
 from ringreduce.common.arguments import shape_text
-from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.common.instruments import Tally
 from ringreduce.common.reduce_ops import AVERAGE, SUM
 from ringreduce.transport.shared.board import Signature
 
 #: Those in which all ranks' arrays have the same shape.
 _OF_ONE_SHAPE = (Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
+#: Collectives by name: to call the enumeration takes half a microsecond.
+_COLLECTIVES = {each.value: each for each in Collective}
 _FLOAT32 = DTYPES["float32"]
 
 
@@ -43,43 +44,43 @@ class Runner:
     Args:
         context: the ranks.
         state: whether calls may be made.
-        gpu: this rank's device memory.
+        operands: checks arrays, and makes those of results.
+        chooser: chooses algorithms and paths.
         tallies: what the calls of each collective add up to, by its name.
-        choose: a method that returns the choice for a problem, given the algorithm that the program asks for, if any.
-
-    Attributes:
-        operands: checks arrays and makes those of results.
     """
 
     def __init__(
         self,
         context: Context,
         state: CommState,
-        gpu: Devices,
+        operands: Operands,
+        *,
+        chooser: Chooser,
         tallies: Mapping[str, Tally],
-        choose: Callable[[Problem, str | None], Choice],
     ) -> None:
         self._context = context
         self._state = state
-        self._gpu = gpu
+        self._operands = operands
+        self._chooser = chooser
         self._tallies = tallies
-        self._choose = WeakMethod(choose)  # of what has this
         self._plans = context.plans
         self._repeats = context.plans.repeats
         self._instruments = context.instruments
-        self.operands = Operands(gpu, context.arena, shares_results=context.topology.size > 1)
 
     def run(self, call: Call) -> Any:
         """Make a call that is a value."""
         collective = call.collective.value
         if call.splits is None and not (call.deterministic or call.compression or call.weights):
-            return self.make(collective, call.array, call.out, call.op, call.algorithm, call.root)
+            return self.make(collective, call.array, call.out, op=call.op, algorithm=call.algorithm, root=call.root)
         return self._state.call(collective, self._perform, call)
 
     def make(
         self, collective: str, array: Any, out: Any, op: Any = None, algorithm: str | None = None, root: Any = 0
     ) -> Any:
-        """Make a call: repeat it if it was made with the same arrays before. Arguments are those of `Call`."""
+        """Make a call: repeat it if it was made with the same arrays before. Arguments are those of `Call`.
+
+        Callers give them by position: names would take one percent of a small call that is repeated.
+        """
         repeat = self._repeats.get((id(array), id(out), collective, root)) if type(root) is int else None
         instruments = self._instruments
         if (
@@ -91,7 +92,7 @@ class Runner:
             or instruments.observers
             or self._plans.crowded  # a repeat into a new array makes plans, too
         ):
-            call = Call(Collective(collective), array, out, op, root, None, algorithm)
+            call = Call(_COLLECTIVES[collective], array, out, op=op, root=root, algorithm=algorithm)
             return self._state.call(collective, self._perform, call)
         state = self._state
         tally = repeat.tally
@@ -119,30 +120,29 @@ class Runner:
         self._context.lifetime.require_open()
         if self._plans.crowded:
             self._plans.trim()
-        prepared = prepare(self._context, self.operands, call)
+        prepared = prepare(self._context, self._operands, call)
         source = prepared.source
         result = prepared.result
-        if (
-            isinstance(source, DeviceOperand)
-            and call.collective is Collective.ALLREDUCE
-            and prepared.kind.codec is None
-        ):
-            return self._reduce_on_device(prepared, source)
-        task = self._task(prepared.kind)
+        if prepared.carry_out is not None:
+            assert result is not None
+            prepared.carry_out(self, partial(self._timer, prepared))
+            return result.out
+        task = self.task(prepared.kind)
         timer = self._timer(prepared, task.choice.algorithm)
         with timer:
             if isinstance(source, Operand):
                 again = self._run(prepared, task, source)
             else:
                 follows = call.collective is Collective.BROADCAST and self._context.rank != task.kind.root
-                with self.operands.on_host(source, fetch=not follows) as given:
+                with self._operands.on_host(source, fetch=not follows) as given:
                     again = self._run(prepared, task, given)
             if prepared.counts_result and result is not None:
                 assert result.operand is not None
                 timer.nbytes = result.operand.nbytes
         repeatable = call.splits is None and call.compression is None and not call.weights
         if again is not None and repeatable and self._context.lifetime.open:  # another thread may have given up
-            self._keep(prepared, timer.nbytes, *again)
+            plan, run = again
+            self._keep(prepared, timer.nbytes, plan, run=run)
         if result is None:
             return None
         out = result.finish()
@@ -169,87 +169,56 @@ class Runner:
             source = target  # what the root sends is received in the result
         elif target is not None and prepared.copies_overlap:
             source = apart(source, target, prepared.start)
-        plan = self._plan_of(task, source, target, prepared.numbers, prepared.call.feedback)
+        plan = self._plan_of(task, source, target, numbers=prepared.numbers, feedback=prepared.call.feedback)
         try:
             plan.run(source, prepared.place)
         finally:
             if not plan.reusable:
                 plan.close()
-        again = self._again(prepared, task, source, plan)
+        again = self._again(prepared, task, source, plan=plan)
         return None if again is None else (plan, again)
 
     def _timer(self, prepared: Prepared, algorithm: str) -> CallTimer:
         collective = prepared.call.collective.value
         tally = self._tallies[collective]
         fail = self._state.fail
-        return CallTimer(self._instruments, tally, collective, algorithm, prepared.counted, fail)
-
-    # ---- calls on device memory ----
-
-    def _reduce_on_device(self, prepared: Prepared, source: DeviceOperand) -> Any:
-        result = prepared.result
-        kind = prepared.kind
-        assert result is not None
-        assert isinstance(result.operand, DeviceOperand)
-        tasks = self._segment_tasks(kind, self._gpu.segments(source))
-
-        def reduce(segment: Operand) -> None:
-            plan = self._plan_of(tasks[segment.count], segment, segment)
-            plan.run(segment, partial(constant, segment))
-            if not plan.reusable:
-                plan.close()
-
-        whole = next(iter(tasks.values()))
-        timer = partial(self._timer, prepared)
-        self._gpu.allreduce(source, result.operand, kind.algorithm, whole, reduce, timer)
-        return result.out
-
-    def _segment_tasks(self, kind: CallKind, parts: Sequence[slice]) -> dict[int, Task]:
-        """Return, by their number of elements, the tasks of the segments of an array in device memory, in host memory.
-
-        The signatures say all that must agree about the whole array, so that a mismatch is seen at the first segment. A
-        shorter last segment has a signature of its own, as plans are found by signatures.
-        """
-        by_nccl = kind.algorithm == NCCL
-        if by_nccl and self._context.config.deterministic:
-            raise ConfigError("RINGREDUCE_DETERMINISTIC is set, so algorithm='nccl' cannot be asked for")
-        argument = f"{kind.op.value} in device memory{' by nccl' if by_nccl else ''}"
-        usual, last = (part.stop - part.start for part in (parts[0], parts[-1]))
-        return {
-            count: self._task(
-                kind._replace(
-                    argument=argument if count == usual else f"{argument}, its last {count} elements",
-                    algorithm=None if by_nccl else kind.algorithm,
-                    nbytes=count * kind.dtype.itemsize,
-                )
-            )
-            for count in dict.fromkeys((usual, last))
-        }
+        return CallTimer(self._instruments, tally, collective, algorithm=algorithm, nbytes=prepared.counted, fail=fail)
 
     # ---- tasks and plans ----
 
-    def _task(self, kind: CallKind) -> Task:
+    def task(self, kind: CallKind) -> Task:
+        """Return the task of a kind of call: choose algorithm and path if the kind is new. Local."""
         return self._plans.choice(kind, partial(self._chosen, kind))
 
     def _chosen(self, kind: CallKind) -> Task:
         """Choose algorithm and path, and say what the ranks compare."""
         context = self._context
         shape = kind.shape
-        problem = context.problem(kind.collective, kind.nbytes, kind.dtype, kind.op)
+        problem = context.problem(kind.collective, kind.nbytes, kind.dtype, op=kind.op)
         if context.counts_decide and kind.collective in _OF_ONE_SHAPE and shape is not None:
             shape = (prod(shape),)
         asked = kind.algorithm if kind.codec is None else CODED
         if kind.weights:
             asked = DETERMINISTIC  # on one node one rank reduces all terms of an element at once then
-        choose = self._choose()
-        assert choose is not None
-        choice = choose(problem, asked)
+        choice = self._chooser.choice(problem, asked)
         assert isinstance(choice.path, Path)
         signature = _signature(kind, choice, shape)
         if kind.codec is not None:
-            return Task(kind, choice, signature, _FLOAT32, kind.op, kind.dtype is not _FLOAT32)
+            return Task(kind, choice, signature, dtype=_FLOAT32, op=kind.op, is_wide=kind.dtype is not _FLOAT32)
         reduced = choice.path.as_reduced(problem)
-        return Task(kind, choice, signature, reduced.dtype, reduced.op or SUM, reduced is not problem)
+        return Task(kind, choice, signature, dtype=reduced.dtype, op=reduced.op or SUM, is_wide=reduced is not problem)
+
+    def reduce_in_place(self, task: Task, array: Operand) -> None:
+        """Reduce an array in flat host memory over all ranks, in place, as a part of a call. Collective.
+
+        Args:
+            task: of an allreduce of such arrays.
+            array: of this rank.
+        """
+        plan = self._plan_of(task, array, array)
+        plan.run(array, partial(constant, array))
+        if not plan.reusable:
+            plan.close()
 
     def _plan_of(
         self,
@@ -274,12 +243,12 @@ class Runner:
             return _CopyPlan(task, numbers)
         if path is Path.ONE_SHOT or path is Path.SHARED:
             if task.kind.collective is not Collective.ALLREDUCE:
-                return plan_loads(context, task, source, target, numbers)
+                return plan_loads(context, task, source, target=target, numbers=numbers)
             assert target is not None
-            return plan_allreduce(context, task, source, target)
+            return plan_allreduce(context, task, source, target=target)
         if not task.kind.collective.reduces:
-            return plan_transfer(context, task, source, numbers)
-        return plan_reduction(context, task, source, target, feedback)
+            return plan_transfer(context, task, source, numbers=numbers)
+        return plan_reduction(context, task, source, target=target, feedback=feedback)
 
     # ---- calls that come again ----
 
@@ -289,10 +258,19 @@ class Runner:
         repeats = self._repeats
         collective = call.collective.value
         key = id(call.array), id(call.out), collective, call.root
-        same = unchanged(call.array, call.out, lambda _: repeats.pop(key, None))
+        is_array, is_out = unchanged(call.array, call.out, lambda _: repeats.pop(key, None))
         counts_result = prepared.counts_result and call.out is None
-        tally = self._tallies[collective]
-        repeats[key] = RepeatedCall(call.op, call.algorithm, *same, run, tally, nbytes, counts_result, plan)
+        repeats[key] = RepeatedCall(
+            call.op,
+            call.algorithm,
+            is_array=is_array,
+            is_out=is_out,
+            run=run,
+            tally=self._tallies[collective],
+            nbytes=nbytes,
+            counts_result=counts_result,
+            plan=plan,
+        )
 
     def _again(self, prepared: Prepared, task: Task, source: Operand, plan: BoundCall) -> Callable[[], Any] | None:
         """Return a function that makes a call again with the same arrays; None: the call cannot be repeated.
@@ -317,7 +295,7 @@ class Runner:
         if not isinstance(operand, Operand) or not operand.contiguous or operand.nbytes == 0:
             return None
         if call.out is None:
-            return self._into_new(prepared, task, given, plan)
+            return self._into_new(prepared, task, given, plan=plan)
         if operand.is_copy:
             return None
         target = result.part(()) if collective is Collective.SCATTER else result.flat()
@@ -334,11 +312,11 @@ class Runner:
         assert prepared.result.operand is not None
         shape = prepared.result.operand.shape
         dtype = prepared.result.operand.dtype
-        make = self.operands.maker(0 if array is None else array)
+        make = self._operands.maker(0 if array is None else array)
         follows = collective is Collective.BROADCAST and self._context.rank != task.kind.root
 
         def again() -> Any:
-            result = ResultArray(self.operands, make, row=shape[1:], dtype=dtype)
+            result = ResultArray(self._operands, make, row=shape[1:], dtype=dtype)
             source = given
             found = plan
             if (
@@ -363,14 +341,14 @@ class Runner:
 
     def _plan(self, name: str, call: Call) -> tuple[Call, str]:
         self._context.lifetime.require_open()
-        prepared = prepare(self._context, self.operands, call)
+        prepared = prepare(self._context, self._operands, call)
         result = prepared.result
         source = prepared.source
         if isinstance(source, Operand) and source.is_copy:
             raise UnsupportedBufferError(
                 f"{name} takes an array, whose content may change from run to run; got a number, or a lazy conjugate"
             )
-        text = self._task(prepared.kind).signature.text
+        text = self.task(prepared.kind).signature.text
         signature = Signature.of(name + text.removeprefix(call.collective.value), waits=False)
         try:
             self._context.rendezvous(signature)

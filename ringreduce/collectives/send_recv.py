@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.buffers import Operand, operand_of, require_host
-from ringreduce.collectives.comm_state import CallTimer, CommState
+from ringreduce.collectives.comm_state import CallTimer
 from ringreduce.collectives.context import Context
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError, MismatchError
@@ -18,124 +18,86 @@ from ringreduce.transport.point_to_point import PointToPoint
 from ringreduce.transport.waiting import Waiter
 
 
-class Messaging:
-    """The part of a `Communicator` that sends messages from one rank to another: not collective, on any thread.
+class SendRecv:
+    """Sends and receives messages from one rank to another, in one process set: not collective, on any thread.
+
+    `send`, `recv` and `sendrecv` are the methods of `Communicator`, which describes their arguments and errors.
+
+    Args:
+        context: the ranks.
+        channel: a transport between them that nobody else uses; closed with this. None: there are no messages.
 
     Attributes:
         point_to_point: carries them; None: there are none.
-        message_tallies: what these calls add up to, by name.
+        tallies: what these calls add up to, by name.
     """
 
-    def __init__(self, context: Context, channel: Messages | None, state: CommState) -> None:
-        self._context = context
-        self._state = state
-        self.rank = context.rank
-        self.instruments = context.instruments
-        self.lifetime = context.lifetime
-        self.point_to_point: PointToPoint | None = None
-        if channel is not None:
-            checks = checked(channel) if context.config.checksum else channel
-            self.point_to_point = PointToPoint(
-                checks,
-                Waiter(context.waiter.timeout_s, context.waiter.crowded),
-                context.board.find_failed,
-                context.lifetime.child(),
-                counts_decide=context.counts_decide,
-            )
-        self.message_tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
+    def __init__(self, context: Context, channel: Messages | None) -> None:
+        self._rank = context.rank
+        self._instruments = context.instruments
+        self._lifetime = context.lifetime
+        self.point_to_point = None if channel is None else _carrier(context, channel)
+        self.tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
 
-    def send(self, array: Any, dest: int, tag: int = 0) -> None:
-        """Send an array to a rank that receives it; not collective.
-
-        More than 4 KiB were sent when this returns, which may take until that rank receives them; less may still be
-        under way. Any thread may call this.
-
-        Args:
-            array: in host memory, of any strides.
-            dest: another rank.
-            tag: at least 0. What one rank sends another with one tag is received in that order.
-
-        Raises:
-            ConfigError: there is no such rank or tag, or it is this rank.
-            UnsupportedBufferError: the array is in device memory.
-            CollectiveTimeoutError: that rank did not receive it in time; the array is still to be sent, and must stay
-                as it is.
-            PeerLostError: a rank of this machine has failed.
-        """
-        point_to_point = self._to_one()
+    def send(self, array: Any, dest: int, tag: int) -> None:
+        """Send an array to a rank that receives it."""
+        carrier = self._open_carrier()
         source = require_host(operand_of(array), "send")
         with self._timed("send", source.nbytes):
-            point_to_point.wait(point_to_point.send(source, whole_number("dest", dest), whole_number("tag", tag)))
+            carrier.wait(carrier.send(source, whole_number("dest", dest), whole_number("tag", tag)))
 
-    def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
-        """Receive an array that a rank sends; not collective. Any thread may call this.
-
-        Args:
-            out: where it goes, in host memory, of any strides; of the same shape and dtype.
-            source: who sends it; None: any rank, the first whose array comes.
-            tag: the one that it is sent with.
-
-        Returns:
-            The rank that has sent it.
-
-        Raises:
-            ConfigError, UnsupportedBufferError, PeerLostError: as for `send`.
-            CollectiveTimeoutError: nothing came in time. What comes later can be received by another call; but if it
-                had begun to come, ``out`` is overwritten later.
-            MismatchError: what came has another shape or dtype, and is dropped; raised here, not at the sender.
-        """
-        point_to_point = self._to_one()
+    def recv(self, out: Any, source: int | None, tag: int) -> int:
+        """Receive an array that a rank sends; return that rank."""
+        carrier = self._open_carrier()
         target = require_host(operand_of(out), "recv")
         sender = None if source is None else whole_number("source", source)
         with self._timed("recv", target.nbytes):
-            transfer = point_to_point.recv(target, sender, whole_number("tag", tag))
+            transfer = carrier.recv(target, sender, whole_number("tag", tag))
             try:
-                point_to_point.wait(transfer)
+                carrier.wait(transfer)
             except BaseException:
-                point_to_point.withdraw(transfer)
+                carrier.withdraw(transfer)
                 raise
         assert transfer.peer is not None
         return transfer.peer
 
-    def sendrecv(self, array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
-        """Send an array to one rank, and receive another that a rank sends, at the same time; not collective.
-
-        Args:
-            array, dest, tag: as for `send`.
-            out, source, tag: as for `recv`; apart from ``array``. Where ``dest`` and ``source`` are this rank, the
-                array is copied.
-
-        Returns:
-            ``out``.
-
-        Raises:
-            RingReduceError: as for `send` and `recv`.
-        """
-        point_to_point = self._to_one()
+    def sendrecv(self, array: Any, dest: int, out: Any, *, source: int | None, tag: int) -> Any:
+        """Send an array to one rank, and receive another that a rank sends, at the same time; return ``out``."""
+        carrier = self._open_carrier()
         to = whole_number("dest", dest)
         sender = None if source is None else whole_number("source", source)
         tag = whole_number("tag", tag)
         given, taken = (require_host(operand_of(each), "sendrecv") for each in (array, out))
         with self._timed("sendrecv", given.nbytes):
-            if to == sender == self.rank:
+            if to == sender == self._rank:
                 self._copy_to_self(given, taken)
                 return out
             if np.may_share_memory(given.view, taken.view):
                 raise ConfigError("sendrecv takes two arrays that have no memory in common; send a copy")
-            coming = point_to_point.recv(taken, sender, tag)
+            coming = carrier.recv(taken, sender, tag)
             try:
-                point_to_point.wait(point_to_point.send(given, to, tag))
-                point_to_point.wait(coming)
+                carrier.wait(carrier.send(given, to, tag))
+                carrier.wait(coming)
             except BaseException:
-                point_to_point.withdraw(coming)
+                carrier.withdraw(coming)
                 raise
         return out
 
-    def _timed(self, name: str, nbytes: int) -> CallTimer:
-        return CallTimer(self.instruments, self.message_tallies[name], name, "messages", nbytes)
+    def fail(self, error: BaseException) -> None:
+        """End all messages under way with this error, and refuse later ones. Local."""
+        if self.point_to_point is not None:
+            self.point_to_point.fail(error)
 
-    def _to_one(self) -> PointToPoint:
-        self.lifetime.require_open()
+    def close(self) -> None:
+        """Give the channel back."""
+        if self.point_to_point is not None:
+            self.point_to_point.close()
+
+    def _timed(self, name: str, nbytes: int) -> CallTimer:
+        return CallTimer(self._instruments, self.tallies[name], name, algorithm="messages", nbytes=nbytes)
+
+    def _open_carrier(self) -> PointToPoint:
+        self._lifetime.require_open()
         if self.point_to_point is None:
             raise ConfigError("this communicator has no messages from one rank to another")
         return self.point_to_point
@@ -143,6 +105,17 @@ class Messaging:
     def _copy_to_self(self, source: Operand, target: Operand) -> None:
         target.require_writable()
         if source.describe() != target.describe():
-            text = f"sendrecv from rank {self.rank} to itself ({source.describe()}, into {target.describe()})"
-            raise MismatchError({self.rank: text})
+            text = f"sendrecv from rank {self._rank} to itself ({source.describe()}, into {target.describe()})"
+            raise MismatchError({self._rank: text})
         np.copyto(target.view, source.view)
+
+
+def _carrier(context: Context, channel: Messages) -> PointToPoint:
+    """Return what carries messages between two of these ranks over a channel."""
+    return PointToPoint(
+        checked(channel) if context.config.checksum else channel,
+        waiter=Waiter(context.waiter.timeout_s, context.waiter.crowded),
+        find_failed=context.board.find_failed,
+        lifetime=context.lifetime.child(),
+        counts_decide=context.counts_decide,
+    )

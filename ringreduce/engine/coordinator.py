@@ -128,7 +128,7 @@ class Coordinator:
             missing = tuple(rank for rank in range(self._size) if rank not in ranks)
             since = min(ranks.values())
             found += [
-                Waiting(name, since, tuple(sorted(ranks)), missing)
+                Waiting(name, since=since, present=tuple(sorted(ranks)), missing=missing)
                 for name, signature in self._operations(number)
                 if not signature.speculative
             ]
@@ -137,9 +137,17 @@ class Coordinator:
                 continue
             missing = tuple(rank for rank in self._expected() if rank not in claims)
             since = min(queue[0].since for queue in claims.values())
-            found.append(Waiting(name, since, tuple(sorted(claims)), missing))
+            found.append(Waiting(name, since=since, present=tuple(sorted(claims)), missing=missing))
         if self._joined and not found:
-            found.append(Waiting("join", self._last_note_s, tuple(sorted(self._joined)), tuple(self._expected()), True))
+            found.append(
+                Waiting(
+                    "join",
+                    since=self._last_note_s,
+                    present=tuple(sorted(self._joined)),
+                    missing=tuple(self._expected()),
+                    is_join=True,
+                )
+            )
         return found
 
     def stalled(self, waiting: Waiting, now: float) -> Note:

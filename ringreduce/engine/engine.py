@@ -58,8 +58,8 @@ class Engine:
         self._guard = ReentrancyGuard()
         self._pending = PendingOperations(communicator.instruments, communicator.lifetime.child())
         self.tally = self._pending.tally
-        exchange = Exchange(channel, communicator.rank, communicator.size, communicator.config, clock)
-        self._progress = Progress(communicator, exchange, self._pending, find_failed, clock)
+        exchange = Exchange(channel, communicator.rank, communicator.size, config=communicator.config, clock=clock)
+        self._progress = Progress(communicator, exchange, self._pending, find_failed=find_failed, clock=clock)
         self._driver = Driver(
             self._progress,
             self._pending,
@@ -74,7 +74,7 @@ class Engine:
         self.attached = Attached()
         cores = sorted(os.sched_getaffinity(0))
         waited_s = partial(getattr, self._driver, "ended_waits_s")
-        self.pacemaker = Pacemaker(communicator.size, waited_s, self._pending.inbox.append, cores)
+        self.pacemaker = Pacemaker(communicator.size, waited_s, self._pending.inbox.append, cores=cores)
 
     @property
     def joins(self) -> int:

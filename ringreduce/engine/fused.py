@@ -76,7 +76,7 @@ class Executor:
             operand = Operand.of(array)
             view = operand.flat()
             if wire is None and (operand.dtype.half or operand.dtype.integral):  # the sum needs a wider dtype
-                self._reduce_pairs(op, operand.dtype, view.size, [(view, view)], divisor)
+                self._reduce_pairs(op, operand.dtype, view.size, pairs=[(view, view)], divisor=divisor)
             else:
                 self.communicator.allreduce(array, SUM, out=array, compression=wire, feedback=feedback)
                 divide(view, divisor)
@@ -97,7 +97,7 @@ class Executor:
             pairs.setdefault(source.dtype.name, []).append((source.view, target.view))
         divisor = self._divisor(op, active)
         for name, count in totals.items():
-            self._reduce_pairs(op, DType.of(name), count, pairs.get(name, []), divisor)
+            self._reduce_pairs(op, DType.of(name), count, pairs=pairs.get(name, []), divisor=divisor)
 
     def _divisor(self, op: ReduceOp, active: int) -> int:
         """Return by which number a sum must be divided where the communicator's average is over too many ranks, or 0.
@@ -113,7 +113,7 @@ class Executor:
         """Reduce sources into their targets, in pieces that follow from the number of elements alone."""
         longest = _PIECE_NBYTES // dtype.itemsize
         if count <= 2 * longest:
-            self._reduce(op, dtype, count, pairs, divisor)
+            self._reduce(op, dtype, count, pairs=pairs, divisor=divisor)
             return
         sources = [source.reshape(-1) for source, _ in pairs]
         targets = [
@@ -121,7 +121,7 @@ class Executor:
         ]
         for piece in _pieces(tuple(map(len, sources)) or (count,), longest):
             mine = [(sources[number][part], targets[number][part]) for number, part in piece] if pairs else []
-            self._reduce(op, dtype, sum(part.stop - part.start for _, part in piece), mine, divisor)
+            self._reduce(op, dtype, sum(part.stop - part.start for _, part in piece), pairs=mine, divisor=divisor)
         for flat, (_, target) in zip(targets, pairs, strict=True):
             if not np.shares_memory(flat, target):
                 np.copyto(target, flat.reshape(target.shape))

@@ -224,7 +224,7 @@ class Reduction(Operation):
         small = is_new and self.given[0].nbytes <= _PACKED_NBYTES
         if small or len(run.operations) > 1 or len(self.sources) > 1 or run.active < executor.size:
             pairs = [pair for each in together for pair in zip(each.given, each.taken, strict=True)]
-            executor.reduce_packed(self.op, run.totals, pairs, run.active)
+            executor.reduce_packed(self.op, run.totals, pairs, active=run.active)
         elif is_new:
             executor.communicator.allreduce(self.given[0], self.op, out=self.taken[0])
         else:
@@ -239,7 +239,7 @@ class Reduction(Operation):
 
 @lru_cache(maxsize=4096)
 def _reduction_signature(text: str, op: ReduceOp, counts: tuple[tuple[str, int], ...]) -> OperationSignature:
-    return OperationSignature(text, OperationKind.REDUCTION, op.value, counts)
+    return OperationSignature(text, OperationKind.REDUCTION, op.value, counts=counts)
 
 
 def _counted(operands: Sequence[Operand]) -> tuple[tuple[str, int], ...]:
@@ -338,7 +338,15 @@ class InPlaceAllreduce(Operation):
         parts = tuple((dtype.name, count) for dtype, count in map(_elements, arrays))
         super().__init__(
             name,
-            OperationSignature(text, OperationKind.IN_PLACE, op.value, parts, wire or "", bool(feedbacks), speculative),
+            OperationSignature(
+                text,
+                OperationKind.IN_PLACE,
+                op.value,
+                counts=parts,
+                wire=wire or "",
+                feedback=bool(feedbacks),
+                speculative=speculative,
+            ),
         )
         self.op = op
         self.arrays = arrays
@@ -353,7 +361,9 @@ class InPlaceAllreduce(Operation):
             if self.before is not None:
                 self.before()
             wire = self.signature.wire or None
-            executor.reduce_in_place(self.op, self.arrays, wire, self.feedbacks, run.active, self.weights)
+            executor.reduce_in_place(
+                self.op, self.arrays, wire, feedbacks=self.feedbacks, active=run.active, weights=self.weights
+            )
         self.active = run.active
 
 
@@ -395,12 +405,12 @@ def contribute_neutral(executor: Executor, run: Run) -> None:
         return
     op = ReduceOp(signature.op)
     if signature.kind is OperationKind.REDUCTION:
-        executor.reduce_packed(op, run.totals, [], run.active)
+        executor.reduce_packed(op, run.totals, [], active=run.active)
         return
     assert signature.kind is OperationKind.IN_PLACE, signature
     arrays = [neutral_array(op, DType.of(name), count) for name, count in signature.counts]
     feedbacks = [Feedback(keep=False) for _ in arrays] if signature.feedback else []  # all ranks give them, or none
-    executor.reduce_in_place(op, arrays, signature.wire or None, feedbacks, run.active)
+    executor.reduce_in_place(op, arrays, signature.wire or None, feedbacks=feedbacks, active=run.active)
 
 
 class WithdrawnError(RingReduceError):

@@ -82,7 +82,7 @@ class PendingOperations:
                     "synchronize it first, or choose another name"
                 )
                 kind = operation.signature.text.partition("(")[0]
-                operation = Refusal(operation.name, kind, error, operation.stack)
+                operation = Refusal(operation.name, kind, error, stack=operation.stack)
             else:
                 self._unique[operation.name] = operation
         self.count += 1

@@ -14,13 +14,14 @@ from typing import Any
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device
-from ringreduce.collectives.call import DETERMINISTIC, NCCL, Choice, Task
+from ringreduce.collectives.call import DETERMINISTIC, NCCL, CallKind, Choice, Task
 from ringreduce.collectives.comm_state import CommState
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import Devices
+from ringreduce.collectives.operands import Devices, HostReducer, Running
 from ringreduce.common.config import gpu_switches
 from ringreduce.common.errors import (
     CollectiveTimeoutError,
+    ConfigError,
     PeerLostError,
     TransportError,
     UnsupportedBufferError,
@@ -110,20 +111,17 @@ class Gpu(Devices):
     def on_host(self, operand: DeviceOperand, *, fetch: bool, store: bool) -> AbstractContextManager[Operand]:
         return self.require_usable(operand.device).on_host(operand, fetch=fetch, store=store)
 
-    def segments(self, source: DeviceOperand) -> list[slice]:
-        return self.require_usable(source.device).segments(source)
-
     def allreduce(
-        self,
-        source: DeviceOperand,
-        target: DeviceOperand,
-        algorithm: str | None,
-        whole: Task,
-        reduce: Callable[[Operand], object],
-        running: Callable[[str], AbstractContextManager[None]],
+        self, source: DeviceOperand, target: DeviceOperand, kind: CallKind, host: HostReducer, running: Running
     ) -> None:
         """Reduce arrays of any layout by what is asked for, else through host memory; see `Devices`."""
         staging = self.require_usable(source.device)
+        tasks = self._tasks(kind, staging.segments(source), host)
+        whole = next(iter(tasks.values()))
+
+        def reduce(segment: Operand) -> None:
+            host.reduce_in_place(tasks[segment.count], segment)
+
         given = staging.in_c_order(source)
         taken = target.scratch()
         if given.may_overlap(taken) and not given.same_memory(taken):
@@ -132,7 +130,7 @@ class Gpu(Devices):
             with running(whole.choice.algorithm):
                 staging.copy(given, taken)
         else:
-            asked = self._asked(algorithm)
+            asked = self._asked(kind.algorithm)
             self._set_up(asked)
             path = self._path(asked, given.dtype, whole.kind.op)
             arithmetic = Arithmetic(given.dtype, whole.kind.op, given.count)
@@ -141,6 +139,36 @@ class Gpu(Devices):
                 if path is None or not path.run(*addresses, arithmetic, stream, whole.signature):
                     staging.allreduce(given, taken, reduce)
         staging.store(target, taken)
+
+    def _tasks(self, kind: CallKind, segments: Sequence[slice], host: HostReducer) -> dict[int, Task]:
+        """Return, by their number of elements, the tasks in host memory of the segments of an array.
+
+        The signatures say all that must agree about the whole array, so that a mismatch is seen at the first segment. A
+        shorter last segment has a signature of its own, as plans are found by signatures.
+
+        Args:
+            kind: of the call.
+            segments: at least one; all but the last have the same length.
+            host: makes the tasks.
+
+        Raises:
+            ConfigError: there is no such algorithm, or it cannot run here.
+        """
+        by_nccl = kind.algorithm == NCCL
+        if by_nccl and self._context.config.deterministic:
+            raise ConfigError("RINGREDUCE_DETERMINISTIC is set, so algorithm='nccl' cannot be asked for")
+        argument = f"{kind.op.value} in device memory{' by nccl' if by_nccl else ''}"
+        usual, last = (part.stop - part.start for part in (segments[0], segments[-1]))
+        return {
+            count: host.task(
+                kind._replace(
+                    argument=argument if count == usual else f"{argument}, its last {count} elements",
+                    algorithm=None if by_nccl else kind.algorithm,
+                    nbytes=count * kind.dtype.itemsize,
+                )
+            )
+            for count in dict.fromkeys((usual, last))
+        }
 
     # ---- what is asked for ----
 

@@ -159,7 +159,7 @@ def recv(out: Any, source: int | None = None, tag: int = 0) -> int:
 
 def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
     """Send an array to one rank and receive another from one, at the same time; see `Communicator.sendrecv`."""
-    return world().sendrecv(array, dest, out, source, tag)
+    return world().sendrecv(array, dest, out, source=source, tag=tag)
 
 
 def barrier() -> None:
@@ -275,27 +275,27 @@ def allreduce_init(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, alg
         op, algorithm: as for `Communicator.allreduce`.
         out: where each result goes; None: a new array, the same for all runs.
     """
-    return _planned(Call(Collective.ALLREDUCE, array, out, op, algorithm=algorithm))
+    return _planned(Call(Collective.ALLREDUCE, array, out, op=op, algorithm=algorithm))
 
 
 def reduce_scatter_init(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Plan:
     """Plan a reduce-scatter, collectively; arguments as for `allreduce_init` and `Communicator.reduce_scatter`."""
-    return _planned(Call(Collective.REDUCE_SCATTER, array, out, op, algorithm=algorithm))
+    return _planned(Call(Collective.REDUCE_SCATTER, array, out, op=op, algorithm=algorithm))
 
 
 def allgather_init(array: Any, *, out: Any = None, algorithm: str | None = None) -> Plan:
     """Plan an allgather, collectively; arguments as for `allreduce_init` and `Communicator.allgather`."""
-    return _planned(Call(Collective.ALLGATHER, array, out, None, algorithm=algorithm))
+    return _planned(Call(Collective.ALLGATHER, array, out, op=None, algorithm=algorithm))
 
 
 def broadcast_init(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Plan:
     """Plan a broadcast, collectively; arguments as for `allreduce_init` and `Communicator.broadcast`."""
-    return _planned(Call(Collective.BROADCAST, array, out, None, root, algorithm=algorithm))
+    return _planned(Call(Collective.BROADCAST, array, out, op=None, root=root, algorithm=algorithm))
 
 
 def alltoall_init(array: Any, *, out: Any = None, algorithm: str | None = None) -> Plan:
     """Plan an alltoall of equal parts, collectively; arguments as for `allreduce_init` and `Communicator.alltoall`."""
-    return _planned(Call(Collective.ALLTOALL, array, out, None, algorithm=algorithm))
+    return _planned(Call(Collective.ALLTOALL, array, out, op=None, algorithm=algorithm))
 
 
 def _planned(call: Call) -> Plan:

@@ -33,7 +33,7 @@ def allreduce(comm: Communicator, out: Any, array: Any, op: ReduceOp | str) -> N
         op: of `reduce_ops`, or of `_BITWISE`; must agree.
     """
     if op in _BITWISE:
-        _store(out, _bitwise(comm, "allreduce", array, str(op), out))
+        _store(out, _bitwise(comm, "allreduce", array, op=str(op), out=out))
     else:
         comm.allreduce(array, op, out=out)
 
@@ -43,7 +43,9 @@ def reduce(comm: Communicator, out: Any, array: Any, op: ReduceOp | str, root: i
     if op not in _BITWISE:
         comm.reduce(array, root, op, out=out)
         return
-    total = _bitwise(comm, "reduce", array, str(op), out if comm.rank == root else None, f"root {root}, ")
+    total = _bitwise(
+        comm, "reduce", array, op=str(op), out=out if comm.rank == root else None, argument=f"root {root}, "
+    )
     if comm.rank == root:
         _store(out, total)
 
@@ -60,7 +62,7 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str)
         target = _host(out)
         room = _room(out, _host(out))
         if isinstance(array, (list, tuple)):
-            flat, counts = _parts_of(comm, out, target, array)
+            flat, counts = _parts_of(comm, out, target, arrays=array)
         else:
             source = _host(array)
             _require_usable([target], [source])
@@ -73,7 +75,7 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str)
             counts = [target.count] * comm.size
     if op in _BITWISE:
         before = sum(counts[: comm.rank])
-        whole = _bitwise(comm, "reduce_scatter", flat, str(op), None, f"splits {counts}, ")
+        whole = _bitwise(comm, "reduce_scatter", flat, op=str(op), out=None, argument=f"splits {counts}, ")
         _store(room, whole[before : before + target.count])
     else:
         comm.reduce_scatter(flat, op, None if len(set(counts)) == 1 else counts, out=room)
@@ -182,7 +184,7 @@ def gather(comm: Communicator, outs: Sequence[Any] | None, array: Any, root: int
         if comm.rank == root:
             targets = _one_per_rank(comm, "gather", outs)
             _require_usable(targets, [source])
-            _require_equal_counts("gather", "output", targets, "input", source)
+            _require_equal_counts("gather", "output", targets, one="input", operand=source)
             room = like(array, (comm.size, source.count))
         row = _rows(array, source)
     comm.gather(row, root, out=room)
@@ -204,7 +206,7 @@ def scatter(comm: Communicator, out: Any, arrays: Sequence[Any] | None, root: in
         if comm.rank == root:
             sources = _one_per_rank(comm, "scatter", arrays)
             _require_usable([target], sources)
-            _require_equal_counts("scatter", "input", sources, "output", target)
+            _require_equal_counts("scatter", "input", sources, one="output", operand=target)
             rows = _joined(out, arrays or (), sources).reshape(comm.size, target.count)
         room = _room(out, target).reshape(1, target.count)
     comm.scatter(rows, root, out=room)
@@ -228,8 +230,8 @@ def alltoall(comm: Communicator, out: Any, array: Any, received: Sequence[int], 
         target = _host(out)
         source = _host(array)
         _require_usable([target], [source])
-        expected = _splits(comm, "received rows", received, target)
-        sent = _splits(comm, "splits", splits, source)
+        expected = _splits(comm, "received rows", received, operand=target)
+        sent = _splits(comm, "splits", splits, operand=source)
     _, came = comm.alltoall(array, sent, out=out)
     if came != expected:
         raise MismatchError({comm.rank: f"alltoall(expects {expected} rows of the ranks, and they send {came})"})
@@ -244,7 +246,7 @@ def alltoall_list(comm: Communicator, outs: Sequence[Any], arrays: Sequence[Any]
         flat = _joined(outs[0], arrays, sources)
         room = like(outs[0], (sum(counts),))
         sent = [each.count for each in sources]
-    alltoall(comm, room, flat, counts, sent)
+    alltoall(comm, room, flat, received=counts, splits=sent)
     _store_parts(targets, room)
 
 

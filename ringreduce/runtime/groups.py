@@ -77,7 +77,7 @@ class Group:
         self._place = _Place()
         messages, channel = connection.messages_among(ranks, [Waiter(settings.timeout_s) for _ in range(2)])
         context = context_of(
-            lambda waiter: messages, settings, self._place, self.lifetime, warn=False, counts_decide=True
+            lambda waiter: messages, settings, self._place, lifetime=self.lifetime, warn=False, counts_decide=True
         )
         self.communicator = Communicator(context, channel, Gpu)
         self.rank = self.communicator.rank
@@ -185,4 +185,6 @@ class Group:
     def observed(self, number: int) -> Observed:
         """Return what is seen of it; ``number``: how many equal groups there are, this one included."""
         name = f"group of ranks {', '.join(map(str, self.ranks))}" + (f" ({number})" if number > 1 else "")
-        return Observed(name, name, self.ranks, {"blocking": self.communicator}, lambda: self.lifetime.open)
+        return Observed(
+            name, name, self.ranks, communicators={"blocking": self.communicator}, is_open=lambda: self.lifetime.open
+        )

@@ -151,7 +151,9 @@ class Process:
         if settings.dump is not None:
             _dump_on_request(self.own)
         self._is_restartable = launch().is_restartable
-        world = OwnWorld.start(self.everyone, connection, settings, limit, self.followers, lifetime)
+        world = OwnWorld.start(
+            self.everyone, connection, settings, limit=limit, followers=self.followers, lifetime=lifetime
+        )
         self._announce(ParentRank(world.rank, world.hosts.nodes))
         return world
 

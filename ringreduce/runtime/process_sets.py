@@ -178,7 +178,9 @@ class ProcessSet:
         """Return what is seen of it; of one that is `connected`."""
         name = f"process set {self._number}" if self._number else "world"
         communicators = {"blocking": self.communicator, "asynchronous": self.engine.communicator}
-        return Observed(self._number or 0, name, self._ranks or (), communicators, lambda: self.connected)
+        return Observed(
+            self._number or 0, name, self._ranks or (), communicators=communicators, is_open=lambda: self.connected
+        )
 
     @property
     def communicator(self) -> Communicator:
@@ -224,7 +226,7 @@ class ProcessSet:
     def share(self, other: ProcessSet) -> None:
         """Let another set of the same ranks stand for this one, for as long as this is registered."""
         assert self._number is not None and self._ranks is not None and self._world_rank is not None
-        other.register(self._number, self._ranks, self._world_rank, self._parts, self._lifetime)
+        other.register(self._number, self._ranks, self._world_rank, parts=self._parts, lifetime=self._lifetime)
         self._sharing.append(other)
 
     def unregister(self) -> Membership | None:
@@ -283,10 +285,12 @@ def connect(
         lifetime: of the world.
         when_closed: what errors say of calls after the end of the set; None: of that of the world.
     """
-    blocking_context = context_of(make, settings, CallSite.here, lifetime, when_closed)
+    blocking_context = context_of(make, settings, CallSite.here, lifetime=lifetime, when_closed=when_closed)
     # The engine's calls are in one order on all ranks, wherever in the program they come from. It has compared shapes,
     # and a rank may reduce an array where it is while another reduces it in a buffer.
-    context = context_of(make, settings, CallSite, lifetime, when_closed, warn=False, counts_decide=True)
+    context = context_of(
+        make, settings, CallSite, lifetime=lifetime, when_closed=when_closed, warn=False, counts_decide=True
+    )
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
     between_two = make(Waiter(settings.timeout_s))
@@ -319,5 +323,13 @@ def context_of(
     """
     waiter = Waiter(settings.timeout_s)
     messages = checked(make(waiter)) if settings.checksum else make(waiter)
-    node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
-    return Context(messages, waiter, node, settings, called, counts_decide, lifetime.child(when_closed))
+    node = join(messages, waiter, settings, host=host_name(), make_segments=MemfdSegments, warn=warn)
+    return Context(
+        messages,
+        waiter,
+        node,
+        config=settings,
+        called=called,
+        counts_decide=counts_decide,
+        lifetime=lifetime.child(when_closed),
+    )

@@ -74,7 +74,7 @@ class World:
     @classmethod
     def of_parent(cls, parent: ParentRank, everyone: ProcessSet, config: Config) -> World:
         """Return the world of a rank that has started this process by `multiprocessing`."""
-        world = cls(everyone, parent.rank, Topology(parent.nodes), config)
+        world = cls(everyone, parent.rank, Topology(parent.nodes), config=config)
         world._fork("started")
         world._register(everyone, list(range(world.size)), None)
         return world
@@ -132,7 +132,7 @@ class World:
 
     def _register(self, process_set: ProcessSet, ranks: list[int], parts: Membership | None) -> None:
         self._last_set += 1
-        process_set.register(self._last_set, ranks, self.rank, parts, self.lifetime)
+        process_set.register(self._last_set, ranks, self.rank, parts=parts, lifetime=self.lifetime)
         self.sets[self._last_set] = process_set
 
     def _unregister_all(self) -> list[Membership]:
@@ -169,11 +169,13 @@ class OwnWorld(World):
         followers: Sequence[Callable[[Program | None], object]],
         lifetime: Lifetime,
     ) -> None:
-        super().__init__(everyone, messages.rank, parts.communicator.hosts, config, lifetime)
+        super().__init__(everyone, messages.rank, parts.communicator.hosts, config=config, lifetime=lifetime)
         self._messages = messages
         self._connection = connection
         self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
-        self.observer = Observer(self.rank, self.size, clock, config, parts.communicator.neighbours(), followers)
+        self.observer = Observer(
+            self.rank, self.size, clock, config=config, neighbours=parts.communicator.neighbours(), followers=followers
+        )
         self._register(everyone, list(range(messages.size)), parts)
         self.observer.watch(everyone.observed())
 
@@ -205,7 +207,16 @@ class OwnWorld(World):
             check_settings(messages, config)
             parts = connect(connection.messages, config, lifetime)
             undo.insert(0, parts.close)
-            world = cls(everyone, connection, messages, parts, JobClock.agree(messages), config, followers, lifetime)
+            world = cls(
+                everyone,
+                connection,
+                messages,
+                parts=parts,
+                clock=JobClock.agree(messages),
+                config=config,
+                followers=followers,
+                lifetime=lifetime,
+            )
             undo = [world.close]
             world._log_choices()
             world._use_table()
@@ -241,7 +252,7 @@ class OwnWorld(World):
         parts = None
         if self.rank in mine:
             ready = filter(None, channels)
-            parts = connect(lambda waiter: next(ready), self.config, self.lifetime, _WHEN_REMOVED)
+            parts = connect(lambda waiter: next(ready), self.config, self.lifetime, when_closed=_WHEN_REMOVED)
             for needless in ready:
                 needless.close()
         self._messages.exchange(b"")  # nobody may use it, or remove it, before all have it
@@ -282,7 +293,9 @@ class OwnWorld(World):
                 f"{listed}"
             )
         self._groups = [each for each in self._groups if each.lifetime.open]
-        made = Group(self._connection, listed, self.config, timeout_s, self._advance, self.lifetime)
+        made = Group(
+            self._connection, listed, self.config, timeout_s=timeout_s, advance=self._advance, world=self.lifetime
+        )
         self._groups.append(made)
         self._numbers[tuple(listed)] += 1
         self.observer.watch(made.observed(self._numbers[tuple(listed)]))
@@ -380,7 +393,7 @@ class OwnWorld(World):
         """
         self.observer.detach()
         self._fork("forked")
-        inherited = World(self._everyone, self.rank, self.hosts, self.config, self.lifetime)
+        inherited = World(self._everyone, self.rank, self.hosts, config=self.config, lifetime=self.lifetime)
         inherited.sets = self.sets
         inherited._last_set = self._last_set
         return inherited

@@ -152,7 +152,7 @@ class Agreement:
         called = self._called(text) if number == self.number else CallSite(text)  # from where, is past
         refused = number in self._refused
         self._post({"call": number, "called": called, "refused": refused})
-        self._record(number, self._messages.rank, called, refused)
+        self._record(number, self._messages.rank, called, refused=refused)
 
     def _post(self, content: object) -> None:
         note = json.dumps(content).encode()
@@ -167,7 +167,7 @@ class Agreement:
             if "detached_after" in content:
                 self._detached[peer] = content["detached_after"], AbortReason(*content["why"])
             elif content["call"] > self._settled_up_to:
-                self._record(content["call"], peer, CallSite(*content["called"]), content["refused"])
+                self._record(content["call"], peer, CallSite(*content["called"]), refused=content["refused"])
         # Peers may have announced calls before this rank entered them, and it may have entered some since.
         for number in [each for each in self._received if each <= self.number and each not in self._announced]:
             self._announce(number)

@@ -73,17 +73,17 @@ class _CheckedMessages:
         return getattr(self._inner, name)
 
     def send(self, data: Array, peer: int, tag: int) -> Prequest:
-        return self._described(self._inner.send, data, peer, tag, is_send=True)
+        return self._described(self._inner.send, data, peer, tag=tag, is_send=True)
 
     def recv(self, data: Array, peer: int, tag: int) -> Prequest:
-        return self._described(self._inner.recv, data, peer, tag, is_send=False)
+        return self._described(self._inner.recv, data, peer, tag=tag, is_send=False)
 
     def _described(
         self, describe: Callable[[Array, int, int], Prequest], data: Array, peer: int, tag: int, *, is_send: bool
     ) -> Prequest:
         note = np.zeros(1, np.uint32)
         parts = describe(data, peer, tag), describe(note, peer, tag + self.max_tag + 1)
-        return _CheckedTransfer(data, note, peer, is_send, parts)
+        return _CheckedTransfer(data, note, peer, is_send=is_send, parts=parts)
 
     def start(self, requests: Sequence[Prequest]) -> None:
         for each in _transfers(requests):

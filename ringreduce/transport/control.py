@@ -60,9 +60,9 @@ class SharedControlChannel:
         self._streams: dict[int, _Stream] = {}
         for peer, place in enumerate(places):
             if peer != rank:
-                theirs = arena.peer_view(peer, place, np.dtype(np.uint8), _PART_NBYTES * messages.size)
+                theirs = arena.peer_view(peer, place, np.dtype(np.uint8), count=_PART_NBYTES * messages.size)
                 mine = parts.memory[peer * _PART_NBYTES :].data
-                self._streams[peer] = _Stream(arena, peer, mine, theirs[rank * _PART_NBYTES :].data)
+                self._streams[peer] = _Stream(arena, peer, mine, theirs=theirs[rank * _PART_NBYTES :].data)
         self._all = tuple(self._streams.items())
         self._arrived: deque[tuple[int, bytes]] = deque()
 
@@ -153,7 +153,7 @@ class _Stream:
             if place == NOWHERE:
                 notes.append(bytes(self._theirs[start + _HEAD.size : start + _HEAD.size + nbytes]))
             else:
-                notes.append(self._arena.peer_view(self._peer, place, np.dtype(np.uint8), nbytes).tobytes())
+                notes.append(self._arena.peer_view(self._peer, place, np.dtype(np.uint8), count=nbytes).tobytes())
         self.taken = put
         if self._fence is not None:
             self._fence()

@@ -172,9 +172,8 @@ def duplicates(comm: MPI.Intracomm, waiter: Waiter, count: int) -> list[MPI.Intr
     with translated():
         for number in range(count):
             if number == len(begun):
-                begun.append(
-                    _Duplicate(*comm.Idup())
-                )  # not Dup, which waits without limit for a rank that does not come
+                copy, request = comm.Idup()  # not Dup, which waits without limit for a rank that does not come
+                begun.append(_Duplicate(copy, request))
             _finish(comm, begun[number].request, waiter)
     made = [copy for copy, _ in _begun.pop(comm.py2f())]
     for each in made:

@@ -78,7 +78,7 @@ class MpiRanks:
         return messages
 
     def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[MpiMessages]:
-        comm = _part(self._comm, ranks, waiters[0], "make a group with this rank")
+        comm = _part(self._comm, ranks, waiters[0], purpose="make a group with this rank")
         made = [MpiMessages(comm, each) for each in waiters]
         with translated():
             comm.Free()
@@ -217,7 +217,7 @@ def subworld(ranks: Sequence[int], waiter: Waiter) -> MPI.Intracomm:
             f"a world can be made of different ranks of the job, 0 to {everyone.size - 1}, and by these; "
             f"got {listed} on rank {everyone.rank}"
         )
-    return _part(everyone, listed, waiter, "call init")
+    return _part(everyone, listed, waiter, purpose="call init")
 
 
 def _part(comm: MPI.Intracomm, ranks: Sequence[int], waiter: Waiter, purpose: str) -> MPI.Intracomm:
@@ -235,7 +235,7 @@ def _part(comm: MPI.Intracomm, ranks: Sequence[int], waiter: Waiter, purpose: st
     # MPI would wait without limit for a rank that does not come. So all ranks exchange a note that they have come, and
     # then one that they have all notes.
     for _ in range(2):
-        _await_all(comm, [rank for rank in ranks if rank != comm.rank], waiter, purpose)
+        _await_all(comm, [rank for rank in ranks if rank != comm.rank], waiter, purpose=purpose)
     with translated():
         return comm.Create_group(comm.Get_group().Incl(list(ranks)))
 

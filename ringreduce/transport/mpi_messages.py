@@ -92,14 +92,16 @@ class MpiMessages:
 
     def send(self, data: Array, peer: int, tag: int) -> Prequest:
         with translated(self._data):
-            return self._keep(self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag), True, data, peer, tag)
+            request = self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag)
+            return self._keep(request, is_send=True, peer=peer, tag=tag, nbytes=data.nbytes)
 
     def recv(self, data: Array, peer: int, tag: int) -> Prequest:
         with translated(self._data):
-            return self._keep(self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag), False, data, peer, tag)
+            request = self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag)
+            return self._keep(request, is_send=False, peer=peer, tag=tag, nbytes=data.nbytes)
 
-    def _keep(self, request: MPI.Prequest, is_send: bool, data: Array, peer: int, tag: int) -> MPI.Prequest:
-        self._described[id(request)] = _DescribedMessage(request, is_send, peer, tag, data.nbytes)
+    def _keep(self, request: MPI.Prequest, *, is_send: bool, peer: int, tag: int, nbytes: int) -> MPI.Prequest:
+        self._described[id(request)] = _DescribedMessage(request, is_send=is_send, peer=peer, tag=tag, nbytes=nbytes)
         return request
 
     def start(self, requests: Sequence[Prequest]) -> None:

@@ -115,7 +115,7 @@ class PointToPoint:
         self._require(peer, tag)
         what = source.describe(by_count=self._counts_decide)
         data = source.flat().view(np.uint8)
-        transfer = PeerTransfer(data, what, peer, tag, is_send=True)
+        transfer = PeerTransfer(data, what, peer, tag=tag, is_send=True)
         with self._lock:
             self._lifetime.require_open("message")
             text = what.encode()
@@ -140,7 +140,7 @@ class PointToPoint:
         target.require_writable()
         room = target.view if target.contiguous else np.empty(target.shape, target.dtype.storage)
         what = target.describe(by_count=self._counts_decide)
-        transfer = PeerTransfer(room.reshape(-1).view(np.uint8), what, peer, tag, is_send=False)
+        transfer = PeerTransfer(room.reshape(-1).view(np.uint8), what, peer, tag=tag, is_send=False)
         if not target.contiguous:
             transfer.then = partial(np.copyto, target.view, room)
         with self._lock:
@@ -280,8 +280,8 @@ class PointToPoint:
                 transfer.end()
         else:
             room = transfer.data if agrees else np.empty(nbytes, np.uint8)
-            moving = transfer if agrees else PeerTransfer(room, text, sender, tag, is_send=False)
-            self._start(moving, room, number, sender)
+            moving = transfer if agrees else PeerTransfer(room, text, sender, tag=tag, is_send=False)
+            self._start(moving, room, number, sender=sender)
         if not agrees:
             rank = self._messages.rank
             values = {sender: f"send to rank {rank} ({text}, tag {tag})", rank: str(transfer)}

@@ -62,7 +62,7 @@ class Waiter:
         for _ in range(0 if self.crowded or self.patient() else _POLLS):
             if ready():
                 return
-        self._check(ready, waiting_for, _YIELD_S, (_NAP_S, _NAP_S), _YIELDS)
+        self._check(ready, waiting_for, yield_s=_YIELD_S, naps_s=(_NAP_S, _NAP_S), checks=_YIELDS)
 
     def until_some(self, ready: Callable[[], object], waiting_for: Callable[[], str]) -> None:
         """Return soon after ``ready()`` is true, which ends one of several large transfers that are under way.
@@ -77,7 +77,7 @@ class Waiter:
         slow = self._usual_s > _SLOW_S
         yield_s = 0.0 if patient or slow else _SOME_YIELD_S
         naps_s = max(self._usual_s / 8, _NAP_S), _PATIENT_NAP_S
-        took_s = self._check(ready, waiting_for, yield_s, naps_s, 1)
+        took_s = self._check(ready, waiting_for, yield_s=yield_s, naps_s=naps_s, checks=1)
         if not (patient or self.patient()):
             self._usual_s += (min(took_s, _MOST_S) - self._usual_s) / 8
 

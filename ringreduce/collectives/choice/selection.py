@@ -1,7 +1,8 @@
 """Chooses the algorithm and the path for a problem, and says why: the same answer on every rank.
 
 `RULES` is data: the first row that applies to a problem names its algorithm. The limits come from measurements
-(docs/benchmarks.md); a table that ``ringreduce tune`` made on the same machine takes their place for allreduces.
+(docs/benchmarks.md); a table that ``ringreduce tune`` made on the same machine takes their place for allreduces. The
+functions choose for any problem, `Chooser` for the calls of one process set.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
+from ringreduce.buffers import DType
 from ringreduce.collectives.call import DETERMINISTIC, NCCL, VENDOR, Choice, Path, Problem, is_in_library, path_for
 from ringreduce.collectives.choice.tuning import Table
+from ringreduce.collectives.context import Context
+from ringreduce.collectives.operands import Devices, ordinal
+from ringreduce.common.arguments import whole_number
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.topology import Topology
 
 BY_NAME = "asked for by name"
@@ -120,6 +128,7 @@ _BINOMIAL_IN_LANES = SizeLimit(128 << 10, "lane hop")
 #: Between nodes of several ranks, in a reduce-scatter of up to this size all send to all at once.
 _DIRECT = SizeLimit(64 << 10)
 
+#: In columns: collectives, where, algorithm, reason, limit.
 RULES: tuple[Rule, ...] = (
     Rule(_ALLREDUCE, "alone", "one_shot", "there is one rank", in_order=True),
     Rule(_ALL, "alone", "load", "there is one rank", in_order=True),
@@ -286,3 +295,94 @@ def _nbytes_reduced(problem: Problem) -> int:
         return problem.nbytes
     path = Path.SHARED if problem.topology.single_node else Path.MESSAGES
     return path.as_reduced(problem).nbytes
+
+
+class Chooser:
+    """Says which algorithm and path the calls of one process set take, and why.
+
+    `choice` is for the calls themselves. The other methods are those of `Communicator` with the same names, which
+    describes their arguments, results and errors.
+
+    Args:
+        context: the ranks.
+        gpu: this rank's device memory.
+    """
+
+    def __init__(self, context: Context, gpu: Devices) -> None:
+        self._context = context
+        self._gpu = gpu
+        self._table: Table | None = None
+
+    def choice(self, problem: Problem, algorithm: str | None) -> Choice:
+        """Return the choice for a problem.
+
+        Args:
+            problem: of the call, in host memory.
+            algorithm: what the call asks for; None or ``"auto"``: nothing.
+
+        Raises:
+            ConfigError: there is no such algorithm, or it cannot run here.
+        """
+        return choose(problem, self._context.config, algorithm, table=self._table)
+
+    def algorithms(self, collective: Collective | str, *, device: str | None) -> list[str]:
+        """Return the names of the algorithms that can run ``collective`` here."""
+        kind = _collective(collective)
+        ours = names(kind, self._context.topology, vendor=self._context.messages.offers_allreduce is not None)
+        on_device = device not in (None, "cpu") and kind is Collective.ALLREDUCE
+        return [*ours, NCCL] if on_device else ours
+
+    def use(self, table: Table | None) -> None:
+        """Choose from a tuning table from now on, None: by the built-in rules."""
+        self._table = table
+        self._context.plans.forget()
+
+    def choose(
+        self, collective: Collective | str, nbytes: int, dtype: Any, *, algorithm: str | None, op: ReduceOp | str
+    ) -> Choice:
+        """Return what would carry out ``collective`` on arrays in host memory, and why."""
+        problem = self._problem(collective, nbytes, dtype, op=op)
+        return with_times(self.choice(problem, algorithm), problem, self._table)
+
+    def path_on_device(self, dtype: Any, op: ReduceOp | str, algorithm: str | None) -> Choice:
+        """Return what carries out an allreduce of arrays in device memory, once there was one."""
+        if self._context.topology.size == 1:
+            return self.choose(Collective.ALLREDUCE, 0, dtype, algorithm=None, op=op)
+        return self._gpu.choice(DType.of(dtype), ReduceOp.parse(op), algorithm)
+
+    def transport_name(self, algorithm: str, collective: Collective | str) -> str:
+        """Return what moves the bytes of ``algorithm`` here."""
+        if algorithm == "messages":
+            return self._context.messages.name
+        if algorithm == NCCL:
+            return algorithm
+        choice = forced(self._problem(collective, 1), algorithm)
+        return choice.transport.replace("messages", self._context.messages.name)
+
+    def explain(
+        self, nbytes: int, dtype: Any, collective: Collective | str, *, op: ReduceOp | str, device: str | None
+    ) -> str:
+        """Say in words what would carry out ``collective``, why, and what else could."""
+        problem = self._problem(collective, nbytes, dtype, op=op)
+        if device not in (None, "cpu"):
+            ordinal(device)
+            where = f"in device memory on {problem.topology.describe()}"
+            on_device = self._gpu.explain(problem.collective)
+            return f"{problem.collective.value} of {problem.nbytes} bytes {where}: {on_device}"
+        why = explain(problem, self._context.config, self._table)
+        return why + self._gpu.remark(problem.collective)
+
+    def _problem(
+        self, collective: Collective | str, nbytes: int, dtype: Any = np.float32, *, op: ReduceOp | str = SUM
+    ) -> Problem:
+        kind = _collective(collective)
+        count = whole_number("nbytes", nbytes, 0)
+        return self._context.problem(kind, count, dtype=DType.of(dtype), op=ReduceOp.parse(op))
+
+
+def _collective(name: Collective | str) -> Collective:
+    try:
+        return Collective(name)
+    except ValueError:
+        known = ", ".join(each.value for each in Collective)
+        raise ConfigError(f"unknown collective {name!r}; choose one of {known}") from None

@@ -216,7 +216,9 @@ class Table:
         name = _prefer([winners[place] for place in neighbours], times)
         others = {other: seconds for other, seconds in times.items() if other != name}
         second = min(others, key=others.__getitem__, default=None)
-        return Decision(name, times[name], second, math.inf if second is None else others[second])
+        return Decision(
+            name, seconds=times[name], second=second, second_seconds=math.inf if second is None else others[second]
+        )
 
     def explain(self, nbytes: int) -> str:
         """Say in one line what the measurement and the model say of what `choose` takes, and what would be second."""
@@ -315,7 +317,9 @@ class Table:
         row = self.rows[upper]
         topology = self.key.topology
         scale = self.model.scale
-        return {name: scale(name, each, row.nbytes, nbytes, topology) for name, each in row.medians.items()}, [upper]
+        return {
+            name: scale(name, each, row.nbytes, nbytes=nbytes, topology=topology) for name, each in row.medians.items()
+        }, [upper]
 
     def _works_alike(self, algorithm: str, *sizes: int) -> bool:
         """Return whether an algorithm takes the same path at these sizes; the MPI library's is not known."""
@@ -400,7 +404,7 @@ def _parse(document: Mapping[str, Any]) -> Table:
             _require(name in runnable or not is_ours(name), f"algorithm {name!r} cannot run there")
             known = is_ours(name) or model.vendor_alpha + model.vendor_beta > 0
             _require(known, f"nothing is known about algorithm {name!r}")
-    return Table(Key(topology, **key), model, rows, _number(document["busy_cores"], "no number of cores"))
+    return Table(Key(topology, **key), model, rows, busy_cores=_number(document["busy_cores"], "no number of cores"))
 
 
 def _candidate(entry: Mapping[str, Any]) -> Candidate:

@@ -200,7 +200,8 @@ class BoundSchedule:
         try:
             for index, segment in enumerate(segments):
                 stream = index % nstreams
-                self._streams[stream] += self._bind(index, segment, link.tag + stream, *scratches[stream])
+                scratch, kept = scratches[stream]
+                self._streams[stream] += self._bind(index, segment, link.tag + stream, scratch=scratch, kept=kept)
         except BaseException:
             self.close()
             raise
@@ -301,9 +302,13 @@ class BoundSchedule:
             name = f"step {number + 1} of segment {index + 1}"
             scratch.reset()
             if step.sends or step.recvs:
-                yield from self._bind_messages(name, number, index, segment, tag, scratch, kept, known)
+                yield from self._bind_messages(
+                    name, number=number, index=index, segment=segment, tag=tag, scratch=scratch, kept=kept, known=known
+                )
             else:
-                yield _BoundStep(name, before=list(self._direct_calls(step, self._last[number], index, segment)))
+                yield _BoundStep(
+                    name, before=list(self._direct_calls(step, self._last[number], index, segment=segment))
+                )
                 known.clear()
 
     def _bind_messages(
@@ -409,7 +414,7 @@ class BoundSchedule:
                 for each in step.stores
                 if each.blocks == blocks
             ]
-            yield from load_and_store(result, loads, stores, combine, memory.copies, in_place=in_place)
+            yield from load_and_store(result, loads, stores, combine=combine, copies=memory.copies, in_place=in_place)
 
 
 class _Landing:

@@ -99,7 +99,7 @@ class LongAverage:
         """Divide sums that are right."""
         scratch = np.empty(min(len(sums), _IN_CACHE), sums.dtype)
         for piece in self._pieces:
-            divide_toward_zero(sums[piece], self._size, scratch[: piece.stop - piece.start], target[piece])
+            divide_toward_zero(sums[piece], self._size, scratch[: piece.stop - piece.start], out=target[piece])
 
 
 def _pieces(count: int) -> list[slice]:

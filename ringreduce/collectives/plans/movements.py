@@ -29,7 +29,7 @@ def plan_transfer(context: Context, task: Task, source: Operand, numbers: tuple[
     """Find or make the plan of a movement. It keeps the source not alive."""
     make = _TRANSFERS[task.kind.collective]
     key = "messages", task.signature.code, task.choice.algorithm, source.address, source.view.size, numbers
-    return context.plans.get(key, lambda: make(context, task, source, numbers))
+    return context.plans.get(key, lambda: make(context, task, source, numbers=numbers))
 
 
 class _Movement(BoundCall):
@@ -65,7 +65,7 @@ class _Movement(BoundCall):
         key = "numbers", signature.code, count
         return context.plans.get(key, lambda: _NumbersExchange(context, signature, count)).run(self._numbers)
 
-    def _run(self, bind: Callable[[], BoundSchedule], *where: int) -> None:
+    def _run(self, bind: Callable[[], BoundSchedule], where: tuple[int, ...] = ()) -> None:
         """Run a schedule. ``where``: the addresses and numbers that it is bound to, to keep it; empty: it runs once."""
         if where:
             key = "schedule", self._task.signature.code, self._task.choice.algorithm, *where
@@ -92,7 +92,7 @@ class _Broadcast(_Movement):
             limit = context.segment_limit(source, source.size // nblocks)
             return self._bind(segments_of_buffer(source.size, nblocks, limit), source)
 
-        self._run(bind, task.kind.root, self._where)
+        self._run(bind, (task.kind.root, self._where))
         target = place(())
         if target.address != self._where:
             np.copyto(target.view, source)
@@ -112,7 +112,7 @@ class _Allgather(_Movement):
             limit = context.segment_limit(memory, max(rows) * task.kind.row)
             return self._bind(segments_of_blocks(partition, limit), memory)
 
-        self._run(bind, target.address, *rows)
+        self._run(bind, (target.address, *rows))
 
 
 class _Alltoall(_Movement):
@@ -137,7 +137,7 @@ class _Alltoall(_Movement):
 
         counts = {count for each in everyone for count in each[1:]}
         if len(counts) == 1:
-            self._run(bind, self._where, target.address, *counts)
+            self._run(bind, (self._where, target.address, *counts))
         else:
             self._run(bind)  # the numbers mostly differ from call to call
 
@@ -162,7 +162,7 @@ class _GatherRows(_Movement):
             np.copyto(work[own], source)
             memory = work
             where = ()
-        self._run(lambda: self._bind(_across(context, partition, memory), memory), *where)
+        self._run(lambda: self._bind(_across(context, partition, memory), memory), where)
 
 
 class _Scatter(_Movement):
@@ -181,7 +181,7 @@ class _Scatter(_Movement):
         elif _hands_on(context, task):
             memory = work = np.empty(partition.bounds[-1], self._source.dtype)
             where = ()
-        self._run(lambda: self._bind(_across(context, partition, memory), memory), *where)
+        self._run(lambda: self._bind(_across(context, partition, memory), memory), where)
         if work is not None:
             _copy(work[own], target.view)
 
@@ -207,7 +207,7 @@ class _NumbersExchange:
         memory = BlockMemory(self._everyone.reshape(-1))
         segments = [Partition.of_sizes([count] * size).segment]
         schedule = context.schedule(Collective.ALLGATHER, "direct")
-        self._schedule = BoundSchedule(schedule, segments, memory, None, context.link(signature))
+        self._schedule = BoundSchedule(schedule, segments, memory, kernels=None, link=context.link(signature))
 
     def run(self, numbers: tuple[int, ...]) -> list[list[int]]:
         self._mine[:] = numbers

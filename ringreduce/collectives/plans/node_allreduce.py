@@ -57,7 +57,7 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
         given = taken if in_place else arena.place(source.address, nbytes)
         if NOWHERE in (given, taken):
             return staged()
-        return TwoShot(context, task, source, target, (given, taken), staged)
+        return TwoShot(context, task, source, target=target, places=(given, taken), staged=staged)
 
     return plans.get(("two_shot", code, source.address, target.address), make)
 
@@ -126,7 +126,9 @@ class StagedTwoShot(BoundCall):
             results = areas[2 + number % 2]
             places = Partition.even(min(length, count - start), len(incoming), align=16).segment
             own = places[me]
-            piece = _Piece(slice(start + own.start, start + own.stop), [], results[me][own], [], [])
+            piece = _Piece(
+                slice(start + own.start, start + own.stop), terms=[], result=results[me][own], given=[], taken=[]
+            )
             for rank, place in enumerate(places):
                 piece.terms.append(incoming[rank][own])
                 if rank != me and place.start < place.stop:
@@ -167,7 +169,7 @@ class StagedTwoShot(BoundCall):
                 reduces = [partial(self._kernels.combine(terms), piece.result)]
                 reduces.append(partial(np.copyto, target[piece.mine], piece.result))
             rounds.append((reduces, [partial(np.copyto, target[part], result) for part, result in piece.taken]))
-        return _Staged(self._context, self._signature.text, stages, rounds)
+        return _Staged(self._context, self._signature.text, stages, rounds=rounds)
 
     def close(self) -> None:
         self._staged = None
@@ -240,7 +242,8 @@ class TwoShot(NodePlan):
         super().__init__(context, task, source)
         self._find_staged = staged
         self._target = self._source if target.address == source.address else unowned(target.view, target.address)
-        self._entry = Signature(self._text, task.signature.code, *places)
+        given, taken = places
+        self._entry = Signature(self._text, task.signature.code, source=given, target=taken)
         self._others: list[int] = []  # in the last call
         self._last: list[Call] | _Staged = []  # bound for these
 
@@ -283,8 +286,11 @@ class TwoShot(NodePlan):
         sources, targets = (
             {
                 peer: context.arena.at(
-                    *(peer, others[2 * number + index], target.dtype, target.size),
-                    partial(board.require_present, number, self._text),
+                    peer,
+                    others[2 * number + index],
+                    target.dtype,
+                    count=target.size,
+                    present=partial(board.require_present, number, self._text),
                 )
                 for number, peer in enumerate(board.peers)
             }
@@ -300,7 +306,7 @@ class TwoShot(NodePlan):
         )
         segment = Partition.even(target.size, context.topology.size, LINE_NBYTES // target.itemsize).segment
         # On one node the hierarchical algorithms are the two-shot, too.
-        return context.bind_on_node(self._task, "two_shot", segment, memory)
+        return context.bind_on_node(self._task, "two_shot", segment, memory=memory)
 
     def close(self) -> None:
         super().close()

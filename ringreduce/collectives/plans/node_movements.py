@@ -38,8 +38,8 @@ def plan_loads(
     # On one node the hierarchical algorithms are the two-shot, too.
     if task.kind.collective is Collective.REDUCE and task.choice.algorithm != "load":
         to = -1 if target is None else target.address
-        return context.plans.get((*key, to), lambda: _ToRoot(context, task, source, target))
-    return context.plans.get(key, lambda: _Loads(context, task, source, numbers))
+        return context.plans.get((*key, to), lambda: _ToRoot(context, task, source, target=target))
+    return context.plans.get(key, lambda: _Loads(context, task, source, numbers=numbers))
 
 
 class _ToRoot(NodePlan):
@@ -55,7 +55,9 @@ class _ToRoot(NodePlan):
         signature = task.signature
         self._target = None if target is None else unowned(target.view, target.address)
         where = NOWHERE if target is None else arena.place(target.address, target.nbytes)
-        self._entry = Signature(signature.text, signature.code, arena.place(source.address, source.nbytes), where)
+        self._entry = Signature(
+            signature.text, signature.code, source=arena.place(source.address, source.nbytes), target=where
+        )
 
     def run(self, source: Operand, place: Place) -> None:
         mine = self._entry
@@ -105,7 +107,7 @@ class _ToRoot(NodePlan):
         if result is None:
             number = peers.index(root)
             present = partial(self._board.require_present, number, self._text)
-            there = context.arena.at(root, others[2 * number + 1], source.dtype, source.size, present)
+            there = context.arena.at(root, others[2 * number + 1], source.dtype, count=source.size, present=present)
             stored = {root: there}
             if isinstance(there, PrivateMemory):
                 own = blocks[context.rank]
@@ -116,13 +118,13 @@ class _ToRoot(NodePlan):
         places = zip(peers, others[::2], strict=True)
         memory = BlockMemory(
             source,
-            {peer: context.arena.at(peer, place, source.dtype, source.size) for peer, place in places},
+            {peer: context.arena.at(peer, place, source.dtype, count=source.size) for peer, place in places},
             result=result,
             result_segments=[into],
             peer_results=stored,
             copies=context.scratch.copies,
         )
-        return context.bind_on_node(self._task, "two_shot", blocks, memory)
+        return context.bind_on_node(self._task, "two_shot", blocks, memory=memory)
 
 
 class _Layout(NamedTuple):
@@ -216,7 +218,7 @@ class _Loads(NodePlan):
         key = (target.address, board.number & 1, *others, *theirs)
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._keep(key, self._bind(layout, others, target, mine.source))
+            bound = self._keep(key, self._bind(layout, others, target, published=mine.source))
         for call in bound.calls:
             call()
         if instruments.observers:
@@ -271,7 +273,7 @@ class _Loads(NodePlan):
                     boxes = board.mailboxes(board.number & 1, source.dtype, (size,))
                     peers[peer] = boxes[board.members.index(peer)]
                 else:
-                    peers[peer] = context.arena.at(peer, place, source.dtype, size)
+                    peers[peer] = context.arena.at(peer, place, source.dtype, count=size)
                     if published == MAILED:  # no barrier shows that a peer has given up meanwhile
                         present.append(partial(board.require_present, number, self._text))
         memory = BlockMemory(
@@ -282,7 +284,7 @@ class _Loads(NodePlan):
             result_segments=[layout.result],
             copies=context.scratch.copies,
         )
-        calls += context.bind_on_node(self._task, self._task.choice.algorithm, layout.mine, memory)
+        calls += context.bind_on_node(self._task, self._task.choice.algorithm, layout.mine, memory=memory)
         some_wait = any(place != MAILED for place in (published, *others[::2]))
         return _BoundLoads(calls + present, some_wait, after)
 
@@ -299,23 +301,23 @@ def _lay_out_broadcast(task: Task, rank: int, count: int, _: Sequence[tuple[int,
     whole = slice(0, count)
     root = task.kind.root
     peers = {} if rank == root else {root: (count, (whole,))}
-    return _Layout([], (whole, whole) if rank == root else None, (whole,), (whole,), peers)
+    return _Layout([], own=(whole, whole) if rank == root else None, mine=(whole,), result=(whole,), peers=peers)
 
 
 def _lay_out_reduce(task: Task, rank: int, count: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
     whole = slice(0, count)
     root = task.kind.root
     if rank != root:
-        return _Layout([], None, (whole,), (slice(0, 0),), {})
+        return _Layout([], own=None, mine=(whole,), result=(slice(0, 0),), peers={})
     peers = {peer: (count, (whole,)) for peer in range(len(numbers)) if peer != root}
-    return _Layout([], None, (whole,), (whole,), peers)
+    return _Layout([], own=None, mine=(whole,), result=(whole,), peers=peers)
 
 
 def _lay_out_reduce_scatter(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
     blocks = Partition.of_sizes(task.kind.counts).segment
     result = tuple(slice(0, each if block == rank else 0) for block, each in enumerate(task.kind.counts))
     peers = {peer: (count, blocks) for peer in range(len(task.kind.counts)) if peer != rank}
-    return _Layout([], None, blocks, result, peers)
+    return _Layout([], own=None, mine=blocks, result=result, peers=peers)
 
 
 def _lay_out_allgather(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
@@ -324,14 +326,16 @@ def _lay_out_allgather(task: Task, rank: int, _: int, numbers: Sequence[tuple[in
     result = Partition.of_sizes(counts).segment
     # A peer publishes its own block alone.
     peers = {peer: (count, (slice(0, count),) * len(counts)) for peer, count in enumerate(counts) if peer != rank}
-    return _Layout(rows, (slice(0, counts[rank]), result[rank]), result, result, peers)
+    return _Layout(rows, own=(slice(0, counts[rank]), result[rank]), mine=result, result=result, peers=peers)
 
 
 def _lay_out_gather(task: Task, rank: int, count: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
     if rank == task.kind.root:
-        return _lay_out_allgather(task, rank, count, numbers)
+        return _lay_out_allgather(task, rank, count, numbers=numbers)
     nothing = (slice(0, 0),) * len(numbers)
-    return _Layout(received_rows(task.signature.text, numbers, task.kind.root), None, nothing, nothing, {})
+    return _Layout(
+        received_rows(task.signature.text, numbers, task.kind.root), own=None, mine=nothing, result=nothing, peers={}
+    )
 
 
 def _lay_out_scatter(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
@@ -342,8 +346,8 @@ def _lay_out_scatter(task: Task, rank: int, _: int, numbers: Sequence[tuple[int,
     blocks = Partition.of_sizes([nbytes] * len(numbers)).segment
     result = tuple(slice(0, nbytes if block == rank else 0) for block in range(len(numbers)))
     if rank == task.kind.root:
-        return _Layout(part, (blocks[rank], slice(0, nbytes)), blocks, result, {})
-    return _Layout(part, None, result, result, {task.kind.root: (nbytes * len(numbers), blocks)})
+        return _Layout(part, own=(blocks[rank], slice(0, nbytes)), mine=blocks, result=result, peers={})
+    return _Layout(part, own=None, mine=result, result=result, peers={task.kind.root: (nbytes * len(numbers), blocks)})
 
 
 def _lay_out_alltoall(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
@@ -354,7 +358,7 @@ def _lay_out_alltoall(task: Task, rank: int, _: int, numbers: Sequence[tuple[int
     nothing = (slice(0, 0),) * len(numbers)
     peers = {peer: (sending[peer].bounds[-1], sending[peer].segment + nothing) for peer in ranks if peer != rank}
     own = sending[rank].segment[rank], receiving[rank]
-    return _Layout(rows, own, nothing + receiving, nothing + receiving, peers)
+    return _Layout(rows, own=own, mine=nothing + receiving, result=nothing + receiving, peers=peers)
 
 
 _LAYOUTS: dict[Collective, Callable[[Task, int, int, Sequence[tuple[int, ...]]], _Layout]] = {

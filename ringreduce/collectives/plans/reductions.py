@@ -45,17 +45,19 @@ def plan_reduction(
         assert target is not None
         if task.is_wide or not all(step.by_rank for step in context.steps(task).steps):
             buffer = partial(np.empty, count, task.dtype.storage)
-            return plans.get(key, lambda: _ReduceScatter(context, task, buffer(), None, average))
+            return plans.get(key, lambda: _ReduceScatter(context, task, buffer(), target=None, average=average))
         where = (*key, source.address, target.address)
         work = source.view
         into = target.view
-        return plans.get(where, lambda: _ReduceScatter(context, task, unowned(work), unowned(into)))
-    memory = _memory(context, task, source, target)
+        return plans.get(where, lambda: _ReduceScatter(context, task, unowned(work), target=unowned(into)))
+    memory = _memory(context, task, source, target=target)
     scratch = None
     if memory is None:
         scratch = context.scratch.shared(context.arena, count * task.dtype.itemsize, _KEPT_NBYTES)
         memory = Operand(scratch.view(task.dtype.storage), task.dtype)
-    plan = plans.get((*key, memory.address), lambda: _MessageReduction(context, task, memory, scratch, average))
+    plan = plans.get(
+        (*key, memory.address), lambda: _MessageReduction(context, task, memory, scratch=scratch, average=average)
+    )
     if plan.coding is not None:
         plan.coding.feedback = feedback
     return plan
@@ -71,7 +73,7 @@ def _long_average(context: Context, task: Task, count: int) -> LongAverage | Non
         return LongAverage(size, kind.counts, context.rank)
     if kind.collective is Collective.REDUCE:
         any_rank = partial(context.any_rank, task.signature)
-        return LongAverage(size, [count], 0 if context.rank == kind.root else None, any_rank)
+        return LongAverage(size, [count], 0 if context.rank == kind.root else None, any_rank=any_rank)
     return LongAverage(size, [count], 0)
 
 
@@ -102,14 +104,14 @@ class _LibraryReduction(BoundCall):
         average = _long_average(context, task, source.view.size)
         if average is not None:
             buffer = np.empty(sum(average.counts), task.dtype.storage)
-            return average.run(source, place, buffer, lambda: self._reduce(buffer))
+            return average.run(source, place, buffer, reduce=lambda: self._reduce(buffer))
         target = place(())
         work = np.empty(source.view.size, task.dtype.storage) if task.is_wide else target.view
         _load(source, task, work)
         self._reduce(work)
         if task.op is ReduceOp.AVERAGE:
             divide(work, context.topology.size)
-        _store(context, work, task, target)
+        _store(context, work, task, target=target)
         return None
 
     def _reduce(self, work: Array) -> None:
@@ -159,14 +161,16 @@ class _MessageReduction(BoundCall):
             nblocks = context.steps(task).nblocks
             segments = segments_of_buffer(count, nblocks, context.segment_limit(self._work, count // nblocks))
         else:
-            self.coding = Coded(context.topology, context.rank, context.config.segment_nbytes, task, self._work)
+            self.coding = Coded(
+                context.topology, context.rank, context.config.segment_nbytes, task=task, data=self._work
+            )
             segments = self.coding.segments
-        self._schedule = NodeSchedule(context, task, self._work, segments, self.coding)
+        self._schedule = NodeSchedule(context, task, self._work, segments=segments, coding=self.coding)
 
     def run(self, source: Operand, place: Place) -> None:
         work = self._work
         if self._average is not None:
-            return self._average.run(source, place, work, self._reduce)
+            return self._average.run(source, place, work, reduce=self._reduce)
         if source.address != self._address:
             _load(source, self._task, work)
         if self.coding is not None:
@@ -177,7 +181,7 @@ class _MessageReduction(BoundCall):
                 divide(work, self._context.topology.size)
             target = place(())
             if target.address != self._address:
-                _store(self._context, work, self._task, target)
+                _store(self._context, work, self._task, target=target)
         return None
 
     def _reduce(self) -> None:
@@ -228,19 +232,19 @@ class _ReduceScatter(BoundCall):
         ]
         memory = BlockMemory(work) if target is None else BlockMemory(work, result=target, result_segments=results)
         op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # only the own block is complete in the end
-        self._schedule = context.bind(task, segments, memory, context.kernels(task.dtype, op))
+        self._schedule = context.bind(task, segments, memory, kernels=context.kernels(task.dtype, op))
         self._own = work[own] if target is None else target
 
     def run(self, source: Operand, place: Place) -> None:
         if self._average is not None:
-            return self._average.run(source, place, self._work, self._reduce)
+            return self._average.run(source, place, self._work, reduce=self._reduce)
         if self._target is None:
             _load(source, self._task, self._work)
         self._reduce()
         if self._task.op is ReduceOp.AVERAGE:
             divide(self._own, self._context.topology.size)
         if self._target is None:
-            _store(self._context, self._own, self._task, place(()))
+            _store(self._context, self._own, self._task, target=place(()))
         return None
 
     def _reduce(self) -> None:

@@ -68,10 +68,10 @@ def _combine_all(ranks: Communicator, vector: Array, layers: Sequence[slice]) ->
     partner: int | None
     if extra:
         partner = ranks.rank - power if ranks.rank >= power else ranks.rank + power if ranks.rank < extra else None
-        vector = _combine_pair(ranks, vector, layers, partner)
+        vector = _combine_pair(ranks, vector, layers, partner=partner)
     distance = 1
     while distance < power:
-        vector = _combine_pair(ranks, vector, layers, ranks.rank ^ distance if ranks.rank < power else None)
+        vector = _combine_pair(ranks, vector, layers, partner=ranks.rank ^ distance if ranks.rank < power else None)
         distance *= 2
     if extra:
         result = _exchange(ranks, vector, partner, sends=ranks.rank < power)

@@ -96,7 +96,7 @@ def reproducible_allreduce(
         communicator.allreduce(array, SUM, out=result, algorithm=algorithm)
     else:
         blocks = [_Term(values[piece], source.dtype) for piece in pieces(0, source.count, BLOCK)]
-        _merge(communicator, blocks, target, algorithm)
+        _merge(communicator, blocks, target, algorithm=algorithm)
     return as_given(array, result) if out is None else result
 
 
@@ -135,7 +135,7 @@ class ReproducibleAccumulator:
             UnsupportedBufferError: it is of another shape or dtype.
         """
         term = Operand.of(array)
-        _require_same(term, "the term", self._shape, self._dtype)
+        _require_same(term, "the term", self._shape, dtype=self._dtype)
         values = term.flat()
         for limbs, piece in zip(self._blocks, pieces(0, term.count, BLOCK), strict=True):
             limbs.add(_Term(values[piece], self._dtype))
@@ -150,7 +150,7 @@ class ReproducibleAccumulator:
             result = new(self._shape, self._dtype, self._library) if out is None else out
             target = _target(result, self._shape, self._dtype)
         _require_agreement(communicator, target)
-        _merge(communicator, self._blocks, target, algorithm)
+        _merge(communicator, self._blocks, target, algorithm=algorithm)
         return result
 
 
@@ -165,7 +165,7 @@ def _merge(communicator: Communicator, blocks: Sequence[_Block], target: Operand
     flat = target.flat()
     for group in pieces(0, len(blocks), GROUP):
         part = flat[group.start * BLOCK : group.stop * BLOCK]
-        _merge_group(communicator, blocks[group], windows[group], part, target.dtype, algorithm)
+        _merge_group(communicator, blocks[group], windows[group], part=part, dtype=target.dtype, algorithm=algorithm)
     if not target.contiguous:
         np.copyto(target.view, flat.reshape(target.shape))
 
@@ -197,7 +197,7 @@ def _merge_group(
         communicator.allreduce(words, SUM, out=words, algorithm=algorithm)
     for place, low, width, count in zip(places, lows, widths, counts, strict=True):
         exact = width + communicator.size.bit_length() <= 53
-        total = _rounded(words[:count, place], low, radix, dtype, exact=exact)
+        total = _rounded(words[:count, place], low, radix, dtype=dtype, exact=exact)
         if special.size:
             total = np.where(special[place] == 0, total, special[place])
         narrow(total, dtype, part[place])
@@ -421,7 +421,7 @@ def _require_float(dtype: DType) -> None:
 
 def _target(array: Any, shape: tuple[int, ...], dtype: DType) -> Operand:
     target = Operand.of(array)
-    _require_same(target, "out", shape, dtype)
+    _require_same(target, "out", shape, dtype=dtype)
     target.require_writable()
     return target
 

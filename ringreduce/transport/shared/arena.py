@@ -194,7 +194,7 @@ class Arena:
                     return self._kept.pop(index)
             place = self._take(nbytes, most_segments)
             memory = self.view(place, np.dtype(np.uint8), nbytes)
-            return Block(memory, memory.data, address_of(memory), place)
+            return Block(memory, memory.data, address_of(memory), place=place)
 
     def release(self, block: Block) -> None:
         """Take a block back."""
@@ -292,8 +292,8 @@ class Arena:
     ) -> Array | PrivateMemory:
         """Return elements of a peer's memory at a place that it has published; ``present`` as for `PrivateMemory`."""
         if place < MAILED:
-            return PrivateMemory(rank, self.segments.pid(rank), -place, dtype, count, present)
-        return self.peer_view(rank, place, dtype, count)
+            return PrivateMemory(rank, self.segments.pid(rank), -place, dtype=dtype, size=count, present=present)
+        return self.peer_view(rank, place, dtype, count=count)
 
     def view(self, place: int, dtype: np.dtype[Any], count: int) -> Array:
         """Return elements of this rank's own arena, without holding on to the array that was made of it."""

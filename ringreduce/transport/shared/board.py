@@ -120,7 +120,7 @@ class Board:
         self._parts = [
             arena.view(place, np.dtype(np.uint8), _BOARD_NBYTES)
             if member == rank
-            else arena.peer_view(member, place, np.dtype(np.uint8), _BOARD_NBYTES)
+            else arena.peer_view(member, place, np.dtype(np.uint8), count=_BOARD_NBYTES)
             for member, place in zip(members, places, strict=True)
         ]
         lines = [[part[line * _LINE :][:_LINE].data.cast("q") for line in range(5)] for part in self._parts]

@@ -93,7 +93,7 @@ def join(
     if len({everyone[member]["namespace"] for member in members}) > 1:
         why_not = why_not or "ranks of its machine run in separate pid namespaces"
     try:
-        places, copies_private = _share(messages, arena, members, why_not)
+        places, copies_private = _share(messages, arena, members, why_not=why_not)
     except StepFailedError as reason:
         if warn and messages.rank == 0 and messages.size > 1:
             _log.warning("no shared memory between ranks, all bytes go over %s: %s", messages.name, reason)
@@ -104,9 +104,9 @@ def join(
         places = [Board.allocate(arena)]
     else:
         arena.copies_private = config.private_memory and copies_private()
-    board = Board(arena, members, places, messages.rank, waiter)
+    board = Board(arena, members, places, rank=messages.rank, waiter=waiter)
     messages.exchange(b"")  # nobody may flag before everyone looks
-    return Node(topology, hosts, arena, board)
+    return Node(topology, hosts, arena, board=board)
 
 
 def pid_namespace() -> str:
@@ -157,14 +157,14 @@ def _share(
         for member in members:
             if member != messages.rank:
                 place = everyone[member]["place"]
-                require_secret(member, arena.peer_view(member, place, secret.dtype, _SECRET_NBYTES))
+                require_secret(member, arena.peer_view(member, place, secret.dtype, count=_SECRET_NBYTES))
 
     def look_at_private() -> None:
         found = np.empty_like(secret)
         for member in members:
             pid = arena.segments.pid(member)
             address = everyone[member]["address"]
-            memory = PrivateMemory(member, pid, address, secret.dtype, _SECRET_NBYTES)
+            memory = PrivateMemory(member, pid, address, dtype=secret.dtype, size=_SECRET_NBYTES)
             memory.copy_to(found)()
             require_secret(member, found)
             memory.copy_from(found)()  # what is there already: only to try it

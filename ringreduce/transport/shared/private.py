@@ -70,7 +70,9 @@ class PrivateMemory:
     def __getitem__(self, part: slice) -> PrivateMemory:
         start, stop, _ = part.indices(self.size)
         address = self._address + start * self.dtype.itemsize
-        return PrivateMemory(self._rank, self._pid, address, self.dtype, max(0, stop - start), self._present)
+        return PrivateMemory(
+            self._rank, self._pid, address, dtype=self.dtype, size=max(0, stop - start), present=self._present
+        )
 
     def copy_to(self, target: Array) -> Callable[[], object]:
         """Bind: copy all elements into as many of a contiguous ``target``; returns the call.

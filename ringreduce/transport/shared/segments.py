@@ -110,7 +110,8 @@ class MemfdSegments(Segments):
             raise TransportError(f"cannot make {nbytes} bytes of memory to share: {error}") from error
 
     def create_kept(self, nbytes: int) -> tuple[int, Array]:
-        return self._keep(*self._make(nbytes))
+        fd, mapped = self._make(nbytes)
+        return self._keep(fd, mapped)
 
     def open_kept(self, rank: int, segment_id: int) -> Array:
         fd = self._descriptor(rank, segment_id)
