@@ -21,7 +21,7 @@ from ringreduce.transport import waiting
 LIMITS = {None: {"first": 100, "again": 12, "other": 60}, 1: {"again": 26}}
 
 #: Likewise, of a training step in which nothing has changed since the last one: clearing, a backward pass, the step.
-STEP_LIMIT = 105
+STEP_LIMIT = 100
 
 
 def calls_of(function: Callable[[], object]) -> int:
