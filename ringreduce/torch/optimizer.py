@@ -229,11 +229,13 @@ class DistributedOptimizer(wrapper.Wrapper):
                 result = self._stepper.step(partial(self._evaluate, closure, samples))
                 self._reduced.taken()
                 return result
-            if not (self._skipping or self._reduced.is_final(id(self))) and self._training.gradients.pending:
+            gradients = self._training.gradients
+            if not (self._skipping or self._reduced.is_final(id(self))) and gradients.pending:
                 if self._reduced.state is State.SYNCHRONIZED and not self._training.alone:
                     warn_of_second_reduction(adds_up=self._op is SUM)
-                with self._training.reducer.own_parts():
-                    self._reduce(samples)
+                with gradients.reducer.own_parts():
+                    gradients.reduce(samples=samples)
+                self._reduced.synchronized()
             self._reduced.taken()
             return self._stepper.step()
 
@@ -265,9 +267,9 @@ class DistributedOptimizer(wrapper.Wrapper):
             return wrapping.apply_late(self._parameters(), late, self._stepper.step)
 
     def _reduce(self, samples: int | None = None) -> None:
-        self.rejoin()
-        if not self._adasum and self._training.gradients.pending:
-            self._training.gradients.reduce(samples=samples)
+        gradients = self._training.gradients
+        if not self._adasum and gradients.pending:
+            gradients.reduce(samples=samples)
         self._reduced.synchronized()
 
     def clip_grad_norm_(
@@ -290,6 +292,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         """
         if self._adasum:
             raise ConfigError("with Adasum gradients are not reduced, so that every rank would clip them differently")
+        self.rejoin()
         if not (self._skipping or self._reduced.is_final(id(self))):
             with self._stepper.parts_to_clip(norm_type):
                 self._reduce()
@@ -428,6 +431,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         scaler = None if self._skipping else scaler_of(caller)
         if scaler is None:
             return
+        self.rejoin()
         self._training.options.require_on_time(SCALER)
         if self._adasum:
             wrapping.share_overflows(self._parameters(), self._training)

@@ -56,7 +56,7 @@ class Stepper:
 
     def cleared(self) -> None:
         """Take note that the gradients are None or zero."""
-        if (sharding := self._training.reducer.sharding) is not None:
+        if self._training.options.shard is not None and (sharding := self._training.reducer.sharding) is not None:
             sharding.uncleared.cleared()
 
     def parts_to_clip(self, norm_type: float) -> AbstractContextManager[None]:
@@ -75,7 +75,7 @@ class Stepper:
 
     def require_unchanged(self) -> None:
         """See `ShardedStep.require_unchanged`."""
-        if (sharded := self._current()) is not None and sharded.is_open:
+        if self._sharded is not None and (sharded := self._current()) is not None and sharded.is_open:
             sharded.require_unchanged()
 
     def writing(self) -> AbstractContextManager[None]:
@@ -109,6 +109,8 @@ class Stepper:
 
     def _begun(self) -> ShardedStep | None:
         """Return what makes steps on shared parameters; None: each rank has its own. Collective."""
+        if self._training.options.shard is None:
+            return None
         if self._training.reducer.sharding is not None and self._current() is None:
             self._sharded = ShardedStep(self._optimizer, self._training.reducer, self._sharded)
         return self._current()

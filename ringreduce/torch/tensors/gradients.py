@@ -136,7 +136,16 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
     def found(self, gradients: list[Any]) -> bytes:
         if self._sparse_as_dense:
             gradients[:] = [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
-        return bytes([Found.NO_GRADIENT if each is None else self._found(each) for each in gradients])
+        return bytes(
+            [
+                Found.NO_GRADIENT
+                if each is None
+                else Found.DENSE  # most are
+                if each.is_cpu and each.layout is torch.strided
+                else self._found(each)
+                for each in gradients
+            ]
+        )
 
     def _found(self, gradient: torch.Tensor) -> int:
         if not (gradient.is_cpu or self._can_use(gradient)):
@@ -164,12 +173,15 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         return as_tensor(memory, first).zero_().view(first.dtype), tuple(slots)
 
     def pack(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        given = [(place, each) for place, each in zip(places, gradients, strict=True) if each is not None]
+        missing = [place for place, each in zip(places, gradients, strict=True) if each is None]
         with torch.no_grad():
-            if given:
-                torch._foreach_copy_([place for place, _ in given], [gradient for _, gradient in given])
-            if len(given) < len(places):
-                torch._foreach_zero_([place for place, each in zip(places, gradients, strict=True) if each is None])
+            if not missing:
+                torch._foreach_copy_(list(places), list(gradients))  # type: ignore[arg-type]
+                return
+            torch._foreach_zero_(missing)
+            for place, each in zip(places, gradients, strict=True):
+                if each is not None:
+                    place.copy_(each)
 
     def clone(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()

@@ -82,7 +82,13 @@ class GradientReducer:
         )
         self.late: PendingAverages | None = self._strategy.late
 
-    def reduce(self, gradients: Sequence[Any], fresh: Sequence[bool] | None = None, samples: Any = None) -> list[Any]:
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        fresh: Sequence[bool] | None = None,
+        samples: Any = None,
+        parameters: Sequence[Any] | None = None,
+    ) -> list[Any]:
         """Return the gradients' averages or sums over the ranks. Collective.
 
         Gradients that some ranks lack count as zeros there. With staleness, those of an earlier step are returned.
@@ -92,13 +98,15 @@ class GradientReducer:
             fresh: which of them count; None: all.
             samples: over how many samples this rank's gradients are a mean; averages are weighted by these numbers. On
                 all ranks or none. None: as a sampler says that divides by speed; where none does, ranks weigh equally.
+            parameters: all of them, as ``named`` returns them now; None: this asks it.
 
         Raises:
             UnsupportedBufferError: on all ranks, if some rank has a gradient that cannot be reduced.
             ConfigError: on all ranks, if gradients reduced before the step were overwritten or cleared on some, or
                 numbers of samples are wrong or missing on some.
         """
-        parameters = [parameter for _, parameter in self.named()]
+        if parameters is None:
+            parameters = [parameter for _, parameter in self.named()]
         given = list(gradients)
         found = self.memory.found(given)
         if fresh is not None:

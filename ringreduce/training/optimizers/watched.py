@@ -33,6 +33,7 @@ class Gradients:
         reducer: the same.
         overlap: reduces buckets during the backward pass.
         before_adding, added: see `Watcher`.
+        stepped: see `GradientReducer.stepped`.
     """
 
     def __init__(self, hooks: Hooks, reducer: GradientReducer, training: Callable[[], Any]) -> None:
@@ -45,6 +46,7 @@ class Gradients:
         self.overlap = reducer.overlap
         self.before_adding = self.overlap.before_adding
         self.added = self.overlap.added
+        self.stepped = reducer.stepped
         self._hooks: list[Removable] = []
         self.watch()
         # The parameters keep their hooks, and the finalizer keeps what it retires; neither keeps this object.
@@ -79,10 +81,6 @@ class Gradients:
 
     # ---- what optimizers call ----
 
-    def stepped(self) -> None:
-        """To be called when the optimizer has made a step."""
-        self.reducer.stepped()
-
     @property
     def pending(self) -> bool:
         """Whether a step has gradients to reduce; without ``in_backward``, always."""
@@ -104,7 +102,7 @@ class Gradients:
             fresh = self.overlap.fresh(parameters)
         gradients = [parameter.grad for parameter in parameters]
         try:
-            reduced = reducer.reduce(gradients, fresh, samples)
+            reduced = reducer.reduce(gradients, fresh, samples, parameters=parameters)
             for parameter, before, after in zip(parameters, gradients, reduced, strict=True):
                 if before is not after:
                     parameter.grad = after

@@ -31,20 +31,17 @@ class PacedSteps(Strategy):
             pacemaker.lags = True
             pacemaker.arrive(0)
         else:
-            self._look_for_joins()
-            pacemaker.arrive(self._joins)
+            joins = self._engine.joins
+            if joins != self._joins:
+                self._joins = joins
+                self._context.count.restart()
+                self._context.checks.after_join()
+            pacemaker.arrive(joins)
         averages = self._inner.reduce(contribution)
         pacemaker.leave()
         if pacemaker.reported:
             self._context.checks.look_at_paces(weighs=self._weighs)
         return averages
-
-    def _look_for_joins(self) -> None:
-        joins = self._engine.joins
-        if joins != self._joins:
-            self._joins = joins
-            self._context.count.restart()
-            self._context.checks.after_join()
 
     @property
     def late(self) -> PendingAverages | None:

@@ -85,13 +85,14 @@ class RepeatedSteps(Strategy):
 
     def reduce(self, contribution: Contribution) -> list[Any]:
         checks = self._context.checks
-        self._patience.begin()
+        self._patience.refused = False
         try:
             if not checks.idle:
                 checks.look(self._context.count.reduced, contribution.gradients)
             samples = self._numbers.of_step(contribution.samples)
-            settled = [partner.settle() for partner in self._partners]
-            same = self._last is not None and samples == self._numbers.told and all(settled)
+            same = self._last is not None and samples == self._numbers.told
+            for partner in self._partners:
+                same &= partner.settle()
             repeated = same and self._again(contribution)
             if not repeated:
                 self._whole.reduce(contribution._replace(samples=samples))
@@ -130,15 +131,17 @@ class RepeatedSteps(Strategy):
     def _collect(self, slots: Sequence[tuple[int, Slot]], gradients: list[Any]) -> bool:
         """Move gradients to their places; return False if that cannot be, and nothing was moved."""
         moving = []
+        places = []
         for number, slot in slots:
             look = slot.look(gradients[number])
             if look == Look.MOVABLE:
-                moving.append((number, slot.place))
+                moving.append(number)
+                places.append(slot.place)
             elif look != Look.IN_PLACE:
                 return False
         if moving:
-            self._context.memory.pack([place for _, place in moving], [gradients[number] for number, _ in moving])
-            for number, place in moving:
+            self._context.memory.pack(places, [gradients[number] for number in moving])
+            for number, place in zip(moving, places, strict=True):
                 gradients[number] = place
         return True
 

@@ -21,34 +21,31 @@ class Patience:
     Attributes:
         alike: agreements in a row that have found the same.
         needed: how many of them it takes.
+        refused: whether the ranks have come to this step in different ways.
     """
 
     def __init__(self) -> None:
         self.alike = 0
         self.needed = 1
-        self._refused = False  # whether the ranks have come to this step in different ways
+        self.refused = False
 
     @property
     def is_over(self) -> bool:
         """Whether enough agreements have found the same."""
         return self.alike >= self.needed
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._refused = False
-
     def heed(self, error: MismatchError, operation: Operation) -> None:
         """Take note that some ranks would repeat a step, and others not; raise any other error."""
-        if self._refused or not operation.refused:
+        if self.refused or not operation.refused:
             raise error
-        self._refused = True
+        self.refused = True
         operation.error = None  # else its traceback and the operation keep each other, and gradients, alive
         self.alike = 0
         self.needed *= 2
 
     def excuse(self) -> None:
         """Take note that the step differed in numbers of samples alone: gradients were as alike as before."""
-        if self._refused:
+        if self.refused:
             self.needed = max(self.needed // 2, 1)
 
 
