@@ -210,8 +210,7 @@ class DiLoCo(wrapper.Wrapper):
     def _leave_phase(self) -> None:
         """Reduce no gradients any more: backward passes that come now belong to a step of another phase. Local."""
         if isinstance(self._stepping, DistributedOptimizer):  # its hooks would go on to reduce gradients
-            self._stepping._unwatch()
-            self._stepping._training.gradients.retire()
+            self._stepping._retire()
         self._stepping = self._optimizer
         self._local.writing = nullcontext
         self._warm = None

@@ -445,6 +445,11 @@ class DistributedOptimizer(wrapper.Wrapper):
     def _may_own_methods_step(self) -> bool:
         return self._training.alone or self._skipping or self._training.options.in_backward
 
+    def _retire(self) -> None:
+        """Reduce no gradients any more, nor watch steps: another object makes them. Local."""
+        self._unwatch()
+        self._training.gradients.retire()
+
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
         if self._training.alone or self._skipping or self._training.is_reduced or self._reduced.is_taken():
