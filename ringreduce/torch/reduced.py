@@ -103,7 +103,7 @@ class Reduced:
         return bool(scaler._per_optimizer_states[optimizer]["found_inf_per_device"])  # forgotten once a step is over
 
     def by(self, optimizer: int) -> str | None:
-        """Return, by its name in `combinations`, what reduced the gradients of the next step already; None: nothing."""
+        """Return, by its name in `refusals`, what reduced the gradients of the next step already; None: nothing."""
         if not self.is_final(optimizer):
             return None
         return SCALER if self.state is State.SCALED else SKIPPING

@@ -1,7 +1,7 @@
 """Samples by speed: how many of each global batch every rank gets, from how long it took for those before.
 
 A rank that is always slow sets the pace of all, whatever they do while they wait for it. With fewer samples it does
-not. The mean over a global batch is then a weighted mean of the ranks' means; see `GradientReducer.samples`.
+not. The mean over a global batch is then a weighted mean of the ranks' means; see `GradientReducer.reduce`.
 """
 
 from __future__ import annotations
