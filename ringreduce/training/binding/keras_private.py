@@ -108,9 +108,8 @@ def _has_rate(keras: Any) -> bool:
 def _counts_passes(keras: Any) -> bool:
     optimizer, _ = _example(keras)
     found = passes_made(optimizer)
-    return (
-        hasattr(optimizer, "_iterations") and found.shape == () and any(each is found for each in optimizer.variables)
-    )
+    is_known = any(each is found for each in optimizer.variables)
+    return hasattr(optimizer, "_iterations") and is_known and found.shape == ()
 
 
 def _knows_variables(keras: Any) -> bool:
