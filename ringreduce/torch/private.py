@@ -166,7 +166,8 @@ at_end_of_pass: Callable[[Callable[[], object]], object] = getattr(
 
 #: What runs a backward pass, and what evaluates a node that is written in Python.
 _RUN = getattr(getattr(_graph, "_engine_run_backward", None), "__code__", None)
-_EVALUATE = getattr(torch.autograd.function.BackwardCFunction.apply, "__code__", None)
+_evaluate: Any = getattr(getattr(torch.autograd.function, "BackwardCFunction", None), "apply", None)
+_EVALUATE = getattr(_evaluate, "__code__", None)
 
 
 def following_in_outer_pass() -> list[Any] | None:
@@ -225,6 +226,7 @@ frame_above: Callable[[int], FrameType] = sys._getframe
 
 #: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients.
 _UNSCALING = "_unscale_grads_"
+_NO_SCALER = "train in bfloat16, without a GradScaler"
 _has_unscaling = hasattr(torch.amp.GradScaler, _UNSCALING)
 
 
@@ -251,12 +253,18 @@ def scaler_state(scaler: torch.amp.GradScaler, optimizer: int) -> dict[str, Any]
     """
     states: Mapping[int, dict[str, Any]] | None = getattr(scaler, "_per_optimizer_states", None)
     if states is None:
-        raise _lacking("GradScaler._per_optimizer_states", instead="train in bfloat16, without a GradScaler")
+        raise _lacking("GradScaler._per_optimizer_states", instead=_NO_SCALER)
     return states[optimizer]
 
 
 def has_looked(state: Mapping[str, Any]) -> bool:
-    """Return whether the GradScaler of a `scaler_state` has looked for overflows since the last step."""
+    """Return whether the GradScaler of a `scaler_state` has looked for overflows since the last step.
+
+    Raises:
+        ConfigError: the state has no ``found_inf_per_device`` in this version.
+    """
+    if "found_inf_per_device" not in state:
+        raise _lacking('_per_optimizer_states["found_inf_per_device"]', instead=_NO_SCALER)
     return bool(state["found_inf_per_device"])
 
 
@@ -308,6 +316,7 @@ def _found_eval_frame() -> Any:
 
 
 _eval_frame = _found_eval_frame()
+_can_skip = all(hasattr(_eval_frame, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"))
 
 
 def skip_in_compiler(function: FunctionType, codes: Sequence[CodeType], *, callees: bool) -> None:
@@ -322,7 +331,7 @@ def skip_in_compiler(function: FunctionType, codes: Sequence[CodeType], *, calle
         codes: its code, and that of functions that it makes, for when torch itself calls it.
         callees: whether it leaves what they call alone, too. If not, it compiles that by itself.
     """
-    if not hasattr(_eval_frame, "set_code_exec_strategy"):
+    if not _can_skip:
         return
     action = _eval_frame._FrameAction
     how = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if callees else action.DEFAULT)
