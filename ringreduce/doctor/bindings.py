@@ -41,6 +41,23 @@ class Binding:
     missing: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
 
+    def in_words(self, library: str, ours: str) -> tuple[str, str]:
+        """Return what was found, and what to do about it; the second is empty where nothing needs to be done.
+
+        Args:
+            library: its name and version.
+            ours: the binding's name.
+        """
+        if self.problem:
+            return f"{library}: {self.problem}", f"{ours} cannot be imported as it is."
+        works = self.count - len(self.missing)
+        text = f"{library}: {works} of {self.count} private part{'s' * (self.count != 1)} as expected"
+        if not self.missing:
+            return text, ""
+        costs = "; ".join(f"without {part} {cost}" for part, cost in self.missing.items())
+        remedy = f"W{costs[1:]}. An earlier version of the library may have what is missing."
+        return f"{text}, not {', '.join(self.missing)}", remedy
+
 
 def ask(packages: Mapping[str, str]) -> dict[str, Binding]:
     """Return what the bindings of installed libraries say, by library. Local; takes as long as to import all of them.

@@ -121,16 +121,8 @@ def _private_parts(name: str) -> _Check:
         found = ranks[0].bindings.get(name)
         if found is None:
             return None
-        library = f"{name} {ranks[0].packages.get(name, '')}"
-        if found.problem:
-            return Finding(topic, f"{library}: {found.problem}", "warning", f"{topic} cannot be imported as it is.")
-        lost = found.missing
-        text = f"{library}: {found.count - len(lost)} of {plural(found.count, 'private part')} as expected"
-        if not lost:
-            return Finding(topic, text)
-        costs = "; ".join(f"without {part} {cost}" for part, cost in lost.items())
-        remedy = f"W{costs[1:]}. An earlier version of {name} may have what is missing."
-        return Finding(topic, f"{text}, not {', '.join(lost)}", "warning", remedy)
+        value, remedy = found.in_words(f"{name} {ranks[0].packages.get(name, '')}", topic)
+        return Finding(topic, value, "warning" if remedy else "ok", remedy)
 
     return check
 
