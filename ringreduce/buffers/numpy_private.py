@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ringreduce.common.private_parts import Part, missing
 
 #: The versions of NumPy with which this was tried; the tests run with the last one.
-TRIED = ("2.4.6",)
+TRIED = ("2.2.6", "2.4.6")
 
 
 class Field(Protocol):

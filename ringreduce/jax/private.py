@@ -18,7 +18,7 @@ from jax.extend import core
 from ringreduce.common.private_parts import Part, lacking, missing
 
 #: The versions of JAX with which all of this was tried; the tests run with the last one.
-TRIED = ("0.10.2",)
+TRIED = ("0.5.0", "0.10.2")
 
 #: The major version of XLA's foreign function interface that `ringreduce.jax.ffi` speaks.
 _MAJOR = 0

@@ -18,7 +18,7 @@ from ringreduce.common.private_parts import Part, lacking, missing
 from ringreduce.training.binding.error_text import described
 
 #: The versions of TensorFlow with which all of this was tried; the tests run with the last one.
-TRIED = ("2.21.0",)
+TRIED = ("2.18.0", "2.21.0")
 
 
 def _found(module: str, name: str) -> Any:

@@ -146,20 +146,20 @@ zero_all: Callable[[Sequence[torch.Tensor]], object] = getattr(torch, "_foreach_
 # ---- backward passes ----
 
 
-def _no_current_pass() -> int:
-    raise _lacking("torch._C._current_graph_task_id", instead="make the optimizer with overlap=False")
-
-
 def _no_end_of_pass(action: Callable[[], object]) -> None:
-    raise _lacking("torch.autograd.Variable._execution_engine", instead="make the optimizer with overlap=False")
+    instead = "average gradients by allreduce_ before step()"
+    raise _lacking("torch.autograd.Variable._execution_engine", instead=instead)
 
 
-#: Return the number of the backward pass in which this thread is; -1 outside of one. Nothing public tells passes apart.
-#: Without it, it raises ConfigError.
-current_pass: Callable[[], int] = getattr(_C, "_current_graph_task_id", _no_current_pass)
+#: What `current_pass` is outside of a pass, or where passes cannot be told apart.
+NO_PASS = -1
+
+#: Return the number of the backward pass in which this thread is. Nothing public tells passes apart. Without
+#: ``_current_graph_task_id`` it is always `NO_PASS`: a pass that an exception ends counts with the next one.
+current_pass: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: NO_PASS)
 
 #: Call a function at the end of the backward pass in which this thread is. Nothing public does; torch's own
-#: data-parallel training uses it. Without it, it raises ConfigError.
+#: data-parallel training uses it. Without ``_execution_engine`` it raises ConfigError.
 at_end_of_pass: Callable[[Callable[[], object]], object] = getattr(
     getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", _no_end_of_pass
 )
@@ -597,20 +597,22 @@ def _groups_have_backends() -> bool:
     return not torch.distributed.is_available() or hasattr(torch.distributed.ProcessGroup, "_get_backend")
 
 
-_NO_OVERLAP = "gradients are not reduced during the backward pass: overlap=False is needed"
-
 PARTS = (
     Part("version_of", _versions_are_counted, "writes to gradients between backward() and step() go unnoticed"),
     Part("holders_at", _holders_are_counted, "gradients that the program has kept may be overwritten"),
     Part("forbid_resizing", lambda: _resizable_offset() is not None, "tensors of operations cannot be resized later"),
     Part("raw_entries", _entries_are_raw, "sparse gradients of 16 bits are less exact"),
     Part("copy_all", _many_at_once, "steps of many small gradients are slower"),
-    Part("current_pass", lambda: _seen_in_pass(current_pass) != current_pass(), _NO_OVERLAP),
-    Part("at_end_of_pass", _ends_are_heard, _NO_OVERLAP),
+    Part(
+        "current_pass",
+        lambda: _seen_in_pass(current_pass) != NO_PASS,
+        "a pass that an exception ends counts with the next",
+    ),
+    Part("at_end_of_pass", _ends_are_heard, "DistributedOptimizer cannot be used"),
     Part(
         "following_in_outer_pass",
         lambda: _seen_in_pass(following_in_outer_pass, nested=True),
-        "reentrant checkpoints need overlap=False",
+        "passes that reentrant checkpoints make count as the program's",
     ),
     Part("is_called_by_autograd", _is_seen_from_hook, "DDP's hooks that compress gradients fail"),
     Part("call_first", _hooks_are_reordered, "steps in hooks of the program may take unreduced gradients"),

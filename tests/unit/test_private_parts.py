@@ -50,6 +50,7 @@ def without(module: ModuleType, *hidden: str) -> Any:
     return made
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("library", PRIVATE)
 def test_all_is_as_expected_in_the_installed_version(library: str):
     """With the version that the tests run with, which is the last of those that were tried."""
@@ -159,7 +160,6 @@ def seen_in_hook(look: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("hidden", "act", "part"),
     [
-        ("_current_graph_task_id", lambda private: private.current_pass(), "_current_graph_task_id"),
         ("_execution_engine", lambda private: private.at_end_of_pass(print), "Variable._execution_engine"),
         ("_per_optimizer_states", lambda private: private.scaler_state(object(), 1), "_per_optimizer_states"),
         ("nothing", lambda private: private.has_looked({}), "found_inf_per_device"),
@@ -173,6 +173,37 @@ def test_what_torch_cannot_do_without_is_a_clear_error(hidden: str, act: Callabl
         act(without(private_of("torch"), hidden))
     assert str(caught.value).startswith(f"torch {torch.__version__} has no ")
     assert "doctor" in str(caught.value)
+
+
+def test_without_numbers_of_passes_each_end_is_heard(monkeypatch: pytest.MonkeyPatch):
+    """Once, and also after a pass that an exception has ended."""
+    torch = pytest.importorskip("torch")
+    gradients = importlib.import_module("ringreduce.torch.tensors.gradients")
+    less = without(private_of("torch"), "_current_graph_task_id")
+    assert seen_in_hook(less.current_pass) == less.NO_PASS
+    monkeypatch.setattr(gradients, "current_pass", less.current_pass)
+    passes = gradients._Passes()
+    ended: list[bool] = []
+
+    class Watcher:
+        number = 1
+
+        def pass_ended(self, nested: bool) -> None:
+            ended.append(nested)
+
+    watcher = Watcher()
+    parameters = [torch.ones(1, requires_grad=True) for _ in range(3)]
+    for each in parameters:
+        each.register_hook(lambda _: passes.notify_end(watcher))
+    for count in (1, 2):
+        sum(parameters).backward()
+        assert ended == [False] * count
+    failing = parameters[0] * 1.0
+    failing.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (failing + parameters[1] * parameters[2]).backward()
+    sum(parameters).backward()
+    assert ended == [False] * 3
 
 
 def test_passes_within_others_are_told_by_less():

@@ -17,6 +17,7 @@ from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.torch.private import (
+    NO_PASS,
     at_end_of_pass,
     call_first,
     copy_all,
@@ -262,6 +263,8 @@ class _Passes:
             while len(self._watchers) > _NESTED:  # passes that an exception has ended
                 del self._watchers[next(iter(self._watchers))]
             watchers = self._watchers[task] = []
+            at_end_of_pass(lambda: self._end(task))
+        elif task == NO_PASS:  # so these may be of a pass that an exception has ended
             at_end_of_pass(lambda: self._end(task))
         if all(each() is not watcher for each in watchers):
             watching = weakref.ref(watcher)

@@ -15,7 +15,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.private_parts import Part, lacking
 
 #: The versions of Keras with which all of this was tried; the tests run with the last one.
-TRIED = ("3.15.1",)
+TRIED = ("3.12.0", "3.15.1")
 
 
 def _lacking(part: str, instead: str) -> ConfigError:
