@@ -6,7 +6,6 @@ a communicator. Its keys say what a plan is bound to; a repeated call is found b
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ringreduce.buffers import Operand
+from ringreduce.buffers.numpy_private import address_field
 from ringreduce.common.instruments import Tally
 from ringreduce.common.lifetime import close_all
 
@@ -193,10 +193,8 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
         return lambda given: given is None
     known: Callable[[], Any] = weakref.ref(array, forget)
     if isinstance(array, np.ndarray):  # a weak reference forbids `resize`; all else can be assigned
-        # The field in which NumPy keeps the address, by its C interface: `address_of` takes a fifth of a small call. It
-        # is not read once the array is freed: `forget` has removed what reads it before another object gets its id.
-        data = ctypes.c_void_p.from_address(id(array) + object.__basicsize__)
-        assert data.value == array.__array_interface__["data"][0]
+        # It is not read once the array is freed: `forget` has removed what reads it before another object gets its id.
+        data = address_field(array)
         address = data.value
         shape = array.shape
         strides = array.strides

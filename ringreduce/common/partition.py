@@ -27,7 +27,7 @@ class Partition:
         Inner bounds are multiples of ``align`` elements (so that blocks can begin on cache lines).
         """
         units = -(-count // align)
-        return cls((*(min(count, units * b // nblocks * align) for b in range(nblocks)), count))
+        return cls((*[min(count, units * block // nblocks * align) for block in range(nblocks)], count))
 
     @classmethod
     def first_larger(cls, count: int, nblocks: int) -> Partition:

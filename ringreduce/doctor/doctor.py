@@ -11,7 +11,8 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
 
@@ -20,12 +21,15 @@ from ringreduce.bench.cases import plural
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import MismatchError, RingReduceError
 from ringreduce.common.launch import launch
+from ringreduce.doctor.bindings import Binding, ask
 from ringreduce.doctor.facts import Facts, WorldFacts, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.runtime.worlds import tuning_key
 from ringreduce.training.calls.objects import gather
 
 __all__ = ["look", "to_json", "to_text"]
+
+_HEARD_S = 0.2  # between two signs of life of rank 0
 
 
 def look() -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
@@ -37,7 +41,23 @@ def look() -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
     world = WorldFacts(nodes=((launch().rank,),)) if foreign else _start_world()
     mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launch().rank, foreign)
     ranks = gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
+    ranks[0] = replace(ranks[0], bindings=_ask_bindings(mine.packages))
     return None if mine.rank or launch().rank else (examine(ranks), ranks)
+
+
+def _ask_bindings(packages: Mapping[str, str]) -> Mapping[str, Binding]:
+    """Return what the bindings say of private parts, if this is rank 0. Collective.
+
+    That takes seconds, or minutes on a slow disk, in which the other ranks hear from rank 0 again and again: they would
+    give it up otherwise.
+    """
+    if not ringreduce.is_initialized():
+        return {} if launch().rank else ask(packages)
+    with ThreadPoolExecutor(1) as pool:
+        asking = [pool.submit(ask, packages)] if ringreduce.rank() == 0 else []
+        while not all(gather(ringreduce.world(), not wait(asking, timeout=_HEARD_S).not_done)):
+            pass
+        return asking[0].result() if asking else {}
 
 
 def _start_world() -> WorldFacts:

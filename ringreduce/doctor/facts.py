@@ -18,6 +18,7 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.launch import LAUNCHERS
 from ringreduce.common.libraries import FRAMEWORKS
+from ringreduce.doctor.bindings import Binding
 from ringreduce.gpu.inventory import Inventory, take_inventory
 from ringreduce.launcher.mpirun import clash, find
 from ringreduce.transport.shared.segments import MemfdSegments
@@ -112,6 +113,7 @@ class Facts:
         host: the name of its machine; `boot` is equal for containers of one machine, `pid_namespace` for processes
             that see each other.
         packages: name -> version of those that matter and are installed.
+        bindings: library -> what its binding says of the library's private parts; of rank 0 alone.
         torch_threads: how many threads torch would use; 0 without torch.
         torch_cuda: the CUDA that torch was built for; empty where it was built for the CPU alone.
         core_numbers: the cores that this rank may run on, and ``quota`` how many it gets the time of; 0.0: all of them.
@@ -133,6 +135,7 @@ class Facts:
     system: str = ""
     python: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
+    bindings: Mapping[str, Binding] = field(default_factory=dict)
     torch_threads: int = 0
     torch_cuda: str = ""
     core_numbers: tuple[int, ...] = (0,)

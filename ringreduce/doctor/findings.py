@@ -11,6 +11,7 @@ from ringreduce.buffers.device_arrays import INSTALL, install_command
 from ringreduce.common.config import ignored_variables
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.libraries import FRAMEWORKS, is_older
+from ringreduce.doctor.bindings import PRIVATE
 from ringreduce.doctor.facts import LIBRARIES, ROOT_ALLOWED, Facts
 from ringreduce.gpu.nccl import version_text
 from ringreduce.launcher.mpirun import clash, family
@@ -108,6 +109,20 @@ def _framework(name: str) -> _Check:
             needed = f"{title} {'.'.join(map(str, lowest))} or newer"
             return replace(found, level="warning", remedy=f"ringreduce.{needed_by} needs {needed}: {remedy}")
         return found
+
+    return check
+
+
+def _private_parts(name: str) -> _Check:
+    """Return a check of the private parts of a library that its binding touches."""
+    topic = "ringreduce" if name == "numpy" else f"ringreduce.{name}"
+
+    def check(ranks: Sequence[Facts]) -> Finding | None:
+        found = ranks[0].bindings.get(name)
+        if found is None:
+            return None
+        value, remedy = found.in_words(f"{name} {ranks[0].packages.get(name, '')}", topic)
+        return Finding(topic, value, "warning" if remedy else "ok", remedy)
 
     return check
 
@@ -434,6 +449,7 @@ _SECTIONS: dict[str, tuple[_Check, ...]] = {
         *map(_framework, FRAMEWORKS),
         _package("mpi4py", "not installed"),
     ),
+    "Bindings": tuple(map(_private_parts, PRIVATE)),
     "MPI": (_start, _remarks, _mpi_library, _launcher, _root, _thread_level, _faults),
     "Machines": (_node_map, _cores, _threads, _shared_memory, _shm),
     "Settings": (_variables, _timeouts, _tuning),

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.extend import core
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import place_of, program_stack
@@ -21,6 +20,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine.coordinator import fuse
 from ringreduce.jax import ffi
+from ringreduce.jax.private import trace_state
 from ringreduce.jax.steps import Step, steps_of
 from ringreduce.runtime import count as tell
 from ringreduce.runtime import global_process_set
@@ -167,19 +167,16 @@ _BLOCKING: dict[str, Callable[[Communicator, Call, Host, Any], Host]] = {
 
 # ---- in compiled programs ----
 
-#: Where it is depends on the version of JAX.
-_trace_state = getattr(core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
-
 #: The traces that are under way, each with its number of collectives, which numbers those of one line.
 _traces: deque[tuple[Any, list[int]]] = deque(maxlen=16)
 
 
-_AT_ONCE = _trace_state(convention="ringreduce")
+_AT_ONCE = trace_state(convention="ringreduce")
 
 
 def is_tracing() -> bool:
     """Return whether a program is being traced, whatever it does with arrays."""
-    return bool(_trace_state(convention="ringreduce") != _AT_ONCE)
+    return bool(trace_state(convention="ringreduce") != _AT_ONCE)
 
 
 def name_here(kind: str, leaves: Sequence[Any]) -> str | None:
@@ -189,7 +186,7 @@ def name_here(kind: str, leaves: Sequence[Any]) -> str | None:
     """
     if not is_traced(leaves):
         return None
-    trace = _trace_state(convention="ringreduce")
+    trace = trace_state(convention="ringreduce")
     count = next((count for other, count in _traces if other == trace), None)
     if count is None:
         count = [0]

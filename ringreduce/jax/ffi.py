@@ -8,7 +8,7 @@ stable within a major version of that API.
 from __future__ import annotations
 
 import ctypes
-import sys
+import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
@@ -133,7 +133,7 @@ def register(handler: Handler) -> None:
 
             handler(text, Memory.of(results_count, arguments), Memory.of(results_count, results), others)
         except BaseException as error:
-            awaited = sys._getframe().f_back is not None  # else this is a thread of XLA
+            awaited = getattr(inspect.currentframe(), "f_back", None) is not None  # else this is a thread of XLA
             message = ctypes.create_string_buffer(described(error, awaited=awaited).encode(errors="replace"))
             said = _ERROR.pack(_ERROR.size, 0, ctypes.addressof(message), _INTERNAL)
             create: Any = _create_error(*_read(_ADDRESS, api + _CREATE_ERROR_OFFSET))

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.keras.private import forget_state
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.framework import Advice
 from ringreduce.training.binding.identity import Identity, ScopedName, identity_of
@@ -147,7 +148,7 @@ if keras.backend.backend() == "jax":
             try:
                 return jax.block_until_ready(step(*arguments))
             except Exception as error:
-                model._jax_state = None  # the step has used up these arrays; Keras would raise that and not the error
+                forget_state(model)  # the step has used up these arrays; Keras would raise that and not the error
                 raise error_of(error) from None
 
         model.train_function = guarded

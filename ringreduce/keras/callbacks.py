@@ -16,6 +16,7 @@ from ringreduce.keras.backends import as_numpy, named_as, prepare, settle
 from ringreduce.keras.functions import broadcast_variables
 from ringreduce.keras.local import require_whole_steps
 from ringreduce.keras.metrics import UNKNOWN, averages_of, samples_of
+from ringreduce.keras.private import layers_of, velocities_of
 from ringreduce.runtime import config, rank, size
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.host import ArraySpec
@@ -193,7 +194,7 @@ class LearningRateScheduleCallback(DistributedCallback):
         # Velocities have the learning rate in them. To multiply them once is to multiply the momentum for one batch,
         # which is a constant of the compiled step.
         if self.momentum_correction and getattr(optimizer, "momentum", None) and old not in (0.0, new):
-            for velocity in getattr(optimizer, "momentums", getattr(optimizer, "_momentums", ())):
+            for velocity in velocities_of(optimizer):
                 velocity.assign(velocity * (new / old))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -418,7 +419,7 @@ class DiLoCoCallback(DistributedCallback):
             raise ConfigError("the model has no weights yet: call model.build(input_shape) first")
         if not self._averages_buffers:
             return self.model.trainable_variables, []
-        layers = [each for each in self.model._flatten_layers() if not each.trainable]
+        layers = [each for each in layers_of(self.model) if not each.trainable]
         frozen = {id(each) for layer in layers for each in layer.weights}
         buffers = [each for each in self.model.non_trainable_weights if id(each) not in frozen]
         return self.model.trainable_variables, [each for each in buffers if is_averaged(each.dtype)]

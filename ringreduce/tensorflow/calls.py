@@ -14,10 +14,16 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.ops import control_flow_util
 
 from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError, UnsupportedBufferError
+from ringreduce.tensorflow.private import (
+    control_flow_of,
+    creation_number,
+    error_fields,
+    is_for_xla,
+    make_unknown_errors_by,
+    possible_gradients,
+)
 from ringreduce.training.binding.error_text import described, original
 from ringreduce.training.binding.identity import ScopedName, counters
 
@@ -48,7 +54,7 @@ def _made(cls: Any, node: Any = None, op: Any = None, message: Any = "", *more: 
     return original(str(message)) or Exception.__new__(cls, node, op, message, *more)
 
 
-tf.errors.UnknownError.__new__ = _made
+make_unknown_errors_by(_made)
 
 
 @lru_cache
@@ -66,8 +72,7 @@ def _translated(error: BaseException) -> BaseException:
     """Make an error of ours one of TensorFlow's as well."""
     for ours, theirs, code in _KINDS:
         if isinstance(error, ours) and not isinstance(error, tf.errors.OpError):
-            known = {"_node_def": None, "_op": None, "_message": described(error), "_error_code": code}
-            error.__dict__.update(known, _experimental_payloads={})
+            error.__dict__.update(error_fields(described(error), code))
             error.__class__ = _both(type(error), theirs)  # type: ignore[arg-type]
     return error
 
@@ -121,8 +126,7 @@ def path_of(variable: Any) -> str:
 
 def made_as(variable: Any) -> tuple[int, ...]:
     """Return numbers that are greater for a variable that was made later, of two of the same name."""
-    own = str(getattr(variable, "_unique_id", "")).rpartition("_")[2]
-    return (*counters(path_of(variable)), int(own) if own.isdigit() else 0)
+    return (*counters(path_of(variable)), creation_number(variable))
 
 
 def name_of(variable: Any, number: int) -> str:
@@ -166,7 +170,7 @@ def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
 
 def are_recorded(tensors: Sequence[tf.Tensor]) -> bool:
     """Return whether a gradient may be asked for of what becomes of these."""
-    return not tf.executing_eagerly() or pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes(tensors) != 0
+    return not tf.executing_eagerly() or possible_gradients(tensors) != 0
 
 
 def traced_name(kind: str) -> str | None:
@@ -216,14 +220,14 @@ def run(
 
     graph = tf.compat.v1.get_default_graph()
     results = list(specs())
-    if control_flow_util.GraphOrParentsInXlaContext(graph):
+    if is_for_xla(graph):
         raise ConfigError(
             "XLA cannot compile operations of ringreduce, which run on the host, in Python: use jit_compile=False for "
             "the function or the model"
         )
     before: list[Any] = []
     if in_order and not graph.building_function:
-        before = graph.get_collection_ref(f"ringreduce {graph._get_control_flow_context()}")
+        before = graph.get_collection_ref(f"ringreduce {control_flow_of(graph)}")
     with graph.control_dependencies(before):
         made = tf.numpy_function(call, list(tensors), [dtype for dtype, _ in results], stateful=True)
     before[:] = [made[0].op]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -32,6 +31,7 @@ from ringreduce.tensorflow.calls import (
     values_when,
 )
 from ringreduce.tensorflow.compression import Compression
+from ringreduce.tensorflow.private import copy_of_tape, end_recording
 from ringreduce.tensorflow.slices import added_up, each_index_once, places_of
 from ringreduce.training.binding.framework import Advice
 from ringreduce.training.binding.host import ArraySpec, HostMemory
@@ -412,8 +412,7 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
         *,
         samples: Any = None,
     ) -> Any:
-        if gradtape._recording and not gradtape._persistent:  # it cannot record how its gradients are computed
-            gradtape._pop_tape()
+        end_recording(gradtape)  # it cannot record how its gradients are computed
         own = kind.gradient(tape, target, sources, output_gradients, unconnected_gradients)
         reduced = distribution.reduced(tf.nest.flatten(own), tf.nest.flatten(sources), samples=samples)
         return tf.nest.pack_sequence_as(own, reduced)
@@ -429,10 +428,8 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
             both[id(source) not in local].append(each)
         return both
 
-    made = copy.copy(gradtape)
-    made._recording = False  # the other one ends the recording
     return with_methods(
-        made,
+        copy_of_tape(gradtape),  # the other one ends the recording
         gradient=entry(gradient),
         register_local_source=register_local_source,
         get_local_and_global_gradients=entry(get_local_and_global_gradients),

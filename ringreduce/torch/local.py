@@ -20,7 +20,7 @@ from ringreduce.torch.compression import Compression, Compressor, each_array
 from ringreduce.torch.local_state import StateAverage
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.own_methods import LOCAL_ADVICE
-from ringreduce.torch.reduced import scaler_of
+from ringreduce.torch.private import scaler_of
 from ringreduce.torch.sharded.shardable import require_not_shared
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.training.calls.parameters import require_same_arrays

@@ -18,7 +18,8 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapper, wrapping
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
-from ringreduce.torch.reduced import Reduced, State, scaler_of, warn_of_own_step, warn_of_second_reduction
+from ringreduce.torch.private import scaler_of
+from ringreduce.torch.reduced import Reduced, State, warn_of_own_step, warn_of_second_reduction
 from ringreduce.torch.sharded.saved import add_training, take_training
 from ringreduce.torch.sharded.shardable import is_elementwise, require_shardable
 from ringreduce.torch.sharded.stepper import Stepper

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.torch.private import version_of
 
 #: What to do instead, with a `DistributedOptimizer` and with `DiLoCo`.
 ADVICE = (
@@ -93,7 +94,7 @@ class Arrivals:
         """
         return [
             (
-                0 if each.is_inference() else each._version,
+                0 if each.is_inference() else version_of(each),
                 each.data_ptr(),
                 _first_bytes(each) if values and each.device.type == "cpu" else b"",
             )

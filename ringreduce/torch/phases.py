@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ringreduce import runtime
 from ringreduce.observe.timeline import Program
+from ringreduce.torch.private import at_end_of_pass, leaves
 
 
 class _Phases:
@@ -69,13 +70,12 @@ class _Phases:
     def _backward_begins(self, gradient: object) -> None:
         """Take note that the pass has come to the output of the model; its loss comes before, and is not seen."""
         begin = perf_counter()
-        engine = torch.autograd.Variable._execution_engine
 
         def end() -> None:
             self._program("backward", begin, perf_counter())
 
         # What others want to have done at the end of the pass, DDP for one, is done before.
-        engine.queue_callback(lambda: engine.queue_callback(end))
+        at_end_of_pass(lambda: at_end_of_pass(end))
 
     def _update_begins(self, optimizer: object, arguments: object, options: object) -> None:
         self._update_s = perf_counter()
@@ -112,4 +112,4 @@ def follow(program: Program | None) -> None:
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     """Return the tensors that a model has returned, in whatever they are."""
-    return [each for each in torch.utils._pytree.tree_leaves(output) if isinstance(each, torch.Tensor)]
+    return [each for each in leaves(output) if isinstance(each, torch.Tensor)]

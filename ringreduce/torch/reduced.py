@@ -6,16 +6,13 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from enum import Enum, auto
-from types import FrameType
 from typing import Any
 
 import torch
 
 from ringreduce.torch.own_methods import Arrivals
+from ringreduce.torch.private import has_looked, scaler_state
 from ringreduce.training.options.refusals import SCALER, SKIPPING
-
-#: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients; private to torch.
-_UNSCALING = "_unscale_grads_"
 
 
 class State(Enum):
@@ -87,12 +84,12 @@ class Reduced:
     def done_for(self, scaler: torch.amp.GradScaler, optimizer: int) -> None:
         """Take note that a GradScaler has had them reduced, for the next step of the optimizer with this ``id``."""
         self.state = State.SCALED
-        self._scaler = weakref.ref(scaler), scaler._per_optimizer_states[optimizer]
+        self._scaler = weakref.ref(scaler), scaler_state(scaler, optimizer)
 
     def is_done_for(self, scaler: torch.amp.GradScaler, optimizer: int) -> bool:
         """Return whether a GradScaler may read them as they are."""
         # The method of a subclass may read the groups, and then call the one of GradScaler, which reads them again.
-        same = self._scaler is not None and self._scaler[1] is scaler._per_optimizer_states[optimizer]
+        same = self._scaler is not None and self._scaler[1] is scaler_state(scaler, optimizer)
         return same or self.state in (State.SYNCHRONIZED, State.CLIPPED)
 
     def is_final(self, optimizer: int) -> bool:
@@ -100,7 +97,7 @@ class Reduced:
         scaler = None if self._scaler is None else self._scaler[0]()
         if self.state is State.CLIPPED or scaler is None:
             return self.state is State.CLIPPED
-        return bool(scaler._per_optimizer_states[optimizer]["found_inf_per_device"])  # forgotten once a step is over
+        return has_looked(scaler_state(scaler, optimizer))  # forgotten once a step is over
 
     def by(self, optimizer: int) -> str | None:
         """Return, by its name in `refusals`, what reduced the gradients of the next step already; None: nothing."""
@@ -114,15 +111,6 @@ class Reduced:
         if self.state is State.SYNCHRONIZED:
             self.state = State.OWN
         return taken
-
-
-def scaler_of(caller: FrameType) -> torch.amp.GradScaler | None:
-    """Return the GradScaler that reads gradients in a frame; None: there is none."""
-    code = caller.f_code
-    if code.co_name != _UNSCALING or not code.co_argcount:
-        return None
-    scaler = caller.f_locals.get(code.co_varnames[0])
-    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
 def warn_of_second_reduction(*, adds_up: bool) -> None:

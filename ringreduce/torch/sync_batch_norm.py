@@ -7,18 +7,18 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set, is_initialized
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.torch.private import BatchNorm, children_of
 from ringreduce.torch.reductions import allreduce
 from ringreduce.training.calls.moments import gather_moments, require_variance
 from ringreduce.training.calls.requests import RequestBuilder, require_process_set
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Normalise each channel by its mean and variance over the batches of all ranks of a process set.
 
     While training, every forward pass and every backward pass is a collective: all ranks of the set call them, in the
@@ -126,15 +126,15 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_set: ProcessSet = gl
     made: dict[torch.nn.Module, torch.nn.Module] = {}
     for each in module.modules():
         is_ours = isinstance(each, SyncBatchNorm)
-        made[each] = _like(each, process_set) if isinstance(each, _BatchNorm) and not is_ours else each
+        made[each] = _like(each, process_set) if isinstance(each, BatchNorm) and not is_ours else each
     for each, converted in made.items():
-        for name, child in list(each._modules.items()):  # named_children() leaves out the second name of a child
+        for name, child in children_of(each):
             if child is not None:
                 setattr(converted, name, made[child])
     return made[module]
 
 
-def _like(norm: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
+def _like(norm: BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
     if norm.num_features == 0:
         raise ConfigError("a lazy batch normalisation knows its channels only after its first batch; convert it then")
     made = SyncBatchNorm(

@@ -11,10 +11,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from torch._C._dynamo import eval_frame
-
-#: Private to torch, since 2.7. Earlier versions leave alone what a function calls only if it is wrapped.
-_set_strategy: Any = getattr(eval_frame, "set_code_exec_strategy", None)
+from ringreduce.torch.private import skip_in_compiler
 
 
 def leave_uncompiled(*places: Any, callees: bool = True) -> None:
@@ -26,16 +23,9 @@ def leave_uncompiled(*places: Any, callees: bool = True) -> None:
         places: the functions; of classes and modules, all that are written there.
         callees: whether it leaves what they call alone, too. If not, it compiles that by itself.
     """
-    if _set_strategy is None:
-        return
-    action = eval_frame._FrameAction
-    how = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if callees else action.DEFAULT)
     for function in _functions(places):
-        # The attributes are for functions that are compiled and call it, the rest for when torch itself calls it.
-        vars(function)["_torchdynamo_disable"] = True
-        vars(function)["_torchdynamo_disable_msg"] = "it has to do with other processes"
-        for code in _codes(inspect.unwrap(function).__code__):  # and not a decorator's, which is that of others too
-            _set_strategy(code, how)
+        codes = _codes(inspect.unwrap(function).__code__)  # and not a decorator's, which is that of others too
+        skip_in_compiler(function, list(codes), callees=callees)
 
 
 def _functions(places: Iterable[Any]) -> Iterator[FunctionType]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType, MethodType
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ringreduce.torch.own_methods import ADVICE, Arrivals, guarded
+from ringreduce.torch.private import frame_above
 from ringreduce.torch.wrapping import is_optimizer, parameters_of
 from ringreduce.training.binding.framework import Named
 
@@ -60,7 +60,7 @@ class Wrapper(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:
         # A GradScaler looks for overflows in the gradients, and divides them by its scale, just before the step or when
         # the program tells it to. If it did so before they are reduced, some ranks would skip the step.
-        self._prepare_for_scaler(sys._getframe(1))
+        self._prepare_for_scaler(frame_above(1))
         return self._optimizer.param_groups
 
     @param_groups.setter

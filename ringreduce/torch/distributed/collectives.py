@@ -18,7 +18,8 @@ from ringreduce.common.errors import ConfigError, TransportError, UnsupportedBuf
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import group_collectives
 from ringreduce.runtime.groups import Group
-from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, Timeout, end_span_with, limit_of, seconds
+from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, Timeout, end_span_after, limit_of, seconds
+from ringreduce.torch.private import cpu_backend_of, is_profiling
 from ringreduce.torch.tensors.arrays import TENSORS, sparse_entries, sum_entries
 from ringreduce.transport.point_to_point import PeerTransfer
 
@@ -159,12 +160,12 @@ class GroupBackend:
                 raise
             task.when_done(release)
             if span is not None:
-                end_span_with(task, span)
+                end_span_after(task, span)
             return CollectiveWork(task, results)
 
     def _shown(self, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         """Return a context that torch's profiler shows, if it is on."""
-        if not profiler._is_profiler_enabled:
+        if not is_profiling():
             return nullcontext()
         nbytes = sum(each.nbytes for each in tensors if each.layout is torch.strided)
         ranks = ", ".join(map(str, self._group.ranks))
@@ -204,7 +205,7 @@ class GroupBackend:
         with self._shown(name, [tensor]) as span:
             work = MessageWork(self._group, begin(_movable(tensor), peer, tag), tensor)
             if span is not None:
-                end_span_with(work.task(), span)
+                end_span_after(work.task(), span)
         return work
 
     # ---- coalescing: works come one after the other anyway, and the last of them is returned for all ----
@@ -372,7 +373,7 @@ def recreate_default_group() -> None:
     Collective. Other groups end with the old one.
     """
     whole: Any = dist.group.WORLD
-    ours = whole._get_backend(torch.device("cpu"))
+    ours = cpu_backend_of(whole)
     if isinstance(ours, Collectives):
         backend = dist.get_backend()
         dist.destroy_process_group()
@@ -386,9 +387,9 @@ def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
         ConfigError: it is none of ringreduce's.
     """
     given = cast("Any", process_group or dist.group.WORLD)
-    backend = given._get_backend(torch.device("cpu")) if hasattr(given, "_get_backend") else None
+    backend = cpu_backend_of(given)
     if not isinstance(backend, Collectives):
-        got = given if backend is None else f"one of {backend.name()}"
+        got = given if backend is given else f"one of {backend.name()}"
         raise ConfigError(f"this takes a process group of the backend {NAME} that this rank is in, got {got}")
     return backend.group
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public, and not in the types
 
 from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.reduce_ops import AVERAGE

@@ -10,16 +10,14 @@ sent a message. So it is taken for groups with other backends alone. `Collective
 from __future__ import annotations
 
 import socket
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from ringreduce import runtime
 from ringreduce.common.config import accelerate_uses_cpus, find_ranks_of_cpus
@@ -29,6 +27,7 @@ from ringreduce.runtime.groups import Group
 from ringreduce.torch.distributed import collectives, works
 from ringreduce.torch.distributed.collectives import NAME, Collectives, open_groups
 from ringreduce.torch.distributed.works import seconds
+from ringreduce.torch.private import accelerate_state, backend_class, is_open_group
 from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.training.calls.objects import broadcast_object
 
@@ -36,6 +35,8 @@ if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object
 else:
     _Base = dist.ProcessGroup
+
+_stores: Any = dist  # which has them, though not in its types
 
 _KIND = "custom"  # torch's word for all backends but its own
 
@@ -67,7 +68,7 @@ def _store() -> Any:
     """Return a store that all ranks of the world reach. Collective."""
     size = runtime.size()
     if size == 1:
-        return c10d.HashStore()
+        return _stores.HashStore()
     single_host = runtime.local_size() == size or len(runtime.world().hosts.nodes) == 1
     server = None
     place = ("", 0)
@@ -76,12 +77,12 @@ def _store() -> Any:
             _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=launch().job_folder))
             place = f"{_folders[-1].name}/store", 0
         else:
-            server = c10d.TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)
+            server = _stores.TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)
             place = socket.gethostname(), server.port
     where, port = broadcast_object(place)
     if single_host:
-        return c10d.FileStore(where, size)
-    return server or c10d.TCPStore(where, port, size, is_master=False, wait_for_workers=False)
+        return _stores.FileStore(where, size)
+    return server or _stores.TCPStore(where, port, size, is_master=False, wait_for_workers=False)
 
 
 def create(options: Any) -> Any:
@@ -117,12 +118,12 @@ def create(options: Any) -> Any:
 
 def _warn_if_accelerate_is_alone() -> None:
     """Warn if Accelerate has taken, or will take, each rank for the only one."""
-    state: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    state = accelerate_state()
     if state is None:
         return
-    if state._shared_state.get("num_processes") == 1:
+    if state.get("num_processes") == 1:
         remedy = "call init_process_group before Accelerator() or TrainingArguments are made"
-    elif torch.cuda.is_available() and not state._shared_state and not accelerate_uses_cpus():
+    elif torch.cuda.is_available() and not state and not accelerate_uses_cpus():
         remedy = "torch sees a GPU, which this backend does not use: say Accelerator(cpu=True), or use_cpu=True"
     else:
         return
@@ -154,7 +155,7 @@ class _ProcessGroup(Collectives, _Base):
     @property
     def _device_types(self) -> list[torch.device]:
         # While it makes a group, torch 2.15 takes devices for a sign of backends that its flight recorder can watch.
-        return [torch.device("cpu")] if cast("Any", self) in dist.distributed_c10d._world.pg_map else []
+        return [torch.device("cpu")] if is_open_group(self) else []
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
@@ -176,12 +177,13 @@ class _ProcessGroup(Collectives, _Base):
 
 def _backend(group: Group, options: Any) -> Any:
     """Return a backend for a process group of torch's; the class is made where torch allows it."""
+    base: Any = backend_class()
 
-    class _Backend(Collectives, c10d.Backend):
+    class _Backend(Collectives, base):  # type: ignore[misc]
         def __init__(self) -> None:
-            c10d.Backend.__init__(self, group.rank, group.size)
+            base.__init__(self, group.rank, group.size)
             self._group = group
-            self._options = c10d.Backend.Options(NAME, timeout=options.timeout)
+            self._options = base.Options(NAME, timeout=options.timeout)
             self._options.global_ranks_in_group = group.ranks
             self._options.group_name = options.group_id
 

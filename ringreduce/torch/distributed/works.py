@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,13 +10,13 @@ from math import inf, isnan
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
-from torch.autograd import profiler
+from torch.distributed import Work
 
 from ringreduce.common.arguments import shown
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.serial import SerialTask
 from ringreduce.runtime.groups import Group
+from ringreduce.torch.private import before_profiler_stops, end_span_with, is_called_by_autograd
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.transport.point_to_point import PeerTransfer
 
@@ -46,15 +45,6 @@ def _tensors_after() -> Callable[[Any, list[torch.Tensor]], Any]:
     return made
 
 
-def _called_by_autograd() -> bool:
-    """Return whether the caller's caller is torch's C++ in a backward pass, as it is where DDP communicates."""
-    try:
-        frame = sys._getframe(2)
-    except ValueError:  # a thread of autograd's own
-        return True
-    return frame.f_code.co_name == "_engine_run_backward"
-
-
 def limit_of(timeout: object) -> float | None:
     """Return a time limit in seconds; None: none was given, or infinity.
 
@@ -78,15 +68,13 @@ def seconds(timeout: Timeout) -> float | None:
 
 # A span that waits for a future writes the time into the profiler's memory once the future is done, also where the
 # profiler has stopped and freed that memory: torch does not check it, and what is there by then, Python's objects for
-# example, is overwritten. So the futures are ended before the profiler stops; torch has no hook for that.
+# example, is overwritten. So the futures are ended before the profiler stops.
 
 _awaited_by_spans: set[Any] = set()  # futures
 _ending_spans = threading.Lock()
-_profiler: Any = profiler
-_disable_profiler = _profiler._disable_profiler
 
 
-def end_span_with(task: SerialTask, span: Any) -> None:
+def end_span_after(task: SerialTask, span: Any) -> None:
     """Let a span of torch's profiler last until a task has ended, or until the profiler stops if that is earlier.
 
     Args:
@@ -94,7 +82,7 @@ def end_span_with(task: SerialTask, span: Any) -> None:
         span: a `torch.profiler.record_function` that the caller is in.
     """
     future = torch.futures.Future[Any]()
-    span._call_end_callbacks_on_future(future)
+    end_span_with(span, future)
     _awaited_by_spans.add(future)
     task.when_done(partial(_end_span, future))
 
@@ -111,16 +99,15 @@ def _end_spans() -> None:
         _end_span(future)
 
 
-def _end_spans_and_disable_profiler() -> Any:
+def _end_spans_on_a_thread() -> None:
     if _awaited_by_spans:
         # For torch, spans that another thread ends are asynchronous, and all others are nested.
         thread = threading.Thread(target=_end_spans)
         thread.start()
         thread.join()
-    return _disable_profiler()
 
 
-_profiler._disable_profiler = _end_spans_and_disable_profiler
+before_profiler_stops(_end_spans_on_a_thread)
 
 
 class _Work(Work):
@@ -146,7 +133,7 @@ class _Work(Work):
 
         What it calls runs on the thread that ends the work, and may communicate.
         """
-        typed = _called_by_autograd()
+        typed = is_called_by_autograd()
         if self._future is None:
             task = self.task()
             result = self._result

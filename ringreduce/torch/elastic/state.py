@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from ringreduce.torch.private import version_of
 from ringreduce.torch.sharded.commits import committed, copied, own, sharded_steps
 from ringreduce.torch.wrapper import Wrapper
 from ringreduce.torch.wrapping import watch_steps
@@ -113,13 +114,13 @@ class _TensorsHandler(StateHandler):
         super().restore()
 
     def copy_small(self) -> Any:
-        self._noted = [(each, each.detach(), each._version) for each in self._tensors()]
+        self._noted = [(each, each.detach(), version_of(each)) for each in self._tensors()]
         return copy.deepcopy(self._small())
 
     def is_unchanged(self) -> bool:
         now = self._tensors()
         return len(now) == len(self._noted) and all(
-            each is tensor and each._version == version and each.data_ptr() == memory.data_ptr()
+            each is tensor and version_of(each) == version and each.data_ptr() == memory.data_ptr()
             for each, (tensor, memory, version) in zip(now, self._noted, strict=True)
         )
 

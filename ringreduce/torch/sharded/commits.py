@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ringreduce.torch.private import leaves
 from ringreduce.torch.sharded.shardable import STEPS
 from ringreduce.torch.sharded.stepper import ShardedStep
 from ringreduce.torch.tensors.streams import tensor_like
@@ -68,5 +69,6 @@ def _found(tensor: torch.Tensor, steps: Sequence[ShardedStep], find: _Find) -> t
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(state)
-    return [each for each in leaves if torch.is_tensor(each) and each.layout is torch.strided and not each.is_cuda]
+    return [
+        each for each in leaves(state) if torch.is_tensor(each) and each.layout is torch.strided and not each.is_cuda
+    ]

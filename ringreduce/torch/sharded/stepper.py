@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.torch.private import mark_stepped, version_of
 from ringreduce.torch.sharded.node_state import DividedState, NodeState, Piece, pieces_of
 from ringreduce.torch.sharded.shardable import STEPS, watch_other_steps
 from ringreduce.torch.wrapping import STEPPING, parameters_of
@@ -204,7 +205,7 @@ class ShardedStep:
             raise
         for group, whole in groups:
             whole.update(_settings(group))  # which some optimizers count steps in
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers look at
+        mark_stepped(self.optimizer)
         try:
             self._state.keep(copy.state)
         except Exception as error:
@@ -264,7 +265,7 @@ class ShardedStep:
             )
             self._sharding.refuse(error)
             raise error
-        if self._sharding.overwritten or self._versions != [each.parameter._version for each in pieces]:
+        if self._sharding.overwritten or self._versions != [version_of(each.parameter) for each in pieces]:
             problem = "the program has written to parameters between two steps"
         elif self._detached or any(each.parameter.data_ptr() != each.address for each in pieces):
             problem = "the program has moved parameters to other memory (.to(), .double(), p.data = ...)"
@@ -298,7 +299,7 @@ class ShardedStep:
 
     def _remember(self) -> None:
         """Remember the parameters as they are now."""
-        self._versions = [each.parameter._version for each in self._pieces.values()]
+        self._versions = [version_of(each.parameter) for each in self._pieces.values()]
         self._sharding.watch()
 
     def load_state(self) -> None:

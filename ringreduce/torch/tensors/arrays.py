@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,15 +15,11 @@ import torch
 from ringreduce.buffers import DTYPES, Operand, averages
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import SUM, ReduceOp
+from ringreduce.torch.private import forbid_resizing, holders_at, raw_entries, storage_address
 from ringreduce.torch.tensors.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
 from ringreduce.training.calls.differentiable import Differentiable
 from ringreduce.training.calls.objects import REDUCERS
 from ringreduce.training.calls.requests import RequestBuilder, dtype_name
-
-_STORAGE_NBYTES = 80  # of torch's C++ object for a storage, as far as its flags go at most
-
-#: How many things hold the storage at an address. Private to torch.
-_holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
 
 class Tensors:
@@ -115,23 +110,19 @@ class _Use:
         storage: stays alive meanwhile, so that its address is that of no other.
         holders: how many things held it when the first operation began.
         count: of operations.
-        flag: torch's, which says that the storage can be resized; None: NumPy sees the storage instead.
+        flag: of `forbid_resizing`.
     """
 
     __slots__ = ("count", "flag", "holders", "storage")
 
-    def __init__(self, storage: Any, address: int, at: int | None) -> None:
+    def __init__(self, storage: Any, address: int) -> None:
         self.storage = storage
         self.count = 1
-        self.holders = _holders(address)
-        self.flag = None if at is None else ctypes.c_bool.from_address(address + at)
-        if self.flag is None:
-            _show_to_numpy(storage)
-        else:
-            self.flag.value = False
+        self.holders = holders_at(address)
+        self.flag = forbid_resizing(storage)
 
 
-#: By the address of torch's object.
+#: By their `storage_address`.
 _uses: dict[int, _Use] = {}
 _uses_lock = threading.Lock()
 
@@ -142,13 +133,13 @@ def _keep(tensor: torch.Tensor) -> _Use | None:
         storage: Any = tensor.untyped_storage()
     except RuntimeError:  # sparse, or without memory
         return None
-    address = storage._cdata
+    address = storage_address(storage)
     with _uses_lock:
         use = _uses.get(address)
         if use is not None:
             use.count += 1
         elif storage.resizable():
-            use = _uses[address] = _Use(storage, address, _resizable_flag())
+            use = _uses[address] = _Use(storage, address)
         return use
 
 
@@ -159,33 +150,11 @@ def _release(kept: list[_Use]) -> None:
             use = kept.pop()
             use.count -= 1
             if not use.count:
-                address = use.storage._cdata
+                address = storage_address(use.storage)
                 del _uses[address]
                 # What holds it since then may be an array of NumPy, for whose sake torch never resizes it again.
-                if use.flag is not None and _holders(address) <= use.holders:
+                if use.flag is not None and holders_at(address) <= use.holders:
                     use.flag.value = True
-
-
-def _show_to_numpy(storage: Any) -> None:
-    """Let NumPy see a storage, which torch never resizes again then."""
-    torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-
-
-@cache
-def _resizable_flag() -> int | None:
-    """Return where in its object torch keeps whether a storage can be resized, which Python can end, and not begin.
-
-    None if that is not plain to see: then what an operation has used is never resized again.
-    """
-    storage: Any = torch.empty(1, device="cpu").untyped_storage()
-    before = ctypes.string_at(storage._cdata, _STORAGE_NBYTES)
-    _show_to_numpy(storage)
-    after = ctypes.string_at(storage._cdata, _STORAGE_NBYTES)
-    changed = [index for index, pair in enumerate(zip(before, after, strict=True)) if pair == (1, 0)]
-    if len(changed) != 1 or not hasattr(torch._C, "_storage_Use_Count"):
-        return None
-    ctypes.c_bool.from_address(storage._cdata + changed[0]).value = True
-    return changed[0] if storage.resizable() else None
 
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # that torch adds up by index
@@ -244,7 +213,8 @@ def sparse_entries(tensor: torch.Tensor) -> list[torch.Tensor]:
     mine = tensor.detach()
     if tensor.dtype not in _HALVES:
         mine = mine.coalesce()
-    return [mine._indices().t().contiguous(), mine._values().contiguous()]
+    indices, values = raw_entries(mine)
+    return [indices.t().contiguous(), values.contiguous()]
 
 
 def of_entries(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int = 1) -> torch.Tensor:

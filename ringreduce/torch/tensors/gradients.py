@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -18,15 +16,23 @@ from torch.utils.hooks import RemovableHandle
 from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.torch.private import (
+    NO_PASS,
+    at_end_of_pass,
+    call_first,
+    copy_all,
+    current_pass,
+    following_in_outer_pass,
+    references,
+    version_of,
+    zero_all,
+)
 from ringreduce.torch.sharded.shardable import require_not_shared
 from ringreduce.torch.tensors.arrays import of_entries, sparse_entries
 from ringreduce.torch.tensors.streams import TorchStreams, as_tensor, tensor_like
 from ringreduce.training.binding.framework import Advice, Found, Hooks, InPlace, Look, Memory, Sparse, Watcher
 
 _log = logging.getLogger(__name__)
-
-#: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.
-_storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
 ADVICE = Advice(
     "call broadcast_parameters(model.state_dict(), root_rank=0) before the first step",
@@ -35,11 +41,6 @@ ADVICE = Advice(
 )
 
 _NESTED = 64  # so many passes may be nested
-
-#: What runs a backward pass, and what evaluates a node that is written in Python; private to torch. Without the first,
-#: passes within others count like those; without the second, these others do not end what is within them.
-_RUN = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
-_EVALUATE = getattr(torch.autograd.function.BackwardCFunction.apply, "__code__", None)
 
 
 class Slot:
@@ -62,7 +63,7 @@ class Slot:
         self._on_gpu = parameter.is_cuda
         self.place = tensor_like(parameter, memory, parameter.dtype)
         self._address = self.place.data_ptr()
-        self._unshared = self._references()
+        self._unshared = references(self.place)  # by the tensor itself, or by a view of any kind (`detach`, `numpy`)
 
     def look(self, gradient: torch.Tensor | None) -> int:
         """See `ringreduce.training.binding.framework.Slot`; takes about 1 us.
@@ -77,18 +78,13 @@ class Slot:
             return Look.ALIASED
         if gradient is self.place:
             return Look.IN_PLACE
-        if self._references() > self._unshared:
+        if references(self.place) > self._unshared:
             return Look.ALIASED
         if gradient is None:
             return Look.EMPTY
         plain = gradient.layout is torch.strided and not gradient.requires_grad
         same = gradient.dtype == self.place.dtype and gradient.shape == self.place.shape
         return Look.MOVABLE if plain and same and gradient.is_cuda is self.place.is_cuda else Look.STUCK
-
-    def _references(self) -> int:
-        # The first counts holders of the tensor itself, the second holders of a view of any kind (`detach`, `numpy`).
-        storage = self.place.untyped_storage()
-        return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
 
 
 class TorchPlaces(InPlace):
@@ -158,7 +154,7 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         return parameter.requires_grad
 
     def version(self, gradient: torch.Tensor) -> int:
-        return 0 if gradient.is_inference() else gradient._version
+        return 0 if gradient.is_inference() else version_of(gradient)
 
     def kind(self, parameter: torch.Tensor) -> tuple[Any, int]:
         return (parameter.dtype, parameter.is_cuda), parameter.numel() * parameter.element_size()
@@ -173,15 +169,14 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         return as_tensor(memory, first).zero_().view(first.dtype), tuple(slots)
 
     def pack(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        missing = [place for place, each in zip(places, gradients, strict=True) if each is None]
+        given = [each for each in gradients if each is not None]
         with torch.no_grad():
-            if not missing:
-                torch._foreach_copy_(list(places), list(gradients))  # type: ignore[arg-type]
+            if len(given) == len(places):
+                copy_all(places, given)
                 return
-            torch._foreach_zero_(missing)
-            for place, each in zip(places, gradients, strict=True):
-                if each is not None:
-                    place.copy_(each)
+            zero_all([place for place, each in zip(places, gradients, strict=True) if each is None])
+            if given:
+                copy_all([place for place, each in zip(places, gradients, strict=True) if each is not None], given)
 
     def clone(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
@@ -229,7 +224,7 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
                 mine.added(record)
 
         handle = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-        _call_first(parameter, handle)
+        call_first(parameter, handle)
         return [parameter.register_hook(before), handle]  # type: ignore[no-untyped-call]
 
     def checksum(self, parameters: Sequence[torch.Tensor]) -> int:
@@ -273,17 +268,19 @@ class _Passes:
 
     def notify_end(self, watcher: Watcher) -> None:
         """Tell a watcher when the pass ends in which this thread is now."""
-        task = torch._C._current_graph_task_id()
+        task = current_pass()
         watchers = self._watchers.get(task)
         if watchers is None:
             while len(self._watchers) > _NESTED:  # passes that an exception has ended
                 del self._watchers[next(iter(self._watchers))]
             watchers = self._watchers[task] = []
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+            at_end_of_pass(lambda: self._end(task))
+        elif task == NO_PASS:  # so these may be of a pass that an exception has ended
+            at_end_of_pass(lambda: self._end(task))
         if all(each() is not watcher for each in watchers):
             watching = weakref.ref(watcher)
             watchers.append(watching)
-            self._notify_in(_following_in_outer_pass() or (), watching)
+            self._notify_in(following_in_outer_pass() or (), watching)
 
     def _notify_in(self, nodes: Sequence[Any], watching: weakref.ref[Watcher]) -> None:
         """Tell a watcher when the pass ends in which these nodes are evaluated."""
@@ -299,28 +296,11 @@ class _Passes:
 
     def _end(self, task: int) -> None:
         found = [watcher for each in self._watchers.pop(task, ()) if (watcher := each()) is not None]
-        following = _following_in_outer_pass()
+        following = following_in_outer_pass()
         if following:  # these watchers are notified there
             return
         for watcher in sorted(found, key=lambda each: each.number):
             watcher.pass_ended(nested=following is not None)
-
-
-def _following_in_outer_pass() -> list[Any] | None:
-    """Return the nodes that follow the one of which the evaluation has made this thread's pass.
-
-    None if that was not made within another pass. Empty if it is not known which node has made it.
-    """
-    inside = False
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _RUN and inside:
-            return []
-        if frame.f_code is _EVALUATE and inside:
-            return [node for node, _ in frame.f_locals["self"].next_functions if node is not None]
-        inside = inside or frame.f_code is _RUN
-        frame = frame.f_back
-    return None
 
 
 _passes = _Passes()
@@ -341,16 +321,6 @@ def shape_in_memory(tensor: torch.Tensor) -> torch.Size:
     """Return a tensor's dimensions in the order that they have in memory."""
     strides = tensor.stride()
     return torch.Size(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-
-
-def _call_first(parameter: torch.Tensor, handle: RemovableHandle) -> None:
-    """Let a hook of a parameter be called before those of the program, which may make a step there."""
-    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)  # private to torch
-    if hooks is not None and handle.id in hooks:
-        later = {number: hook for number, hook in hooks.items() if number != handle.id}
-        for number in later:
-            del hooks[number]
-        hooks.update(later)
 
 
 def _is_added_to(parameter: torch.Tensor) -> bool:

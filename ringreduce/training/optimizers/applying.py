@@ -6,7 +6,6 @@ ringreduce: ``optimizer.__class__`` is its class still.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,14 @@ from typing import Any
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.identity import numbers
+from ringreduce.training.binding.keras_private import (
+    accumulated,
+    learning_rate_of,
+    passes_made,
+    set_class,
+    setting_object,
+    trained_variables,
+)
 from ringreduce.training.calls.requests import dtype_name
 from ringreduce.training.optimizers.known_lists import KnownLists
 from ringreduce.training.options.refusals import (
@@ -138,10 +145,10 @@ class Distribution:
         kinds = [kind for kind in type(optimizer).__mro__ if isinstance(vars(kind).get("__init__"), FunctionType)]
         names = dict.fromkeys(name for kind in kinds for name in signature(vars(kind)["__init__"]).parameters)
         found = {name: vars(optimizer)[name] for name in names if name in vars(optimizer) and name != "name"}
-        rate = optimizer._learning_rate
+        rate = learning_rate_of(optimizer)
         if hasattr(rate, "get_config"):
             found |= _made_of("learning_rate", rate)
-        elif not callable(rate):  # else a function of the program, for its own calls
+        elif rate is not None and not callable(rate):  # else a function of the program, for its own calls
             found["learning_rate"] = self._ops.convert_to_tensor(optimizer.learning_rate)
         return {"the optimizer": type(optimizer).__name__, **found}
 
@@ -164,9 +171,9 @@ class Distribution:
         kept to what it is given, so this sets what it has kept to zero.
         """
         ops = self._ops
-        kept = [optimizer._accumulated_gradients[optimizer._get_variable_index(each)] for each in variables]
+        kept = accumulated(optimizer, variables)
         sums = [ops.convert_to_tensor(each) for each in kept]
-        due = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
+        due = (passes_made(optimizer) + 1) % optimizer.gradient_accumulation_steps == 0
         # A gradient that this pass lacks on this rank may be there in an earlier one, or on another rank.
         dense = [ops.zeros_like(old) if each is None else each for each, old in zip(gradients, sums, strict=True)]
         dense = [
@@ -243,7 +250,7 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        variables = list(trained_variables(self) if trainable_variables is None else trainable_variables)
         if self.gradient_accumulation_steps:
             if not self.built:
                 self.build(variables)
@@ -257,7 +264,7 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
             reduction = distribution.reduction
             reduction.values = list(trainable_variables)
             reduction.state = list(zip(self.variables, optimizer_variables, strict=True))
-            grads = distribution.reduced(grads, self._trainable_variables)
+            grads = distribution.reduced(grads, trained_variables(self))
             reduction.values = reduction.state = None
         return base.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
@@ -265,10 +272,10 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
         base.__setattr__(self, name, value)
         # An optimizer that scales losses sets this in its constructor, which `Model.compile` calls by itself. It looks
         # for overflows before it calls this one, and a rank that finds one does not call it.
-        scaling = sys._getframe(1).f_locals.get("self") if name == "loss_scale_factor" else None
+        scaling = setting_object() if name == "loss_scale_factor" else None
         if getattr(scaling, "inner_optimizer", None) is self:
             distribute(scaling, distribution)
-            vars(object)["__class__"].__set__(self, base)  # that of the instance is read-only
+            set_class(self, base)
             with_methods(self, samples=samples, **{"__class__": plain})  # programs may still set samples here
 
     def register_local_var(self: Any, var: Any) -> None:

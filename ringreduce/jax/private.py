@@ -1,0 +1,75 @@
+"""JAX's private parts; no other module of this binding touches any.
+
+Each function says what it touches, why nothing public does the same, and what is done without it. All were tried with
+the versions in `TRIED`. `jax.ffi` is public; what `ringreduce.jax.ffi` reads of XLA's structures is that of a major
+version of XLA's interface, which `foreign_interface` tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from ringreduce.common.private_parts import Part, lacking, missing
+
+#: The versions of JAX with which all of this was tried; the tests run with the last one.
+TRIED = ("0.5.0", "0.10.2")
+
+#: The major version of XLA's foreign function interface that `ringreduce.jax.ffi` speaks.
+_MAJOR = 0
+
+
+def _no_trace_state(*, convention: str) -> Any:
+    raise lacking(
+        library="JAX",
+        version=jax.__version__,
+        part="jax.extend.core.get_opaque_trace_state",
+        instead="give each collective of a compiled program a name",
+    )
+
+
+#: Return a value that is equal for two places of one trace of a program, given ``convention="ringreduce"``. Nothing
+#: public tells whether a program is being traced, whatever it does with arrays. Where it is depends on the version of
+#: JAX. Without it, it raises ConfigError.
+trace_state: Callable[..., Any] = (
+    getattr(core, "get_opaque_trace_state", None)
+    or getattr(jax.core, "get_opaque_trace_state", None)
+    or _no_trace_state
+)
+
+
+def foreign_interface() -> int:
+    """Return the major version of the interface by which XLA calls functions, as jaxlib's header has it.
+
+    The layout of its structures is stable within one. With another one, compiled programs cannot call collectives.
+    """
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    found = re.search(r"#define XLA_FFI_API_MAJOR (\d+)", header.read_text(encoding="utf-8"))
+    return int(found[1]) if found else -1
+
+
+def _traces_differ() -> bool:
+    seen: list[Any] = []
+
+    def program() -> tuple[()]:
+        seen.extend(trace_state(convention="ringreduce") for _ in range(2))
+        return ()
+
+    jax.make_jaxpr(program)()
+    return bool(seen[0] == seen[1] != trace_state(convention="ringreduce"))
+
+
+PARTS = (
+    Part("trace_state", _traces_differ, "collectives of compiled programs need a name"),
+    Part("foreign_interface", lambda: foreign_interface() == _MAJOR, "compiled programs cannot call collectives"),
+)
+
+
+def self_test() -> dict[str, str]:
+    """Return the functions that do not work with this version of JAX, and what is lost; see `missing`."""
+    return missing(PARTS)

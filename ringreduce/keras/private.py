@@ -1,0 +1,80 @@
+"""Keras's private parts; no other module of this binding touches any.
+
+Each function says what it touches, why nothing public does the same, and what is done without it. Those of optimizers
+are in `ringreduce.training.binding.keras_private`, as the binding of TensorFlow uses them, too. All were tried with the
+versions in its `TRIED`, on the backends tensorflow, jax and torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from ringreduce.common.private_parts import Part, missing
+from ringreduce.training.binding.keras_private import parts_of_optimizers
+
+
+def forget_state(model: Any) -> None:
+    """Let a model on the backend jax not write arrays back into its variables that a failed step has used up.
+
+    By ``_jax_state``; the public ``jax_state_sync`` is what writes them. Without it, Keras raises its own error
+    for such arrays, and not that of the step.
+    """
+    model._jax_state = None
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Return all layers of a model, those within others included, and the model.
+
+    By ``_flatten_layers``; the public ``layers`` has the outermost ones. Without it, they are looked for in these.
+    """
+    if hasattr(model, "_flatten_layers"):
+        return list(model._flatten_layers())
+    return [model, *(inner for each in getattr(model, "layers", ()) for inner in layers_of(each))]
+
+
+def velocities_of(optimizer: Any) -> Sequence[Any]:
+    """Return the variables in which an optimizer with momentum has its velocities.
+
+    Some call them ``momentums``, RMSprop ``_momentums``; ``variables`` does not tell which they are. Without these,
+    returns none: a changed learning rate does not correct the momentum.
+    """
+    found: Sequence[Any] = getattr(optimizer, "momentums", getattr(optimizer, "_momentums", ()))
+    return found
+
+
+def _state_is_known() -> bool:
+    if keras.backend.backend() != "jax":
+        return True
+    code = keras.Model.jax_state_sync.__code__
+    return "_jax_state" in {*code.co_names, *code.co_consts}
+
+
+def _finds_inner_layers() -> bool:
+    inner = keras.Sequential([keras.layers.Identity()])
+    model = keras.Sequential([inner])
+    found = {id(each) for each in layers_of(model)}
+    return hasattr(model, "_flatten_layers") and {id(model), id(inner), id(inner.layers[0])} <= found
+
+
+def _has_velocities() -> bool:
+    kinds = keras.optimizers.SGD, keras.optimizers.RMSprop
+    optimizers = [kind(0.5, momentum=0.5) for kind in kinds]
+    for each in optimizers:
+        each.build([keras.Variable([1.0])])
+    return all(len(velocities_of(each)) == 1 for each in optimizers)
+
+
+PARTS = (
+    *parts_of_optimizers(keras),
+    Part("forget_state", _state_is_known, "on jax, fit() raises another error than that of a failed step"),
+    Part("layers_of", _finds_inner_layers, "DiLoCoCallback may average statistics of frozen layers"),
+    Part("velocities_of", _has_velocities, "momentum_correction of callbacks does nothing"),
+)
+
+
+def self_test() -> dict[str, str]:
+    """Return the functions that do not work with this version of Keras, and what is lost; see `missing`."""
+    return missing(PARTS)

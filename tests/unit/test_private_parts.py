@@ -1,0 +1,422 @@
+"""Private parts of libraries: all are as expected here, and where one is hidden, the self-test names it and all else
+goes on, or says what it lacks.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringreduce.buffers import numpy_private
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.private_parts import Part, missing
+from ringreduce.doctor import bindings
+from ringreduce.doctor.bindings import PRIVATE, Binding, ask
+from ringreduce.doctor.facts import Facts
+from ringreduce.doctor.findings import examine
+
+
+def private_of(library: str) -> ModuleType:
+    pytest.importorskip(library)
+    return importlib.import_module(PRIVATE[library])
+
+
+def private_of_optimizers() -> ModuleType:
+    return importlib.import_module("ringreduce.training.binding.keras_private")
+
+
+def without(module: ModuleType, *hidden: str) -> Any:
+    """Load a module a second time, so that it finds nothing under these names; what uses it keeps the first."""
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_without", module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    made: Any = importlib.util.module_from_spec(spec)
+
+    def get(thing: object, name: str, *default: object) -> object:
+        return builtins.getattr(thing, f"{name} hidden" if name in hidden else name, *default)
+
+    made.getattr = get
+    made.hasattr = lambda thing, name: name not in hidden and builtins.hasattr(thing, name)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("library", PRIVATE)
+def test_all_is_as_expected_in_the_installed_version(library: str):
+    """With the version that the tests run with, which is the last of those that were tried."""
+    private = private_of(library)
+    assert private.self_test() == {}
+    tried = private if hasattr(private, "TRIED") else private_of_optimizers()
+    installed = importlib.import_module(library).__version__
+    assert installed.partition("+")[0] in tried.TRIED, "run the tests of this binding, and add the version"
+
+
+def test_a_part_that_fails_is_missing_too():
+    """Whatever a changed library raises."""
+
+    def fail() -> None:
+        raise KeyError
+
+    parts = Part("a", lambda: True, "A"), Part("b", lambda: None, "B"), Part("c", fail, "C")
+    assert missing(parts) == {"b": "B", "c": "C"}
+
+
+# ---- torch ----
+
+
+@pytest.mark.parametrize(
+    ("hidden", "named"),
+    [
+        ("_version", {"version_of"}),
+        ("_cdata", {"holders_at", "forbid_resizing"}),
+        ("_storage_Use_Count", {"holders_at", "forbid_resizing"}),
+        ("_indices", {"raw_entries"}),
+        ("_foreach_copy_", {"copy_all"}),
+        ("_foreach_zero_", {"copy_all"}),
+        ("_current_graph_task_id", {"current_pass"}),
+        ("_execution_engine", {"at_end_of_pass"}),
+        ("_engine_run_backward", {"following_in_outer_pass", "is_called_by_autograd"}),
+        ("BackwardCFunction", {"following_in_outer_pass"}),
+        ("_post_accumulate_grad_hooks", {"call_first"}),
+        ("_unscale_grads_", {"scaler_of"}),
+        ("_per_optimizer_states", {"scaler_state"}),
+        ("_modules", {"children_of"}),
+        ("_pytree", {"leaves"}),
+        ("set_code_exec_strategy", {"skip_in_compiler"}),
+        ("_FrameAction", {"skip_in_compiler"}),
+        ("_is_profiler_enabled", {"is_profiling"}),
+        ("_disable_profiler", {"is_profiling"}),
+        ("_call_end_callbacks_on_future", {"is_profiling"}),
+        ("_distributed_c10d", {"backend_class"}),
+        ("_get_backend", {"cpu_backend_of"}),
+    ],
+)
+def test_the_self_test_of_torch_names_what_is_hidden(hidden: str, named: set[str]):
+    """That, and nothing else."""
+    assert set(without(private_of("torch"), hidden).self_test()) == named
+
+
+def test_without_counts_torch_resizes_no_storage_again():
+    """And only holders of the tensor itself are noticed."""
+    torch = pytest.importorskip("torch")
+    for hidden in ("_storage_Use_Count", "_cdata"):
+        private = without(private_of("torch"), hidden)
+        tensor = torch.zeros(3)
+        alone = private.references(tensor)
+        view = tensor.detach()
+        assert private.references(tensor) == alone
+        other = tensor
+        assert private.references(other) == alone + 1
+        assert private.forbid_resizing(view.untyped_storage()) is None
+        with pytest.raises(RuntimeError, match="resiz"):
+            tensor.untyped_storage().resize_(100)
+
+
+def test_without_versions_torchs_tensors_are_taken_for_unchanged():
+    """The count is always 0."""
+    torch = pytest.importorskip("torch")
+    assert without(private_of("torch"), "_version").version_of(torch.zeros(1).add_(1)) == 0
+
+
+def test_without_raw_entries_sparse_tensors_are_coalesced():
+    """The entries are the same, those of one index together."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.sparse_coo_tensor([[1, 1, 0]], [1.0, 2.0, 4.0], (3,), check_invariants=True)
+    indices, values = without(private_of("torch"), "_values").raw_entries(tensor)
+    assert (indices.tolist(), values.tolist()) == ([[0, 1]], [4.0, 3.0])
+
+
+def test_without_calls_for_many_tensors_each_is_copied():
+    """And cleared."""
+    torch = pytest.importorskip("torch")
+    private = without(private_of("torch"), "_foreach_copy_", "_foreach_zero_")
+    targets = [torch.zeros(2), torch.zeros(3)]
+    private.copy_all(targets, [torch.ones(2), torch.ones(3)])
+    assert [each.sum() for each in targets] == [2, 3]
+    private.zero_all(targets)
+    assert [each.sum() for each in targets] == [0, 0]
+
+
+def seen_in_hook(look: Callable[[], Any]) -> Any:
+    """Return what a function returns that is the hook of a tensor."""
+    torch = pytest.importorskip("torch")
+    seen: list[Any] = []
+    parameter = torch.ones(1, requires_grad=True)
+    parameter.register_hook(lambda _: seen.append(look()))
+    parameter.sum().backward()
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "act", "part"),
+    [
+        ("_execution_engine", lambda private: private.at_end_of_pass(print), "Variable._execution_engine"),
+        ("_per_optimizer_states", lambda private: private.scaler_state(object(), 1), "_per_optimizer_states"),
+        ("nothing", lambda private: private.has_looked({}), "found_inf_per_device"),
+        ("_distributed_c10d", lambda private: private.backend_class(), "_distributed_c10d.Backend"),
+    ],
+)
+def test_what_torch_cannot_do_without_is_a_clear_error(hidden: str, act: Callable[[Any], object], part: str):
+    """It names torch, its version, what is missing, and what to do."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match=part) as caught:
+        act(without(private_of("torch"), hidden))
+    assert str(caught.value).startswith(f"torch {torch.__version__} has no ")
+    assert "doctor" in str(caught.value)
+
+
+def test_without_numbers_of_passes_each_end_is_heard(monkeypatch: pytest.MonkeyPatch):
+    """Once, and also after a pass that an exception has ended."""
+    torch = pytest.importorskip("torch")
+    gradients = importlib.import_module("ringreduce.torch.tensors.gradients")
+    less = without(private_of("torch"), "_current_graph_task_id")
+    assert seen_in_hook(less.current_pass) == less.NO_PASS
+    monkeypatch.setattr(gradients, "current_pass", less.current_pass)
+    passes = gradients._Passes()
+    ended: list[bool] = []
+
+    class Watcher:
+        number = 1
+
+        def pass_ended(self, nested: bool) -> None:
+            ended.append(nested)
+
+    watcher = Watcher()
+    parameters = [torch.ones(1, requires_grad=True) for _ in range(3)]
+    for each in parameters:
+        each.register_hook(lambda _: passes.notify_end(watcher))
+    for count in (1, 2):
+        sum(parameters).backward()
+        assert ended == [False] * count
+    failing = parameters[0] * 1.0
+    failing.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (failing + parameters[1] * parameters[2]).backward()
+    sum(parameters).backward()
+    assert ended == [False] * 3
+
+
+def test_passes_within_others_are_told_by_less():
+    """Without what runs passes they count like others; without what evaluates nodes it is unknown which made them."""
+    pytest.importorskip("torch")
+    whole = private_of("torch")
+    for hidden, expected in (("_engine_run_backward", None), ("BackwardCFunction", [])):
+        private = without(whole, hidden)
+        seen: list[Any] = []
+        whole._run_pass(lambda private=private, seen=seen: seen.append(private.following_in_outer_pass()), nested=True)
+        assert seen == [expected]
+    assert seen_in_hook(without(whole, "_engine_run_backward").following_in_outer_pass) is None
+
+
+def test_without_an_order_hooks_of_torch_are_called_as_registered():
+    """Nothing fails."""
+    torch = pytest.importorskip("torch")
+    private = without(private_of("torch"), "_post_accumulate_grad_hooks")
+    called: list[int] = []
+    parameter = torch.ones(1, requires_grad=True)
+    parameter.register_post_accumulate_grad_hook(lambda _: called.append(1))
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: called.append(2))
+    private.call_first(parameter, handle)
+    parameter.sum().backward()
+    assert called == [1, 2]
+
+
+def test_a_scaler_of_gradients_is_recognised_by_any_method():
+    """Where its method has another name, and not in functions or in methods of others."""
+    torch = pytest.importorskip("torch")
+    private = without(private_of("torch"), "_unscale_grads_")
+
+    class Scaler(torch.amp.GradScaler):
+        def renamed(self) -> object:
+            return private.scaler_of(private.frame_above(0))
+
+    class Other:
+        renamed = Scaler.renamed
+
+    scaler = Scaler("cpu")
+    assert scaler.renamed() is scaler
+    assert Other().renamed() is None
+    assert private.scaler_of(private.frame_above(0)) is None
+    assert private_of("torch").scaler_of(private.frame_above(0)) is None
+
+
+def test_trees_of_torch_are_known_by_less():
+    """Mappings, lists and tuples, and children under one name."""
+    torch = pytest.importorskip("torch")
+    private = without(private_of("torch"), "_pytree", "_modules")
+    assert private.leaves({"a": [1, (2, {"b": 3})], "c": 4}) == [1, 2, 3, 4]
+    inner = torch.nn.Identity()
+    assert private.children_of(torch.nn.ModuleList([inner, inner])) == [("0", inner)]
+
+
+def test_what_torch_lacks_for_compilers_and_profilers_is_left_out():
+    """Functions stay as they are, and the profiler shows nothing."""
+    pytest.importorskip("torch")
+    whole = private_of("torch")
+    private = without(whole, "set_code_exec_strategy", "_disable_profiler", "_world", "_get_backend", "_shared_state")
+
+    def function() -> None: ...
+
+    private.skip_in_compiler(function, [function.__code__], callees=True)
+    assert vars(function) == {}
+    disable = whole._profiler._disable_profiler
+    private.before_profiler_stops(print)
+    assert whole._profiler._disable_profiler is disable
+    assert not private.is_profiling()
+    assert not private.is_open_group(object())
+    assert private.cpu_backend_of(function) is function
+    assert private.accelerate_state() is None
+    assert seen_in_hook(without(whole, "_engine_run_backward").is_called_by_autograd) is False
+
+
+# ---- NumPy ----
+
+
+def test_without_numpys_field_the_address_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """It is the same, and the array is not kept."""
+    monkeypatch.setattr(sys, "implementation", SimpleNamespace(name="another"))
+    assert set(numpy_private.self_test()) == {"address_field"}
+    array = np.zeros(1000)
+    field = numpy_private.address_field(array)
+    assert field.value == array.ctypes.data
+    del array
+    assert field.value is None
+
+
+# ---- Keras, TensorFlow, JAX ----
+
+
+@pytest.mark.parametrize(
+    ("hidden", "named"),
+    [
+        ("_learning_rate", {"learning_rate_of"}),
+        ("_iterations", {"passes_made"}),
+        ("_trainable_variables", {"trained_variables"}),
+        ("_accumulated_gradients", {"accumulated"}),
+        ("_get_variable_index", {"accumulated"}),
+    ],
+)
+def test_the_self_test_of_keras_names_what_is_hidden(hidden: str, named: set[str]):
+    """Of optimizers; so does that of models."""
+    keras: Any = pytest.importorskip("keras")
+    optimizers = private_of_optimizers()
+    assert set(missing(without(optimizers, hidden).parts_of_optimizers(keras))) == named
+    private = private_of("keras")
+    assert set(without(private, "_flatten_layers").self_test()) == {"layers_of"}
+    assert set(without(private, "momentums").self_test()) == {"velocities_of"}
+
+
+def test_optimizers_of_keras_are_known_by_less():
+    """Counters by their names, accumulated gradients by their places; without those, the error is clear."""
+    keras: Any = pytest.importorskip("keras")
+    optimizers = private_of_optimizers()
+    variables = [keras.Variable([1.0]), keras.Variable([2.0, 3.0])]
+    optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    optimizer.build(variables)
+    private = without(optimizers, "_learning_rate", "_iterations", "_get_variable_index")
+    assert private.learning_rate_of(optimizer) is None
+    assert private.passes_made(optimizer) is optimizers.passes_made(optimizer)
+    found = private.accumulated(optimizer, variables[::-1])
+    assert list(map(id, found)) == list(map(id, optimizers.accumulated(optimizer, variables[::-1])))
+    for act, part in (
+        (lambda private: private.accumulated(optimizer, variables), "_accumulated_gradients"),
+        (lambda private: private.trained_variables(optimizer), "_trainable_variables"),
+        (lambda private: private.passes_made(SimpleNamespace(variables=[])), "_iterations"),
+    ):
+        with pytest.raises(ConfigError, match=f"Keras {keras.__version__} has no Optimizer.{part}"):
+            act(without(optimizers, part))
+
+
+def test_layers_of_keras_are_looked_for_in_layers():
+    """The public list has the outermost ones."""
+    keras: Any = pytest.importorskip("keras")
+    private = private_of("keras")
+    inner = keras.Sequential([keras.layers.Identity()])
+    model = keras.Sequential([inner, keras.layers.Identity()])
+    names = {id(each) for each in private.layers_of(model)}
+    assert {id(each) for each in without(private, "_flatten_layers").layers_of(model)} == names
+    assert without(private, "momentums", "_momentums").velocities_of(keras.optimizers.SGD(0.5, momentum=0.5)) == ()
+
+
+def test_the_self_test_of_tensorflow_names_what_is_hidden():
+    """And all else goes on, or says what it lacks."""
+    tf: Any = pytest.importorskip("tensorflow")
+    private = private_of("tensorflow")
+    for hidden, named in (
+        ("_unique_id", "creation_number"),
+        ("TFE_Py_TapeSetPossibleGradientTypes", "possible_gradients"),
+        ("GraphOrParentsInXlaContext", "is_for_xla"),
+        ("_get_control_flow_context", "control_flow_of"),
+        ("_pop_tape", "end_recording"),
+    ):
+        assert named in without(private, hidden).self_test()
+    less = without(
+        *(private, "_unique_id", "TFE_Py_TapeSetPossibleGradientTypes", "GraphOrParentsInXlaContext"),
+        *("_get_control_flow_context", "_pop_tape"),
+    )
+    assert less.creation_number(tf.Variable(1.0)) == 0
+    assert less.possible_gradients([tf.constant(1.0)]) == 1
+    assert less.is_for_xla(tf.Graph()) is False
+    with pytest.raises(ConfigError, match=f"TensorFlow {tf.__version__} has no Graph._get_control_flow_context"):
+        less.control_flow_of(tf.Graph())
+    with tf.GradientTape() as tape:
+        less.end_recording(tape)
+
+
+def test_the_self_test_of_jax_names_what_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another interface of XLA, and traces that cannot be told apart."""
+    jax: Any = pytest.importorskip("jax")
+    private = private_of("jax")
+    less = without(private, "get_opaque_trace_state")
+    assert set(less.self_test()) == {"trace_state"}
+    with pytest.raises(ConfigError, match=f"JAX {jax.__version__} has no jax.extend.core.get_opaque_trace_state"):
+        less.trace_state(convention="ringreduce")
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    for text, major in (("#define XLA_FFI_API_MAJOR 1\n", 1), ("", -1)):
+        header.write_text(text)
+        assert private.foreign_interface() == major
+        assert set(private.self_test()) == {"foreign_interface"}
+
+
+# ---- doctor ----
+
+
+def test_doctor_asks_another_process_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    """In one line, with what is lost in the next one."""
+    hide = "import numpy, sys; sys.implementation.name = 'another'; "
+    monkeypatch.setattr(bindings, "_SOURCE", hide + bindings._SOURCE)
+    found = ask({"numpy": "2.9", "mpi4py": "4"})
+    assert list(found) == ["numpy"]
+    (line,) = examine([Facts(packages={"numpy": "2.9"}, bindings=found)])["Bindings"]
+    assert line.value == "numpy 2.9: 0 of 1 private part as expected, not address_field"
+    assert line.remedy.startswith("Without address_field small calls with NumPy's arrays take a fifth longer.")
+
+
+@pytest.mark.parametrize(
+    ("source", "limit_s", "problem"),
+    [
+        ("import {} as x; raise ImportError('a broken one')", 60.0, "ImportError: a broken one"),
+        ("import {} as x, os; os._exit(3)", 60.0, "its import ended with exit status 3"),
+        ("import {} as x; print('nothing')", 60.0, "its import ends with 'nothing\\n'"),
+        ("import {} as x, time; time.sleep(60)", 0.5, "its import takes longer than 0.5 s"),
+    ],
+)
+def test_a_binding_that_cannot_be_asked_is_a_finding(
+    source: str, limit_s: float, problem: str, monkeypatch: pytest.MonkeyPatch
+):
+    """And not the end of the command, whatever its process does."""
+    monkeypatch.setattr(bindings, "_SOURCE", source)
+    monkeypatch.setattr(bindings, "_LIMIT_S", limit_s)
+    assert ask({"numpy": "2.9"}) == {"numpy": Binding(problem=problem)}
