@@ -29,7 +29,6 @@ from ringreduce.training.calls.requests import Op, RequestBuilder
 from ringreduce.training.compression import (
     BucketCompression,
     State,
-    WireFormat,
     WireState,
     has_reducers,
     signature_of,
@@ -109,8 +108,7 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
             raise ConfigError(f"compressed gradients are averaged or summed (op Average or Sum), got {op}")
         how: dict[str, Any] = {"op": op, "predivide_factor": gradient_predivide_factor}
         if staleness:
-            late = type(wanted) if isinstance(wanted, WireFormat) else wanted
-            how |= {"compression": late, "staleness": staleness}
+            how |= {"compression": wanted, "staleness": staleness}
             Options(**how).checked(config(), [])
     trees = HostTrees("DistributedGradientTransformation", process_set, **how)
     # One that is made in each trace is the same each time: a rank may trace more often than others.

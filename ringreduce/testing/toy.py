@@ -58,7 +58,7 @@ class _ToyGradients(HostMemory, Hooks):
 class Toy:
     """A linear model, ``x @ matrix + bias``, and ``extra`` if it is used; trained by steepest descent.
 
-    See `ringreduce.testing.training.Trainee`.
+    See `ringreduce.testing.trainees.Trainee`.
     """
 
     def __init__(
@@ -76,12 +76,18 @@ class Toy:
         return [weight.value for _, weight in self.named]
 
     def backward(self, x: _Floats, y: _Floats, *, extra: bool = True) -> None:
-        matrix, bias, more = (weight for _, weight in self.named)
+        """Add the gradient of half the mean, over the rows, of the summed squared error; ``extra`` may be left out."""
+        (matrix_name, matrix), (bias_name, bias), (more_name, more) = self.named
         error = x @ matrix.value + bias.value + (more.value if extra else 0) - y
         mean = error.mean(0)
-        gradients = {more: mean} if extra else {}
+        gradients = {more_name: mean} if extra else {}
+        self.give({**gradients, bias_name: mean, matrix_name: x.T @ error / len(x)})
+
+    def give(self, gradients: Mapping[str, _Floats]) -> None:
+        weights = dict(self.named)
         watchers: dict[int, Watcher] = {}
-        for weight, gradient in {**gradients, bias: mean, matrix: x.T @ error / len(x)}.items():
+        for name, gradient in gradients.items():
+            weight = weights[name]
             watching = [(watcher, hook.record) for hook in weight.hooks if (watcher := hook.watcher()) is not None]
             for watcher, record in watching:
                 watcher.before_adding(record)

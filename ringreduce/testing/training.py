@@ -1,26 +1,35 @@
 """What every binding of a framework must do: checks that run on all ranks, against one process in float64.
 
-All functions are collective and take what makes a `Trainee` of the binding.
+All functions are collective and take what makes a `Trainee` of the binding. Those of `late_training`,
+`weighted_training` and `local_training` are for bindings that have these options.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce import runtime
 from ringreduce.common.errors import MismatchError
-from ringreduce.testing.toy import RATE
+from ringreduce.testing.trainees import (
+    Floats,
+    Make,
+    Named,
+    OneProcess,
+    Trainee,
+    assert_equal_on_ranks,
+    assert_near,
+    assert_raises,
+)
 from ringreduce.training.calls.requests import join
 from ringreduce.training.compression.powersgd import PowerSGD
 
-_Floats = npt.NDArray[Any]
-_Pass = tuple[_Floats, _Floats, bool]  # of a backward pass: the batch, and whether ``extra`` is used
+_Pass = tuple[Floats, Floats, bool]  # of a backward pass: the batch, and whether ``extra`` is used
 
 _STEPS = 6
 _ROWS = 4  # of each rank, in each step
@@ -28,80 +37,40 @@ _BUCKETS = {"bucket_nbytes": 32}  # each parameter has its own
 _SHAPES = {"matrix": (5, 3), "bias": (3,), "extra": (3,)}
 
 
-class Trainee(Protocol):
-    """A linear model ``x @ matrix + bias + extra`` of a binding, in float32, and steepest descent by `RATE`."""
-
-    def weights(self) -> Sequence[_Floats]:
-        """Return the weights, as NumPy arrays, in the order of the names."""
-
-    def backward(self, x: _Floats, y: _Floats, *, extra: bool = True) -> None:
-        """Add the gradient of half the mean, over the rows, of the summed squared error; ``extra`` may be left out."""
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-
-    def step(self) -> None:
-        """Reduce the gradients, and step."""
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which passes only add up gradients."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the optimizer keeps."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+def _gradients(weights: Named, x: Floats, y: Floats, used: bool) -> dict[str, Floats]:
+    """Return those of half the mean, over the rows, of the summed squared error of ``x @ matrix + bias + extra``."""
+    error = x @ weights["matrix"] + weights["bias"] + (weights["extra"] if used else 0) - y
+    found = {"matrix": x.T @ error / len(x), "bias": error.mean(0)}
+    return found | {"extra": error.mean(0)} if used else found
 
 
-#: Makes a `Trainee` of weights by name, with options as users of the binding give them.
-Make = Callable[..., Trainee]
+def _sum_of(weights: Named, batches: Sequence[_Pass], ranks: int) -> dict[str, Floats]:
+    """Return what the batches give, over the number of ranks."""
+    every = [_gradients(weights, *each) for each in batches]
+    unused = {name: np.zeros(shape) for name, shape in _SHAPES.items()}
+    return {name: np.sum([each.get(name, zeros) for each in every], axis=0) / ranks for name, zeros in unused.items()}
 
 
-class _OneProcess:
-    """The same in float64, on the batches of all ranks."""
-
-    def __init__(self, values: Mapping[str, _Floats]) -> None:
-        self.matrix, self.bias, self.extra = (value.astype(np.float64) for value in values.values())
-
-    def step(self, batches: Sequence[_Pass], ranks: int = 0) -> None:
-        """Step with what the batches give, over the number of ranks; each says whether ``extra`` is used."""
-        totals = [np.zeros_like(each) for each in (self.matrix, self.bias, self.extra)]
-        for x, y, used in batches:
-            error = x @ self.matrix + self.bias + (self.extra if used else 0) - y
-            for total, gradient in zip(
-                totals, (x.T @ error / len(x), error.mean(0), used * error.mean(0)), strict=True
-            ):
-                total += gradient / (ranks or len(batches))
-        for weight, total in zip((self.matrix, self.bias, self.extra), totals, strict=True):
-            weight -= RATE * total
-
-
-def _values() -> dict[str, _Floats]:
+def _values() -> dict[str, Floats]:
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in _SHAPES.items()}
 
 
-def _batch(rank: int, step: int) -> tuple[_Floats, _Floats]:
+def _batch(rank: int, step: int) -> tuple[Floats, Floats]:
     rng = np.random.default_rng([rank, step])
     return rng.standard_normal((_ROWS, 5)).astype(np.float32), rng.standard_normal((_ROWS, 3)).astype(np.float32)
 
 
-def _assert_equal_on_ranks(trainee: Trainee) -> None:
-    mine = np.concatenate([weight.ravel() for weight in trainee.weights()])
-    everyone = runtime.allgather(mine[None])
-    assert all(each.tobytes() == mine.tobytes() for each in everyone), "weights are equal on all ranks, bit by bit"
-
-
-def _assert_near(trainee: Trainee, expected: _OneProcess) -> None:
-    for weight, reference in zip(trainee.weights(), (expected.matrix, expected.bias, expected.extra), strict=True):
-        np.testing.assert_allclose(weight, reference, rtol=1e-4, atol=1e-5)
+def _give(trainee: Trainee, x: Floats, y: Floats, used: bool = True) -> None:
+    """Make a backward pass with the gradients of a batch."""
+    trainee.give(_gradients(dict(zip(_SHAPES, trainee.weights(), strict=True)), x, y, used))
 
 
 def _train(trainee: Trainee, steps: range) -> None:
     """Make steps, each with this rank's batch."""
     for step in steps:
         trainee.zero_grad()
-        trainee.backward(*_batch(runtime.rank(), step))
+        _give(trainee, *_batch(runtime.rank(), step))
         trainee.step()
 
 
@@ -121,18 +90,19 @@ def _compare(
         **options: as for all checks.
     """
     trainee = make(_values(), **_BUCKETS, **options)
-    expected = _OneProcess(_values())
+    expected = OneProcess(_values())
     for step in range(_STEPS):
         *first, (x, y, used) = made(runtime.rank(), step)
         trainee.zero_grad()
         with trainee.no_sync() if suspended else nullcontext():
             for earlier_x, earlier_y, earlier_used in first:
-                trainee.backward(earlier_x, earlier_y, extra=earlier_used)
-        trainee.backward(x, y, extra=used)
+                _give(trainee, earlier_x, earlier_y, earlier_used)
+        _give(trainee, x, y, used)
         trainee.step()
-        expected.step([each for rank in range(runtime.size()) for each in made(rank, step)], runtime.size())
-        _assert_equal_on_ranks(trainee)
-    _assert_near(trainee, expected)
+        passes = [each for rank in range(runtime.size()) for each in made(rank, step)]
+        expected.step(_sum_of(expected.weights, passes, runtime.size()))
+        assert_equal_on_ranks(trainee)
+    assert_near(trainee, expected.weights)
 
 
 def check_whole_batch(make: Make, **options: Any) -> None:
@@ -159,24 +129,25 @@ def check_accumulation(make: Make, **options: Any) -> None:
 def check_join(make: Make, **options: Any) -> None:
     """Steps of ranks with more data are averaged over those that have some; afterwards all go on together."""
     trainee = make(_values(), **_BUCKETS, **options)
-    expected = _OneProcess(_values())
+    expected = OneProcess(_values())
     most = _STEPS + runtime.size() - 1
     for step in range(most):
         having = [rank for rank in range(runtime.size()) if step < _STEPS + rank]
         if runtime.rank() in having:
             _train(trainee, range(step, step + 1))
-        expected.step(_all_batches(having, step))
+        expected.step(_sum_of(expected.weights, _all_batches(having, step), len(having)))
     last = join()
     assert last == runtime.size() - 1 or runtime.size() == 1
     if runtime.rank() == runtime.size() - 1:
-        _assert_near(trainee, expected)
+        assert_near(trainee, expected.weights)
     for weight in trainee.weights():
         runtime.broadcast(weight, runtime.size() - 1, out=weight)
     for step in range(most, most + _STEPS):
         _train(trainee, range(step, step + 1))
-        expected.step(_all_batches(range(runtime.size()), step))
-    _assert_near(trainee, expected)
-    _assert_equal_on_ranks(trainee)
+        passes = _all_batches(range(runtime.size()), step)
+        expected.step(_sum_of(expected.weights, passes, runtime.size()))
+    assert_near(trainee, expected.weights)
+    assert_equal_on_ranks(trainee)
 
 
 def check_mismatches(make: Make, **options: Any) -> None:
@@ -186,11 +157,7 @@ def check_mismatches(make: Make, **options: Any) -> None:
         return
     other = _values() | {"bias": np.zeros(4, np.float32)} if runtime.rank() == last else _values()
     for values, more in ((other, {}), (_values(), {"bucket_nbytes": 32 + (runtime.rank() == last)})):
-        try:
-            make(values, **more, **options)
-        except MismatchError:
-            continue
-        raise AssertionError("the ranks differ, and none said so")
+        assert_raises(partial(make, values, **more, **options), MismatchError, "the ranks differ")
     check_whole_batch(make, **options)
 
 
@@ -214,7 +181,7 @@ def check_dropped(make: Make, **options: Any) -> None:
     trainee = make(_values(), **_BUCKETS, **options)
     _train(trainee, range(3))
     if runtime.rank() == 0 and options.get("reduce_in") != "backward":  # whose passes all ranks make
-        trainee.backward(*_batch(0, 3))
+        _give(trainee, *_batch(0, 3))
     del trainee
     gc.collect()
     runtime.barrier()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,6 @@ import jax.numpy as jnp  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.jax as rj  # noqa: E402
-from ringreduce.testing.toy import RATE  # noqa: E402
-from ringreduce.testing.training import CHECKS, check_mismatches  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -455,57 +452,6 @@ def test_what_is_no_array_is_refused() -> None:
         rj.allgather(jnp.float32(1.0))
     with pytest.raises(rr.ConfigError, match="no gradient flows through allreduce with op max"):
         jax.grad(lambda each: rj.allreduce(each, rj.Max).sum())(jnp.ones(2))
-
-
-class Trainee:
-    """A linear model and steepest descent, compiled; weights lie in NumPy arrays, as the suite overwrites them."""
-
-    def __init__(
-        self,
-        values: Mapping[str, Any],
-        *,
-        passes: int = 1,
-        bucket_nbytes: int | None = None,
-        compression: Any = None,
-    ) -> None:
-        self.values = {name: value.copy() for name, value in values.items()}
-        rj.broadcast_parameters(self.values)  # which compares names and shapes
-        self.tx = rj.DistributedGradientTransformation(optax.sgd(RATE), compression=compression)
-        self.state = self.tx.init(jax.tree.map(jnp.asarray, self.values))
-        self.no_sync = nullcontext
-        self.zero_grad()
-
-    def weights(self) -> list[Any]:
-        return list(self.values.values())
-
-    def zero_grad(self) -> None:
-        self.gradients = jax.tree.map(jnp.zeros_like, self.values)
-
-    def backward(self, x: Any, y: Any, *, extra: bool = True) -> None:
-        def loss(values: Any) -> Any:
-            found = x @ values["matrix"] + values["bias"] + (values["extra"] if extra else 0)
-            return ((found - y) ** 2).sum() / 2 / len(x)
-
-        found = jax.jit(jax.grad(loss))(jax.tree.map(jnp.asarray, self.values))
-        self.gradients = jax.tree.map(jnp.add, self.gradients, found)
-
-    def step(self) -> None:
-        updates, self.state = jax.jit(self.tx.update)(self.gradients, self.state)
-        for name, value in self.values.items():
-            value += np.asarray(updates[name])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self.state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state["state"]
-
-
-@pytest.mark.parametrize(
-    "check", [each for each in CHECKS if each is not check_mismatches], ids=lambda each: each.__name__
-)
-def test_the_suite_for_bindings(check: Callable[..., None]) -> None:
-    check(Trainee)
 
 
 def test_only_the_root_counts_and_what_ranks_have_of_their_own_stays() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -33,69 +32,12 @@ def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     return jax.jit if request.param else lambda function: function
 
 
-def parameters() -> Any:
-    draw = np.random.default_rng(1)
-    return {"w": jnp.asarray(draw.normal(size=(7, 13)), jnp.float32), "b": jnp.zeros(13, jnp.float32)}
-
-
-def batch(rank: int, step: int) -> Any:
-    return jnp.asarray(np.random.default_rng([rank, step]).normal(size=(4, 7)), jnp.float32)
-
-
-@jax.jit
-def gradients(params: Any, x: Any) -> Any:
-    return jax.grad(lambda each: jnp.mean(jnp.tanh(x @ each["w"] + each["b"]) ** 2))(params)
-
-
 def stepping(tx: Any, called: Any) -> Any:
     def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     return called(step)
-
-
-def inner() -> Any:
-    return optax.sgd(0.1, momentum=0.9)
-
-
-def delayed(called: Any, staleness: int, steps: int, left: int) -> Any:
-    """Return the parameters of one process with the averages of all ranks, each so many steps late."""
-    tx, params, waiting = inner(), parameters(), deque[Any]()
-    state = tx.init(params)
-    step, late = stepping(tx, called), stepping(tx, lambda function: function)
-    for number in range(steps + left):
-        average = jax.tree.map(jnp.zeros_like, params)
-        if number < steps:
-            everyone = [gradients(params, batch(rank, number)) for rank in range(SIZE)]
-            waiting.append(jax.tree.map(lambda *each: sum(each) / SIZE, *everyone))
-        if number >= staleness:
-            average = waiting.popleft()
-        params, state = (step if number < steps else late)(params, state, average)
-    return params
-
-
-def assert_same(params: Any, expected: Any) -> None:
-    """Check parameters: to the bit, unless sums of several ranks may be rounded in another order."""
-    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
-        if SIZE <= 2:
-            np.testing.assert_array_equal(one, other)
-        else:
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    mine = b"".join(np.asarray(each).tobytes() for each in jax.tree.leaves(params))
-    assert len(set(rj.allgather_object(mine))) == 1
-
-
-@pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_parameters_are_those_of_one_process_that_delays(called: Any, staleness: int) -> None:
-    tx, params = transformation(inner(), staleness=staleness), parameters()
-    state, step = tx.init(params), stepping(tx, called)
-    for number in range(7):
-        params, state = step(params, state, gradients(params, batch(RANK, number)))
-    assert_same(params, delayed(called, staleness, 7, 0))
-    for _ in range(2):  # the second time nothing is pending
-        params, state = tx.synchronize(params, state)
-        assert_same(params, delayed(called, staleness, 7, staleness))
 
 
 def test_steps_in_and_outside_of_programs_take_turns() -> None:
@@ -120,30 +62,6 @@ def test_steps_in_and_outside_of_programs_take_turns() -> None:
     np.testing.assert_allclose(params, -(28 + 8 * mean), rtol=1e-6)
     params, state = tx.synchronize(params, state)
     np.testing.assert_allclose(params, -(45 + 10 * mean), rtol=1e-6)
-
-
-def test_wire_formats(nodes_of_one: None) -> None:
-    tx, params = transformation(optax.sgd(1.0), staleness=1, compression="bf16"), jnp.zeros(300)
-    state, step = tx.init(params), stepping(tx, jax.jit)
-    for _ in range(3):
-        params, state = step(params, state, jnp.full(300, 1.0 + RANK))
-    params, state = tx.synchronize(params, state)
-    np.testing.assert_allclose(params, -3 * (1 + (SIZE - 1) / 2), rtol=0.02)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"op": rj.Adasum}, "Adasum and staleness"),
-        ({"compression": rj.PowerSGD(2)}, "powersgd"),
-        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor and staleness"),
-        ({"staleness": -1}, "staleness"),
-        ({"staleness": 1.5}, "staleness"),
-    ],
-)
-def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(rr.ConfigError, match=words):
-        transformation(optax.sgd(0.1), **{"staleness": 1, **options})
 
 
 def test_late_gradients_are_not_mapped_and_the_last_are_applied_outside() -> None:
@@ -221,16 +139,6 @@ def test_wrong_numbers_are_refused_on_all_ranks(
     step = called(lambda grads: tx.update(grads, state, samples=samples())[0])
     with pytest.raises(rr.RingReduceError, match=words):
         original(lambda: jax.block_until_ready(step(jnp.ones(3))))
-
-
-@SEVERAL
-def test_ranks_with_other_staleness_hear_it(called: Any) -> None:
-    for other in (0, 2):
-        tx = transformation(optax.sgd(1.0), staleness=1 if RANK else other)
-        state = tx.init(jnp.zeros(3))
-        step = called(lambda grads, tx=tx, state=state: tx.update(grads, state)[0])
-        with pytest.raises(rr.MismatchError):
-            original(lambda step=step: jax.block_until_ready(step(jnp.ones(3))))
 
 
 def test_shares_and_loading_are_there() -> None:

@@ -100,8 +100,9 @@ class WireFormat:
 
 
 def is_wire_format(compression: object) -> bool:
-    """Return whether a compression is a `WireFormat`, and no user's own in its place."""
-    return has_reducers(compression) and isinstance(compression, type) and issubclass(compression, WireFormat)
+    """Return whether a compression is a `WireFormat`, or the class of one, and no user's own in its place."""
+    kind = compression if isinstance(compression, type) else type(compression)
+    return has_reducers(compression) and issubclass(kind, WireFormat)
 
 
 def wire_format(name: object) -> type[WireFormat]:

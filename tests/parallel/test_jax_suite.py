@@ -1,0 +1,34 @@
+"""The binding of Jax passes the suites for bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from ringreduce.testing.late_training import LATE_CHECKS
+from ringreduce.testing.trainees import Make
+from ringreduce.testing.training import CHECKS, check_mismatches
+
+pytest.importorskip("jax")
+from trainees.with_jax import Jax
+
+
+def named(check: Callable[..., None]) -> str:
+    return check.__name__
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "compiled"])
+def make(request: pytest.FixtureRequest) -> Make:
+    return partial(Jax, compiled=request.param)
+
+
+@pytest.mark.parametrize("check", [each for each in CHECKS if each is not check_mismatches], ids=named)
+def test_a_binding(check: Callable[[Make], None]) -> None:
+    check(Jax)
+
+
+@pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
+def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
+    check(make)

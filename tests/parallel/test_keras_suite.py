@@ -1,0 +1,24 @@
+"""The binding of Keras passes the suites for bindings, on the backend that KERAS_BACKEND names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ringreduce.testing.late_training import LATE_CHECKS
+from ringreduce.testing.trainees import Make
+
+pytest.importorskip("keras")
+from trainees.with_keras import Keras
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+
+def named(check: Callable[..., None]) -> str:
+    return check.__name__
+
+
+@pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
+def test_late_averages(nodes_of_one: None, check: Callable[[Make], None]) -> None:
+    check(Keras)

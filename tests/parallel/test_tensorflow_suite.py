@@ -1,0 +1,28 @@
+"""The binding of TensorFlow passes the suites for bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from ringreduce.testing.late_training import LATE_CHECKS
+from ringreduce.testing.trainees import Make
+
+pytest.importorskip("tensorflow")
+from trainees.with_tensorflow import TensorFlow
+
+
+def named(check: Callable[..., None]) -> str:
+    return check.__name__
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "compiled"])
+def make(request: pytest.FixtureRequest) -> Make:
+    return partial(TensorFlow, compiled=request.param)
+
+
+@pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
+def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
+    check(make)

@@ -1,0 +1,69 @@
+"""The binding of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+import ringreduce.torch as hvd
+from ringreduce.testing.toy import RATE
+
+
+class Torch:
+    """See `ringreduce.testing.trainees.Trainee`.
+
+    Args:
+        values: weights by name.
+        momentum: of the steps.
+        method: what wraps the optimizer.
+        passes: as ``backward_passes_per_step``.
+        compression: one of torch's, or its name.
+        **options: of what wraps.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        momentum: float = 0.0,
+        method: str = "DistributedOptimizer",
+        passes: int = 1,
+        compression: Any = hvd.Compression.none,
+        **options: Any,
+    ) -> None:
+        pairs = [(name, torch.from_numpy(np.copy(value))) for name, value in values.items()]
+        self.model = torch.nn.ParameterDict(pairs)  # in this order, while those of a dict are sorted
+        sgd = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=momentum)
+        if isinstance(compression, str):
+            compression = getattr(hvd.Compression, compression)
+        if method == "DistributedOptimizer":
+            options["backward_passes_per_step"] = passes
+        self.optimizer = getattr(hvd, method)(sgd, self.model, compression=compression, **options)
+
+    def weights(self) -> list[Any]:
+        return [weight.detach().numpy() for weight in self.model.values()]
+
+    def give(self, gradients: Mapping[str, Any]) -> None:
+        sum((self.model[name] * torch.tensor(each)).sum() for name, each in gradients.items()).backward()
+
+    def step(self, samples: Any = None) -> None:
+        self.optimizer.step(**({} if samples is None else {"samples": samples}))
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def synchronize(self) -> None:
+        self.optimizer.synchronize()
+
+    def no_sync(self) -> Any:
+        return self.optimizer.no_sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
