@@ -78,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
     used = {
         ADASUM: op == Adasum,
         STALENESS: whole_number("staleness", staleness, 0),
-        ACCUMULATION: passes > 1 or average_aggregated_gradients,
+        ACCUMULATION: passes > 1 or (op == Adasum and average_aggregated_gradients),
         FIRST_TENSORFLOW: is_first,
         KERAS: not is_first,
     }

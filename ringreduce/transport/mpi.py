@@ -92,7 +92,8 @@ def _all_part() -> bool:
     """Wait until all ranks end; return False as soon as one of them has died.
 
     MPI_Finalize of Open MPI 5.0 waits for ever in one of ten jobs if a rank dies before it has come there. After a
-    failure it sometimes does so in any case, so the survivors end by this barrier alone.
+    failure it sometimes does so in any case, so the survivors end by this barrier alone. A rank that dies between this
+    barrier and the end of MPI_Finalize, a few milliseconds, may still keep the others.
     """
     comm = MPI.COMM_WORLD if _survivors is None else _survivors
     with suppress(MPI.Exception):

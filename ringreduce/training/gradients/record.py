@@ -1,4 +1,4 @@
-"""The agreement before a step: ranks reduce a record of bytes by maximum, which says what gradients they have."""
+"""What a rank says in the agreement before a step, as bytes whose maximum over the ranks tells all."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ringreduce.training.gradients.buckets import Buckets
 from ringreduce.training.gradients.checks import Checks, settings_of
 from ringreduce.training.gradients.record import Ranks
 from ringreduce.training.options.options import Options
-from ringreduce.training.options.refusals import ADASUM, BACKWARD, SAMPLES, STALENESS, require_together
+from ringreduce.training.options.refusals import ADASUM, BACKWARD, SAMPLES, require_together
 from ringreduce.training.strategies.chosen import strategy_for
 from ringreduce.training.strategies.overlapped import Overlap
 from ringreduce.training.strategies.parts import Sharding
@@ -125,13 +125,15 @@ class GradientReducer:
         return self._count.stepped
 
     def require_weights(self, reduced: str | None) -> None:
-        """Raise a `ConfigError`, on all ranks, unless the next step may have numbers of samples.
+        """Raise a `ConfigError` unless the next step may have numbers of samples. Local.
+
+        With staleness `reduce` raises it, on all ranks.
 
         Args:
             reduced: what reduced the gradients of that step already, by its name in `refusals`; None: nothing.
         """
         options = self.options
-        used = {ADASUM: options.adasum, BACKWARD: options.in_backward, STALENESS: options.staleness, reduced: True}
+        used = {ADASUM: options.adasum, BACKWARD: options.in_backward, reduced: True}
         require_together([SAMPLES, *(name for name, is_used in used.items() if name is not None and is_used)])
 
     def own_parts(self) -> AbstractContextManager[None]:

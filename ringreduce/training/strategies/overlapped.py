@@ -303,6 +303,7 @@ class Overlap(Partner):
         return reduced
 
     def prepare(self, record: Record, *, special: bool, active: int) -> None:
+        """Decide, alike on all ranks, whether the next step overlaps; see `Partner.prepare`."""
         everyone = active == self._all.ranks.size
         with self._lock:
             self.forget_step()

@@ -8,7 +8,9 @@ from ringreduce.training.strategies.strategy import Contribution, PendingAverage
 
 
 class PacedSteps(Strategy):
-    """Measures the steps of another strategy; rank 0 says which rank the others wait for.
+    """Measures the steps of another strategy, and counts them anew when all ranks have joined.
+
+    Rank 0 says which rank the others wait for.
 
     Args:
         context: of the optimizer.

@@ -81,7 +81,7 @@ class RepeatedSteps(Strategy):
         self._found = b""  # what the last agreement has found
         self._in_backward = options.in_backward
         adds_to_sums = self._in_backward and options.op is SUM
-        self._may = not adds_to_sums and options.predivide_factor == 1.0 and options.compressor is None
+        self._can_repeat = not adds_to_sums and options.predivide_factor == 1.0 and options.compressor is None
 
     def reduce(self, contribution: Contribution) -> list[Any]:
         checks = self._context.checks
@@ -157,8 +157,8 @@ class RepeatedSteps(Strategy):
         if self._in_backward:
             text += f", {self._context.count.stepped - self._context.count.reduced}"
         made = self._context.buckets.reduction(name, text, last.buckets, last.flats, self._parts)
-        # Parts may change from step to step, as may the signature in the backward pass; a loaded state brings other
-        # rounding errors.
+        # Kept if the operation of the next step is equal. Parts may change, in the backward pass the text counts steps,
+        # and a state that is loaded brings other feedbacks.
         if isinstance(made, InPlaceAllreduce) and self._parts is None and not (self._in_backward or made.feedbacks):
             last.operation = made
         return made
@@ -173,7 +173,7 @@ class RepeatedSteps(Strategy):
         weights = self._context.buckets.weights
         slots = [(number, slot) for each in buckets for number, slot in zip(each.numbers, each.slots, strict=True)]
         if (
-            self._may
+            self._can_repeat
             and self._patience.is_over
             and not any(partner.is_learning for partner in self._partners)
             and len(slots) == sum(found) > 0  # all that have a gradient have a place

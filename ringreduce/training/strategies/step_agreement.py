@@ -21,7 +21,8 @@ class Patience:
     Attributes:
         alike: agreements in a row that have found the same.
         needed: how many of them it takes.
-        refused: whether the ranks have come to this step in different ways.
+        refused: whether an operation of this step was refused, as some ranks repeated the last step and others agreed
+            first; set to False before each step.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class Patience:
         self.needed *= 2
 
     def excuse(self) -> None:
-        """Take note that the step differed in numbers of samples alone: gradients were as alike as before."""
+        """Take back the last doubling: the numbers of samples have changed, which says nothing of gradients."""
         if self.refused:
             self.needed = max(self.needed // 2, 1)
 
@@ -71,8 +72,9 @@ class StepAgreement:
         self._partners = partners
         self._patience = patience
         self._settings: Callable[[], Mapping[str, str]] | None = settings
-        self._first = context.memory.advice.first  # the step before which weights are compared; None: the agreement is
-        self._compares = self._first is None  # weights, as long as they are equal
+        # Before which step `Checks` compares weights; None: the agreement does, in its first step.
+        self._first = context.memory.advice.first
+        self._compares = self._first is None  # as long as they are equal
         self._record: Record | None = None
 
     def agree(self, contribution: Contribution) -> tuple[Record, int]:
@@ -100,11 +102,12 @@ class StepAgreement:
         record.sign("layout", context.buckets.layout)
         if context.options.in_backward:
             record.sign("stepped", count.stepped)
+        # The maximum over the ranks shows of each whether some rank has said so.
         record.counted[:] = isinstance(samples, int)
         record.uncounted[:] = samples is None
         record.miscounted[:] = isinstance(samples, ConfigError)
         active = self._exchange(record)
-        if isinstance(samples, ConfigError):
+        if isinstance(samples, ConfigError):  # which the others have learnt by now
             raise samples
         self._judge(record, settings)
         return record, active

@@ -29,8 +29,8 @@ class Contribution(NamedTuple):
         parameters: all of the optimizer's, in registration order.
         gradients: theirs, None where there is none; a strategy puts averages in their place.
         found: of each, what `Memory.found` has found; `Found.NO_GRADIENT` for those that do not count.
-        samples: over how many samples the gradients are a mean, as the program says; None: it does not say. Once it is
-            checked, a `ConfigError` is to be raised on all ranks.
+        samples: over how many samples the gradients are a mean; None: the program does not say. `RepeatedSteps` puts in
+            the checked number, or the `ConfigError` that the agreement raises on all ranks.
     """
 
     parameters: Sequence[Any]
@@ -60,7 +60,7 @@ class StepCount:
         self.looks_closer = self.reduced & (self.reduced + 1) == 0
 
     def restart(self) -> None:
-        """Count anew: ranks that had joined have made fewer steps."""
+        """Count anew, as ranks that had joined have made fewer steps; from 1, so that weights are not compared."""
         self.reduced = 1
         self.stepped = 0
         self.looks_closer = True
@@ -103,11 +103,11 @@ class PendingAverages(ABC):
 
     @abstractmethod
     def state(self) -> list[dict[int, Any]]:
-        """Return copies of all; waits for them, and no new world ends them then."""
+        """Return copies of all; waits for them. From then on a new world keeps them."""
 
     @abstractmethod
     def load(self, averages: Averages) -> None:
-        """Go on from averages, which nobody else changes, in place of those that there are; waits for these."""
+        """Put averages, which nobody else may change, in place of those that there are; waits for these."""
 
     @abstractmethod
     def loaded(self) -> Averages:
@@ -130,7 +130,8 @@ class Strategy(ABC):
 class Partner:
     """Takes part in the steps of a strategy: it has something to say in an agreement, and learns what came of it.
 
-    Each method does nothing here.
+    In each step `settle` is called; unless the step repeats the last one, `report`, `heed`, `conclude`, `moved` if
+    buckets are new, and `prepare`; then `reduced`. If the step fails, `break_off` is called. Each does nothing here.
 
     Attributes:
         overlaps: whether it may reduce gradients before the step; the same on all ranks.
@@ -170,8 +171,8 @@ class Partner:
 
         Args:
             record: what all ranks have said in this one.
-            special: whether this one says nothing of those to come, or the next one needs unreduced gradients. The same
-                on all ranks.
+            special: whether this step does not show what the next ones are like (buckets are new, averages are
+                weighted), or the next one compares gradients before they are reduced. The same on all ranks.
             active: as for `conclude`.
         """
 
@@ -179,4 +180,4 @@ class Partner:
         """Take note that the gradients of all parameters were reduced; ``repeated``: without an agreement."""
 
     def break_off(self, error: BaseException) -> None:
-        """End a step that has failed on all ranks."""
+        """End a step that an error has ended, on all ranks or, as an interrupt does, here alone."""
