@@ -99,8 +99,14 @@ class Operation:
         """Have it refused if a rank has joined; to be called before it is submitted."""
         self.signature = self.signature._replace(kind=OperationKind.CALL)
 
-    def renew(self) -> None:
-        """Forget how it has ended, so that it can be submitted again."""
+    def renew(self, stack: Stack | None = None) -> None:
+        """Forget how it has ended, so that it can be submitted again.
+
+        Args:
+            stack: where the program is now; None: where it was the last time.
+        """
+        if stack is not None:
+            self.stack = stack
         self.done = self.refused = self.withdrawn = False
         self.result = self.error = None
         self.record = [0.0, 0.0, 0.0, self.name, self.signature.text, self.stack, None]

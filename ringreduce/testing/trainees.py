@@ -37,24 +37,24 @@ class Trainee(Protocol):
     def zero_grad(self) -> None:
         """Forget the gradients."""
 
-    def step(self, samples: Any = None) -> None:
-        """Reduce the gradients, and step; they are means over so many samples of this rank, or all ranks have None."""
+    def step(self) -> None:
+        """Reduce the gradients, and step."""
 
     def synchronize(self) -> None:
-        """Apply late averages that are still to be applied; of local training, average the weights."""
+        """Apply late averages that are still to be applied."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which passes only add up gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the optimizer, or local training, keeps."""
+        """Return what the optimizer keeps."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
 
 
-#: Makes a `Trainee` of weights by name, with options as users of the binding give them, wire formats by name. Two are
-#: its own: ``momentum``, of the steps, and ``method``: "LocalSGD" or "DiLoCo", for local training with its options.
+#: Makes a `Trainee` of weights by name, with options as users of the binding give them, wire formats by name, and
+#: ``momentum``, that of the steps.
 Make = Callable[..., Trainee]
 
 
@@ -100,9 +100,9 @@ def slopes(weights: Named, rank: int, step: int, *, exact: bool = True) -> dict[
     return found
 
 
-def mean(gradients: Sequence[Named], counts: Sequence[int] | None = None) -> dict[str, Floats]:
-    """Return the averages of gradients of several ranks, weighted by their numbers of samples."""
-    return {name: np.average([each[name] for each in gradients], axis=0, weights=counts) for name in gradients[0]}
+def mean(gradients: Sequence[Named]) -> dict[str, Floats]:
+    """Return the averages of gradients of several ranks."""
+    return {name: np.mean([each[name] for each in gradients], axis=0) for name in gradients[0]}
 
 
 def named(trainee: Trainee) -> dict[str, Floats]:

@@ -1,7 +1,7 @@
 """What every binding of a framework must do: checks that run on all ranks, against one process in float64.
 
-All functions are collective and take what makes a `Trainee` of the binding. Those of `late_training`,
-`weighted_training` and `local_training` are for bindings that have these options.
+All functions are collective and take what makes a `Trainee` of the binding. Those of `late_training` are for bindings
+that have staleness.
 """
 
 from __future__ import annotations

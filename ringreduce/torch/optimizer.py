@@ -218,7 +218,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         """
         self.rejoin()
         if samples is not None:
-            self._training.reducer.require_weights(SKIPPING if self._skipping else self._reduced.by(id(self)))
+            self._training.reducer.require_samples_allowed(SKIPPING if self._skipping else self._reduced.by(id(self)))
         with self._stepper.reading:
             self._stepper.require_unchanged()
             if self._adasum and not self._training.alone:

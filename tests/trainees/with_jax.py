@@ -56,9 +56,8 @@ class Jax:
     def give(self, gradients: Mapping[str, Any]) -> None:
         self.gradients = {name: old + gradients.get(name, 0) for name, old in self.gradients.items()}
 
-    def step(self, samples: Any = None) -> None:
-        weighted = {} if samples is None else {"samples": samples}
-        updates, self.state = raising(lambda: self.update(self.gradients, self.state, self.tree(), **weighted))
+    def step(self) -> None:
+        updates, self.state = raising(lambda: self.update(self.gradients, self.state, self.tree()))
         self.set(jax.tree.map(jnp.add, self.tree(), updates))
 
     def synchronize(self) -> None:

@@ -58,9 +58,7 @@ class TensorFlow:
         for name, each in gradients.items():
             self.gradients[name] = self.gradients[name] + each
 
-    def step(self, samples: Any = None) -> None:
-        if samples is not None:
-            self.optimizer.samples = samples
+    def step(self) -> None:
         self.apply(*self.gradients.values())
 
     def synchronize(self) -> None:

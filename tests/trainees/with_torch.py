@@ -18,7 +18,6 @@ class Torch:
     Args:
         values: weights by name.
         momentum: of the steps.
-        method: what wraps the optimizer.
         passes: as ``backward_passes_per_step``.
         compression: one of torch's, or its name.
         **options: of what wraps.
@@ -29,7 +28,6 @@ class Torch:
         values: Mapping[str, Any],
         *,
         momentum: float = 0.0,
-        method: str = "DistributedOptimizer",
         passes: int = 1,
         compression: Any = hvd.Compression.none,
         **options: Any,
@@ -39,9 +37,9 @@ class Torch:
         sgd = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=momentum)
         if isinstance(compression, str):
             compression = getattr(hvd.Compression, compression)
-        if method == "DistributedOptimizer":
-            options["backward_passes_per_step"] = passes
-        self.optimizer = getattr(hvd, method)(sgd, self.model, compression=compression, **options)
+        self.optimizer = hvd.DistributedOptimizer(
+            sgd, self.model, compression=compression, backward_passes_per_step=passes, **options
+        )
 
     def weights(self) -> list[Any]:
         return [weight.detach().numpy() for weight in self.model.values()]
@@ -49,8 +47,8 @@ class Torch:
     def give(self, gradients: Mapping[str, Any]) -> None:
         sum((self.model[name] * torch.tensor(each)).sum() for name, each in gradients.items()).backward()
 
-    def step(self, samples: Any = None) -> None:
-        self.optimizer.step(**({} if samples is None else {"samples": samples}))
+    def step(self) -> None:
+        self.optimizer.step()
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()

@@ -124,7 +124,7 @@ class GradientReducer:
         """How many steps the optimizer has made; counted from 0 again when all ranks have joined."""
         return self._count.stepped
 
-    def require_weights(self, reduced: str | None) -> None:
+    def require_samples_allowed(self, reduced: str | None) -> None:
         """Raise a `ConfigError` unless the next step may have numbers of samples. Local.
 
         With staleness `reduce` raises it, on all ranks.

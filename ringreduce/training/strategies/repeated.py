@@ -149,8 +149,7 @@ class RepeatedSteps(Strategy):
         operation = last.operation
         if operation is not None:
             operation.within = self._context.memory.streams.around(last.flats)  # the stream of this step
-            operation.stack = program_stack(1)
-            operation.renew()
+            operation.renew(program_stack(1))
             return operation
         name = f"{self._context.ranks.name}, step"
         text = last.text

@@ -17,9 +17,6 @@ from ringreduce.training.strategies.strategy import Contribution, Partner, StepC
 class WholeSteps(Strategy):
     """Agrees with the other ranks, then reduces the buckets.
 
-    Attributes:
-        found: of which parameters ranks had gradients in the last step, as of `Memory.found`; empty: there was none.
-
     Args:
         context: of the optimizer.
         agreement: of the ranks.
@@ -27,6 +24,9 @@ class WholeSteps(Strategy):
         numbers: of samples.
         patience: of what would repeat this step.
         parts: makes operations of which a rank needs its part alone; None: nothing does.
+
+    Attributes:
+        found: of which parameters ranks had gradients in the last step, as of `Memory.found`; empty: there was none.
     """
 
     def __init__(
