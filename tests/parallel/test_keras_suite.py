@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from ringreduce.testing.late_training import LATE_CHECKS
+from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS
 from ringreduce.testing.trainees import Make
 
 pytest.importorskip("keras")
-from trainees.with_keras import Keras
+from trainees.with_keras import Keras, LocalKeras
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -22,3 +23,13 @@ def named(check: Callable[..., None]) -> str:
 @pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
 def test_late_averages(nodes_of_one: None, check: Callable[[Make], None]) -> None:
     check(Keras)
+
+
+@pytest.mark.parametrize("check", LOCAL_CHECKS, ids=named)
+def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
+    check(LocalKeras)
+
+
+@pytest.mark.parametrize("check", NODE_CHECKS, ids=named)
+def test_local_training_of_nodes(nodes_of_two: None, check: Callable[..., None]) -> None:
+    check(LocalKeras)
