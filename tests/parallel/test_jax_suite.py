@@ -37,7 +37,7 @@ def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], N
 
 @pytest.mark.parametrize("check", LOCAL_CHECKS, ids=named)
 def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
-    check(LocalJax)
+    check(partial(LocalJax, compiled=False))  # exchanges are outside of compiled steps, whose compilation takes seconds
 
 
 @pytest.mark.parametrize("check", [pytest.param(NODE_CHECKS[0], marks=pytest.mark.smoke), *NODE_CHECKS[1:]], ids=named)
