@@ -10,20 +10,43 @@ import pwd
 import sys
 import tempfile
 from contextlib import nullcontext, redirect_stdout
+from importlib import import_module
 from typing import Any, NoReturn
 
 import click
 
 import ringreduce
-from ringreduce.cli import commands, reports, run, simulate
 from ringreduce.common.errors import ConfigError, RingReduceError, UnsupportedBufferError
 from ringreduce.common.launch import launch
 
 __all__ = ["main"]
 
 
+#: Where each command is. A module is imported when a command of it is asked for: `run` needs none of the others.
+_PLACES = {
+    "bench": "commands.bench",
+    "doctor": "reports.doctor",
+    "explain": "commands.explain",
+    "export": "reports.export",
+    "run": "run.command",
+    "simulate": "simulate.command",
+    "timeline": "reports.timeline",
+    "top": "reports.top",
+    "tune": "commands.tune",
+}
+
+
 class _WorldGroup(click.Group):
     """A group of commands that all ranks run at once, and leave at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_PLACES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _PLACES and cmd_name not in self.commands:
+            module, _, name = _PLACES[cmd_name].partition(".")
+            self.add_command(getattr(import_module(f"ringreduce.cli.{module}"), name))
+        return super().get_command(ctx, cmd_name)
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         if not options.get("standalone_mode", True):
@@ -57,17 +80,6 @@ def main(context: click.Context) -> None:
     """Collectives between the ranks of an MPI job: measure them and see what runs."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-main.add_command(commands.bench)
-main.add_command(commands.explain)
-main.add_command(reports.doctor)
-main.add_command(reports.export)
-main.add_command(run.command)
-main.add_command(simulate.command)
-main.add_command(reports.timeline)
-main.add_command(reports.top)
-main.add_command(commands.tune)
 
 
 def _home() -> str:

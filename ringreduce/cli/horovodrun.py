@@ -16,7 +16,6 @@ import click
 
 import ringreduce
 from ringreduce.cli import main as ringreduce_main
-from ringreduce.cli.reports import doctor
 from ringreduce.common.errors import ConfigError
 
 __all__ = ["CommandLine", "main", "parser", "read"]
@@ -329,7 +328,7 @@ def main() -> NoReturn:
     for warning in plan.warnings:
         click.echo(f"horovodrun: {warning}", err=True)
     if plan.shows:
-        ringreduce_main([str(doctor.name)], prog_name="ringreduce")
+        ringreduce_main(["doctor"], prog_name="ringreduce")
     with tempfile.TemporaryDirectory(prefix="ringreduce-commits-", ignore_cleanup_errors=True) as folder:
         if "--host-discovery-script" in plan.options:
             plan.settings.setdefault("RINGREDUCE_COMMITS", folder)

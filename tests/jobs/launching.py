@@ -11,8 +11,11 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 RINGREDUCE = Path(sys.executable).with_name("ringreduce")
 PROGRAMS = Path(__file__).with_name("programs")
@@ -27,6 +30,16 @@ class Job(NamedTuple):
     stdout: str
     stderr: str
     seconds: float
+
+
+def needs(*libraries: str) -> None:
+    """Skip the test, or at module level the file, where one of some libraries is not installed.
+
+    `pytest.importorskip` would import them, which takes seconds, into processes of tests that only start jobs.
+    """
+    for name in libraries:
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 
 @contextmanager

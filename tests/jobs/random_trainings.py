@@ -13,6 +13,7 @@ import argparse
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -25,16 +26,17 @@ OTHERS = ["tensorflow", "keras-tensorflow", "keras-jax", "keras-torch", "jax"]
 START_S, STEP_S = 120, 1.5  # what a job may take
 
 
-def run(way: str, ranks: int, node_size: str, steps: int, seed: int, folder: Path) -> bool:
-    """Run one job; print what it said, and after a failure why; return whether all was right."""
-    name, _, backend = way.partition("-")
+def run(ways: Sequence[str], ranks: int, node_size: str, steps: int, seed: int, folder: Path) -> bool:
+    """Run one job, with steps in each of some ways; print what it said, or why it failed; return if all was right."""
+    names = [way.partition("-")[0] for way in ways]
+    backend = ways[0].partition("-")[2]
     settings = {"RINGREDUCE_NODE_SIZE": node_size or None, "RINGREDUCE_TIMEOUT": "30", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if backend:
         settings["KERAS_BACKEND"] = backend
-    how = "--steps", steps, "--seed", seed, *(("--folder", folder) if name in TORCH else ())
-    done = run_job(ranks, PROGRAM, name, *how, limit_s=START_S + STEP_S * steps, **settings)
+    how = "--steps", steps, "--seed", seed, *(("--folder", folder) if {*names} <= {*TORCH} else ())
+    done = run_job(ranks, PROGRAM, *names, *how, limit_s=START_S + STEP_S * steps * len(ways), **settings)
     said = done.stdout.strip() if done.returncode == 0 else f"status {done.returncode}\n{done.stderr}"
-    print(f"{way}, {ranks} ranks, nodes of {node_size or 'all'}, seed {seed}: {said}", flush=True)
+    print(f"{' '.join(ways)}, {ranks} ranks, nodes of {node_size or 'all'}, seed {seed}: {said}", flush=True)
     return done.returncode == 0
 
 
@@ -54,7 +56,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="trainings-") as folder:
         for number, (way, (ranks, node_size)) in enumerate(jobs):
             steps = -(-chosen.steps // len(jobs))
-            failed += not run(way, ranks, node_size, steps, chosen.seed + number, Path(folder))
+            failed += not run([way], ranks, node_size, steps, chosen.seed + number, Path(folder))
     print(f"{len(jobs) - failed} of {len(jobs)} jobs were right")
     return int(failed > 0)
 

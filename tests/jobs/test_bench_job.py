@@ -10,6 +10,7 @@ from typing import Any
 import click
 import pytest
 from browser import look
+from launching import needs
 
 from ringreduce.bench.cases import COLLECTIVES
 from ringreduce.cli import main
@@ -47,7 +48,7 @@ def test_table_of_two_ranks(mpirun: Run):
 
 def test_all_algorithms_on_shared_buffers(mpirun: Run, tmp_path):
     """--algorithm all measures several algorithms, and -J gets them all with the peers' figures."""
-    pytest.importorskip("torch")
+    needs("torch")
     path = tmp_path / "report.json"
     done = mpirun(
         *(2, "bench", "allreduce", "-b", "64K", "-e", "64K", "-n", "3", "--algorithm", "all", "--buffers", "shared"),
@@ -120,7 +121,7 @@ def test_overlap(mpirun: Run) -> None:
 
 def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) -> None:
     """Everything is measured and right, and the page shows each."""
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     page, few = tmp_path / "report.html", ["-b", "8", "-e", "4K", "-f", "512", "-n", "5", "-w", "1"]
     done = mpirun(2, "bench", "all", *few, "--vs", "mpi", "--report", str(page))
     assert done.returncode == 0, done.stderr
@@ -155,7 +156,7 @@ def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) ->
 )
 def test_mistakes_with_pictures(options: tuple[str, ...], message: str) -> None:
     """They are told before anything is measured."""
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     with pytest.raises((click.UsageError, ConfigError)) as refused:
         main(["bench", *options], standalone_mode=False)
     assert message in str(refused.value)

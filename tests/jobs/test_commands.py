@@ -22,7 +22,7 @@ ELSEWHERE = {
     "docs/start.md: python3 -m venv venv": "scripts/first_hour",
     "docs/start.md: . venv/bin/activate": "scripts/first_hour",
     "docs/start.md: pip install": "scripts/first_hour",
-    "docs/start.md: python examples/digits_alone.py": "scripts/first_hour, and tests/jobs/test_examples.py",
+    "docs/start.md: python examples/digits_alone.py": "scripts/first_hour",
     "docs/start.md: ringreduce run -np 2 python examples/digits_parallel.py": "as above",
     "CONTRIBUTING.md: ./scripts/install": "scripts/test",
     "CONTRIBUTING.md: ./scripts/lint": "scripts/test",
@@ -44,6 +44,8 @@ ELSEWHERE = {
     "docs/speed.md: mpirun -np 2 python -m ringreduce bench async": "tests/jobs/test_bench_job.py",
     "docs/tuning.md: mpirun -np 2 python -m ringreduce bench async": "tests/jobs/test_bench_job.py",
     "docs/tuning.md: mpirun -np 2 python -m ringreduce bench all --report": "tests/jobs/test_bench_job.py",
+    "docs/tuning.md: mpirun -np 2 python -m ringreduce bench overlap": "tests/jobs/test_bench_job.py",
+    "docs/simulate.md: mpirun -np 4 python -m ringreduce bench allreduce": "tests/jobs/test_bench_job.py, on 2 ranks",
     "docs/observe.md: python -m ringreduce doctor --dump FOLDER": "tests/jobs/test_flight.py",
     "docs/recipes/checkpoints.md: ringreduce export commits model.pt --commit 300": "tests/unit/test_export_command.py",
     "docs/recipes/jax.md: pip install": "by hand: JAX is in an environment of its own",
@@ -77,8 +79,7 @@ def commands() -> Iterator[str]:
 ALL = list(dict.fromkeys(commands()))
 #: What several pages say is run once, as of the first that says it.
 HERE = list({each.partition(": ")[2]: each for each in reversed(ALL) if not each.startswith(tuple(ELSEWHERE))}.values())
-FIRST = ("README.md", "docs/start.md")
-#: Stands for any script, quickly.
+#: Stands for any script, quickly; those of the pages run in tests/parallel/test_docs.py.
 SCRIPT = "import ringreduce as rr; rr.init(); assert rr.allreduce(1.0, op=rr.SUM) == rr.size()\n"
 
 
@@ -91,18 +92,14 @@ def test_what_runs_the_others_is_there() -> None:
 
 @pytest.mark.parametrize("command", HERE)
 def test_a_command_runs(command: str, tmp_path: Path) -> None:
-    """As it stands, but that benchmarks take few iterations, and explain and bench end at 1 MiB.
-
-    The script is that of the first page where it is one of the first pages that starts it, but under mpirun.
-    """
-    page, _, line = command.partition(": ")
-    _, script = next(each for each in blocks(ROOT / "docs" / "start.md", "python"))
-    (tmp_path / "train.py").write_text(script if page in FIRST and "mpirun" not in line else SCRIPT)
+    """As it stands, but that benchmarks take few iterations, and explain and bench end at 1 MiB."""
+    line = command.partition(": ")[2]
+    (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "hosts.sh").write_text("#!/bin/sh\necho localhost:8\n")
     (tmp_path / "hosts.sh").chmod(0o755)
     if "trace.json" in line:
         assert run("python", "train.py", cwd=tmp_path, RINGREDUCE_TIMELINE="trace.json").returncode == 0
     if " bench " in line:
-        line = re.sub(r"-e (?:16|64)M", "-e 1M", line) + " -n 2" + " -w 0" * (" overlap" not in line)
+        line = re.sub(r"-e (?:16|64)M", "-e 1M", line) + " -n 2 -w 0"
     done = run("bash", "-c", line, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

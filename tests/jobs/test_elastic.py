@@ -8,7 +8,7 @@ from pathlib import Path
 
 import launching
 import pytest
-from launching import RINGREDUCE, Job
+from launching import RINGREDUCE, Job, needs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 SHORT = ["--epochs", 1, "--batch-size", 64]  # 40 steps of two ranks
@@ -29,7 +29,7 @@ def weights(done: Job) -> str:
 
 def test_a_job_that_begins_again_ends_in_the_same_bits(tmp_path: Path) -> None:
     """With too few ranks left, the job goes on from disk, as many ranks as before: as if nothing had happened."""
-    pytest.importorskip("torch")
+    needs("torch")
     undisturbed = run("--elastic", "-np", 2, sys.executable, EXAMPLE, *SHORT)
     again = run(
         *("--elastic", "-np", 2, "--min-np", 2, "--max-restarts", 1, sys.executable, EXAMPLE, *SHORT),
@@ -255,7 +255,7 @@ def test_ddp_goes_on_without_ranks() -> None:
 
     The others end as one process does with what they have seen.
     """
-    pytest.importorskip("torch")
+    needs("torch")
     done = run("--elastic", "-np", 4, sys.executable, "-c", DDP)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall("all is well on . of .", done.stdout)) == [
@@ -320,7 +320,7 @@ def test_ranks_that_have_parameters_in_common_go_on_without_some(shard: str, opt
 
     The others end as one process does with what they have seen.
     """
-    pytest.importorskip("torch")
+    needs("torch")
     done = run("--elastic", "-np", 4, sys.executable, "-c", SHARDED, shard, optimizer, moment)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall("all is well on . of .", done.stdout)) == [
@@ -383,7 +383,7 @@ print("all is well on", hvd.rank(), "of", hvd.size(), flush=True)
 @pytest.mark.parametrize("death", [6, 7], ids=["between exchanges", "as an exchange begins"])
 def test_what_the_other_replicas_have_learnt_stays(death: int) -> None:
     """A rank dies in the midst of a period: the others go on from the average of what each has learnt in it."""
-    pytest.importorskip("torch")
+    needs("torch")
     done = run("--elastic", "-np", 3, sys.executable, "-c", REPLICAS.replace("DEATH", str(death)))
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall("all is well on . of .", done.stdout)) == [

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from launching import LIMIT_S, run, run_together
+from launching import LIMIT_S, needs, run_together
 
-pytest.importorskip("torch")
+needs("torch")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRANSFORMER = [str(EXAMPLES / "char_transformer.py"), "--batch-size=12", "--every=1", "--sample=20"]
@@ -54,16 +54,6 @@ def test_the_demo_compares_the_weights_of_its_ranks(said: Callable[[int], dict[s
     demo = said(2)["demo"]
     assert re.search(r"throughput: [\d,]+ samples/s over all ranks\n", demo)
     assert "weights: bitwise identical on 2 ranks\n" in demo
-
-
-def test_the_scripts_of_the_start_page_run_one_after_the_other(tmp_path: Path) -> None:
-    """In one folder: the second trains and prints, too, as it does not go on from the first one's checkpoint."""
-    pytest.importorskip("matplotlib")
-    launched = ["ringreduce", "run", "-np", "2", "python"]
-    for command, name in ((["python"], "alone"), (launched, "parallel")):
-        done = run(*command, EXAMPLES / f"digits_{name}.py", "--epochs=1", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert re.findall(r"^epoch (\d+): loss", done.stdout, re.MULTILINE) == ["1"]
 
 
 def losses_of(output: str) -> list[float]:

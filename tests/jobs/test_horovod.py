@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Job, run
+from launching import Job, needs, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 )
 def test_the_synthetic_benchmark_runs_as_it_stands(run_job, ranks: int, options: list[str]) -> None:
     """A script that imports horovod.torch trains, and rank 0 alone prints rates per rank and in total."""
-    pytest.importorskip("torch")
+    needs("torch")
     short = ["--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "2"]
     job = run_job(ranks, "-m", "ringreduce.horovod", str(EXAMPLES / "synthetic_benchmark.py"), *short, *options)
     assert job.returncode == 0, job.stderr
@@ -127,7 +127,7 @@ def run_script(tmp_path: Path) -> Callable[[str], Job]:
 
 def test_run_returns_results_in_the_order_of_ranks(run_script, tmp_path: Path) -> None:
     """Functions and classes of the script and of modules beside it reach the ranks and come back; nothing is left."""
-    pytest.importorskip("torch")
+    needs("torch")
     done = run_script(
         f"""
         import tempfile

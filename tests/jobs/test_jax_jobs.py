@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import launching
-import pytest
-from launching import Job
+from launching import Job, needs
 
-pytest.importorskip("jax")
-pytest.importorskip("optax")
+needs("jax", "optax")
 
 HEAD = """
 import contextlib, os, signal, sys, threading

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Job, run
+from launching import Job, needs, run
 
 #: A script as people write them: everything at module level, which spawned workers import again.
 SCRIPT = """
@@ -287,7 +287,7 @@ def test_the_mpirun_of_another_library_is_recognised(run_alone) -> None:
 
 def test_ranks_open_no_sockets(run_job) -> None:
     """Ringreduce itself opens none; what MPI opens is MPI's."""
-    pytest.importorskip("torch")
+    needs("torch")
     job = run_job(
         2,
         source="""

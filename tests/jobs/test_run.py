@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 import launching
 import pytest
-from launching import LIMIT_S, RINGREDUCE, Job, job_environment
+from launching import LIMIT_S, RINGREDUCE, Job, job_environment, needs
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
@@ -562,7 +562,7 @@ if hvd.rank() == 0:
 
 def test_a_script_of_horovod_runs_as_it_stands(tmp_path: Path) -> None:
     """With Horovod's command, module names, options, variables and numbers."""
-    pytest.importorskip("torch")
+    needs("torch")
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["-np", 2, "--fusion-threshold-mb", 2, "--no-stall-check", "--log-level", "FATAL", "--cycle-time-ms", 1]
     done = run(*options, sys.executable, "train.py", command="horovodrun", cwd=tmp_path)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import launching
 import pytest
-from launching import Job
+from launching import Job, needs
 
-pytest.importorskip("tensorflow")
-pytest.importorskip("keras")
+needs("tensorflow", "keras")
 
 TENSORFLOW = """
 import os, signal, threading

@@ -13,9 +13,9 @@ from typing import Any
 
 import launching
 import pytest
-from launching import PROGRAMS, Job
+from launching import PROGRAMS, Job, needs
 
-torch = pytest.importorskip("torch")
+needs("torch")
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,6 +140,8 @@ def test_variables_that_torch_reads_beside_mpirun(together: dict[str, list[str]]
 
 def test_a_checkpoint_of_torch_is_loaded_by_a_smaller_job(together: dict[str, list[str]]):
     """fully_shard and Adam go on with one rank where 2 have stopped, as a program that never stops."""
+    import torch
+
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import PROGRAMS, run_together
+from launching import PROGRAMS, needs, run_together
 
-for _library in "lightning", "transformers":
-    pytest.importorskip(_library, exc_type=ImportError)
+needs("lightning", "transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -78,7 +77,7 @@ def test_transformers_example(hugging_face: tuple[Path, dict[str, str]]):
 
 def test_accelerate_that_was_made_first_is_warned_of(run_job) -> None:
     """Each of its processes has taken itself for the only one."""
-    pytest.importorskip("accelerate")
+    needs("accelerate")
     job = run_job(
         2,
         source="""

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import launching
-import pytest
+from launching import needs
 
-pytest.importorskip("torch")
+needs("torch")
 
 PROGRAM = """
 import torch, ringreduce.torch as hvd

@@ -12,6 +12,7 @@ from pathlib import Path
 import faults
 import pytest
 import test_growth
+from launching import needs
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "virtual_cluster"
 NAME = f"t{os.getpid() % 10_000}"  # names of network devices are short
@@ -95,7 +96,7 @@ def test_collectives_are_right_between_hosts(ranks: int, per_host: int) -> None:
 @pytest.mark.parametrize(("ranks", "per_host"), [(4, 1), (4, 2)])
 def test_training_between_hosts_is_compressed(ranks: int, per_host: int) -> None:
     """Weights are equal on all ranks, and do not depend on when buckets travel; helpers work as well."""
-    pytest.importorskip("torch")
+    needs("torch")
     program = """if True:
         import torch, ringreduce.torch as hvd
         torch.set_num_threads(1)

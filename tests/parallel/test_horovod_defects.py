@@ -19,7 +19,7 @@
 | an optimizer that is wrapped loses its state | test_torch_optimizer.py::test_an_optimizer_keeps_the_state_it_had |
 | parameters that no rank used are updated (here, unless ``skip_unused``) | test_conventions.py::test_gradients_of_parameters_that_no_rank_used |
 | counts are 32-bit integers | test_operations_of_more_than_2_to_the_31_elements |
-| objects are smaller than 2 GiB | test_pickles_of_more_than_2_gib |
+| objects are smaller than 2 GiB | test_operations_of_more_than_2_to_the_31_elements, and with --all test_pickles_of_more_than_2_gib |
 | hierarchies and pipelining only with NCCL | test_collectives.py::test_collectives_conform_on_several_nodes, unit/test_conformance.py::test_collectives_conform, unit/test_selection.py::test_allreduce_goes_by_size_and_topology |
 | a long operation holds up negotiation, all process sets | test_a_long_operation_holds_up_nothing_else, test_an_operation_that_waits_for_a_rank_holds_up_nothing_else |
 | and shutdown | test_shutdown_waits_for_no_rank_that_never_came, unit/test_engine.py::test_closing_ends_what_is_under_way |
@@ -218,18 +218,22 @@ def test_operations_of_more_than_2_to_the_31_elements() -> None:
 
     So it is with a broadcast, in which objects of that size travel.
     """
-    mine = torch.zeros(HUGE, dtype=torch.uint8)
-    mine[[0, HUGE // 2, -1]] = rr.rank() + 1
-    gathered = hvd.allgather(mine[: HUGE // 2 + rr.rank()], name="huge")
-    assert gathered.shape == (HUGE,)
-    assert gathered[[0, 1, HUGE // 2 - 1, HUGE // 2, HUGE - 1]].tolist() == [1, 0, 0, 2, 2]
-    del gathered
-    places = [0, 1, HUGE // 2, HUGE - 1]
-    assert hvd.allreduce_(mine, name="huge", op=hvd.Sum)[places].tolist() == [3, 0, 3, 3]
-    assert np.count_nonzero(mine.numpy()) == 3
+    half = HUGE // 2
+    mine = torch.from_numpy(np.zeros(half + 1, np.uint8))  # memory that nothing but these has written takes no time
+    mine[[0, half - 1 + rr.rank()]] = rr.rank() + 1
+    every = hvd.allgather(mine[: half + rr.rank()], name="huge")
+    assert every.shape == (HUGE,)
+    places = [0, 1, half - 1, half, half + 1, HUGE - 1]
+    assert every[places].tolist() == [1, 0, 1, 2, 0, 2]
+    every[half] += rr.rank()
+    assert hvd.allreduce_(every, name="huge", op=hvd.Sum)[places].tolist() == [2, 0, 2, 5, 0, 4]
+    assert np.count_nonzero(every.numpy()) == 4
+    every[-1] = 10 + rr.rank()
+    assert hvd.broadcast_(every, 1, name="huge")[places].tolist() == [2, 0, 2, 5, 0, 11]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.sizes(2)
 @pytest.mark.skipif(MEMORY_NBYTES < 20 << 30, reason="takes 16 GiB of memory: several copies of 2 GiB on each rank")
 def test_pickles_of_more_than_2_gib() -> None:

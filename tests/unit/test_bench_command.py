@@ -162,6 +162,9 @@ def test_without_a_command_there_is_help():
 
 def test_no_option_is_without_help():
     """Every option of every command says what it does."""
-    for command in main.commands.values():
+    context = click.Context(main)
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        assert command is not None
         for parameter in command.params:
             assert not isinstance(parameter, click.Option) or parameter.help, parameter.name

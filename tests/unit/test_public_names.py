@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import click
 import pytest
 
 from ringreduce import cli
@@ -154,7 +155,9 @@ def test_commands_have_their_options() -> None:
     """Each command takes the options and arguments that scripts give it."""
     missing = {}
     for name, options in OPTIONS.items():
-        taken = {each for one in cli.main.commands[name].params for each in (*one.opts, *one.secondary_opts)}
+        command = cli.main.get_command(click.Context(cli.main), name)
+        assert command is not None, name
+        taken = {each for one in command.params for each in (*one.opts, *one.secondary_opts)}
         missing[name] = set(options.split()) - taken
     assert not any(missing.values()), missing
 

@@ -31,16 +31,18 @@ MODULES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("way", choices=MODULES, help="how steps are made")
-    parser.add_argument("--steps", type=int, default=200, help="at least so many (default: %(default)s)")
+    parser.add_argument("ways", nargs="+", choices=MODULES, help="how steps are made: in one way after the other")
+    parser.add_argument("--steps", type=int, default=200, help="of each way, at least so many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of all draws (default: %(default)s)")
     parser.add_argument("--only", type=int, default=None, help="the one training to make again")
     parser.add_argument("--folder", type=Path, default=None, help="go on from what another job has left there")
     chosen = parser.parse_args()
-    module = importlib.import_module(f"trainings.{MODULES[chosen.way]}")
-    module.begin()
-    train = partial(module.train, way=chosen.way, folder=chosen.folder)
-    return episodes.run(train, chosen.seed, chosen.steps, chosen.only)
+    for way in chosen.ways:
+        module = importlib.import_module(f"trainings.{MODULES[way]}")
+        module.begin()
+        train = partial(module.train, way=way, folder=chosen.folder)
+        episodes.run(train, chosen.seed, chosen.steps, chosen.only)
+    return 0
 
 
 if __name__ == "__main__":

@@ -149,8 +149,8 @@ def hash_of(bits: list[tuple[str, bytes]]) -> int:
     return total
 
 
-def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None) -> int:
-    """Train episodes until so many steps are made; return the exit code.
+def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None) -> None:
+    """Train episodes until so many steps are made. The first that is wrong ends the job.
 
     Args:
         train: trains one episode; returns how many steps it made.
@@ -182,4 +182,3 @@ def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None
             break
     if RANK == 0:
         print(f"{counts['steps']} steps of {counts['episodes']} trainings were right")
-    return 0
