@@ -75,7 +75,8 @@ class Mark(NamedTuple):
     """What a rank, or the shell that has started it, says to the launcher.
 
     Attributes:
-        what: of the shell: ``"has ended well"``, ``"has died"``; of the rank: ``"is connected"``, to all others by MPI,
+        what: of the shell: ``"has ended well"``, ``"has died"``, or ``"has no package there"``: its host does not have
+            ringreduce where the launcher has it; of the rank: ``"is connected"``, to all others by MPI,
             which reports deaths to it; ``"begins again"``: its commit is on disk, and it ends for a job on other hosts;
             ``"has gone on"`` after some of the others have failed.
         rank: which.

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
@@ -99,6 +99,7 @@ class _JobRanks:
         leaving: when the first has said that the job begins again; None: none has.
         asked: when they were first asked to begin again; None: they were not, or need not any more.
         said: the reason that users saw last.
+        without_package: the hosts that do not have ringreduce where this one has it.
     """
 
     are_connected: bool = False
@@ -107,6 +108,7 @@ class _JobRanks:
     leaving: float | None = None
     asked: float | None = None
     said: str = ""
+    without_package: set[str] = field(default_factory=set)
 
     def say_once(self, text: str) -> None:
         if text != self.said:
@@ -223,6 +225,11 @@ class Restarts:
             say(f"rank {failed_rank} failed, {ended}")
         elif failures.is_told(written):
             say(f"a rank failed, {ended}")
+        if self._ranks.without_package and failures.lacks_package(written):
+            say(
+                f"there is no ringreduce on {' and '.join(sorted(self._ranks.without_package))}; here it is in "
+                f"{Path(__file__).parents[1]}: install it there in the same way, or share the folder"
+            )
         if failures.lacks_horovod(written):
             say("the program imports horovod: start it by `horovodrun`, which gives it ringreduce by that name")
 
@@ -257,6 +264,8 @@ class Restarts:
         match mark.what:
             case "is connected":
                 ranks.are_connected = True
+            case "has no package there":
+                ranks.without_package.add(mark.host)
             case "has ended well":
                 ranks.any_ended_well = True
             case "begins again":

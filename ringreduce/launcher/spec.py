@@ -43,6 +43,9 @@ class LaunchSpec:
         verbose: whether to show the command line, the variables that are set, and mpirun's own notices of failures.
         grace_s: how long ranks have to end by SIGTERM before they are killed.
         stdin: whether rank 0 reads this command's standard input.
+        oversubscribe: whether there may be more ranks than slots.
+        env: what other hosts get of this environment: ``"all"`` that does not belong to this host, or what is
+            ``"named"``: here, and by the prefixes of ringreduce, Horovod and OpenMP.
         horovod: whether ranks find Horovod's variables of their place, ``HOROVOD_RANK`` and so on.
     """
 
@@ -68,6 +71,8 @@ class LaunchSpec:
     verbose: bool = False
     grace_s: float = 5.0
     stdin: bool = False
+    oversubscribe: bool = False
+    env: str = "named"
     horovod: bool = False
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -14,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.hosts import Allocation, SizePolicy, fill, is_here
+from ringreduce.launcher.hosts import SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
 from ringreduce.launcher.mpirun import Mpirun, find
+from ringreduce.launcher.schedulers import Allocation
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.stdin import StandardInput
@@ -35,6 +37,16 @@ _KNOWN = shell("process")
 _INTO_FILE = shell("log")
 #: Sets Horovod's variables for a rank; takes how many ranks the nodes have, in their order.
 _IN_HOROVODS_WORDS = shell("horovod")
+#: Lets a rank of another host find its program; takes what `Start._found_here` returns.
+_ON_ITS_HOST = shell("host")
+#: By these, launchers reach hosts in another manner than by the ssh on the path.
+_AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC",
+           "I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC")  # fmt: skip
+#: Variables that belong to a host, a login or a process, and say nothing to another host.
+_OF_THIS_HOST = re.compile(
+    "BASH_FUNC_.*|_|PWD|OLDPWD|SHLVL|HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|TERM|TMPDIR|DISPLAY|XAUTHORITY|LS_COLORS|"
+    "(SSH|XDG|DBUS|SLURM|PMI|PMIX|PRTE|OMPI|OPAL|HYDRA|MPI|I_MPI|TTY|TMUX|STY)(_.*)?"
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,8 @@ class Start:
         listed: slots by host at the start; of a job that a script finds hosts for, what is there without it.
         slots: by host, for mpirun, where these do not change; none: this machine, or what mpirun finds itself.
         remote: whether there may be other hosts.
+        by_ssh: whether mpirun reaches these by ssh.
+        allocation: what a scheduler has granted; None if users name the hosts, or there is this machine alone.
         stdin: what ranks read.
     """
 
@@ -59,6 +73,8 @@ class Start:
     listed: Mapping[str, int] = field(default_factory=dict)
     slots: Mapping[str, int] = field(default_factory=dict)
     remote: bool = False
+    by_ssh: bool = False
+    allocation: Allocation | None = None
     stdin: StandardInput = field(default_factory=StandardInput)
 
     def with_stdin(self) -> Start:
@@ -91,7 +107,8 @@ class Start:
         remote = not all(is_here(host, self.here) for host in named) if named else self.remote
         exported = spec.variables()
         variables = {name: value for name, value in exported.items() if value is not None}
-        settings = self.mpirun.settings(spec, count, {**os.environ, **variables}, remote=remote)
+        environ = {**os.environ, **variables}
+        settings = self.mpirun.settings(spec, count, environ, remote=remote, by_ssh=remote and self.by_ssh)
         if spec.least is not None:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
         if spec.growth:
@@ -104,7 +121,9 @@ class Start:
         names = sorted(
             name
             for name in {**os.environ, **settings, **more}
-            if name in sent or name.startswith(("RINGREDUCE_", "HOROVOD_", "OMP_"))
+            if name in sent
+            or name.startswith(("RINGREDUCE_", "HOROVOD_", "OMP_"))
+            or (spec.env == "all" and _OF_THIS_HOST.fullmatch(name) is None)
         )
         line = self.mpirun.command(
             spec,
@@ -112,12 +131,12 @@ class Start:
             named or self.slots,
             hostfile=None if named else spec.hostfile,
             exported=names if remote else (),
-            program=self._program(count, fill(named or self.slots, count)),
+            program=self._program(count, fill(named or self.slots, count), remote=remote),
         )
         return line, settings
 
-    def _program(self, count: int, ranks: Mapping[str, int]) -> list[str]:
-        """Return what mpirun starts as each rank, given how many there are, and by host."""
+    def _program(self, count: int, ranks: Mapping[str, int], *, remote: bool) -> list[str]:
+        """Return what mpirun starts as each rank, given how many there are, also by host, and if there are others."""
         spec = self.spec
         return [
             *(SUPERVISOR if spec.elastic else ()),
@@ -126,8 +145,19 @@ class Start:
             *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
             *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),
             *self.stdin.before,
+            *((*_ON_ITS_HOST, *self._found_here()) if remote else ()),
             *spec.program,
         ]
+
+    def _found_here(self) -> list[str]:
+        """Return what a rank has to find on its host: see the program ``sh/host.sh``."""
+        spec = self.spec
+        program = shutil.which(spec.program[0])
+        folder = os.path.dirname(os.path.abspath(program)) if program and os.sep not in spec.program[0] else ""
+        script = next((word for word in spec.program[1:] if not word.startswith("-")), "")
+        reads = script.endswith(".py") and os.path.isfile(script)
+        package = "" if spec.prefix else str(Path(__file__).parents[1])  # a prefix would be in front of what is said
+        return [os.uname().nodename, folder, os.path.abspath(script) if reads else "", package]
 
     def describe(self, settings: Mapping[str, str]) -> str:
         """Return settings as a shell takes them, without the values of users' own variables, which may be secret."""
@@ -149,8 +179,8 @@ def prepare(spec: LaunchSpec) -> Start:
     allocation = None if named or spec.script else Allocation.find(os.environ)
     granted = named or (allocation.slots if allocation is not None else {})
     ranks = _ranks(spec, granted)
-    if named and not spec.growth:
-        _require_slots(spec, ranks, named)
+    if granted and not spec.growth and not spec.oversubscribe:
+        _require_slots(spec, ranks, granted, allocation)
     name = os.uname().nodename
     here = frozenset({name, name.partition(".")[0], *(() if named else (UNNAMED,))})
     elsewhere = not all(is_here(host, here) for host in granted)
@@ -166,7 +196,11 @@ def prepare(spec: LaunchSpec) -> Start:
     listed = granted if spec.growth and granted else {UNNAMED: ranks}
     if sum(listed.values()) < policy.least:
         raise ConfigError(f"the hosts have {sum(listed.values())} slots, and --min-np is {policy.least}; see --slots")
-    finds_itself = allocation is not None and mpirun.reads(allocation.scheduler)
+    scheduler = None if allocation is None else allocation.scheduler
+    finds_itself = scheduler is not None and mpirun.reads(scheduler)
+    by_ssh = mpirun.needs_ssh(None if named else scheduler)
+    if elsewhere and by_ssh:
+        _require_ssh(spec)
     return Start(
         replace(spec, program=program),
         mpirun,
@@ -175,7 +209,15 @@ def prepare(spec: LaunchSpec) -> Start:
         listed=listed,
         slots={} if finds_itself else granted,
         remote=bool(named) or elsewhere,
+        by_ssh=by_ssh,
+        allocation=allocation,
     )
+
+
+def _require_ssh(spec: LaunchSpec) -> None:
+    chosen = any(name in os.environ for name in _AGENTS) or any("agent" in word for word in spec.more)
+    if not chosen and shutil.which("ssh") is None:
+        raise ConfigError("mpirun reaches other hosts by ssh, and there is no program ssh here: install openssh-client")
 
 
 def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
@@ -198,18 +240,24 @@ def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
     return ranks
 
 
-def _require_slots(spec: LaunchSpec, ranks: int, named: Mapping[str, int]) -> None:
-    """Raise a `ConfigError` if the hosts that users name have fewer slots than ranks, and mpirun keeps to those."""
+def _require_slots(spec: LaunchSpec, ranks: int, slots: Mapping[str, int], allocation: Allocation | None) -> None:
+    """Raise a `ConfigError` if the hosts have fewer slots than ranks, and mpirun keeps to those."""
     settings = "".join(os.environ.get(name, "") for name in _MAPPING) + " ".join(spec.more)
-    there = sum(named.values())
+    there = sum(slots.values())
     if ranks <= there or "oversubscribe" in settings:
         return
-    first = next(iter(named))
+    if allocation is not None:
+        raise ConfigError(
+            f"-np {ranks} is more than the {there} slots of the allocation ({allocation.describe()}); ask the "
+            "scheduler for more, or add --oversubscribe"
+        )
+    first = next(iter(slots))
     where = f"--hostfile {spec.hostfile}" if spec.hostfile else f"-H {spec.hosts}"
-    count = named[first] + ranks - there
-    example = f"{first} slots={count}" if spec.hostfile else f"-H {first}:{count}" + ",..." * (len(named) > 1)
+    count = slots[first] + ranks - there
+    example = f"{first} slots={count}" if spec.hostfile else f"-H {first}:{count}" + ",..." * (len(slots) > 1)
     raise ConfigError(
-        f"-np {ranks} is more than the {there} slots of {where}; give more, as in {example}, or start fewer ranks"
+        f"-np {ranks} is more than the {there} slots of {where}; give more, as in {example}, start fewer ranks, or add "
+        "--oversubscribe"
     )
 
 
