@@ -22,8 +22,8 @@ lacks() {
 if [ -n "$folder" ]; then
     export PATH="$folder:$PATH"
 fi
-command -v "$1" >/dev/null || lacks "$1" "$folder/${1##*/}"
-[ -z "$script" ] || [ -e "$script" ] || lacks "${script##*/} in ${script%/*}" "there"
+command -v "$1" >/dev/null || lacks "$1" "$folder/$1"
+[ -z "$script" ] || [ -e "$script" ] || lacks "$(basename "$script") in $(dirname "$script")" "there"
 
 # The launcher says this where Python then finds no ringreduce.
 if [ -n "$package" ] && [ ! -d "$package" ]; then
