@@ -125,6 +125,15 @@ def _words(text: str) -> tuple[str, ...]:
     help="Wait so long for --min-np slots, and from the first rank's init() for the last.",
 )
 @click.option(
+    "--host-timeout",
+    "host_timeout_s",
+    type=float,
+    default=10.0,
+    metavar="SECONDS",
+    show_default="10",
+    help="A host that says nothing for so long is lost; with --elastic, the job begins again without it. 0: never.",
+)
+@click.option(
     "--grace",
     "grace_s",
     type=float,

@@ -60,7 +60,7 @@ _PMIX_RANK = "PMIX_RANK"
 #: What `ringreduce run` sets, and `horovodrun` (the folder of commits).
 VARIABLES = {
     f"RINGREDUCE_{name}"
-    for name in ("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "MIN_NP", "RESET_LIMIT")
+    for name in ("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "MIN_NP", "RESET_LIMIT", "PULSE")
 }
 
 

@@ -10,6 +10,7 @@ __all__ = [
     "find",
     "find_in_files",
     "find_killed",
+    "find_lost_hosts",
     "find_unfinished",
     "is_told",
     "lacks_horovod",
@@ -29,6 +30,11 @@ _BLAMED = re.compile(
 _KILLED = re.compile(r"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+exited on\s+signal ([0-9]+)")
 #: Of Open MPI's mpirun: a rank that has ended with status 0 before or after the others, and not by MPI's end.
 _UNFINISHED = re.compile(r"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+exiting\s+improperly")
+#: Of Open MPI and ssh: the host that a daemon was lost on, or could not be started on.
+_LOST = re.compile(
+    r"Remote daemon: \[[^\]\n]*\] on node (\S+)|Remote host: +(\S+)|ssh: connect to host (\S+) port|"
+    r"ssh: Could not resolve hostname (\S+?):"
+)
 _NO_HOROVOD = re.compile(r"^ModuleNotFoundError: No module named 'horovod[.']", re.MULTILINE)
 _NO_PACKAGE = re.compile(r"No module named '?ringreduce\b")
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -63,6 +69,11 @@ def find_unfinished(text: str) -> int | None:
     """Return the rank that has ended with status 0, but without `init`, or without the end of MPI; None: none has."""
     found = None if _ENDING.search(text) or _TRACEBACK in text else _UNFINISHED.search(text)
     return None if found is None else int(found[1])
+
+
+def find_lost_hosts(text: str) -> list[str]:
+    """Return the hosts that mpirun has lost, or has not reached, by their names there."""
+    return list(dict.fromkeys(next(filter(None, found)) for found in _LOST.findall(text)))
 
 
 def lacks_horovod(text: str) -> bool:

@@ -28,6 +28,7 @@ _SHOWN = 60  # of a text that is refused
 _SLOTS = {"slots", "count"}
 _MOST_SLOTS = {"max_slots", "max-slots", "slots_max", "slots-max"}
 _MOST_DOUBLINGS = 64
+_MOST_LOSSES = 1  # of a host that is used again
 _LOCAL = {"localhost", "127.0.0.1"}
 
 
@@ -70,11 +71,13 @@ class SizePolicy:
     Attributes:
         least, most: how many ranks a job has.
         cooldown: how long a host counts as failing; None: for ever.
+        forgives: whether hosts of which ranks have died are used again once the job has failed.
     """
 
     least: int
     most: int
     cooldown: Cooldown | None = None
+    forgives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +89,16 @@ class Hosts:
         living: how many ranks live.
         deaths: when ranks have died, in seconds of the clock.
         places: the hosts of the ranks of the job, as mpirun fills them: in their order.
+        lost: the hosts that cannot be reached.
+        losses: how often a host was lost.
     """
 
     listed: Mapping[str, int] = field(default_factory=dict)
     living: Mapping[str, int] = field(default_factory=dict)
     deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     places: tuple[str, ...] = ()
+    lost: frozenset[str] = frozenset()
+    losses: Mapping[str, int] = field(default_factory=dict)
 
     # ---- what happens ----
 
@@ -110,9 +117,28 @@ class Hosts:
     def failed(self, now: float, policy: SizePolicy) -> Hosts:
         """The job has failed. Where hosts fail for ever, and the others do not suffice, all of them are tried again."""
         ended = replace(self, living={})
-        return replace(ended, deaths={}) if policy.cooldown is None and not ended.next_ranks(policy, now) else ended
+        forgiven = policy.forgives or (policy.cooldown is None and not ended.next_ranks(policy, now))
+        return replace(ended, deaths={}) if forgiven else ended
+
+    def without(self, host: str) -> Hosts:
+        """A host cannot be reached any more; its ranks count as ended."""
+        losses = {**self.losses, host: self.losses.get(host, 0) + 1}
+        return replace(self, living={**self.living, host: 0}, lost=self.lost | {host}, losses=losses)
+
+    def found(self, host: str) -> Hosts:
+        """A host that was lost can be reached again."""
+        return replace(self, lost=self.lost - {host})
 
     # ---- what follows ----
+
+    def returning(self) -> list[str]:
+        """Return the lost hosts that may be used again once they can be reached: those that were lost once."""
+        return sorted(host for host in self.lost if self.losses[host] <= _MOST_LOSSES)
+
+    def listed_as(self, name: str) -> str | None:
+        """Return the listed host of this name, or of the same one without or with a domain; None if there is none."""
+        short = name.partition(".")[0]
+        return next((host for host in self.listed if host == name or host.partition(".")[0] == short), None)
 
     def fails_for(self, host: str, policy: SizePolicy, now: float) -> float:
         """Return for how many seconds no rank is to be started on a host: not above 0 if one may be; infinity."""
@@ -122,9 +148,11 @@ class Hosts:
         return math.inf if policy.cooldown is None else deaths[-1] + policy.cooldown.after(len(deaths)) - now
 
     def usable(self, policy: SizePolicy, now: float) -> dict[str, int]:
-        """Return how many slots can be used; of a host that fails, those whose ranks live."""
+        """Return how many slots can be used: none of a lost host; of one that fails, those whose ranks live."""
         found = {}
         for host, slots in self.listed.items():
+            if host in self.lost:
+                continue
             lives = self.living.get(host, 0)
             found[host] = min(slots, lives) if self.fails_for(host, policy, now) > 0 else slots
         return {host: slots for host, slots in found.items() if slots}

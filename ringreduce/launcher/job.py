@@ -58,6 +58,7 @@ _FAILURES = (
     b"prterun detected that one or more processes ",
     b"prterun has exited due to process rank ",
     b"prterun noticed that process rank ",
+    b"PRTE has lost communication with a remote daemon.",
 )
 _OPENING = rb"(?<=[\n\0])-{70,99}\n"
 _BODY = b"(?:" + b"|".join(map(re.escape, _FAILURES)) + rb")(?:(?!\n-{70,99}\n)[^\0]){0,4096}"
@@ -75,10 +76,11 @@ class Mark(NamedTuple):
     """What a rank, or the shell that has started it, says to the launcher.
 
     Attributes:
-        what: of the shell: ``"has ended well"``, ``"has died"``, or ``"has no package there"``: its host does not have
-            ringreduce where the launcher has it; of the rank: ``"is connected"``, to all others by MPI,
-            which reports deaths to it; ``"begins again"``: its commit is on disk, and it ends for a job on other hosts;
-            ``"has gone on"`` after some of the others have failed.
+        what: of the shell: ``"has ended well"``, ``"has died"``; ``"has no package there"``: its host does not have
+            ringreduce where the launcher has it; ``"lives"``, every few seconds, for its host. Of the rank: ``"is
+            connected"``, to all others by MPI, which reports deaths to it; ``"has a commit"``: it has written one to
+            disk; ``"begins again"``: its commit is on disk, and it ends for a job on other hosts; ``"has gone on"``
+            after some of the others have failed.
         rank: which.
         host: on which it runs, by its name there.
     """
@@ -257,6 +259,11 @@ class Job:
         self._process.send_signal(signal.SIGTERM)
         if grace is not None:
             grace.end()
+
+    def kill(self) -> None:
+        """Kill mpirun, and the ranks of this host; daemons of other hosts notice, and end theirs."""
+        self._killed_at = -math.inf
+        self._kill_if_late()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._process.poll() is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -159,12 +160,12 @@ class Mpirun:
             if not remote and (ranks > cores or threads > 1):
                 wanted["I_MPI_PIN"] = "0"
         if remote:
-            wanted |= self._across_hosts()
+            wanted |= self._across_hosts(spec)
         if by_ssh or spec.ssh_port is not None:
             asked[self._ssh_variable] = self._ssh_options(spec, environ)
         return {**{name: value for name, value in wanted.items() if name not in environ}, **asked}
 
-    def _across_hosts(self) -> dict[str, str]:
+    def _across_hosts(self, spec: LaunchSpec) -> dict[str, str]:
         """Return what lets a job of several hosts use their cores, and notice that one is lost."""
         if self.kind == "Intel MPI":
             return {"I_MPI_PIN": "0"}
@@ -172,13 +173,16 @@ class Mpirun:
             return {}
         if self.major < 5:
             return {"OMPI_MCA_hwloc_base_binding_policy": "none"}
-        return {
-            "PRTE_MCA_hwloc_default_binding_policy": "none",  # bound, all threads of a rank would share one core
-            # Of the connections between daemons. Those of the system take minutes to fail.
-            "PRTE_MCA_oob_tcp_keepalive_time": "3",
-            "PRTE_MCA_oob_tcp_keepalive_intvl": "2",
-            "PRTE_MCA_oob_tcp_keepalive_probes": "3",
-        }
+        found = {"PRTE_MCA_hwloc_default_binding_policy": "none"}  # or all threads of a rank would share one core
+        if spec.host_timeout_s:  # of the connections between daemons; those of the system take minutes to fail
+            found["PRTE_MCA_oob_tcp_keepalive_time"] = f"{spec.host_timeout_s // 3:.0f}"
+            found["PRTE_MCA_oob_tcp_keepalive_intvl"] = f"{spec.host_timeout_s // 5:.0f}"
+            found["PRTE_MCA_oob_tcp_keepalive_probes"] = "3"
+        return found
+
+    def ssh_to(self, host: str, spec: LaunchSpec, environ: Mapping[str, str]) -> list[str]:
+        """Return what runs a command on a host by ssh as the launcher does: the command follows."""
+        return ["ssh", *shlex.split(self._ssh_options(spec, environ)), host]
 
     def _ssh_options(self, spec: LaunchSpec, environ: Mapping[str, str]) -> str:
         """Return options for ssh: what is set, and what keeps it from waiting for ever, unless that is set."""

@@ -25,6 +25,9 @@ from ringreduce.launcher.stdin import StandardInput
 
 __all__ = ["UNNAMED", "Start", "make_folder", "prepare"]
 
+#: So often a host says that it lives within the time after which it is lost.
+_PULSES = 5
+
 #: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
 UNNAMED = ""
 
@@ -62,6 +65,7 @@ class Start:
         slots: by host, for mpirun, where these do not change; none: this machine, or what mpirun finds itself.
         remote: whether there may be other hosts.
         by_ssh: whether mpirun reaches these by ssh.
+        grows: whether the job can begin again on other hosts, at a commit of its ranks.
         allocation: what a scheduler has granted; None if users name the hosts, or there is this machine alone.
         stdin: what ranks read.
     """
@@ -74,6 +78,7 @@ class Start:
     slots: Mapping[str, int] = field(default_factory=dict)
     remote: bool = False
     by_ssh: bool = False
+    grows: bool = False
     allocation: Allocation | None = None
     stdin: StandardInput = field(default_factory=StandardInput)
 
@@ -111,8 +116,10 @@ class Start:
         settings = self.mpirun.settings(spec, count, environ, remote=remote, by_ssh=remote and self.by_ssh)
         if spec.least is not None:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
-        if spec.growth:
+        if self.grows:
             settings["RINGREDUCE_RESTARTABLE"] = "1"
+        if remote and spec.elastic and spec.host_timeout_s:
+            settings["RINGREDUCE_PULSE"] = f"{spec.host_timeout_s / _PULSES:g}"
         settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
         if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest
@@ -141,7 +148,7 @@ class Start:
         return [
             *(SUPERVISOR if spec.elastic else ()),
             *(_KNOWN if count > 1 and self.mpirun.kind == "Open MPI" else ()),
-            *(HEARING if spec.growth else ()),
+            *(HEARING if self.grows else ()),
             *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
             *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),
             *self.stdin.before,
@@ -192,8 +199,9 @@ def prepare(spec: LaunchSpec) -> Start:
     if spec.elastic:
         _require_ob1(os.environ)
         _require_open_mpi(mpirun)
-    policy = SizePolicy(spec.least or 1, most, spec.cooldown)
-    listed = granted if spec.growth and granted else {UNNAMED: ranks}
+    policy = SizePolicy(spec.least or 1, most, spec.cooldown, forgives=not spec.growth)
+    # A job that survives the loss of a host is started on hosts that are named.
+    listed = granted if granted and (spec.growth or (spec.elastic and elsewhere)) else {UNNAMED: ranks}
     if sum(listed.values()) < policy.least:
         raise ConfigError(f"the hosts have {sum(listed.values())} slots, and --min-np is {policy.least}; see --slots")
     scheduler = None if allocation is None else allocation.scheduler
@@ -210,6 +218,7 @@ def prepare(spec: LaunchSpec) -> Start:
         slots={} if finds_itself else granted,
         remote=bool(named) or elsewhere,
         by_ssh=by_ssh,
+        grows=bool(spec.growth) or (spec.elastic and len(listed) > 1 and spec.folder is None),
         allocation=allocation,
     )
 
