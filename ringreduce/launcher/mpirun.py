@@ -20,6 +20,8 @@ from ringreduce.launcher.spec import LaunchSpec
 __all__ = ["Mpirun", "clash", "family", "find", "output_of"]
 
 _LIMIT_S = 30.0
+#: Where to put ranks, of Open MPI 5.
+_MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 #: A question that nobody answers, as of a password or an unknown key, is an error; so is a host that sends nothing.
 _SSH_OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "10"}
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
@@ -138,8 +140,9 @@ class Mpirun:
             if not remote and "OMPI_MCA_btl_tcp_if_exclude" not in environ:
                 wanted["OMPI_MCA_btl_tcp_if_include"] = "lo"
             if spec.oversubscribe or (not remote and ranks > cores):
-                five = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-                wanted |= five if self.major >= 5 else {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+                wanted |= (
+                    {_MAPPING: ":oversubscribe"} if self.major >= 5 else {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+                )
                 wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
             elif threads > 1:  # or all threads of a rank share the core that this is bound to
                 name = (
@@ -159,6 +162,9 @@ class Mpirun:
                 wanted["I_MPI_FABRICS"] = "shm"
             if not remote and (ranks > cores or threads > 1):
                 wanted["I_MPI_PIN"] = "0"
+        mapping = environ.get(_MAPPING, wanted.get(_MAPPING, ""))
+        if remote and mapping.startswith(":"):  # without what to map by, the first host gets all ranks
+            asked[_MAPPING] = f"slot{mapping}"
         if remote:
             wanted |= self._across_hosts(spec)
         if by_ssh or spec.ssh_port is not None:

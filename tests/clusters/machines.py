@@ -67,6 +67,10 @@ class Cluster:
         """Take the power of a host."""
         self._call("die", str(number))
 
+    def unplug(self, number: int) -> None:
+        """Take the cable of a host out."""
+        self._call("unplug", str(number))
+
     def boot(self, number: int) -> None:
         """Start a host."""
         self._call("boot", str(number))

@@ -161,8 +161,10 @@ def test_more_ranks_than_slots(cluster: Cluster) -> None:
     refused = cluster.run(0, "ringreduce", "run", *asked)
     assert refused.status == 2
     assert "--oversubscribe" in refused.text
-    done = cluster.run(0, "ringreduce", "run", "--oversubscribe", *asked)
-    assert (done.status, len(done.ranks())) == (0, 3), done.text
+    for variables in ({}, {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}):  # also as for one machine
+        done = cluster.run(0, "ringreduce", "run", "--oversubscribe", *asked, variables=variables)
+        assert (done.status, len(done.ranks())) == (0, 3), done.text
+        assert {line.rpartition(" ")[2] for line in done.ranks()} == {cluster.host(0), cluster.host(1)}
 
 
 def test_a_function_on_hosts_that_share_no_temporary_folder(cluster: Cluster) -> None:

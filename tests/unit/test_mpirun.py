@@ -131,6 +131,16 @@ def test_the_port_of_ssh_goes_to_the_launcher(launcher: Mpirun, variable: str) -
     assert launcher.settings(spec, 2, {}, remote=True)[variable].endswith(" -p 2222")
 
 
+def test_more_ranks_than_slots_are_spread_over_the_hosts() -> None:
+    """Open MPI would put all on the first, by what is set for one machine, too."""
+    name = "PRTE_MCA_rmaps_default_mapping_policy"
+    spec = LaunchSpec(program=("true",), oversubscribe=True)
+    assert OPEN_MPI.settings(spec, 5, {}, remote=True)[name] == "slot:oversubscribe"
+    assert OPEN_MPI.settings(TRUE, 5, {name: ":oversubscribe"}, remote=True)[name] == "slot:oversubscribe"
+    assert name not in OPEN_MPI.settings(spec, 5, {name: "node:oversubscribe"}, remote=True)
+    assert OPEN_MPI.settings(spec, 5, {}, remote=False)[name] == ":oversubscribe"
+
+
 def test_ssh_asks_nothing_and_does_not_wait_for_ever() -> None:
     """But as users have set it: what they say goes first, and is not said twice."""
     settings = OPEN_MPI.settings(TRUE, 2, {}, remote=True, by_ssh=True)
