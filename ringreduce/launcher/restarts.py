@@ -132,6 +132,7 @@ class _JobRanks:
 
     Attributes:
         pulses: which hosts are silent.
+        looked: when that was looked at last.
         are_connected: whether all have begun, and MPI reports deaths to them.
         any_ended_well: whether one has.
         has_no_start: whether one died before all came to `init`, which ends the job.
@@ -143,6 +144,7 @@ class _JobRanks:
     """
 
     pulses: Pulses
+    looked: float = -math.inf
     are_connected: bool = False
     any_ended_well: bool = False
     has_no_start: bool = False
@@ -258,11 +260,13 @@ class Restarts:
             stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
         )
         status = job.wait(lambda: self._look(job))
-        status = status or int(self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))
+        written = job.written.decode(errors="replace")
+        lost = failures.find_lost_hosts(written)
+        # mpirun may end with status 0 though it has lost ranks.
+        status = status or int(bool(lost) or (self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well)))
         if status and not job.stopped and ranks.leaving is None:
             job.end_line()
-            written = job.written.decode(errors="replace")
-            for name in failures.find_lost_hosts(written):
+            for name in lost:
                 self._lose(name, "mpirun has no connection to it")
             self._report_failure(written, status)
         return status, job.stopped
@@ -359,7 +363,11 @@ class Restarts:
 
     def _look(self, job: Job) -> None:
         """Look, every second, whether hosts are lost, or the ranks should begin again on others."""
-        silent = self._ranks.pulses.look()
+        now = self._clock()
+        due = now >= self._ranks.looked + _LOOK_EVERY_S  # looks are more frequent while a job begins
+        silent = self._ranks.pulses.look() if due else []
+        if due:
+            self._ranks.looked = now
         for name in silent:
             self._lose(name, f"it has said nothing for {self._spec.host_timeout_s:g} s")
         if silent:
@@ -370,7 +378,10 @@ class Restarts:
     def _lose(self, name: str, why: str) -> None:
         """Note that a host is lost, by its name there or in the list."""
         host = self._hosts.listed_as(name)
-        if host is None or host in self._hosts.lost:
+        if host is None:
+            say(f"{name} is lost: {why}")
+            return
+        if host in self._hosts.lost:
             return
         self._hosts = self._hosts.without(host)
         again = "it is used again once it answers" if host in self._hosts.returning() else "it is left out from now on"

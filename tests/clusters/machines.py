@@ -49,7 +49,7 @@ class Cluster:
     """
 
     def __init__(self, kind: str, hosts: int, slots: int = 2) -> None:
-        self.name = f"{kind[0]}{os.getpid() % 10_000}"  # names of network devices are short
+        self.name = f"{kind[:2]}{os.getpid() % 10_000}"  # names of network devices are short
         self._call("up", kind, str(hosts), "--slots", str(slots), "--rate", "10gbit")
         self.shared = Path(self._call("shared").strip())
 
