@@ -42,8 +42,8 @@ from torch import nn
 
 import ringreduce
 import ringreduce.torch as hvd
-from ringreduce.bench.cases import plural
 from ringreduce.bench.peers import gloo_process_group
+from ringreduce.common.quantities import plural
 
 OURS, PEERS = ["ringreduce", "shard"], ["gloo", "zero", "fsdp-gloo"]
 STEPS = 3  # of a contender before its memory is read

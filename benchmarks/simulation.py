@@ -25,9 +25,8 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
-from ringreduce.bench.cases import format_nbytes
-from ringreduce.bench.simulation.cluster import Cluster, Rates, Simulator, describe, links_of, samples_of
-from ringreduce.common.quantities import parse_nbytes
+from ringreduce.common.quantities import format_nbytes, parse_nbytes
+from ringreduce.simulate.cluster import Cluster, Rates, Simulator, describe, links_of, samples_of
 
 LARGE = 1 << 20  # bytes, from which figures count apart
 

@@ -72,8 +72,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import ringreduce
 import ringreduce.torch as hvd
-from ringreduce.bench.cases import plural
 from ringreduce.bench.peers import gloo_process_group, mpi_library
+from ringreduce.common.quantities import plural
 from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook
 
 COMPRESSIONS = ("fp16", "bf16", "fp8", "int8", "int4", "powersgd", "topk")

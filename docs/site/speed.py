@@ -15,7 +15,8 @@ from xml.sax.saxutils import escape
 DOCS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(DOCS.parent))
 
-from ringreduce.bench.plots import COLOURS, curve_style, panels, to_svg  # noqa: E402
+from ringreduce.bench.plots import curve_style, panels, to_svg  # noqa: E402
+from ringreduce.common.html_pages import COLOURS  # noqa: E402
 
 #: What the picture calls the columns "over MPI" behind "2 ranks, shared" and "2 ranks, private", and which these are.
 ALLREDUCE = {"communication buffers": 2, "private arrays": 4}

@@ -29,9 +29,7 @@ __all__ = [
     "Case",
     "MeasuredCollective",
     "Reference",
-    "format_nbytes",
     "native_dtype",
-    "plural",
     "rest_value",
     "sizes",
 ]
@@ -213,19 +211,6 @@ def sizes(min_nbytes: int, max_nbytes: int, step_nbytes: int | None, step_factor
         yield nbytes
         nbytes = nbytes + step_nbytes if step_nbytes is not None else nbytes * step_factor
     yield max_nbytes
-
-
-def plural(number: float, word: str) -> str:
-    """Write a number before a word: ``1 core``, ``2.5 cores``."""
-    return f"{number:g} {word}{'s' * (number != 1)}"
-
-
-def format_nbytes(nbytes: int) -> str:
-    """Write a size shortly: ``8 B``, ``64 KiB``, ``1.5 MiB``."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
-    return f"{nbytes} B"
 
 
 _PERIOD = 65521  # prime, so that no block of a power of two elements begins twice at the same place of the table

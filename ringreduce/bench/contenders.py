@@ -16,9 +16,9 @@ from ringreduce.bench.cases import Case
 from ringreduce.bench.measure import CallStopwatch, Contender, Stopwatch, bound_contenders
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.pickles import gather
 from ringreduce.gpu.cupy_driver import CupyDriver, cupy_tools
 from ringreduce.gpu.devices import STAGED
-from ringreduce.training.calls.objects import gather
 
 __all__ = [
     "Device",

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringreduce.bench.cases import COLLECTIVES, format_nbytes, plural
+from ringreduce.bench.cases import COLLECTIVES
 from ringreduce.bench.results import Machine, Report, Result, Row, Settings
+from ringreduce.common.quantities import format_nbytes, plural
 
 __all__ = [
     "WRITERS",

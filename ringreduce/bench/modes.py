@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.bench.cases import format_nbytes, sizes
+from ringreduce.bench.cases import sizes
 from ringreduce.bench.contenders import OnHost
 from ringreduce.bench.formats import comments, csv_of, heads_of
 from ringreduce.bench.measure import Contender, Noise, time_in_turn
@@ -31,6 +31,7 @@ from ringreduce.bench.results import Settings
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError, PeerLostError
 from ringreduce.common.launch import launch
+from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.reduce_ops import MAX, SUM
 from ringreduce.observe.snapshots import resident_nbytes
 

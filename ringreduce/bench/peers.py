@@ -19,14 +19,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.bench.cases import TYPES, Case, plural
+from ringreduce.bench.cases import TYPES, Case
 from ringreduce.bench.contenders import Device, LibraryMessages, OnGpu, giving, in_one, pattern, room
 from ringreduce.bench.measure import Contender
 from ringreduce.buffers import DType
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.pickles import gather
 from ringreduce.common.errors import ConfigError, TransportError
+from ringreduce.common.quantities import plural
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
-from ringreduce.training.calls.objects import gather
 
 __all__ = ["PEERS", "GlooPeer", "MpiPeer", "Peer", "StagedMpi", "gloo_process_group", "mpi_library"]
 

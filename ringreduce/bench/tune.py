@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective, Step, schedule_for
-from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.measure import (
     Contender,
     Noise,
@@ -33,21 +32,14 @@ from ringreduce.bench.measure import (
 from ringreduce.bench.measure import usage as usage_now
 from ringreduce.collectives import VENDOR, Problem, Work
 from ringreduce.collectives.choice.selection import choose
-from ringreduce.collectives.choice.tuning import (
-    Candidate,
-    CostModel,
-    MeasuredSize,
-    Table,
-    format_seconds,
-    is_ours,
-    work,
-)
+from ringreduce.collectives.choice.tuning import Candidate, CostModel, MeasuredSize, Table, is_ours, work
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.pickles import gather
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.quantities import format_nbytes, format_seconds
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
 from ringreduce.runtime.worlds import tuning_key
-from ringreduce.training.calls.objects import gather
 
 __all__ = ["SIZES", "Measure", "Sample", "calls_of", "distinct", "fit", "tune"]
 

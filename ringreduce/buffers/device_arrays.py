@@ -19,21 +19,7 @@ import numpy as np
 
 from ringreduce.buffers.dtypes import DType, ml_bfloat16
 from ringreduce.common.errors import UnsupportedBufferError
-
-
-def install_command(driver_cuda: int) -> str:
-    """Return what installs CuPy, with the part of CUDA's toolkit that it compiles kernels with.
-
-    It is what the extras cuda12x and cuda13x of this package ask for, and works without a checkout of it.
-
-    Args:
-        driver_cuda: the newest CUDA that the driver runs, as CUDA counts: 13000 is 13.0.
-    """
-    return f"pip install 'cupy-cuda{13 if driver_cuda >= 13000 else 12}x[ctk]'"
-
-
-#: What a message says where CuPy is missing, or its compiler.
-INSTALL = f"{install_command(12000)}, or for a driver of CUDA 13 {install_command(13000)}"
+from ringreduce.common.libraries import INSTALL_CUPY
 
 #: What ``__cuda_array_interface__`` gives for the legacy default stream, as 0 may not be given.
 _LEGACY_STREAM = 1
@@ -242,7 +228,7 @@ def _cupy(what: str) -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise UnsupportedBufferError(f"{what} takes CuPy: {INSTALL} ({error})") from error
+        raise UnsupportedBufferError(f"{what} takes CuPy: {INSTALL_CUPY} ({error})") from error
     return cupy
 
 

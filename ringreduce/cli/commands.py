@@ -16,7 +16,7 @@ import ringreduce
 from ringreduce.bench import bench as benchmark
 from ringreduce.bench import plots
 from ringreduce.bench import tune as tuner
-from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
+from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, native_dtype, sizes
 from ringreduce.bench.formats import WRITERS, to_json
 from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
@@ -25,7 +25,7 @@ from ringreduce.cli.progress_bar import ProgressLine
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.wrong_options import RankCommand
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.quantities import parse_nbytes
+from ringreduce.common.quantities import format_nbytes, parse_nbytes
 from ringreduce.doctor.tables import print_table
 
 __all__ = ["ProgressLine", "bench", "explain", "tune"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file, require_own
 from ringreduce.common.launch import launch
+from ringreduce.common.quantities import format_nbytes
 from ringreduce.doctor import doctor as machine
 from ringreduce.doctor import dumps, trace_report
 from ringreduce.doctor import top as jobs

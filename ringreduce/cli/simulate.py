@@ -13,14 +13,14 @@ from click.core import ParameterSource
 
 from ringreduce.bench import plots
 from ringreduce.bench.cases import sizes
-from ringreduce.bench.simulation.cluster import WIRES, Cluster, Rates, links_of, topology_of
-from ringreduce.bench.simulation.report import figure, scaling, simulate, to_dict, to_text
-from ringreduce.bench.simulation.step_times import SimulatedTraining
 from ringreduce.cli.progress_bar import ProgressLine
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.wrong_options import Command
 from ringreduce.common.launch import launch
 from ringreduce.common.quantities import parse_nbytes, parse_rate, parse_seconds
+from ringreduce.simulate.cluster import WIRES, Cluster, Rates, links_of, topology_of
+from ringreduce.simulate.report import figure, scaling, simulate, to_dict, to_text
+from ringreduce.simulate.step_times import SimulatedTraining
 
 _memory_rate = partial(parse_rate, of_link=False)
 

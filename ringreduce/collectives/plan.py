@@ -6,18 +6,15 @@ a communicator. Its keys say what a plan is bound to; a repeated call is found b
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
 from ringreduce.buffers import Operand
-from ringreduce.buffers.numpy_private import address_field
 from ringreduce.common.instruments import Tally
 from ringreduce.common.lifetime import close_all
+from ringreduce.common.recent import Recent
 
 #: Returns flat, contiguous memory for a result; called with the rows that come from each rank; of a scatter, with what
 #: `ringreduce.collectives.rows.agreed_part` returns; of reductions and broadcasts, with nothing.
@@ -98,13 +95,13 @@ class Kept(Protocol):
 
 
 K = TypeVar("K", bound=Kept)
-C = TypeVar("C")
 
 
 class Plans:
     """The plans of one communicator.
 
     Attributes:
+        choices: what was chosen for each kind of call.
         repeats: how to make calls again: by the ids of array and out, the name of the collective, and the root.
         crowded: whether there are too many plans, so that `trim` is to be called after this call.
     """
@@ -112,7 +109,7 @@ class Plans:
     def __init__(self) -> None:
         self.crowded = False
         self._plans: OrderedDict[Hashable, Kept] = OrderedDict()
-        self._choices: dict[Hashable, Any] = {}
+        self.choices = Recent[Hashable, Any](_CHOICES)
         self.repeats: dict[tuple[int, int, str, int], RepeatedCall] = {}
 
     def get(self, key: Hashable, make: Callable[[], K]) -> K:
@@ -146,19 +143,10 @@ class Plans:
             if id(repeat.plan) in closed:
                 self.repeats.pop(call, None)
 
-    def choice(self, kind: Hashable, make: Callable[[], C]) -> C:
-        """Return what was chosen for a kind of call; choose if it is new."""
-        found: C | None = self._choices.get(kind)
-        if found is None:
-            if len(self._choices) >= _CHOICES:
-                self._choices.clear()
-            found = self._choices[kind] = make()
-        return found
-
     def forget(self) -> None:
         """Forget all choices and repeats. Plans stay: after a failure, messages may still arrive in their memory."""
         self.repeats.clear()
-        self._choices.clear()
+        self.choices.clear()
 
     def close(self) -> None:
         """Close all plans."""
@@ -166,62 +154,3 @@ class Plans:
         plans = list(reversed(self._plans.values()))
         self._plans.clear()
         close_all(*(plan.close for plan in plans))
-
-
-def unchanged(
-    array: Any, out: Any, forget: Callable[[object], object]
-) -> tuple[Callable[[Any], bool], Callable[[Any], bool] | None]:
-    """Return `is_array` and `is_out` of a `RepeatedCall` for the arrays of a call.
-
-    Args:
-        array, out: of the call.
-        forget: called when one of them is freed.
-    """
-    is_out = None if out is None or out is array else _same(out, forget, written=True)
-    return _same(array, forget, written=out is array), is_out
-
-
-def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> Callable[[Any], bool]:
-    """Return a function that says whether an array is this one, with the memory and layout of now; it does not keep it.
-
-    Args:
-        array: of NumPy or torch; None: nothing was passed.
-        forget: called when the array is freed.
-        written: whether it must still be writable.
-    """
-    if array is None:
-        return lambda given: given is None
-    known: Callable[[], Any] = weakref.ref(array, forget)
-    if isinstance(array, np.ndarray):  # a weak reference forbids `resize`; all else can be assigned
-        # It is not read once the array is freed: `forget` has removed what reads it before another object gets its id.
-        data = address_field(array)
-        address = data.value
-        shape = array.shape
-        strides = array.strides
-        dtype = array.dtype
-
-        def is_same(given: Any, keeps: object = known) -> bool:
-            return (
-                data.value == address
-                and given.strides == strides
-                and given.shape == shape
-                and given.dtype is dtype
-                and (not written or given.flags.writeable)
-            )
-
-        return is_same
-    # `set_`, `resize_`, ``data =`` and `t_` change a tensor, also to a lazy view; and its storage can be made smaller.
-    address = array.data_ptr()
-    kind = array.dtype
-    size = array.shape
-    strides = array.stride()
-    nbytes = array.untyped_storage().nbytes()
-    return lambda given: (
-        known() is given
-        and given.data_ptr() == address
-        and given.dtype is kind
-        and given.shape == size
-        and given.stride() == strides
-        and given.untyped_storage().nbytes() == nbytes
-        and not (given.is_conj() or given.is_neg())
-    )

@@ -12,13 +12,14 @@ import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, Operand, as_given
+from ringreduce.buffers.same import same_memory
 from ringreduce.collectives.call import DETERMINISTIC, Call, CallKind, Choice, Path, Task
 from ringreduce.collectives.choice.selection import Chooser
 from ringreduce.collectives.comm_state import CallTimer, CommState
 from ringreduce.collectives.compressed import CODED, Feedback
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import AnyOperand, Operands, ResultArray, apart, flat
-from ringreduce.collectives.plan import BoundCall, Place, RepeatedCall, constant, unchanged
+from ringreduce.collectives.plan import BoundCall, Place, RepeatedCall, constant
 from ringreduce.collectives.plans.movements import plan_transfer
 from ringreduce.collectives.plans.node_allreduce import plan_allreduce
 from ringreduce.collectives.plans.node_movements import plan_loads
@@ -64,6 +65,7 @@ class Runner:
         self._chooser = chooser
         self._tallies = tallies
         self._plans = context.plans
+        self._choices = context.plans.choices
         self._repeats = context.plans.repeats
         self._instruments = context.instruments
 
@@ -188,7 +190,11 @@ class Runner:
 
     def task(self, kind: CallKind) -> Task:
         """Return the task of a kind of call: choose algorithm and path if the kind is new. Local."""
-        return self._plans.choice(kind, partial(self._chosen, kind))
+        task: Task | None = self._choices.get(kind)
+        if task is None:
+            self._choices.make_room()
+            task = self._choices[kind] = self._chosen(kind)
+        return task
 
     def _chosen(self, kind: CallKind) -> Task:
         """Choose algorithm and path, and say what the ranks compare."""
@@ -258,13 +264,18 @@ class Runner:
         repeats = self._repeats
         collective = call.collective.value
         key = id(call.array), id(call.out), collective, call.root
-        is_array, is_out = unchanged(call.array, call.out, lambda _: repeats.pop(key, None))
+        array = call.array
+        out = call.out
+
+        def forget(_: object) -> None:
+            repeats.pop(key, None)
+
         counts_result = prepared.counts_result and call.out is None
         repeats[key] = RepeatedCall(
             call.op,
             call.algorithm,
-            is_array=is_array,
-            is_out=is_out,
+            is_array=same_memory(array, forget, written=out is array),
+            is_out=None if out is None or out is array else same_memory(out, forget, written=True),
             run=run,
             tally=self._tallies[collective],
             nbytes=nbytes,

@@ -6,7 +6,15 @@ import importlib
 import re
 from typing import NamedTuple
 
-__all__ = ["FRAMEWORKS", "Framework", "is_older", "require_framework", "require_library"]
+__all__ = [
+    "FRAMEWORKS",
+    "INSTALL_CUPY",
+    "Framework",
+    "cupy_command",
+    "is_older",
+    "require_framework",
+    "require_library",
+]
 
 
 class Framework(NamedTuple):
@@ -79,3 +87,18 @@ def require_library(module: str, name: str, needed_by: str, remedy: str, lowest:
 def is_older(version: str, lowest: tuple[int, ...]) -> bool:
     """Return whether a version is below the lowest one, given the first numbers of that."""
     return tuple(map(int, re.findall(r"\d+", version)[: len(lowest)])) < lowest
+
+
+def cupy_command(driver_cuda: int) -> str:
+    """Return what installs CuPy, with the part of CUDA's toolkit that it compiles kernels with.
+
+    It is what the extras cuda12x and cuda13x of this package ask for, and works without a checkout of it.
+
+    Args:
+        driver_cuda: the newest CUDA that the driver runs, as CUDA counts: 13000 is 13.0.
+    """
+    return f"pip install 'cupy-cuda{13 if driver_cuda >= 13000 else 12}x[ctk]'"
+
+
+#: What a message says where CuPy is missing, or its compiler.
+INSTALL_CUPY = f"{cupy_command(12000)}, or for a driver of CUDA 13 {cupy_command(13000)}"

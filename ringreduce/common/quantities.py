@@ -1,10 +1,10 @@
-"""Sizes, rates and times as people write them, as bytes, bytes per second and seconds."""
+"""Sizes, rates and times as people write and read them, as bytes, bytes per second and seconds."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["parse_nbytes", "parse_rate", "parse_seconds"]
+__all__ = ["format_nbytes", "format_seconds", "parse_nbytes", "parse_rate", "parse_seconds", "plural"]
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0}
@@ -89,3 +89,24 @@ def parse_seconds(text: str) -> float:
     if found is None or found[2].lower() not in _SECONDS:
         raise ValueError("expected a time, such as 2us, 1.5ms or 1s")
     return float(found[1]) * _SECONDS[found[2].lower()]
+
+
+def plural(number: float, word: str) -> str:
+    """Write a number before a word: ``1 core``, ``2.5 cores``."""
+    return f"{number:g} {word}{'s' * (number != 1)}"
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Write a size shortly: ``8 B``, ``64 KiB``, ``1.5 MiB``."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a time shortly: ``12.3 us``, ``4.56 ms``, ``1.23 s``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"

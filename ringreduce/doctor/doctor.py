@@ -17,15 +17,14 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import ringreduce
-from ringreduce.bench.cases import plural
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import MismatchError, RingReduceError
 from ringreduce.common.launch import launch
+from ringreduce.common.quantities import plural
 from ringreduce.doctor.bindings import Binding, ask
 from ringreduce.doctor.facts import Facts, WorldFacts, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.runtime.worlds import tuning_key
-from ringreduce.training.calls.objects import gather
 
 __all__ = ["look", "to_json", "to_text"]
 
@@ -40,7 +39,7 @@ def look() -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
     foreign = stranger(os.environ)
     world = WorldFacts(nodes=((launch().rank,),)) if foreign else _start_world()
     mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launch().rank, foreign)
-    ranks = gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
+    ranks = ringreduce.allgather_object(mine) if ringreduce.is_initialized() else [mine]
     ranks[0] = replace(ranks[0], bindings=_ask_bindings(mine.packages))
     return None if mine.rank or launch().rank else (examine(ranks), ranks)
 
@@ -55,7 +54,7 @@ def _ask_bindings(packages: Mapping[str, str]) -> Mapping[str, Binding]:
         return {} if launch().rank else ask(packages)
     with ThreadPoolExecutor(1) as pool:
         asking = [pool.submit(ask, packages)] if ringreduce.rank() == 0 else []
-        while not all(gather(ringreduce.world(), not wait(asking, timeout=_HEARD_S).not_done)):
+        while not all(ringreduce.allgather_object(not wait(asking, timeout=_HEARD_S).not_done)):
             pass
         return asking[0].result() if asking else {}
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError, name_ranks
+from ringreduce.common.quantities import format_nbytes
 from ringreduce.observe.snapshots import Snapshot
 
 __all__ = ["TRACE_PREFIX", "Wait", "diagnose", "load", "main_stack", "sets_of", "waits", "write_torch_traces"]

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ringreduce.bench.cases import plural
-from ringreduce.buffers.device_arrays import INSTALL, install_command
 from ringreduce.common.config import ignored_variables
 from ringreduce.common.errors import name_ranks
-from ringreduce.common.libraries import FRAMEWORKS, is_older
+from ringreduce.common.libraries import FRAMEWORKS, INSTALL_CUPY, cupy_command, is_older
+from ringreduce.common.quantities import plural
 from ringreduce.doctor.bindings import PRIVATE
 from ringreduce.doctor.facts import LIBRARIES, ROOT_ALLOWED, Facts
 from ringreduce.gpu.nccl import version_text
@@ -376,8 +375,8 @@ def _gpus(facts: Facts) -> Finding | None:
     if not gpu.packages:
         if gpu.driver or gpu.driver_cuda:
             text = f"NVIDIA driver {gpu.driver}, CUDA {_cuda(gpu.driver_cuda)}; CuPy is not installed"
-            return Finding(topic, text, level="warning", remedy=f"{install_command(gpu.driver_cuda)}.")
-        return Finding(topic, f"no GPU: no NVIDIA driver; CuPy is not installed: {INSTALL}")
+            return Finding(topic, text, level="warning", remedy=f"{cupy_command(gpu.driver_cuda)}.")
+        return Finding(topic, f"no GPU: no NVIDIA driver; CuPy is not installed: {INSTALL_CUPY}")
     if len(gpu.packages) > 1:
         remedy = "They overwrite each other's files: uninstall all, then install one."
         return Finding(topic, f"several CuPys: {', '.join(gpu.packages)}", level="problem", remedy=remedy)
@@ -386,7 +385,7 @@ def _gpus(facts: Facts) -> Finding | None:
         if not gpu.driver and not gpu.driver_cuda:
             remedy = "There is no NVIDIA driver: in a container, start it with the GPUs (--gpus all)."
             return Finding(topic, text, level="warning", remedy=remedy)
-        remedy = f"The driver runs CUDA {_cuda(gpu.driver_cuda)}: {install_command(gpu.driver_cuda)} fits it."
+        remedy = f"The driver runs CUDA {_cuda(gpu.driver_cuda)}: {cupy_command(gpu.driver_cuda)} fits it."
         return Finding(topic, text, level="problem", remedy=remedy)
     if not gpu.devices:
         hidden = "CUDA_VISIBLE_DEVICES" in facts.environ

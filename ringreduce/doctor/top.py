@@ -12,8 +12,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError, name_ranks
+from ringreduce.common.quantities import format_nbytes
 from ringreduce.doctor.dumps import waits
 from ringreduce.doctor.tables import table
 from ringreduce.observe.metrics import openmetrics

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ringreduce.bench.cases import format_nbytes
-from ringreduce.bench.plots import COLOURS, html_page, html_table
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.html_pages import COLOURS, html_page, html_table
+from ringreduce.common.quantities import format_nbytes
 from ringreduce.doctor.tables import table
 from ringreduce.doctor.trace_steps import Event, steps_of
 from ringreduce.observe.trace_file import collect

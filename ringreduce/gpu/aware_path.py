@@ -21,8 +21,8 @@ from functools import partial
 
 import numpy as np
 
-from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array, DType, address_of
+from ringreduce.collectives import Collective
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.plans.bound import BlockMemory, BoundSchedule
 from ringreduce.common.errors import TransportError

@@ -9,8 +9,8 @@ from functools import cache, partial
 from typing import Any
 
 from ringreduce.buffers import DType
-from ringreduce.buffers.device_arrays import INSTALL
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
+from ringreduce.common.libraries import INSTALL_CUPY
 from ringreduce.common.reduce_ops import ReduceOp
 
 # Values of the CUDA runtime's headers, some of which CuPy does not name in all its versions.
@@ -89,13 +89,13 @@ def cuda_driver(number: int | None = None) -> CupyDriver:
     try:
         import cupy
     except ImportError as error:
-        raise UnsupportedBufferError(f"device memory takes CuPy: {INSTALL} ({error})") from error
+        raise UnsupportedBufferError(f"device memory takes CuPy: {INSTALL_CUPY} ({error})") from error
     try:
         return _driver(cupy.cuda.runtime.getDevice() if number is None else number)
     except (RuntimeError, TransportError) as error:
         raise UnsupportedBufferError(
             f"CuPy {cupy.__version__} cannot use {'a GPU' if number is None else f'GPU {number}'}: {error}. "
-            f"It must be built for the CUDA of the installed driver (see nvidia-smi): {INSTALL}"
+            f"It must be built for the CUDA of the installed driver (see nvidia-smi): {INSTALL_CUPY}"
         ) from error
 
 

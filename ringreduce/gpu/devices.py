@@ -11,9 +11,9 @@ from functools import cache, partial
 from math import prod
 from typing import Any
 
-from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device
+from ringreduce.collectives import Collective
 from ringreduce.collectives.call import DETERMINISTIC, NCCL, CallKind, Choice, Task
 from ringreduce.collectives.comm_state import CommState
 from ringreduce.collectives.context import Context

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from ringreduce.buffers import DType
-from ringreduce.buffers.device_arrays import INSTALL
 from ringreduce.collectives.call import NCCL
 from ringreduce.collectives.context import Context
 from ringreduce.common.errors import (
@@ -33,6 +32,7 @@ from ringreduce.common.errors import (
     TransportError,
     UnsupportedBufferError,
 )
+from ringreduce.common.libraries import INSTALL_CUPY
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, Stream
 from ringreduce.gpu.path import OnDevice
@@ -252,7 +252,7 @@ def cupy_nccl(number: int) -> Nccl:
     try:
         import cupy
     except ImportError as error:
-        raise UnsupportedBufferError(f"NCCL takes CuPy: {INSTALL} ({error})") from error
+        raise UnsupportedBufferError(f"NCCL takes CuPy: {INSTALL_CUPY} ({error})") from error
     try:
         import cupy.cuda.nccl as library
     except ImportError:  # with CuPy, but the shared library is missing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.recent import Recent
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine.coordinator import fuse
 from ringreduce.jax import ffi
@@ -301,7 +302,7 @@ class _Repeated(NamedTuple):
 
 
 #: Those that are not under way; the last used is the last.
-_repeated: OrderedDict[tuple[Any, ...], _Repeated] = OrderedDict()
+_repeated = Recent[tuple[Any, ...], _Repeated](_KEPT)
 
 
 def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory, others: Callable[[], ffi.Memory]) -> None:
@@ -322,13 +323,14 @@ def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory, others: Cal
         return
     process_set = _sets[call.ranks]
     key = text, arguments.layout, results.layout, ref(process_set.engine) if process_set.connected else None
-    repeated = _repeated.pop(key, None) or _Repeated.of(call, arguments, results)  # other threads come here, too
+    repeated = _repeated.pop(key, None)  # other threads come here, too
+    if repeated is None:
+        _repeated.make_room()
+        repeated = _Repeated.of(call, arguments, results)
     arguments.copy_to(repeated.sources)
     repeated.request.carry_out()
     repeated.targets.copy_to(results)
     _repeated[key] = repeated
-    if len(_repeated) > _KEPT:
-        _repeated.popitem(last=False)
 
 
 def _look(call: Call, arguments: ffi.Memory, others: Callable[[], ffi.Memory]) -> None:

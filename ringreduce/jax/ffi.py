@@ -77,7 +77,7 @@ class Memory(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of all arrays."""
-        return sum(ctypes.sizeof(_described(*each)[2]) for each in self.layout)
+        return sum([ctypes.sizeof(_described(*each)[2]) for each in self.layout])
 
     def views(self) -> list[npt.NDArray[Any]]:
         """Return the arrays."""

@@ -18,6 +18,7 @@ from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.snapshots import Observed
 from ringreduce.transport.checked import checked
 from ringreduce.transport.control import SharedControlChannel
+from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.shared.node import host_name, join
 from ringreduce.transport.shared.segments import MemfdSegments
@@ -298,6 +299,11 @@ def connect(
     asynchronous = Communicator(context, devices=Gpu)
     engine = Engine(asynchronous, channel, find_failed=context.board.find_failed, threads=context.messages.concurrent)
     return Membership(blocking, engine)
+
+
+def alone(settings: Config) -> Membership:
+    """Set up the same for this process without any other, in a lifetime of its own."""
+    return connect(lambda waiter: MemoryWorld(1).messages(0), settings, Lifetime())
 
 
 def context_of(

@@ -6,7 +6,7 @@ All functions are collective and take what makes a `Trainee` of the binding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,13 +48,22 @@ class Delayed:
         staleness: how many.
         momentum: of the steps.
         exact: as for `slopes`.
+        counts: weights of the ranks; None: equal ones.
     """
 
-    def __init__(self, staleness: int, *, momentum: float = MOMENTUM, exact: bool = True) -> None:
+    def __init__(
+        self,
+        staleness: int,
+        *,
+        momentum: float = MOMENTUM,
+        exact: bool = True,
+        counts: Sequence[int] | None = None,
+    ) -> None:
         self._process = OneProcess(start(), momentum)
         self._waiting = deque[dict[str, Floats]]()
         self._staleness = staleness
         self._exact = exact
+        self._counts = counts
 
     @property
     def weights(self) -> dict[str, Floats]:
@@ -63,8 +72,8 @@ class Delayed:
     def train(self, steps: range) -> Delayed:
         """Make steps, and return the process itself."""
         for step in steps:
-            ranks = range(runtime.size())
-            self._waiting.append(mean([slopes(self.weights, rank, step, exact=self._exact) for rank in ranks]))
+            everyone = [slopes(self.weights, rank, step, exact=self._exact) for rank in range(runtime.size())]
+            self._waiting.append(mean(everyone, self._counts))
             self._apply(self._staleness)
         return self
 

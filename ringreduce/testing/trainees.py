@@ -37,8 +37,8 @@ class Trainee(Protocol):
     def zero_grad(self) -> None:
         """Forget the gradients."""
 
-    def step(self) -> None:
-        """Reduce the gradients, and step."""
+    def step(self, samples: Any = None) -> None:
+        """Reduce the gradients, and step; they are means over so many samples of this rank, or all ranks have None."""
 
     def synchronize(self) -> None:
         """Apply late averages that are still to be applied."""
@@ -100,9 +100,9 @@ def slopes(weights: Named, rank: int, step: int, *, exact: bool = True) -> dict[
     return found
 
 
-def mean(gradients: Sequence[Named]) -> dict[str, Floats]:
-    """Return the averages of gradients of several ranks."""
-    return {name: np.mean([each[name] for each in gradients], axis=0) for name in gradients[0]}
+def mean(gradients: Sequence[Named], counts: Sequence[int] | None = None) -> dict[str, Floats]:
+    """Return the averages of gradients of several ranks, weighted by their numbers of samples."""
+    return {name: np.average([each[name] for each in gradients], axis=0, weights=counts) for name in gradients[0]}
 
 
 def named(trainee: Trainee) -> dict[str, Floats]:

@@ -1,7 +1,7 @@
 """What every binding of a framework must do: checks that run on all ranks, against one process in float64.
 
-All functions are collective and take what makes a `Trainee` of the binding. Those of `late_training` are for bindings
-that have staleness.
+All functions are collective and take what makes a `Trainee` of the binding. Those of `late_training` and
+`weighted_training` are for bindings that have these options.
 """
 
 from __future__ import annotations

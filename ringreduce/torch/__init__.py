@@ -22,7 +22,7 @@ require_framework("torch", __name__, f"{_BUILDS}; ringreduce itself takes NumPy 
 # ruff: noqa: E402  # what follows imports torch
 import ringreduce_torch_backend
 from ringreduce import runtime
-from ringreduce.algorithms import Collective
+from ringreduce.collectives import Collective
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import set_conventions
 from ringreduce.runtime.world_names import (

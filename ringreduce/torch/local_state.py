@@ -22,13 +22,13 @@ import numpy.typing as npt
 import torch
 
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.pickles import gather
 from ringreduce.common.errors import MismatchError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.engine import CollectiveOp, InPlaceAllreduce
 from ringreduce.torch import wrapping
 from ringreduce.torch.sharded.node_state import is_whole
 from ringreduce.training.binding.framework import Named
-from ringreduce.training.calls.objects import gather
 from ringreduce.training.compression import State
 from ringreduce.training.optimizers.local import Average
 

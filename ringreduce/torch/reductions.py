@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ringreduce.buffers import Operand
+from ringreduce.buffers.same import same_kind
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.recent import Recent
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.engine import Reduction
+from ringreduce.engine import Engine, Reduction
 from ringreduce.engine.decisions import OperationSignature
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
@@ -198,12 +200,16 @@ def _allreduce(
         first: whether the result is the only tensor, not a list.
         in_place: whether the tensors are overwritten.
     """
-    repeatable = first and type(name) is str and type(factors[0]) is type(factors[1]) is float and factors == (1.0, 1.0)
-    if (
-        repeatable
-        and (repeated := _repeat(tensors[0], name, process_set=process_set, how=op, in_place=in_place)) is not None
-    ):
-        return repeated
+    engine: Engine | None = None
+    if first and type(name) is str and type(factors[0]) is type(factors[1]) is float and factors == (1.0, 1.0):
+        try:
+            engine = process_set.engine
+        except Exception:  # it is refused where arguments are checked
+            engine = None
+    if engine is not None:
+        repeated = _repeat(tensors[0], name, process_set, engine=engine, how=op, in_place=in_place)
+        if repeated is not None:
+            return repeated
     with preparing("allreduce", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
         sources = [each.detach() if each.requires_grad else each for each in tensors]
@@ -211,8 +217,8 @@ def _allreduce(
         given = tensors if in_place else targets
         result = partial(_result, given, first, in_place)
         request = prepare.allreduce(sources, targets, chosen_op(*op), *factors, result)
-    if repeatable:
-        _remember(request, tensors[0], how=op, in_place=in_place)
+    if engine is not None:
+        _remember(request, tensors[0], engine, how=op, in_place=in_place)
     return request
 
 
@@ -231,8 +237,7 @@ class _Repeat(NamedTuple):
     Attributes:
         how: ``op`` and ``average``, as the caller passed them.
         in_place: whether the tensor is overwritten.
-        dtype, shape: of the tensor.
-        nbytes: of its elements.
+        is_alike: whether a tensor can be used as this one.
         signature, op: of the operation.
         given: where it is reduced: where the tensor was the last time, or in ``memory``.
         memory: is copied to and from; None: the tensor is reduced where it is.
@@ -240,25 +245,30 @@ class _Repeat(NamedTuple):
 
     how: tuple[Any, Any]
     in_place: bool
-    dtype: torch.dtype
-    shape: torch.Size
-    nbytes: int
+    is_alike: Callable[[Tensor], bool]
     signature: OperationSignature
     op: ReduceOp
     given: list[Operand]
     memory: Tensor | None
 
 
-class _Repeats(dict[str, _Repeat | None]):
+class _Repeats(Recent[str, _Repeat | None]):
     """By names of operations, how to make them again; None: a name that has come once."""
 
+    def __init__(self) -> None:
+        super().__init__(_REPEATS)
 
-def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, Any], in_place: bool) -> Request | None:
+
+def _repeat(
+    tensor: Tensor, name: Any, process_set: ProcessSet, engine: Engine, how: tuple[Any, Any], in_place: bool
+) -> Request | None:
     """Return a request that is like an earlier one of this name; None: there was none, or something has changed."""
+    repeats = engine.attached[_Repeats]
+    repeat = repeats.get(name)
+    if repeat is None or repeat.how[0] is not how[0] or repeat.how[1] is not how[1] or repeat.in_place is not in_place:
+        return None
     try:
-        repeats = process_set.engine.attached[_Repeats]
-        repeat = repeats.get(name)
-        if repeat is None or not _is_like(repeat, tensor, how=how, in_place=in_place):
+        if not repeat.is_alike(tensor):
             return None
         memory = repeat.memory
         if memory is None:
@@ -278,24 +288,6 @@ def _repeat(tensor: Tensor, name: Any, process_set: ProcessSet, how: tuple[Any, 
     return Request(operation, process_set, unique=True, arrays=TENSORS, touched=arrays if memory is None else ())
 
 
-def _is_like(repeat: _Repeat, tensor: Tensor, how: tuple[Any, Any], in_place: bool) -> bool:
-    """Return whether a tensor can be used as that of an earlier request was."""
-    return (
-        type(tensor) is Tensor
-        and repeat.how[0] is how[0]
-        and repeat.how[1] is how[1]
-        and repeat.in_place is in_place
-        and tensor.shape == repeat.shape
-        and tensor.dtype is repeat.dtype
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
-        and tensor.is_contiguous()
-        and tensor.data_ptr() != 0
-        and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + repeat.nbytes
-    )
-
-
 def _overwritten(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     """Return the result that is in a tensor, whose storage, now maybe another one, was kept for the operation."""
     return TENSORS.changed(tensor)
@@ -308,22 +300,20 @@ def _copied(memory: Tensor, repeats: _Repeats, name: str, repeat: _Repeat) -> Te
     return result
 
 
-def _remember(request: Request, tensor: Tensor, how: tuple[Any, Any], in_place: bool) -> None:
+def _remember(request: Request, tensor: Tensor, engine: Engine, how: tuple[Any, Any], in_place: bool) -> None:
     """Remember how to make a request again, if its name has come before."""
     operation = request.operation
-    engine = request.process_set.engine
     repeats = engine.attached[_Repeats]
     name = operation.name
-    if len(repeats) >= _REPEATS:
-        repeats.clear()
     if name not in repeats:
+        repeats.make_room()
         repeats[name] = None
-    elif isinstance(operation, Reduction):
+    elif isinstance(operation, Reduction) and type(tensor) is Tensor:
         (given,) = operation.given
-        what = tensor.dtype, tensor.shape, given.nbytes, operation.signature, operation.op
-        repeat = _Repeat(how, in_place, *what, operation.given, None)
-        if not _is_like(repeat, tensor, how=how, in_place=in_place):
+        is_alike = same_kind(tensor, given.nbytes)
+        if not is_alike(tensor):
             return
+        repeat = _Repeat(how, in_place, is_alike, operation.signature, operation.op, operation.given, None)
         if in_place:
             repeats[name] = repeat._replace(given=[given.unowned()])
         elif given.nbytes <= _COPIED_NBYTES:

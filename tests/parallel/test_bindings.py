@@ -12,6 +12,7 @@ from ringreduce.testing.late_training import LATE_CHECKS
 from ringreduce.testing.toy import Toy
 from ringreduce.testing.trainees import Make
 from ringreduce.testing.training import CHECKS
+from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_samples
 
 pytest.importorskip("torch")
 from trainees.with_torch import Torch
@@ -33,3 +34,15 @@ def test_a_binding(make: Make, check: Callable[..., None], options: dict[str, An
 @pytest.mark.parametrize("make", [Torch, Lists])
 def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
     check(make)
+
+
+@pytest.mark.parametrize("check", WEIGHTED_CHECKS, ids=named)
+@pytest.mark.parametrize("make", [Torch, Lists])
+def test_numbers_of_samples(nodes_of_one: None, make: Make, check: Callable[..., None]) -> None:
+    check(make)
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {"gradient_predivide_factor": 3.0}], ids=str)
+@pytest.mark.parametrize("make", [Torch, Lists])
+def test_numbers_of_samples_with_other_options(nodes_of_two: None, make: Make, options: dict[str, Any]) -> None:
+    check_samples(make, **options)

@@ -10,6 +10,7 @@ import pytest
 from ringreduce.testing.late_training import LATE_CHECKS
 from ringreduce.testing.trainees import Make
 from ringreduce.testing.training import CHECKS, check_mismatches
+from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_samples_of_wires
 
 pytest.importorskip("jax")
 from trainees.with_jax import Jax
@@ -31,4 +32,10 @@ def test_a_binding(check: Callable[[Make], None]) -> None:
 
 @pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
 def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
+    check(make)
+
+
+@pytest.mark.parametrize("check", [each for each in WEIGHTED_CHECKS if each is not check_samples_of_wires], ids=named)
+def test_numbers_of_samples(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
+    """But those of wire formats, which JAX refuses to weight."""
     check(make)

@@ -8,9 +8,10 @@ import pytest
 
 from ringreduce.testing.late_training import LATE_CHECKS
 from ringreduce.testing.trainees import Make
+from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_late_missing_numbers
 
-pytest.importorskip("keras")
-from trainees.with_keras import Keras
+keras = pytest.importorskip("keras")
+from trainees.with_keras import Keras  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -21,4 +22,11 @@ def named(check: Callable[..., None]) -> str:
 
 @pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
 def test_late_averages(nodes_of_one: None, check: Callable[[Make], None]) -> None:
+    check(Keras)
+
+
+@pytest.mark.parametrize("check", WEIGHTED_CHECKS, ids=named)
+def test_numbers_of_samples(nodes_of_one: None, check: Callable[[Make], None]) -> None:
+    if check is check_late_missing_numbers and keras.backend.backend() == "jax":
+        pytest.skip("numbers come before the first step, which another test proves")
     check(Keras)

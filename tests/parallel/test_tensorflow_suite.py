@@ -9,6 +9,7 @@ import pytest
 
 from ringreduce.testing.late_training import LATE_CHECKS
 from ringreduce.testing.trainees import Make
+from ringreduce.testing.weighted_training import WEIGHTED_CHECKS
 
 pytest.importorskip("tensorflow")
 from trainees.with_tensorflow import TensorFlow
@@ -25,4 +26,9 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 @pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
 def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
+    check(make)
+
+
+@pytest.mark.parametrize("check", WEIGHTED_CHECKS, ids=named)
+def test_numbers_of_samples(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
     check(make)

@@ -421,15 +421,6 @@ def test_another_world_divides_anew(no_world: None) -> None:
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_sums_have_no_weights(world: rr.Communicator) -> None:
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Sum)
-    descend(model, mine_of(0))
-    with pytest.raises(rr.ConfigError, match="op=Average"):
-        optimizer.step(samples=3)
-
-
-@pytest.mark.sizes(2, 3, 4)
 def test_samples_must_be_known(world: rr.Communicator) -> None:
     """By the step or by a sampler: one that divides by speed, with uneven ends, knows only who says it."""
     model = make_model()

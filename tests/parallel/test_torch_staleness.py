@@ -312,22 +312,6 @@ def test_sparse_gradients_are_refused_on_all_ranks() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("before", [0, 3])
-def test_samples_of_one_rank_are_refused_on_all(before: int) -> None:
-    """In the first step, in which all agree, and in a later one: the others hear of it when they wait for that."""
-    trainee = late(1)
-    train(trainee, range(before))
-
-    def go_on() -> None:
-        for _ in range(2):
-            trainee.optimizer.zero_grad()
-            sum(each.sum() for each in trainee.model.values()).backward()
-            trainee.optimizer.step(samples=3 if rr.rank() == 0 else None)
-
-    with pytest.raises((rr.ConfigError, rr.MismatchError), match="samples"):
-        go_on()
-
-
 @pytest.mark.sizes(2, 3, 4)
 def test_joined_ranks_are_refused() -> None:
     """The others raise; nothing hangs."""

@@ -49,8 +49,8 @@ class Lists:
     def zero_grad(self) -> None:
         self.gradients = {}
 
-    def step(self) -> None:
-        self.apply(self.training.reduce([self.gradients.get(name) for name in self.values]))
+    def step(self, samples: Any = None) -> None:
+        self.apply(self.training.reduce([self.gradients.get(name) for name in self.values], samples))
 
     def apply(self, averages: list[Any]) -> None:
         for value, moving, average in zip(self.values.values(), self.moving.values(), averages, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,7 +41,8 @@ class Jax:
         rj.broadcast_parameters(self.values)  # which compares names and shapes
         self.tx = rj.DistributedGradientTransformation(optax.sgd(RATE, momentum), **options)
         self.state = self.tx.init(self.tree())
-        self.update = jax.jit(self.tx.update) if compiled else self.tx.update
+        self.compiled = compiled
+        self.programs: dict[Any, Any] = {}
         self.no_sync = nullcontext
         self.zero_grad()
 
@@ -56,9 +58,20 @@ class Jax:
     def give(self, gradients: Mapping[str, Any]) -> None:
         self.gradients = {name: old + gradients.get(name, 0) for name, old in self.gradients.items()}
 
-    def step(self) -> None:
-        updates, self.state = raising(lambda: self.update(self.gradients, self.state, self.tree()))
+    def step(self, samples: Any = None) -> None:
+        """A program takes a whole number of samples as an argument, and anything else as it is."""
+        if isinstance(samples, int):
+            update = self.program("counted", self.tx.update)
+            weighted = {"samples": samples}
+        else:
+            update = self.program(samples, partial(self.tx.update, samples=samples))
+            weighted = {}
+        updates, self.state = raising(lambda: update(self.gradients, self.state, self.tree(), **weighted))
         self.set(jax.tree.map(jnp.add, self.tree(), updates))
+
+    def program(self, key: Any, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what updates, compiled once for each key."""
+        return self.programs.setdefault(key, jax.jit(update)) if self.compiled else update
 
     def synchronize(self) -> None:
         params, self.state = self.tx.synchronize(self.tree(), self.state)

@@ -41,7 +41,9 @@ class Keras:
         for name, each in gradients.items():
             self.gradients[name] = self.gradients[name] + each
 
-    def step(self) -> None:
+    def step(self, samples: Any = None) -> None:
+        if samples is not None:
+            self.optimizer.samples = samples
         given = [keras.ops.convert_to_tensor(each, "float32") for each in self.gradients.values()]
         self.optimizer.apply(given, list(self.named.values()))
 

@@ -58,7 +58,9 @@ class TensorFlow:
         for name, each in gradients.items():
             self.gradients[name] = self.gradients[name] + each
 
-    def step(self) -> None:
+    def step(self, samples: Any = None) -> None:
+        if samples is not None:
+            self.optimizer.samples = samples
         self.apply(*self.gradients.values())
 
     def synchronize(self) -> None:

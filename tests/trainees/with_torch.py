@@ -47,8 +47,8 @@ class Torch:
     def give(self, gradients: Mapping[str, Any]) -> None:
         sum((self.model[name] * torch.tensor(each)).sum() for name, each in gradients.items()).backward()
 
-    def step(self) -> None:
-        self.optimizer.step()
+    def step(self, samples: Any = None) -> None:
+        self.optimizer.step(**({} if samples is None else {"samples": samples}))
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()

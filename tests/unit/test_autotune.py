@@ -14,8 +14,9 @@ import pytest
 from ringreduce.algorithms import Collective, names
 from ringreduce.bench.tune import Sample, distinct, fit
 from ringreduce.collectives import Work
-from ringreduce.collectives.choice.tuning import Candidate, CostModel, Key, MeasuredSize, Table, format_seconds, work
+from ringreduce.collectives.choice.tuning import Candidate, CostModel, Key, MeasuredSize, Table, work
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.quantities import format_seconds
 from ringreduce.common.topology import Topology
 from ringreduce.transport.shared.board import MAILBOX_NBYTES
 

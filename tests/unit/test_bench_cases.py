@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.bench.cases import COLLECTIVES, TYPES, Case, format_nbytes, plural, sizes
+from ringreduce.bench.cases import COLLECTIVES, TYPES, Case, sizes
+from ringreduce.common.quantities import format_nbytes, plural
 
 
 def case(collective: str, type_name: str = "float", nranks: int = 4, nbytes: int = 4096) -> Case:

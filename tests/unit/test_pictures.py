@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ringreduce.bench import plots
-from ringreduce.bench.plots import COLOURS, curve_style, html_page, html_table
+from ringreduce.bench.plots import curve_style
+from ringreduce.common.html_pages import COLOURS, html_page, html_table
 from ringreduce.doctor.trace_report import PARTS
 
 #: Linear light that people see who lack one kind of cones (Machado, Oliveira and Fernandes 2009, severity 1).

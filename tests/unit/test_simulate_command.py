@@ -12,14 +12,14 @@ import pytest
 from click.testing import CliRunner
 
 from ringreduce.algorithms import Collective, names
-from ringreduce.bench.simulation.clock import Links
-from ringreduce.bench.simulation.cluster import Cluster, Simulator, links_of, topology_of
-from ringreduce.bench.simulation.report import scaling, simulate
-from ringreduce.bench.simulation.step_times import SimulatedTraining, simulate_step
 from ringreduce.cli.simulate import command
 from ringreduce.collectives.choice.tuning import CostModel
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
+from ringreduce.simulate.clock import Links
+from ringreduce.simulate.cluster import Cluster, Simulator, links_of, topology_of
+from ringreduce.simulate.report import scaling, simulate
+from ringreduce.simulate.step_times import SimulatedTraining, simulate_step
 
 MODEL = CostModel(alpha=2e-6, beta=2e-11, sync=2e-6, copy=1e-10, gamma=2e-10, message=5e-7)
 LINKS = Links(MODEL, alpha=1e-6, beta=1.25e-10)

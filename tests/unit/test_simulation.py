@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from ringreduce.algorithms import Algorithm, Collective, find, names
-from ringreduce.bench.simulation.clock import Links, ends_of
-from ringreduce.bench.simulation.rounds import Lines
-from ringreduce.bench.simulation.traffic import traffic_of
 from ringreduce.collectives.choice.tuning import CostModel
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
+from ringreduce.simulate.clock import Links, ends_of
+from ringreduce.simulate.rounds import Lines
+from ringreduce.simulate.traffic import traffic_of
 
 MODEL = CostModel(alpha=2e-6, beta=2e-11, sync=2e-6, copy=1e-10, gamma=2e-10, message=5e-7)
 LINKS = Links(MODEL, alpha=1e-6, beta=1.25e-10)

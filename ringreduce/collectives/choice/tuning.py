@@ -32,6 +32,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.collectives.call import Problem, Work, path_for
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file
+from ringreduce.common.quantities import format_seconds
 from ringreduce.common.topology import Topology
 
 #: Format of the file; files of other formats are not read.
@@ -341,14 +342,6 @@ class Table:
         if len(rows) == 1:
             return f"scaled by the model from {rows[0]} bytes"
         return f"interpolated between {rows[0]} and {rows[1]} bytes"
-
-
-def format_seconds(seconds: float) -> str:
-    """Write a time shortly: ``12.3 us``, ``4.56 ms``, ``1.23 s``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} us"
 
 
 def _prefer(favourites: Sequence[str], times: Mapping[str, float]) -> str:

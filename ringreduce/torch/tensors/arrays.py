@@ -14,11 +14,11 @@ import torch
 
 from ringreduce.buffers import DTYPES, Operand, averages
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.pickles import REDUCERS
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.torch.private import forbid_resizing, holders_at, raw_entries, storage_address
 from ringreduce.torch.tensors.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
 from ringreduce.training.calls.differentiable import Differentiable
-from ringreduce.training.calls.objects import REDUCERS
 from ringreduce.training.calls.requests import RequestBuilder, dtype_name
 
 

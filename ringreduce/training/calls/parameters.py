@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.pickles import gather
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.framework import Arrays, Named
 from ringreduce.training.binding.identity import ScopedName, agree
-from ringreduce.training.calls.objects import gather
 from ringreduce.training.calls.requests import RequestBuilder, dtype_name
 
 

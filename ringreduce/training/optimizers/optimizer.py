@@ -15,11 +15,10 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.sums.adasum import adasum
 from ringreduce.common.arguments import CheckingArguments, whole_number
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.engine import CollectiveOp, Engine, Operation, Reduction
 from ringreduce.runtime import config, count, global_process_set
-from ringreduce.runtime.process_sets import Membership, ProcessSet, connect
+from ringreduce.runtime.process_sets import Membership, ProcessSet, alone
 from ringreduce.training.binding.framework import Arrays, Hooks, Memory, Named
 from ringreduce.training.binding.host import HOST, HostMemory
 from ringreduce.training.binding.identity import Identity, meet
@@ -31,7 +30,6 @@ from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.optimizers.watched import Gradients
 from ringreduce.training.options.options import Options
 from ringreduce.training.strategies.strategy import PendingAverages
-from ringreduce.transport.memory import MemoryWorld
 
 
 class Training:
@@ -263,7 +261,7 @@ class Training:
         ranks: ProcessSet | Membership = self._process_set
         self._alone = not self._process_set.included()
         if self._alone:
-            ranks = connect(lambda waiter: MemoryWorld(1).messages(0), config(), Lifetime())
+            ranks = alone(config())
             weakref.finalize(self, ranks.close).atexit = False
         self.communicator: Communicator = ranks.communicator
         self._engine: Engine = ranks.engine

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ringreduce.algorithms import Algorithm, Step
-from ringreduce.bench.simulation.rounds import Floats, Numbers, Round, Started, make_round
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
+from ringreduce.simulate.rounds import Floats, Numbers, Round, Started, make_round
 
 #: Messages in a round, and steps that are not symmetric of all ranks together, at most: what memory and patience allow.
 _MOST_MESSAGES = 1 << 23

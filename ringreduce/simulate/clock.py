@@ -18,11 +18,11 @@ from functools import partial
 
 import numpy as np
 
-from ringreduce.bench.simulation.rounds import Floats, Numbers, Round
-from ringreduce.bench.simulation.traffic import Traffic
 from ringreduce.collectives.choice.tuning import CostModel
 from ringreduce.collectives.plans.bound import STREAMS, segment_limit
 from ringreduce.common.config import Config
+from ringreduce.simulate.rounds import Floats, Numbers, Round
+from ringreduce.simulate.traffic import Traffic
 
 _SEGMENT_NBYTES = Config().segment_nbytes
 #: Segments go through the rounds in waves, one in each stream. After twice so many, all take what the last ones took.

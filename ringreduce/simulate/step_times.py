@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringreduce.bench.cases import format_nbytes
-from ringreduce.bench.simulation.cluster import Cluster
-from ringreduce.collectives.choice.tuning import format_seconds
+from ringreduce.common.quantities import format_nbytes, format_seconds
+from ringreduce.simulate.cluster import Cluster
 
 #: Of the computation of a step, what the backward pass takes: twice the forward pass.
 _BACKWARD = 2 / 3

@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 
 from ringreduce.algorithms import Collective, find, names
-from ringreduce.bench.simulation.clock import Links, ends_of
-from ringreduce.bench.simulation.rounds import Floats
-from ringreduce.bench.simulation.traffic import Traffic, traffic_of
 from ringreduce.bench.tune import Sample, fit
 from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.call import Path, Problem, path_for
 from ringreduce.collectives.choice.selection import choose
-from ringreduce.collectives.choice.tuning import CostModel, format_seconds, is_ours
+from ringreduce.collectives.choice.tuning import CostModel, is_ours
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.quantities import format_seconds
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
+from ringreduce.simulate.clock import Links, ends_of
+from ringreduce.simulate.rounds import Floats
+from ringreduce.simulate.traffic import Traffic, traffic_of
 
 #: What of the time is due to what: the terms that are 0 without it.
 _CAUSES = {"links": ("beta",), "latency": ("alpha", "sync"), "processors": ("message", "copy", "gamma")}

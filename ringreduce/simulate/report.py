@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.plots import curve_style, panels, size_axis
-from ringreduce.bench.simulation.cluster import Cluster, Simulator, describe
-from ringreduce.bench.simulation.step_times import SimulatedTraining, StepTimes, simulate_step
-from ringreduce.collectives.choice.tuning import format_seconds
 from ringreduce.collectives.compressed import CODED
+from ringreduce.common.quantities import format_nbytes, format_seconds
 from ringreduce.common.topology import Topology
+from ringreduce.simulate.cluster import Cluster, Simulator, describe
+from ringreduce.simulate.step_times import SimulatedTraining, StepTimes, simulate_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

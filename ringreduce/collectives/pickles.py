@@ -1,0 +1,126 @@
+"""Python objects of the ranks of a communicator, by pickle.
+
+Unpickling runs what the sender wrote: use these only among the processes of one job that you trust. The memory of large
+arrays inside an object that is broadcast stays out of the pickle and travels as it is, so that the state of a large
+optimizer travels at full speed.
+
+Every rank runs the same collectives even if it cannot pack its object: it sends the reason in its place. Ranks unpack
+objects after the last collective.
+
+Before a rank takes memory for the objects of others, all ranks know how many bytes these have, and refuse more than
+``RINGREDUCE_OBJECT_LIMIT``.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import ConfigError
+
+#: How arrays inside an object that is broadcast are pickled, by type, as in `copyreg.dispatch_table`: of NumPy arrays.
+#: A binding enters the arrays of its framework when it is imported.
+REDUCERS: dict[type, Callable[[Any], Any]] = {}
+
+_SMALL_NBYTES = 16 << 10  # memory of arrays stays in the pickle up to here: a collective for each would take longer
+
+
+def gather(communicator: Communicator, obj: Any) -> list[Any]:
+    """Give every rank copies of the objects of all ranks, in rank order. Collective.
+
+    Raises:
+        ConfigError: some rank's object does not pickle, or they are too large together. Raised on all ranks.
+    """
+    mine = packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+    return [pickle.loads(part) for part in gather_packed(communicator, *mine)]
+
+
+def packed(pack: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
+    """Return what ``pack`` returns, and None; or, if it fails, the reason as text, and the error."""
+    try:
+        return pack(), None
+    except Exception as error:  # whatever an object's own methods raise
+        return f"{type(error).__name__}: {error}".encode(errors="replace"), error
+
+
+def _raise_unsendable(rank: int, reason: bytes, cause: Exception | None) -> NoReturn:
+    raise ConfigError(f"the object of rank {rank} cannot be sent: {reason.decode()}") from cause
+
+
+def _require_small_enough(communicator: Communicator, nbytes: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise on all ranks if objects are too large together; before any rank has taken memory for those of others.
+
+    Args:
+        communicator: of the ranks.
+        nbytes: of each object, pickled; the same on all ranks.
+        ranks: whose they are.
+    """
+    limit = communicator.config.object_limit_nbytes
+    total = sum(nbytes)
+    if total <= limit:
+        return
+    most = max(nbytes)
+    others = f" ({total} bytes with those of the other ranks)" if total > most else ""
+    raise ConfigError(
+        f"the object of rank {ranks[nbytes.index(most)]} has {most} bytes{others}, more than "
+        f"RINGREDUCE_OBJECT_LIMIT={limit}: send less, or set this variable to more"
+    )
+
+
+def skeleton(obj: Any, memories: list[npt.NDArray[np.uint8]]) -> bytes:
+    """Pickle an object without the memory of its large arrays, which is appended to ``memories``, as bytes."""
+
+    def leave_out(memory: pickle.PickleBuffer) -> bool:
+        raw = memory.raw()
+        if raw.nbytes > _SMALL_NBYTES:
+            memories.append(np.frombuffer(raw, np.uint8))
+        return raw.nbytes <= _SMALL_NBYTES  # then it goes into the pickle
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=leave_out)
+    pickler.dispatch_table = {**copyreg.dispatch_table, **REDUCERS}
+    pickler.dump(obj)
+    return file.getvalue()
+
+
+def broadcast_packed(
+    communicator: Communicator,
+    root: int,
+    data: bytes,
+    failure: Exception | None,
+    memories: list[npt.NDArray[np.uint8]],
+) -> tuple[Any, list[npt.NDArray[np.uint8]]]:
+    """Give every rank what `skeleton` made on the root; raise on all ranks if that has failed."""
+    total = len(data) + sum(each.size for each in memories)
+    header = np.array([len(data), failure is not None, len(memories), total], np.int64)
+    nbytes, failed, count, total = communicator.broadcast(header, root).tolist()
+    _require_small_enough(communicator, [total], [root])
+    is_root = communicator.rank == root
+    pickled = np.frombuffer(data, np.uint8) if is_root else np.empty(nbytes, np.uint8)
+    pickled = communicator.broadcast(pickled, root)
+    if failed:
+        _raise_unsendable(root, pickled.tobytes(), failure)
+    lengths = communicator.broadcast(np.array([each.size for each in memories] or [0] * count, np.int64), root)
+    received = memories if is_root else [np.empty(length, np.uint8) for length in lengths]
+    for each in received:
+        communicator.broadcast(each, root, out=each if each.flags.writeable else None)
+    return pickled, received
+
+
+def gather_packed(communicator: Communicator, data: bytes, failure: Exception | None) -> list[memoryview]:
+    """Return the pickles of all ranks."""
+    headers = communicator.allgather(np.array([[len(data), failure is not None]], np.int64))
+    _require_small_enough(communicator, headers[:, 0].tolist(), range(communicator.size))
+    everyone = communicator.allgather(np.frombuffer(data, np.uint8))
+    parts = [part.data for part in np.split(everyone, np.cumsum(headers[:-1, 0]))]
+    for rank, (part, (_, failed)) in enumerate(zip(parts, headers, strict=True)):
+        if failed:
+            _raise_unsendable(rank, part.tobytes(), failure if rank == communicator.rank else None)
+    return parts
