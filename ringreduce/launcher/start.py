@@ -114,6 +114,8 @@ class Start:
         variables = {name: value for name, value in exported.items() if value is not None}
         environ = {**os.environ, **variables}
         settings = self.mpirun.settings(spec, count, environ, remote=remote, by_ssh=remote and self.by_ssh)
+        if spec.elastic and self.allocation is not None and self.allocation.scheduler.name == "Slurm":
+            settings |= self.mpirun.slurm_options(environ)
         if spec.least is not None:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
         if self.grows:
