@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -12,15 +12,19 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.jax.calls import is_traced
 from ringreduce.jax.functions import like
 from ringreduce.jax.ops import is_key
-from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
+from ringreduce.training.options.local_options import LocalArguments, averaging, local_options
+
+if TYPE_CHECKING:
+    from ringreduce.training.options.local_options import Unpack
 
 __all__ = ["DiLoCo", "LocalSGD"]
 
 _NUMBERS = jax.Array, np.ndarray, np.generic, float, complex
 
 
+@local_options
 class DiLoCo:
     """Lets replicas step by themselves, and exchange weights once per period.
 
@@ -46,16 +50,9 @@ class DiLoCo:
 
     Args:
         params: a pytree, with equal values on all ranks (`broadcast_parameters`), which the first step compares.
-        period: steps of a replica from one exchange of a parameter to the next.
-        outer_lr: learning rate of the outer step; 1, without momentum, makes it an average.
-        outer_momentum: momentum of the outer steps; at least 0 and less than 1.
-        fragments: how many parts the parameters are cut into, of whole arrays and about equal sizes. They are exchanged
-            one after the other, at equal distances within the period.
-        delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
-            steps is kept.
+        **options: as for `LocalArguments`.
         compression: the wire format of differences between nodes: ``"fp16"``, ``"bf16"``, ``"fp8"``, ``"int8"`` or
             ``"int4"``. Its rounding errors are added to the next exchange.
-        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
 
     All arguments must agree on all ranks. To begin with synchronous steps, make them before this object.
 
@@ -68,18 +65,7 @@ class DiLoCo:
         UnsupportedBufferError: a leaf has floats that no collective takes.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        period: int = 100,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        fragments: int = 1,
-        delay: int = 0,
-        compression: str | None = None,
-        replica: Literal["node", "rank"] | Sequence[ProcessSet] = "node",
-    ) -> None:
+    def __init__(self, params: Any, *, compression: str | None = None, **options: Unpack[LocalArguments]) -> None:
         with checking():
             paths, self._structure = jax.tree_util.tree_flatten_with_path(params)
             leaves = [leaf for _, leaf in paths]
@@ -90,15 +76,7 @@ class DiLoCo:
             self._dtypes = list(map(_dtype, self._leaves))
             specs = list(map(ArraySpec, self._shapes, self._dtypes))
             names = [jax.tree_util.keystr(paths[number][0]) for number in self._numbers]
-        self._replicas = Replicas(
-            period,
-            outer_lr,
-            outer_momentum=outer_momentum,
-            fragments=fragments,
-            delay=delay,
-            compression=compression,
-            replica=replica,
-        )
+        self._replicas = Replicas(compression=compression, **options)
         self._replicas.bind(list(zip(names, specs, strict=True)), self._read, self._write)
         self._replicas.start()
         self._leaves = []
@@ -201,7 +179,7 @@ def LocalSGD(params: Any, **options: Any) -> DiLoCo:  # noqa: N802
     Raises:
         as `DiLoCo`.
     """
-    return DiLoCo(params, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
+    return DiLoCo(params, **averaging(options))
 
 
 def _dtype(leaf: Any) -> np.dtype[Any]:

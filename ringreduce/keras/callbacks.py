@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 
@@ -18,9 +18,12 @@ from ringreduce.keras.local import require_whole_steps
 from ringreduce.keras.metrics import UNKNOWN, averages_of, samples_of
 from ringreduce.keras.private import layers_of, velocities_of
 from ringreduce.runtime import config, rank, size
-from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
+from ringreduce.training.options.local_options import LocalArguments, averaging, local_options
+
+if TYPE_CHECKING:
+    from ringreduce.training.options.local_options import Unpack
 
 _log = logging.getLogger(__name__)
 
@@ -271,6 +274,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
             super().on_epoch_end(epoch, logs)
 
 
+@local_options
 class DiLoCoCallback(DistributedCallback):
     """Lets replicas step by themselves, and exchange weights once per period.
 
@@ -293,16 +297,9 @@ class DiLoCoCallback(DistributedCallback):
     ``on_train_batch_begin`` and ``on_train_batch_end`` around each step, and `synchronize` at the end.
 
     Args:
-        period: steps of a replica from one exchange of a weight to the next.
-        outer_lr: learning rate of the outer step; 1, without momentum, makes it an average.
-        outer_momentum: momentum of the outer steps; at least 0 and less than 1.
-        fragments: how many parts the trainable variables are cut into, of whole variables and about equal sizes. They
-            are exchanged one after the other, at equal distances within the period.
-        delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
-            steps is kept.
+        **options: as for `LocalArguments`.
         compression: the wire format of differences between nodes, one of `Compression`, or its name. Its rounding
             errors are added to the next exchange.
-        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
         average: the weights to average: ``"parameters"``, the trainable variables, by outer steps; and ``"buffers"``,
             other floating-point weights of trainable layers, such as batch statistics, without outer steps.
 
@@ -321,30 +318,16 @@ class DiLoCoCallback(DistributedCallback):
     def __init__(
         self,
         *,
-        period: int = 100,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        fragments: int = 1,
-        delay: int = 0,
         compression: Any = None,
-        replica: Literal["node", "rank"] | Sequence[ProcessSet] = "node",
         average: Sequence[Literal["parameters", "buffers"]] = ("parameters", "buffers"),
+        **options: Unpack[LocalArguments],
     ) -> None:
         super().__init__()
         with checking():
             if "state" in (average or ()):
                 raise ConfigError('average of DiLoCoCallback has "parameters" and may have "buffers", not "state"')
         self._averages_buffers = "buffers" in (average or ())
-        self._replicas = Replicas(
-            period=period,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            fragments=fragments,
-            delay=delay,
-            compression=compression,
-            replica=replica,
-            average=average,
-        )
+        self._replicas = Replicas(compression=compression, average=average, **options)
         self.process_set = self._replicas.process_set
         self._variables: list[Any] = []
         self._saved: Mapping[str, Any] | None = None
@@ -442,4 +425,4 @@ class LocalSGDCallback(DiLoCoCallback):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
+        super().__init__(**averaging(options))

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import entry, name_of
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
+from ringreduce.training.options.local_options import LocalArguments, averaging, local_options
+
+if TYPE_CHECKING:
+    from ringreduce.training.options.local_options import Unpack
 
 __all__ = ["DiLoCo", "LocalSGD"]
 
 
+@local_options
 class DiLoCo(Replicas):
     """Lets replicas step by themselves, and exchange weights once per period.
 
@@ -44,16 +48,9 @@ class DiLoCo(Replicas):
     Args:
         variables: of TensorFlow or Keras, with equal values on all ranks (`broadcast_variables`), which the first step
             compares.
-        period: steps of a replica from one exchange of a variable to the next.
-        outer_lr: learning rate of the outer step; 1, without momentum, makes it an average.
-        outer_momentum: momentum of the outer steps; at least 0 and less than 1.
-        fragments: how many parts the variables are cut into, of whole variables and about equal sizes. They are
-            exchanged one after the other, at equal distances within the period.
-        delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
-            steps is kept.
+        **options: as for `LocalArguments`.
         compression: the wire format of differences between nodes, one of `Compression` but powersgd and topk, or its
             name. Its rounding errors are added to the next exchange, but those of `Compression.fp16` and ``bf16``.
-        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
 
     All arguments must agree on all ranks. To begin with synchronous steps, make them before this object.
 
@@ -68,16 +65,7 @@ class DiLoCo(Replicas):
 
     @entry
     def __init__(
-        self,
-        variables: Sequence[Any],
-        *,
-        period: int = 100,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        fragments: int = 1,
-        delay: int = 0,
-        compression: Any = Compression.none,
-        replica: Literal["node", "rank"] | Sequence[ProcessSet] = "node",
+        self, variables: Sequence[Any], *, compression: Any = Compression.none, **options: Unpack[LocalArguments]
     ) -> None:
         with checking():
             _require_eager()
@@ -91,15 +79,7 @@ class DiLoCo(Replicas):
             named = [
                 (name_of(each, n), spec) for n, (each, spec) in enumerate(zip(self._variables, specs, strict=True))
             ]
-        super().__init__(
-            period,
-            outer_lr,
-            outer_momentum=outer_momentum,
-            fragments=fragments,
-            delay=delay,
-            compression=compression,
-            replica=replica,
-        )
+        super().__init__(compression=compression, **options)
         self.bind(named, self._read, self._write)
         self.start()
 
@@ -154,7 +134,7 @@ def LocalSGD(variables: Sequence[Any], **options: Any) -> DiLoCo:  # noqa: N802
     Raises:
         as `DiLoCo`.
     """
-    return DiLoCo(variables, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
+    return DiLoCo(variables, **averaging(options))
 
 
 def _require_eager() -> None:

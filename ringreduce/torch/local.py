@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
 import torch
 
-from ringreduce.common.arguments import CheckingArguments, shown
+from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set, init
 from ringreduce.runtime.process_sets import ProcessSet
@@ -23,11 +23,15 @@ from ringreduce.torch.own_methods import LOCAL_ADVICE
 from ringreduce.torch.private import scaler_of
 from ringreduce.torch.sharded.shardable import require_not_shared
 from ringreduce.torch.tensors.arrays import TENSORS
+from ringreduce.training.binding.framework import Named
 from ringreduce.training.calls.parameters import require_same_arrays
 from ringreduce.training.optimizers.local import Average, LocalTraining
-from ringreduce.training.options.local_options import LocalOptions, cut
+from ringreduce.training.options.local_options import LocalArguments, LocalOptions, averaging, local_options
 from ringreduce.training.options.options import checked_names
 from ringreduce.training.options.refusals import LOCAL, SCALER, refusal
+
+if TYPE_CHECKING:
+    from ringreduce.training.options.local_options import Unpack
 
 _Named = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module
 
@@ -64,6 +68,53 @@ class TensorLeaves:
         return [(tensor, place.view(tensor.shape)) for tensor, place in zip(self._tensors, places, strict=True)]
 
 
+class Stepping:
+    """What makes the steps of a replica: the optimizer, or a `DistributedOptimizer` of the ranks that step together.
+
+    Args:
+        optimizer: of this rank.
+        named: returns its parameters, with names for errors.
+        shard: as for `DiLoCo`.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named: Callable[[], Named], shard: Literal["node"] | None
+    ) -> None:
+        self._optimizer = optimizer
+        self._named = named
+        self._shard = shard
+        self.distributed: DistributedOptimizer | None = None  # None: this rank steps by itself
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Steps, and has the state."""
+        return self.distributed or self._optimizer
+
+    def enter(self, replicas: Sequence[Sequence[int]]) -> None:
+        """Reduce gradients over the ranks of each replica from now on. Collective."""
+        self.leave()
+        together = [ProcessSet(each) for each in replicas if len(each) > 1]
+        init(process_sets=together)  # registers those that are not registered yet
+        mine = next((each for each in together if each.included()), None)
+        if mine is not None:
+            self.distributed = DistributedOptimizer(self._optimizer, self._named(), process_set=mine, shard=self._shard)
+
+    def leave(self) -> None:
+        """Reduce no gradients any more: backward passes that come now belong to other steps. Local."""
+        if self.distributed is not None:  # its hooks would go on to reduce gradients
+            self.distributed.retire()
+        self.distributed = None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward passes only add up gradients."""
+        return nullcontext() if self.distributed is None else self.distributed.no_sync()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Return a context in which the program may write to parameters. Collective over the replica."""
+        return nullcontext() if self.distributed is None else self.distributed.writing()
+
+
+@local_options
 class DiLoCo(wrapper.Wrapper):
     """Wraps a torch optimizer: replicas step by themselves, and exchange weights once per period.
 
@@ -93,17 +144,10 @@ class DiLoCo(wrapper.Wrapper):
             in equal order. All of them are exchanged, whether or not they have gradients; none can be added later.
         named_parameters: the model, or ``model.named_parameters()``: what errors call the parameters. If given, it must
             name them all.
-        period: steps of a replica from one exchange of a parameter to the next.
-        outer_lr: learning rate of the outer step; 1, without momentum, makes it an average.
-        outer_momentum: momentum of the outer steps; at least 0 and less than 1.
+        **options: as for `LocalArguments`.
         warmup_steps: how many first steps reduce the gradients over all ranks, without exchanges.
-        fragments: how many parts the parameters are cut into, of whole parameters and about equal sizes. They are
-            exchanged one after the other, at equal distances within the period.
-        delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
-            steps is kept.
         compression: the wire format of differences between nodes, one of `Compression` but powersgd and topk. Its
             rounding errors are added to the next exchange, but those of fp16 and bf16.
-        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
         average: what to average: ``"parameters"``, by outer steps; ``"buffers"``, those of floating point if
             ``named_parameters`` is the model; and on request ``"state"``, the optimizer's state of each element, by
             parameter and name, over the ranks that have it. The last two are averaged without outer steps. A rank that
@@ -127,19 +171,14 @@ class DiLoCo(wrapper.Wrapper):
         optimizer: torch.optim.Optimizer,
         named_parameters: _Named | None = None,
         *,
-        period: int = 100,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
         warmup_steps: int = 0,
-        fragments: int = 1,
-        delay: int = 0,
         compression: type[Compressor] = Compression.none,
-        replica: Literal["node", "rank"] | Sequence[ProcessSet] = "node",
         average: Sequence[Literal["parameters", "buffers", "state"]] = ("parameters", "buffers"),
         shard: Literal["node"] | None = None,
+        **options: Unpack[LocalArguments],
     ) -> None:
         # Optimizer.__init__ is not called, as in DistributedOptimizer.
-        self._optimizer = self._stepping = optimizer
+        self._optimizer = optimizer
         self._warm: bool | None = None  # whether steps are those of the warm-up; None: the next call finds out
         ranks = global_process_set.communicator
         with CheckingArguments(ranks, "DiLoCo", "DiLoCo"):
@@ -148,37 +187,31 @@ class DiLoCo(wrapper.Wrapper):
             wrapping.require_optimizer(optimizer, "DiLoCo")
             parameters = wrapping.parameters_of(optimizer)
             require_not_shared(parameters)
-            wire = None if compression is Compression.none else compression
-            if shard not in (None, "node"):
-                raise ConfigError(f'shard of DiLoCo is "node" or None, got {shown(shard)}')
-            if shard and (replica != "node" or warmup_steps or "state" in average):
-                given = f"replica={shown(replica)}, warmup_steps={shown(warmup_steps)}, average={shown(average)}"
-                raise ConfigError(f'shard needs replica="node", no warmup_steps and no "state" in average; got {given}')
-            options = LocalOptions(
-                period=period,
-                outer_lr=outer_lr,
-                outer_momentum=outer_momentum,
+            self._options = LocalOptions(
                 warmup_steps=warmup_steps,
-                fragments=fragments,
-                delay=delay,
-                compression=wire,
-                replica=replica,
+                compression=None if compression is Compression.none else compression,
                 average=average,
-                parameters=len(parameters),
+                shard=shard,
                 ranks=ranks.size,
+                **options,
             )
+            places = self._options.cut([each.numel() for each in parameters])
             model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
             pairs = named_parameters if model is None else model.named_parameters()
             self._named = partial(wrapping.named_parameters, optimizer, checked_names(parameters, pairs))
-        self._options = options
-        self._shard = shard
         named = self._named()
         self.needs_whole_commits = shard is not None
-        require_same_arrays(TENSORS, ranks, caller="DiLoCo", named=named, devices=True, options=options.in_words())
-        places = cut([each.numel() for each in parameters], options.fragments)
-        leaves = [TensorLeaves(partial(list, parameters[place])) for place in places]
+        words = self._options.in_words()
+        require_same_arrays(TENSORS, ranks, caller="DiLoCo", named=named, devices=True, options=words)
+        self._stepping = Stepping(optimizer, self._named, shard)
         over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
-        self._local = LocalTraining(f"DiLoCo over {over}", options, parameters=leaves, others=self._others(model))
+        self._local = LocalTraining(
+            f"DiLoCo over {over}",
+            self._options,
+            parameters=[TensorLeaves(partial(list, parameters[place])) for place in places],
+            others=self._others(model),
+            writing=self._stepping.writing,
+        )
         self._watch_arrivals()
         self._enter_phase()
 
@@ -194,26 +227,11 @@ class DiLoCo(wrapper.Wrapper):
 
     def _enter_phase(self) -> None:
         """Let steps reduce gradients over the ranks that step together from now on. Collective."""
-        self._leave_phase()
-        warm = self._local.warming
         ranks = global_process_set.communicator
+        self._warm = self._local.warming
         everyone = list(range(ranks.size))
-        self._replicas = [everyone] if warm else self._options.replicas(ranks.topology.nodes)
-        together = [ProcessSet(each) for each in self._replicas if len(each) > 1]
-        init(process_sets=together)  # registers those that are not registered yet
-        mine = next((each for each in together if each.included()), None)
-        if mine is not None:
-            self._stepping = DistributedOptimizer(self._optimizer, self._named(), process_set=mine, shard=self._shard)
-            self._local.writing = self._stepping.writing
-        self._warm = warm
-
-    def _leave_phase(self) -> None:
-        """Reduce no gradients any more: backward passes that come now belong to a step of another phase. Local."""
-        if isinstance(self._stepping, DistributedOptimizer):  # its hooks would go on to reduce gradients
-            self._stepping._retire()
-        self._stepping = self._optimizer
-        self._local.writing = nullcontext
-        self._warm = None
+        self._replicas = [everyone] if self._warm else self._options.replicas(ranks.topology.nodes)
+        self._stepping.enter(self._replicas)
 
     def _require_phase(self) -> None:
         """Go on in the world there is now, and in the phase of the step that comes. Collective if one is new."""
@@ -234,7 +252,7 @@ class DiLoCo(wrapper.Wrapper):
         """
         self._require_phase()
         self._local.before_step()
-        result = self._stepping.step() if closure is None else self._stepping.step(closure)
+        result = self._stepping.optimizer.step() if closure is None else self._stepping.optimizer.step(closure)
         self._local.after_step()
         if self._arrivals is not None:
             self._arrivals.reduced()
@@ -244,7 +262,7 @@ class DiLoCo(wrapper.Wrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
-        self._stepping.zero_grad(set_to_none)
+        self._stepping.optimizer.zero_grad(set_to_none)
         if self._arrivals is not None:
             self._arrivals.cleared()
 
@@ -257,17 +275,17 @@ class DiLoCo(wrapper.Wrapper):
             max_norm, norm_type, options: as for `DistributedOptimizer.clip_grad_norm_`.
         """
         self._require_phase()
-        if isinstance(self._stepping, DistributedOptimizer):
-            return self._stepping.clip_grad_norm_(max_norm, norm_type, **options)
+        if self._stepping.distributed is not None:
+            return self._stepping.distributed.clip_grad_norm_(max_norm, norm_type, **options)
         return torch.nn.utils.clip_grad_norm_(wrapping.parameters_of(self._optimizer), max_norm, norm_type, **options)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only add up gradients; see `DistributedOptimizer.no_sync`."""
-        return self._stepping.no_sync() if isinstance(self._stepping, DistributedOptimizer) else nullcontext()
+        return self._stepping.no_sync()
 
     def writing(self) -> AbstractContextManager[None]:
         """Return a context in which the program may write to parameters; see `DistributedOptimizer.writing`."""
-        return self._stepping.writing() if isinstance(self._stepping, DistributedOptimizer) else nullcontext()
+        return self._stepping.writing()
 
     def synchronize(self) -> None:
         """Make the weights of all ranks their average, and with them all else that is averaged. Collective.
@@ -299,7 +317,7 @@ class DiLoCo(wrapper.Wrapper):
         """Return the wrapped optimizer's state, and under ``"local"`` the state to resume from in mid-period. Local."""
         local = self._local.state_dict()
         averages = each_array(torch.from_numpy, local["averages"])
-        return {**self._stepping.state_dict(), _LOCAL: {**local, "averages": averages}}
+        return {**self._stepping.optimizer.state_dict(), _LOCAL: {**local, "averages": averages}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`, on all ranks; with one of the unwrapped optimizer, local
@@ -316,10 +334,11 @@ class DiLoCo(wrapper.Wrapper):
             averages = each_array(lambda tensor: tensor.cpu().numpy(), local["averages"])
             local = {**local, "averages": averages}
             self._local.require_fit(local)
-        self._stepping.load_state_dict(state)
+        self._stepping.optimizer.load_state_dict(state)
         self._local.load_state_dict(local)
         if self._warm is not self._local.warming:
-            self._leave_phase()  # which needs no other rank; the next step, or clipping, enters the other one
+            self._warm = None
+            self._stepping.leave()  # which needs no other rank; the next step, or clipping, enters the other phase
 
     def __repr__(self) -> str:
         return f"DiLoCo(every {self._options.period} steps, {len(self._replicas)} replicas of {self._optimizer!r})"
@@ -342,4 +361,4 @@ def LocalSGD(optimizer: torch.optim.Optimizer, named_parameters: _Named | None =
     Raises:
         as `DiLoCo`.
     """
-    return DiLoCo(optimizer, named_parameters, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options})
+    return DiLoCo(optimizer, named_parameters, **averaging(options))

@@ -350,6 +350,11 @@ class DistributedOptimizer(wrapper.Wrapper):
         """Return a context in which another thread than that of `step` may read parameters: steps wait for its end."""
         return self._stepper.reading
 
+    def retire(self) -> None:
+        """Reduce no gradients any more, nor watch steps: another object makes them. Local."""
+        self._unwatch()
+        self._training.gradients.retire()
+
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
@@ -445,11 +450,6 @@ class DistributedOptimizer(wrapper.Wrapper):
 
     def _may_own_methods_step(self) -> bool:
         return self._training.alone or self._skipping or self._training.options.in_backward
-
-    def _retire(self) -> None:
-        """Reduce no gradients any more, nor watch steps: another object makes them. Local."""
-        self._unwatch()
-        self._training.gradients.retire()
 
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""

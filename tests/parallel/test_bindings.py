@@ -9,13 +9,14 @@ import pytest
 from trainees.lists import Lists
 
 from ringreduce.testing.late_training import LATE_CHECKS
+from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS, check_warm_up
 from ringreduce.testing.toy import Toy
 from ringreduce.testing.trainees import Make
 from ringreduce.testing.training import CHECKS
 from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_samples
 
 pytest.importorskip("torch")
-from trainees.with_torch import Torch
+from trainees.with_torch import LocalTorch, Torch
 
 
 def named(check: Callable[..., None]) -> str:
@@ -46,3 +47,13 @@ def test_numbers_of_samples(nodes_of_one: None, make: Make, check: Callable[...,
 @pytest.mark.parametrize("make", [Torch, Lists])
 def test_numbers_of_samples_with_other_options(nodes_of_two: None, make: Make, options: dict[str, Any]) -> None:
     check_samples(make, **options)
+
+
+@pytest.mark.parametrize("check", [*LOCAL_CHECKS, check_warm_up], ids=named)
+def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
+    check(LocalTorch)
+
+
+@pytest.mark.parametrize("check", [*NODE_CHECKS, check_warm_up], ids=named)
+def test_local_training_of_nodes(nodes_of_two: None, check: Callable[..., None]) -> None:
+    check(LocalTorch)

@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 
 from ringreduce.testing.late_training import LATE_CHECKS
+from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS
 from ringreduce.testing.trainees import Make
 from ringreduce.testing.training import CHECKS, check_mismatches
 from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_samples_of_wires
 
 pytest.importorskip("jax")
-from trainees.with_jax import Jax
+from trainees.with_jax import Jax, LocalJax
 
 
 def named(check: Callable[..., None]) -> str:
@@ -39,3 +40,13 @@ def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], N
 def test_numbers_of_samples(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
     """But those of wire formats, which JAX refuses to weight."""
     check(make)
+
+
+@pytest.mark.parametrize("check", LOCAL_CHECKS, ids=named)
+def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
+    check(partial(LocalJax, compiled=False))  # exchanges are outside of compiled steps, whose compilation takes seconds
+
+
+@pytest.mark.parametrize("check", [pytest.param(NODE_CHECKS[0], marks=pytest.mark.smoke), *NODE_CHECKS[1:]], ids=named)
+def test_local_training_of_nodes(nodes_of_two: None, check: Callable[..., None]) -> None:
+    check(LocalJax)

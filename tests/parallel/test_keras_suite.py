@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from ringreduce.testing.late_training import LATE_CHECKS
+from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS
 from ringreduce.testing.trainees import Make
 from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_late_missing_numbers
 
 keras = pytest.importorskip("keras")
-from trainees.with_keras import Keras  # noqa: E402
+from trainees.with_keras import Keras, LocalKeras  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -30,3 +31,13 @@ def test_numbers_of_samples(nodes_of_one: None, check: Callable[[Make], None]) -
     if check is check_late_missing_numbers and keras.backend.backend() == "jax":
         pytest.skip("numbers come before the first step, which another test proves")
     check(Keras)
+
+
+@pytest.mark.parametrize("check", LOCAL_CHECKS, ids=named)
+def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
+    check(LocalKeras)
+
+
+@pytest.mark.parametrize("check", NODE_CHECKS, ids=named)
+def test_local_training_of_nodes(nodes_of_two: None, check: Callable[..., None]) -> None:
+    check(LocalKeras)

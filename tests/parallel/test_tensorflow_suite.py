@@ -8,11 +8,12 @@ from functools import partial
 import pytest
 
 from ringreduce.testing.late_training import LATE_CHECKS
+from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS
 from ringreduce.testing.trainees import Make
 from ringreduce.testing.weighted_training import WEIGHTED_CHECKS
 
 pytest.importorskip("tensorflow")
-from trainees.with_tensorflow import TensorFlow
+from trainees.with_tensorflow import LocalTensorFlow, TensorFlow
 
 
 def named(check: Callable[..., None]) -> str:
@@ -32,3 +33,13 @@ def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], N
 @pytest.mark.parametrize("check", WEIGHTED_CHECKS, ids=named)
 def test_numbers_of_samples(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
     check(make)
+
+
+@pytest.mark.parametrize("check", LOCAL_CHECKS, ids=named)
+def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
+    check(LocalTensorFlow)
+
+
+@pytest.mark.parametrize("check", [pytest.param(NODE_CHECKS[0], marks=pytest.mark.smoke), *NODE_CHECKS[1:]], ids=named)
+def test_local_training_of_nodes(nodes_of_two: None, check: Callable[..., None]) -> None:
+    check(LocalTensorFlow)

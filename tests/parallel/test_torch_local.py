@@ -1,10 +1,9 @@
-"""`DiLoCo` and `LocalSGD`: closed forms, one process that trains all replicas, and equal bits after each exchange."""
+"""`DiLoCo` and `LocalSGD` of torch: averages, phases, checkpoints, errors; test_bindings.py has how they train."""
 
 from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,22 +19,6 @@ Model = Any
 Optimizer = Any
 
 ETA = 0.05
-
-
-class Quadratic(torch.nn.Module):
-    """Rank r has the loss a_r / 2 |x - c_r|^2, with other numbers on each rank."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.x = torch.nn.Parameter(torch.tensor([3.0, -2.0, 0.5], dtype=torch.float64))
-        self.curvature, self.centre = curvature_and_centre(rank)
-
-    def forward(self) -> Any:
-        return self.curvature / 2 * (self.x - torch.from_numpy(self.centre)).square().sum()
-
-
-def curvature_and_centre(rank: int) -> tuple[float, Any]:
-    return 1.0 + 0.7 * rank, np.array([rank, 1.0 - 2 * rank, 0.25 * rank * rank])
 
 
 def mlp(dtype: Any = torch.float64) -> Model:
@@ -61,67 +44,6 @@ def momentum_sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=ETA, momentum=0.5)
 
 
-def alone(
-    replicas: Sequence[Sequence[int]],
-    steps: int,
-    *,
-    period: int,
-    outer_lr: float = 0.7,
-    outer_momentum: float = 0.9,
-    warmup_steps: int = 0,
-    cuts: Sequence[int] = (),
-    delay: int = 0,
-) -> list[Model]:
-    """Train all replicas in this process by plain torch; return the model of each rank of the world.
-
-    Args:
-        replicas: the ranks of each.
-        steps: how many.
-        period, outer_lr, outer_momentum, warmup_steps, delay: as for `DiLoCo`.
-        cuts: at which parameters fragments begin, but for the first.
-    """
-    models = [mlp() for _ in replicas]
-    optimizers = [momentum_sgd(each.parameters()) for each in models]
-    weights = [list(each.parameters()) for each in models]
-    count, ranks = len(weights[0]), sum(map(len, replicas))
-    bounds = [0, *cuts, count]
-    fragment_of = [sum(number >= cut for cut in cuts) for number in range(count)]
-    starts = [fragment * period // (len(bounds) - 1) for fragment in fragment_of]
-    agreed: list[Any] = [None] * count
-    moments: list[Any] = [0.0] * count
-    sent: dict[int, Any] = {}
-    for step in range(steps):
-        for replica, model, optimizer in zip(replicas, models, optimizers, strict=True):
-            optimizer.zero_grad()
-            together = range(ranks) if step < warmup_steps else replica
-            (sum(loss_of(model, rank, step) for rank in together) / len(together)).backward()
-            if step == warmup_steps:
-                agreed = [each.detach().clone() for each in weights[0]]
-        for optimizer in optimizers:
-            optimizer.step()
-        local = step + 1 - warmup_steps
-        if local < 1:
-            continue
-        for number, start in enumerate(starts):
-            if (local - start) % period == 0:
-                sent[number] = [each[number].detach().clone() for each in weights]
-            if number in sent and (local - start - delay) % period == 0:
-                then = sent.pop(number)
-                counts = [len(replica) for replica in replicas]
-                delta = sum(n / ranks * (agreed[number] - each) for n, each in zip(counts, then, strict=True))
-                moments[number] = outer_momentum * moments[number] + delta
-                agreed[number] = agreed[number] - outer_lr * (delta + outer_momentum * moments[number])
-                with torch.no_grad():
-                    for each, before in zip(weights, then, strict=True):
-                        each[number].copy_(agreed[number] + (each[number] - before))
-    return [next(m for replica, m in zip(replicas, models, strict=True) if rank in replica) for rank in range(ranks)]
-
-
-def require_close(model: Model, expected: Model) -> None:
-    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
-
-
 def bits(tensors: Any) -> list[bytes]:
     return [each.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for each in tensors]
 
@@ -136,67 +58,7 @@ def same_on_all_ranks(value: Any) -> bool:
     return all(each == everyone[0] for each in everyone)
 
 
-# ---- closed forms ----
-
-
-@pytest.mark.parametrize("period", [1, 2, 5])
-def test_averages_of_quadratics(world: rr.Communicator, period: int):
-    """X' = mean(c + (1 - eta a)^H (x - c)), and the fixed point is sum((1 - rho) c) / sum(1 - rho), rho that power."""
-    model = Quadratic(world.rank)
-    optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=ETA), model, period=period, replica="rank")
-    problems = [curvature_and_centre(rank) for rank in range(world.size)]
-    powers = [(1 - ETA * a) ** period for a, _ in problems]
-    x = model.x.detach().numpy().copy()
-    for _ in range(400):
-        for _ in range(period):
-            optimizer.zero_grad()
-            model().backward()
-            optimizer.step()
-        x = np.mean([c + rho * (x - c) for rho, (_, c) in zip(powers, problems, strict=True)], axis=0)
-        np.testing.assert_allclose(model.x.detach().numpy(), x, rtol=1e-11, atol=1e-12)
-    fixed = sum((1 - rho) * c for rho, (_, c) in zip(powers, problems, strict=True)) / sum(1 - rho for rho in powers)
-    np.testing.assert_allclose(model.x.detach().numpy(), fixed, rtol=1e-6, atol=1e-7)
-
-
-def test_averages_in_each_step_are_synchronous_sgd(world: rr.Communicator):
-    model, expected = mlp(), mlp()
-    train(model, hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=ETA), period=1, replica="rank"), range(9))
-    train(expected, hvd.DistributedOptimizer(torch.optim.SGD(expected.parameters(), lr=ETA)), range(9))
-    require_close(model, expected)
-
-
-def test_an_outer_step_in_each_step_is_synchronous_nesterov(world: rr.Communicator):
-    """The learning rates multiply; the momentum is the outer one."""
-    model, expected = mlp(), mlp()
-    inner = torch.optim.SGD(model.parameters(), lr=ETA)
-    train(model, hvd.DiLoCo(inner, period=1, replica="rank", outer_lr=0.6, outer_momentum=0.8), range(9))
-    nesterov = torch.optim.SGD(expected.parameters(), lr=0.6 * ETA, momentum=0.8, nesterov=True)
-    train(expected, hvd.DistributedOptimizer(nesterov), range(9))
-    require_close(model, expected)
-
-
-# ---- one process that trains all replicas ----
-
-
-@pytest.mark.parametrize(
-    ("options", "cuts"),
-    [
-        ({"period": 3}, ()),
-        ({"period": 4, "outer_lr": 1.0, "outer_momentum": 0.0}, ()),
-        ({"period": 4, "outer_lr": 0.5, "outer_momentum": 0.0}, ()),
-        ({"period": 3, "warmup_steps": 2}, ()),
-        ({"period": 4, "fragments": 2}, (1,)),
-        ({"period": 4, "fragments": 4}, (1, 2, 3)),
-        ({"period": 5, "delay": 2}, ()),
-        ({"period": 4, "delay": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, ()),
-        ({"period": 5, "fragments": 3, "delay": 4, "warmup_steps": 3}, (1, 2)),
-    ],
-)
-def test_one_process_trains_all_replicas(world: rr.Communicator, options: dict[str, Any], cuts: Sequence[int]):
-    model = mlp()
-    train(model, hvd.DiLoCo(momentum_sgd(model.parameters()), model, replica="rank", **options), range(17))
-    options = {name: value for name, value in options.items() if name != "fragments"}
-    require_close(model, alone([[rank] for rank in range(world.size)], 17, cuts=cuts, **options)[world.rank])
+# ---- replicas, and phases ----
 
 
 @pytest.mark.parametrize("options", [{}, {"outer_lr": 1.0, "outer_momentum": 0.0}])
@@ -212,21 +74,6 @@ def test_a_delay_in_which_nothing_is_learnt_changes_no_bit(world: rr.Communicato
             train(model, optimizer, range(step, step + 1))
         runs.append(bits(model.parameters()))
     assert runs[0] == runs[1]
-
-
-@pytest.mark.parametrize("options", [{"period": 3}, {"period": 3, "warmup_steps": 2, "delay": 1}])
-def test_replicas_of_nodes(nodes_of_two: None, options: dict[str, Any]):
-    """Ranks of a node have equal bits after every step; a node counts by its ranks."""
-    rank, size = rr.rank(), rr.size()
-    replicas = [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
-    model = mlp()
-    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, **options)
-    for step in range(11):
-        train(model, optimizer, range(step, step + 1))
-        everyone = hvd.allgather_object(bits(model.parameters()))
-        for replica in replicas:
-            assert all(everyone[each] == everyone[replica[0]] for each in replica)
-    require_close(model, alone(replicas, 11, **options)[rank])
 
 
 @pytest.mark.parametrize("options", [{}, {"delay": 2}, {"fragments": 2}, {"outer_lr": 1.0, "outer_momentum": 0.0}])
@@ -267,38 +114,6 @@ def test_replicas_in_a_world_of_other_nodes(nodes_of_two: None, monkeypatch: pyt
         train(model, optimizer, range(5, 9))
         optimizer.synchronize()
     assert all(map(torch.equal, *(each.parameters() for each in models)))
-
-
-@pytest.mark.sizes(3, 4)
-def test_replicas_of_process_sets(world: rr.Communicator):
-    """Also of sets that are registered already, and of different lengths."""
-    replicas = [[0, 2], [1]] if world.size == 3 else [[0, 3], [1, 2]]
-    first = hvd.add_process_set(replicas[0])
-    model = mlp()
-    optimizer = hvd.DiLoCo(
-        momentum_sgd(model.parameters()), period=3, replica=[first, *map(hvd.ProcessSet, replicas[1:])]
-    )
-    train(model, optimizer, range(8))
-    require_close(model, alone(replicas, 8, period=3)[world.rank])
-
-
-def test_synchronous_steps_first(world: rr.Communicator):
-    """They have the bits of a `DistributedOptimizer`, whose hooks and ranks are gone after them."""
-    model, expected = mlp(), mlp()
-    optimizer = hvd.LocalSGD(momentum_sgd(model.parameters()), model, period=10, warmup_steps=5, replica="rank")
-    distributed = hvd.DistributedOptimizer(momentum_sgd(expected.parameters()), expected)
-    for step in range(5):
-        train(model, optimizer, range(step, step + 1))
-        train(expected, distributed, range(step, step + 1))
-        assert bits(model.parameters()) == bits(expected.parameters())
-    train(model, optimizer, range(5, 6))  # compares weights
-    if world.rank == 0:  # nobody else has to be there
-        train(model, optimizer, range(6, 14))
-    world.barrier()
-    if world.rank:
-        train(model, optimizer, range(6, 14))
-    train(model, optimizer, range(14, 15))
-    assert same_on_all_ranks(bits(model.parameters()))
 
 
 def clip_first(optimizer: Optimizer, model: Model, step: int) -> None:
@@ -392,12 +207,10 @@ def test_clipping_after_a_new_world_is_over_its_replicas(nodes_of_two: None, rep
 
 # ---- what travels ----
 
-WIRES = ["none", "fp16", "bf16", "fp8", "int8", "int4"]
 
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("wire", WIRES)
-def test_agreed_bits_are_equal_in_every_format(nodes_of_one: None, wire: str, dtype: str):
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("wire", ["none", "bf16", "int4"])
+def test_agreed_bits_are_equal_in_every_precision(nodes_of_one: None, wire: str, dtype: str):
     """So are the weights, right after an exchange."""
     model = mlp(getattr(torch, dtype))
     compression = getattr(hvd.Compression, wire)
@@ -407,18 +220,6 @@ def test_agreed_bits_are_equal_in_every_format(nodes_of_one: None, wire: str, dt
         assert step < 3 or same_on_all_ranks(agreed_bits(optimizer))
     assert rr.size() == 1 or not same_on_all_ranks(bits(model.parameters()))
     assert same_on_all_ranks(bits(list(model.parameters())[:1]))  # the other fragment has moved since
-
-
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_agreed_bits_are_equal_where_ranks_share_nodes(nodes_of_two: None, wire: str):
-    """Each rank of a node carries a part of the differences; after an exchange all ranks have the same weights."""
-    model = mlp(torch.float32)
-    options = {"compression": getattr(hvd.Compression, wire), "warmup_steps": 1}
-    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=3, **options)
-    for step in range(10):
-        train(model, optimizer, range(step, step + 1))
-        assert not step or same_on_all_ranks(agreed_bits(optimizer))
-        assert step % 3 or same_on_all_ranks(bits(model.parameters()))
 
 
 @pytest.mark.sizes(2, 3, 4)
@@ -670,46 +471,15 @@ def test_complex_and_strided_parameters(world: rr.Communicator):
 # ---- the end, and going on ----
 
 
-@pytest.mark.parametrize("options", [{}, {"outer_lr": 1.0, "outer_momentum": 0.0}, {"delay": 3}])
-def test_synchronize_averages_without_momentum(world: rr.Communicator, options: dict[str, Any]):
-    """In the middle of a period; the momentum stays, and training can go on."""
-    model = mlp()
-    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=4, replica="rank", **options)
-    train(model, optimizer, range(10))
-    before = optimizer.state_dict()["local"]["averages"][0]
-    mean = [np.mean(hvd.allgather_object(each.detach().numpy()), axis=0) for each in model.parameters()]
-    optimizer.synchronize()
-    assert same_on_all_ranks(bits(model.parameters()))
-    after = optimizer.state_dict()["local"]["averages"][0]
-    if "delay" not in options:
-        for each, expected in zip(model.parameters(), mean, strict=True):
-            np.testing.assert_allclose(each.detach().numpy(), expected, rtol=1e-12, atol=1e-13)
-        assert [each.tolist() for name, each in before.items() if name == "momentum"] == [
-            each.tolist() for name, each in after.items() if name == "momentum"
-        ]
-    assert "then" not in after
-    train(model, optimizer, range(10, 12))
-
-
-RESUMED: list[dict[str, Any]] = [
-    {},
-    {"fragments": 3, "delay": 2},
-    {"delay": 3, "compression": hvd.Compression.int8},
-    {"compression": hvd.Compression.int4, "fragments": 2},
-    {"outer_lr": 1.0, "outer_momentum": 0.0, "delay": 2},
-    {"warmup_steps": 3},
-]
-
-
 @pytest.mark.spread
-@pytest.mark.parametrize("options", RESUMED)
 @pytest.mark.parametrize("stop", [2, 3, 6, 7, 9])
-def test_a_run_that_is_stopped_goes_on_with_the_same_bits(nodes_of_one: None, stop: int, options: dict[str, Any]):
+def test_a_run_that_is_stopped_goes_on_with_the_same_bits(nodes_of_one: None, stop: int):
     """From what each rank has saved by itself, in another moment than the others; saving changes nothing."""
 
     def make() -> tuple[Model, Optimizer]:
         model = mlp(torch.float32)
-        return model, hvd.DiLoCo(torch.optim.Adam(model.parameters(), lr=ETA), model, period=4, **options)
+        adam = torch.optim.Adam(model.parameters(), lr=ETA)
+        return model, hvd.DiLoCo(adam, model, period=4, delay=1, warmup_steps=3)
 
     def saved(model: Model, optimizer: Optimizer) -> io.BytesIO:
         file = io.BytesIO()
@@ -764,25 +534,6 @@ def test_ranks_go_on_from_the_state_of_one(world: rr.Communicator):
     assert same_on_all_ranks(agreed_bits(optimizer))
     optimizer.synchronize()
     assert same_on_all_ranks(bits(model.parameters()))
-
-
-def test_a_new_world_in_the_middle_of_a_period(world: rr.Communicator):
-    """The ranks average what each has learnt; momentum and steps stay."""
-    model = mlp()
-    optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=5, delay=3, replica="rank")
-    train(model, optimizer, range(6))
-    mean = [np.mean(hvd.allgather_object(each.detach().numpy()), axis=0) for each in model.parameters()]
-    momentum = optimizer.state_dict()["local"]["averages"][0]["momentum"]
-    rr.shutdown()
-    rr.init()
-    optimizer.rejoin()
-    for each, expected in zip(model.parameters(), mean, strict=True):
-        np.testing.assert_allclose(each.detach().numpy(), expected, rtol=1e-12, atol=1e-13)
-    local = optimizer.state_dict()["local"]
-    assert local["steps"] == 6
-    assert torch.equal(local["averages"][0]["momentum"], momentum)
-    train(model, optimizer, range(6, 13))
-    assert same_on_all_ranks(agreed_bits(optimizer))
 
 
 def test_elastic_states_keep_it(world: rr.Communicator):
@@ -863,23 +614,9 @@ def test_clipping_and_passes_that_add_up(world: rr.Communicator, replica: str):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"period": 0}, "period must be at least 1"),
-        ({"period": 2.5}, "whole number"),
-        ({"outer_lr": 0}, "outer_lr"),
-        ({"outer_lr": float("nan")}, "outer_lr"),
-        ({"outer_lr": "much"}, "outer_lr"),
-        ({"outer_momentum": 1.0}, "outer_momentum"),
-        ({"outer_momentum": -0.1}, "outer_momentum"),
         ({"warmup_steps": -1}, "warmup_steps"),
-        ({"fragments": 5}, "4 parameters"),
-        ({"fragments": 3, "period": 2}, "2 steps"),
-        ({"delay": 7, "period": 7}, "delay"),
-        ({"compression": hvd.Compression.powersgd(rank=1)}, "compression is none"),
         ({"compression": hvd.Compression.topk}, "compression is none"),
         ({"compression": "int8"}, "compression is none"),
-        ({"replica": "host"}, "replica is"),
-        ({"replica": 3}, "replica is"),
-        ({"replica": [hvd.ProcessSet([0]), hvd.ProcessSet([0])]}, "each of"),
         ({"average": "buffers"}, "average must"),
         ({"average": ["buffers"]}, "average must"),
         ({"average": ["parameters", "gradients"]}, "average must"),
@@ -909,12 +646,9 @@ def test_what_cannot_be_wrapped(world: rr.Communicator):
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_ranks_must_agree(world: rr.Communicator):
+def test_other_weights_on_ranks_stay_as_they_are(world: rr.Communicator):
+    """The error comes before the step, and training goes on once the weights are equal."""
     model = mlp()
-    with pytest.raises(rr.MismatchError, match="period"):
-        hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3 + world.rank)
-    with pytest.raises((rr.ConfigError, rr.MismatchError), match="delay"):
-        hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, delay=-1 if world.rank else 0)
     with torch.no_grad():
         model[0].bias += world.rank
     optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=ETA), model, replica="rank")
@@ -926,22 +660,9 @@ def test_ranks_must_agree(world: rr.Communicator):
     optimizer.step()
 
 
-@pytest.mark.sizes(2, 3, 4)
-def test_states_must_belong_together(world: rr.Communicator):
-    """Those of different steps, as when ranks load different files, are an error in the next exchange."""
-    model = mlp()
-    optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3, replica="rank")
-    train(model, optimizer, range(4))
-    early = optimizer.state_dict()
-    train(model, optimizer, range(4, 7))
-    optimizer.load_state_dict(early if world.rank else optimizer.state_dict())
-    train(model, optimizer, range(1))
-    with pytest.raises(rr.MismatchError, match="checksum"):
-        train(model, optimizer, range(1, 2))
-
-
 def test_states_of_other_parameters_and_options(world: rr.Communicator):
-    model, other = mlp(), Quadratic(world.rank)
+    model = mlp()
+    other = torch.nn.Linear(5, 7)
     optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3)
     train(model, optimizer, range(4))
     state, before = optimizer.state_dict(), agreed_bits(optimizer)
@@ -956,18 +677,6 @@ def test_states_of_other_parameters_and_options(world: rr.Communicator):
     optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.3).state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.3
     assert optimizer.state_dict()["local"]["steps"] == 0
-
-
-@pytest.mark.sizes(2, 3, 4)
-def test_join_is_refused(world: rr.Communicator):
-    """A rank that makes fewer steps would not have the weights that the others agree on."""
-    model = mlp()
-    optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=2, replica="rank")
-    train(model, optimizer, range(1))
-    if world.rank:
-        with pytest.raises(rr.ConfigError, match="joined"):
-            train(model, optimizer, range(1, 2))
-    hvd.join()
 
 
 @pytest.mark.sizes(2, 3, 4)

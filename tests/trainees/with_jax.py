@@ -88,6 +88,31 @@ class Jax:
         self.state = state["state"]
 
 
+class LocalJax(Jax):
+    """See `ringreduce.testing.local_training.LocalTrainee`; parameters are a list, as a dict would be sorted."""
+
+    def __init__(
+        self, values: Mapping[str, Any], *, compiled: bool = True, momentum: float = 0.0, **options: Any
+    ) -> None:
+        self.local = rj.DiLoCo([jnp.asarray(each) for each in values.values()], **options)
+        super().__init__(values, compiled=compiled, momentum=momentum, process_set=self.local.process_set)
+        self.state_dict = self.local.state_dict
+        self.load_state_dict = self.local.load_state_dict
+
+    def change(self, method: Callable[[Any], Any]) -> None:
+        self.set(dict(zip(self.values, method([jnp.asarray(each) for each in self.values.values()]), strict=True)))
+
+    def step(self) -> None:
+        super().step()
+        self.change(self.local.step)
+
+    def synchronize(self) -> None:
+        self.change(self.local.synchronize)
+
+    def rejoin(self) -> None:
+        self.change(self.local.rejoin)
+
+
 def raising(function: Callable[[], Any]) -> Any:
     """Call a function and wait for what it computes; if that fails, raise the error of ringreduce."""
     try:

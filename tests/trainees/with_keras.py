@@ -49,3 +49,41 @@ class Keras:
 
     def synchronize(self) -> None:
         self.optimizer.synchronize()
+
+
+class Parameters(keras.layers.Layer):  # type: ignore[misc]
+    """A layer that has weights of these values, by name."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.named = {}
+        for name, value in values.items():
+            initial = keras.initializers.Zeros()
+            self.named[name] = self.add_weight(shape=value.shape, dtype="float32", initializer=initial, name=name)
+            self.named[name].assign(value)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+class LocalKeras(Keras):
+    """See `ringreduce.testing.local_training.LocalTrainee`: a loop of its own calls the methods that `fit` calls."""
+
+    def __init__(self, values: Mapping[str, Any], *, momentum: float = 0.0, **options: Any) -> None:
+        self.local = hvd.callbacks.DiLoCoCallback(**options)
+        super().__init__(values, momentum=momentum, process_set=self.local.process_set)
+        layer = Parameters(values)
+        self.named = layer.named
+        model = keras.Sequential([keras.Input((1,)), layer])
+        model.compile(self.optimizer, loss="mse")
+        self.local.set_model(model)
+        self.local.on_train_begin()
+        self.synchronize = self.local.synchronize
+        self.rejoin = self.local.on_train_begin
+        self.state_dict = self.local.state_dict
+        self.load_state_dict = self.local.load_state_dict
+
+    def step(self) -> None:
+        self.local.on_train_batch_begin(0)
+        super().step()
+        self.local.on_train_batch_end(0)

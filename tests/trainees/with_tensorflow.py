@@ -39,11 +39,14 @@ class TensorFlow:
         if isinstance(compression, str):
             compression = getattr(hvd.Compression, compression)
         sgd = tf.keras.optimizers.SGD(RATE, momentum=momentum)
-        self.optimizer = hvd.DistributedOptimizer(sgd, compression=compression, **options)
+        self.optimizer = self.wrap(sgd, compression=compression, **options)
         self.optimizer.build(list(self.named.values()))
         self.apply = tf.function(self.apply_gradients) if compiled else self.apply_gradients
         self.no_sync = nullcontext
         self.zero_grad()
+
+    def wrap(self, sgd: Any, **options: Any) -> Any:
+        return hvd.DistributedOptimizer(sgd, **options)
 
     def apply_gradients(self, *given: Any) -> None:
         self.optimizer.apply_gradients(zip(given, self.named.values(), strict=True))
@@ -65,3 +68,19 @@ class TensorFlow:
 
     def synchronize(self) -> None:
         self.optimizer.synchronize()
+
+
+class LocalTensorFlow(TensorFlow):
+    """See `ringreduce.testing.local_training.LocalTrainee`."""
+
+    def wrap(self, sgd: Any, **options: Any) -> Any:
+        self.local = hvd.DiLoCo(list(self.named.values()), **options)
+        self.synchronize = self.local.synchronize
+        self.rejoin = self.local.rejoin
+        self.state_dict = self.local.state_dict
+        self.load_state_dict = self.local.load_state_dict
+        return hvd.DistributedOptimizer(sgd, process_set=self.local.process_set)
+
+    def step(self) -> None:
+        super().step()
+        self.local.step()

@@ -23,6 +23,8 @@ class Torch:
         **options: of what wraps.
     """
 
+    wrap: Any = hvd.DistributedOptimizer
+
     def __init__(
         self,
         values: Mapping[str, Any],
@@ -37,9 +39,9 @@ class Torch:
         sgd = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=momentum)
         if isinstance(compression, str):
             compression = getattr(hvd.Compression, compression)
-        self.optimizer = hvd.DistributedOptimizer(
-            sgd, self.model, compression=compression, backward_passes_per_step=passes, **options
-        )
+        if passes != 1:
+            options["backward_passes_per_step"] = passes
+        self.optimizer = self.wrap(sgd, self.model, compression=compression, **options)
 
     def weights(self) -> list[Any]:
         return [weight.detach().numpy() for weight in self.model.values()]
@@ -65,3 +67,12 @@ class Torch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
+
+
+class LocalTorch(Torch):
+    """See `ringreduce.testing.local_training.LocalTrainee`."""
+
+    wrap = hvd.DiLoCo
+
+    def rejoin(self) -> None:
+        self.optimizer.rejoin()

@@ -52,6 +52,7 @@ HOMES = {
             "ringreduce_torch_backend",
             "tensorflow",
             "torch",
+            "typing_extensions",
         )
     },
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
+
+import pytest
 
 from ringreduce import cli
 
@@ -154,3 +157,22 @@ def test_commands_have_their_options() -> None:
         taken = {each for one in cli.main.commands[name].params for each in (*one.opts, *one.secondary_opts)}
         missing[name] = set(options.split()) - taken
     assert not any(missing.values()), missing
+
+
+#: What `DiLoCo` of torch takes by name, and what it takes where a user says nothing.
+LOCAL = {"period": 100, "outer_lr": 0.7, "outer_momentum": 0.9, "fragments": 1, "delay": 0, "replica": "node"}
+LOCAL |= {"warmup_steps": 0, "average": ("parameters", "buffers"), "shard": None}
+
+
+def test_options_of_local_training_are_shown() -> None:
+    """Also those that all bindings share: by the signature, with their defaults, and by the docstring; no others."""
+    hvd = pytest.importorskip("ringreduce.torch")
+    named = {
+        name: each.default
+        for name, each in inspect.signature(hvd.DiLoCo).parameters.items()
+        if each.kind is each.KEYWORD_ONLY
+    }
+    assert named == {**LOCAL, "compression": hvd.Compression.none}
+    assert all(f"\n    {name}: " in hvd.DiLoCo.__doc__ for name in named)
+    with pytest.raises(TypeError, match=r"DiLoCo.*'perod'"):
+        hvd.DiLoCo(None, perod=3)

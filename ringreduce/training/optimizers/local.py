@@ -135,7 +135,7 @@ class Average:
         finally:
             self.then = None
         agreed = self._concluded(flat)
-        self.leaves.find()  # they may be elsewhere than when it began, as in `LocalTraining.writing`
+        self.leaves.find()  # they may be elsewhere than when it began: `writing` of `LocalTraining` moves them
         if then is None:
             self.leaves.write(agreed)
         else:
@@ -300,14 +300,20 @@ class LocalTraining:
         options: checked; equal on all ranks.
         parameters: those of each fragment.
         others: what else is averaged; the same on all ranks.
+        writing: returns a context in which this rank may write to the parameters. Collective.
 
     Attributes:
         steps: so many the optimizer has made; equal on all ranks.
-        writing: returns a context in which this rank may write to the parameters. Collective.
     """
 
     def __init__(
-        self, described: str, options: LocalOptions, parameters: Sequence[Leaves], others: Sequence[Average]
+        self,
+        described: str,
+        options: LocalOptions,
+        *,
+        parameters: Sequence[Leaves],
+        others: Sequence[Average],
+        writing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._described = described
         self._options = options
@@ -319,7 +325,7 @@ class LocalTraining:
         self._starts += [0] * len(others)
         self.steps = 0
         self._weights: str | None = None  # checksums of those at the call of `start`
-        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._writing = writing
         self._connect()
 
     @property
@@ -369,7 +375,7 @@ class LocalTraining:
     def _end(self, averages: Sequence[Average]) -> None:
         """End the exchanges of some averages that are under way."""
         ending = [each for each in averages if each.operation is not None]
-        with self.writing() if ending else nullcontext():
+        with self._writing() if ending else nullcontext():
             for each in ending:
                 each.end()
 
@@ -383,7 +389,7 @@ class LocalTraining:
         """End what is under way, and make all values the averages. Collective."""
         self._resume()
         self._end(self._averages)
-        with self.writing():
+        with self._writing():
             for each in self._averages:
                 each.average()
 

@@ -7,7 +7,6 @@ its `process_set`, gives `bind` functions that read and write its arrays, and ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -25,7 +24,7 @@ from ringreduce.training.calls.parameters import require_same_arrays
 from ringreduce.training.compression import is_wire_format
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.optimizers.local import Average, LocalTraining
-from ringreduce.training.options.local_options import LocalOptions, cut
+from ringreduce.training.options.local_options import LocalOptions
 
 _Array = npt.NDArray[Any]
 
@@ -96,9 +95,7 @@ class Replicas:
     """The ranks that step together, and their exchanges with the others. Construction is collective.
 
     Args:
-        period, outer_lr, outer_momentum, fragments, delay: as for `LocalOptions`.
-        compression: the name of a wire format, or one of a binding's ``Compression``; None: none.
-        replica, average: as for `LocalOptions`.
+        **options: as for `LocalOptions`, but ``compression``: that of a binding's ``Compression``, or the name of one.
 
     Attributes:
         process_set: the ranks of this replica, which reduce their gradients in every step. It stays the same object in
@@ -109,34 +106,11 @@ class Replicas:
         MismatchError: one is wrong on another rank.
     """
 
-    def __init__(
-        self,
-        period: Any,
-        outer_lr: Any,
-        outer_momentum: Any,
-        fragments: Any,
-        delay: Any,
-        compression: Any,
-        replica: Any,
-        average: Any = ("parameters",),
-    ) -> None:
+    def __init__(self, *, compression: Any, **options: Any) -> None:
         ranks = global_process_set.communicator
         with checking():
             wire = compression if is_wire_format(compression) else wire_format_of(compression)
-            self._options = LocalOptions(
-                period=period,
-                outer_lr=outer_lr,
-                outer_momentum=outer_momentum,
-                warmup_steps=0,
-                fragments=1,  # `bind` checks them
-                delay=delay,
-                compression=wire,
-                replica=replica,
-                average=average,
-                parameters=1,
-                ranks=ranks.size,
-            )
-        self._fragments = fragments
+            self._options = LocalOptions(compression=wire, ranks=ranks.size, **options)
         require_same_arrays(HOST, ranks, caller="DiLoCo", named=[], options=self._options.in_words())
         self.process_set = ProcessSet([ranks.rank])
         self._bound: LocalTraining | None = None
@@ -169,19 +143,19 @@ class Replicas:
             MismatchError: the ranks have different arrays or options.
         """
         ranks = global_process_set.communicator
-        with checking():
-            options = replace(self._options, fragments=self._fragments, parameters=len(parameters), ranks=ranks.size)
         named = [*parameters, *buffers]
-        require_same_arrays(HOST, ranks, caller="DiLoCo", named=named, options=options.in_words())
         specs = [spec for _, spec in named]
+        with checking():
+            places = self._options.cut([prod(each.shape) for each in specs[: len(parameters)]])
+        require_same_arrays(HOST, ranks, caller="DiLoCo", named=named, options=self._options.in_words())
 
         def leaves(place: slice) -> HostLeaves:
             return HostLeaves(specs[place], partial(read, place), partial(write, place))
 
-        places = cut([prod(each.shape) for each in specs[: len(parameters)]], options.fragments)
         others = [Average(leaves(slice(len(parameters), len(named))), "buffers")] if buffers else []
         over = f"{len(parameters)} arrays, {parameters[0][0]} to {parameters[-1][0]}" if parameters else "no arrays"
-        self._bound = LocalTraining(f"DiLoCo over {over}", options, parameters=list(map(leaves, places)), others=others)
+        fragments = list(map(leaves, places))
+        self._bound = LocalTraining(f"DiLoCo over {over}", self._options, parameters=fragments, others=others)
 
     @property
     def _local(self) -> LocalTraining:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from functools import wraps
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
@@ -14,56 +17,74 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import is_wire_format
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack  # in typing from Python 3.11 on; bindings import it from here
+
 #: What can be averaged.
 _AVERAGED = ("parameters", "buffers", "state")
 
+_Kind = TypeVar("_Kind", bound=type)
 
-@dataclass(slots=True)
+
+class LocalArguments(TypedDict, total=False):
+    """The options of local training that every binding has. `LocalOptions` has their defaults.
+
+    Attributes:
+        period: steps of a replica from one exchange of a parameter to the next.
+        outer_lr: learning rate of the outer step; 1, without momentum, makes it an average.
+        outer_momentum: momentum of the outer steps; at least 0 and less than 1.
+        fragments: how many parts the parameters are cut into, of whole parameters and about equal sizes. They are
+            exchanged one after the other, at equal distances within the period.
+        delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
+            steps is kept.
+        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
+    """
+
+    period: int
+    outer_lr: float
+    outer_momentum: float
+    fragments: int
+    delay: int
+    replica: Literal["node", "rank"] | Sequence[ProcessSet]
+
+
+@dataclass(slots=True, kw_only=True)
 class LocalOptions:
     """How replicas train, as a user says it; checked when it is made. All must agree on all ranks.
 
     Attributes:
-        period: steps of a replica from one exchange to the next.
-        outer_lr, outer_momentum: of the outer step.
+        period, outer_lr, outer_momentum, fragments, delay, replica: as for `LocalArguments`.
         warmup_steps: how many first steps reduce the gradients over all ranks.
-        fragments: how many parts the parameters are cut into, which are exchanged at different steps of a period.
-        delay: steps that a replica makes while an exchange is under way.
         compression: a `WireFormat` for the differences; None: they travel as they are.
-        replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
         average: what is averaged: ``"parameters"``, and ``"buffers"`` and ``"state"`` if they are there.
-        parameters, ranks: how many there are; not kept.
+        shard: ``"node"``: a node has parameters and state once; None: each rank has its own.
+        ranks: how many there are; not kept.
 
     Raises:
         ConfigError: one is wrong, or two do not go together.
     """
 
-    period: Any
-    outer_lr: Any
-    outer_momentum: Any
-    warmup_steps: Any
-    fragments: Any
-    delay: Any
-    compression: Any
-    replica: Any
-    average: Any
-    parameters: InitVar[int]
+    period: Any = 100
+    outer_lr: Any = 0.7
+    outer_momentum: Any = 0.9
+    warmup_steps: Any = 0
+    fragments: Any = 1
+    delay: Any = 0
+    compression: Any = None
+    replica: Any = "node"
+    average: Any = ("parameters",)
+    shard: Any = None
     ranks: InitVar[int]
 
-    def __post_init__(self, parameters: int, ranks: int) -> None:
+    def __post_init__(self, ranks: int) -> None:
         for name, least in (("period", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
             setattr(self, name, whole_number(name, getattr(self, name), least))
         self.outer_lr = real_number("outer_lr", self.outer_lr)
         self.outer_momentum = real_number("outer_momentum", self.outer_momentum)
         self.average = self.average if isinstance(self.average, (list, tuple, set)) else [self.average]
-        most = min(self.period, max(parameters, 1))
         _require(0.0 < self.outer_lr < inf, "outer_lr must be a positive number", self.outer_lr)
         _require(0.0 <= self.outer_momentum < 1.0, "outer_momentum must be from 0 to below 1", self.outer_momentum)
         _require(self.delay < self.period, f"delay must be less than the period, {self.period}", self.delay)
-        _require(
-            self.fragments <= most,
-            f"fragments must be at most {most}, as there are {parameters} parameters and {self.period} steps",
-            self.fragments,
-        )
         _require(
             "parameters" in self.average and all(each in _AVERAGED for each in self.average),
             "average must have 'parameters', and may have 'buffers' and 'state'",
@@ -74,6 +95,13 @@ class LocalOptions:
             "compression is none, fp16, bf16, fp8, int8 or int4 of hvd.Compression",
             self.compression,
         )
+        if self.shard not in (None, "node"):
+            raise ConfigError(f'shard of DiLoCo is "node" or None, got {shown(self.shard)}')
+        if self.shard and (self.replica != "node" or self.warmup_steps or "state" in self.average):
+            given = (
+                f"replica={shown(self.replica)}, warmup_steps={shown(self.warmup_steps)}, average={shown(self.average)}"
+            )
+            raise ConfigError(f'shard needs replica="node", no warmup_steps and no "state" in average; got {given}')
         self.replicas([[rank] for rank in range(ranks)])
 
     def replicas(self, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -105,23 +133,84 @@ class LocalOptions:
         replica = self.replica if isinstance(self.replica, str) else [each.ranks for each in self.replica]
         return {**{name: getattr(self, name) for name in self.__slots__}, "replica": replica}
 
+    def cut(self, sizes: Sequence[int]) -> list[slice]:
+        """Return which parameters are in which fragment: whole ones, in order, about as many elements in each.
+
+        Args:
+            sizes: elements of the parameters, in order.
+
+        Returns:
+            As many as there are fragments; none of them is empty, unless there is no parameter.
+
+        Raises:
+            ConfigError: there are too many fragments for so many parameters, or for the steps of a period.
+        """
+        most = min(self.period, max(len(sizes), 1))
+        _require(
+            self.fragments <= most,
+            f"fragments must be at most {most}, as there are {len(sizes)} parameters and {self.period} steps",
+            self.fragments,
+        )
+        ends = np.cumsum(sizes)
+        total = int(ends[-1]) if len(sizes) else 0
+        cuts = [0]
+        for number in range(1, self.fragments):
+            nearest = int(np.abs(ends - total * number / self.fragments).argmin()) + 1
+            cuts.append(min(max(nearest, cuts[-1] + 1), len(sizes) - self.fragments + number))
+        return [slice(*pair) for pair in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
+
 
 def _require(right: bool, rule: str, given: object) -> None:
     if not right:
         raise ConfigError(f"{rule}; got {shown(given)}")
 
 
-def cut(sizes: Sequence[int], fragments: int) -> list[slice]:
-    """Return which parameters are in which fragment: whole ones, in order, so that fragments have about equal sizes.
+def averaging(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `LocalSGD`: those of `DiLoCo`, whose outer step is an average unless they say otherwise."""
+    return {"outer_lr": 1.0, "outer_momentum": 0.0, **options}
 
-    Args:
-        sizes: elements of the parameters, in order.
-        fragments: how many; at most as many as there are parameters. None of them is empty.
+
+def local_options(kind: _Kind) -> _Kind:
+    """Decorate a class whose constructor takes ``**options: Unpack[LocalArguments]``.
+
+    The signature and the docstring of the class get these options in place of ``**options``, each with its default. The
+    constructor gets all of them, also those that the user left out.
     """
-    ends = np.cumsum(sizes)
-    total = int(ends[-1]) if len(sizes) else 0
-    cuts = [0]
-    for number in range(1, fragments):
-        nearest = int(np.abs(ends - total * number / fragments).argmin()) + 1
-        cuts.append(min(max(nearest, cuts[-1] + 1), len(sizes) - fragments + number))
-    return [slice(*pair) for pair in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
+    decorated: Any = kind
+    make = decorated.__init__
+    signature = completed(inspect.signature(make))
+
+    @wraps(make)
+    def complete(*arguments: Any, **options: Any) -> None:
+        try:
+            bound = signature.bind(*arguments, **options)
+        except TypeError as error:
+            raise TypeError(f"{kind.__name__}.__init__() {error}") from None
+        bound.apply_defaults()
+        make(*bound.args, **bound.kwargs)
+
+    vars(complete)["__signature__"] = signature
+    decorated.__init__ = complete
+    decorated.__doc__ = described(kind.__doc__ or "")
+    return kind
+
+
+def completed(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature with each of `LocalArguments` in place of ``**options``, before other named arguments."""
+    defaults = inspect.signature(LocalOptions).parameters
+    shared = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name].default, annotation=annotation.__forward_arg__
+        )
+        for name, annotation in LocalArguments.__annotations__.items()
+    ]
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = sum(each.kind is inspect.Parameter.KEYWORD_ONLY for each in own)
+    places = len(own) - named
+    return signature.replace(parameters=[*own[:places], *shared, *own[places:]])
+
+
+def described(docstring: str) -> str:
+    """Return a docstring whose entry ``**options`` is replaced by those of `LocalArguments`."""
+    _, _, shared = inspect.cleandoc(LocalArguments.__doc__ or "").partition("Attributes:\n")
+    return re.sub(r"^ +\*\*options: .*$", lambda _: shared, inspect.cleandoc(docstring), flags=re.MULTILINE)
