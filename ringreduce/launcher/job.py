@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import end_with_parent
-from ringreduce.launcher.chains import Chains
+from ringreduce.launcher.chains import Chains, SeenProcess, is_there, send
 from ringreduce.launcher.failures import KEPT_NBYTES
 from ringreduce.launcher.grace import Grace
 from ringreduce.launcher.shells import shell
@@ -213,6 +213,7 @@ class Job:
             patience=_timeout_s(environment) / _LOOK_EVERY_S,
         )
         self._looked = time.monotonic()
+        self._starters: dict[int, SeenProcess] = {}  # of daemons on hosts of Slurm
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
         self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
         for each in (signal.SIGUSR1, signal.SIGUSR2):
@@ -239,6 +240,8 @@ class Job:
         finally:
             for number, handler in self._handled_before.items():
                 signal.signal(number, handler)
+            for each in filter(is_there, self._starters.values()):  # of a host that was lost: Slurm would keep them for minutes
+                send(each, signal.SIGKILL)
             assert self._process.stderr is not None
             self._process.stderr.close()
         if self._ended_by is not None and (status or self._had_grace):
@@ -311,6 +314,9 @@ class Job:
             return False
         self._looked = time.monotonic()
         self._chains.look()
+        mpirun = SeenProcess.look(self._process.pid)
+        if mpirun is not None:
+            self._starters |= {each.pid: each for each in mpirun.children() if each.name == "srun"}
         return True
 
     @property

@@ -186,17 +186,6 @@ class Mpirun:
             found["PRTE_MCA_oob_tcp_keepalive_probes"] = "3"
         return found
 
-    def slurm_options(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return what lets Open MPI start daemons on hosts of Slurm where those of an earlier start may still end.
-
-        Slurm would have the new ones wait until it knows that a lost host is down, which takes minutes.
-        """
-        name = "PRTE_MCA_plm_slurm_args"
-        options = environ.get(name, "")
-        if self.kind != "Open MPI" or "overlap" in options or "--overlap" not in output_of("srun", "--help"):
-            return {}
-        return {name: f"{options} --overlap".strip()}
-
     def ssh_to(self, host: str, spec: LaunchSpec, environ: Mapping[str, str]) -> list[str]:
         """Return what runs a command on a host by ssh as the launcher does: the command follows."""
         return ["ssh", *shlex.split(self._ssh_options(spec, environ)), host]

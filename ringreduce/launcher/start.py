@@ -115,7 +115,8 @@ class Start:
         environ = {**os.environ, **variables}
         settings = self.mpirun.settings(spec, count, environ, remote=remote, by_ssh=remote and self.by_ssh)
         if spec.elastic and self.allocation is not None and self.allocation.scheduler.name == "Slurm":
-            settings |= self.mpirun.slurm_options(environ)
+            # Or the daemons of a new start would wait until Slurm knows that a lost host is down.
+            settings["SLURM_OVERLAP"] = "1"
         if spec.least is not None:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
         if self.grows:
