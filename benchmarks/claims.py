@@ -49,7 +49,7 @@ class Run:
         """What stands before the command."""
         if self.hosts == 1:
             return f"mpirun -np {self.ranks} python"
-        return f"scripts/virtual_cluster run -np {self.ranks} python"
+        return f"scripts/cluster run -np {self.ranks} python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +131,10 @@ def measure(run: Run) -> dict[str, Any] | str:
     """Carry out one run in a process group of its own and return its report, or what went wrong in a line."""
     if run.hosts == 1:
         return launch(run, ["mpirun"])
-    cluster = [str(ROOT / "scripts" / "virtual_cluster"), "--name", "claims"]
+    cluster = [str(ROOT / "scripts" / "cluster"), "--name", "claims"]
     made = subprocess.run([*cluster, "up", str(run.hosts), "--rate", run.rate], check=False, capture_output=True)
     if made.returncode != 0:
-        return made.stderr.decode().strip().removeprefix("virtual_cluster: ")
+        return made.stderr.decode().strip().removeprefix("cluster: ")
     try:
         stream = subprocess.run([*cluster, "stream"], check=True, capture_output=True, text=True)
         report = launch(run, [*cluster, "run"])

@@ -1,8 +1,8 @@
 """Measure DiLoCo, LocalSGD and late averages beside synchronous training: the time of a step, or accuracy on digits.
 
-    scripts/virtual_cluster up 4 --rate 200mbit
-    scripts/virtual_cluster run -np 4 python benchmarks/local_training.py              # the time of a step
-    scripts/virtual_cluster run -np 4 python benchmarks/local_training.py --sleep 0.5  # the same of late averages
+    scripts/cluster up 4 --rate 200mbit
+    scripts/cluster run -np 4 python benchmarks/local_training.py              # the time of a step
+    scripts/cluster run -np 4 python benchmarks/local_training.py --sleep 0.5  # the same of late averages
     mpirun -np 4 python benchmarks/local_training.py --seeds 10                        # accuracy, on one machine
     mpirun -np 4 python benchmarks/local_training.py --curves                          # accuracy curves of a CNN
 

@@ -1,8 +1,8 @@
 r"""How far simulated allreduces are from measured ones, for a JSON report of ``bench allreduce --algorithm all``.
 
-    sudo scripts/virtual_cluster up 4 --rate 1gbit
-    sudo scripts/virtual_cluster stream
-    sudo -E env PATH=$PATH scripts/virtual_cluster run -np 4 --per-host 1 \
+    sudo scripts/cluster up 4 --rate 1gbit
+    sudo scripts/cluster stream
+    sudo -E env PATH=$PATH scripts/cluster run -np 4 --per-host 1 \
         python -m ringreduce bench allreduce -b 8 -e 256K -f 8 --algorithm all -c 0 -J 4x1.json
     python benchmarks/simulation.py 4x1.json --rate 0.956 --upto 4K --burst 16K
 

@@ -5,7 +5,7 @@
     mpirun -np 2 python benchmarks/training.py --device cuda  # on GPUs, which several ranks may share
     mpirun -np 2 python benchmarks/training.py --contenders plain,ringreduce,no-overlap,gloo
     mpirun -np 2 python benchmarks/training.py --contenders ddp,ddp-shared,gloo,gloo-views,fsdp,fsdp-gloo
-    scripts/virtual_cluster run -np 4 python benchmarks/training.py --model digits --contenders gloo-fp16,int8,powersgd
+    scripts/cluster run -np 4 python benchmarks/training.py --model digits --contenders gloo-fp16,int8,powersgd
 
 Contenders, each with a copy of the same model on the same data:
 

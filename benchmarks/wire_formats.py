@@ -1,7 +1,7 @@
 """Measure allreduces in wire formats between hosts beside the same in float32, in turn, in one run.
 
-    scripts/virtual_cluster up 4 --rate 1gbit
-    scripts/virtual_cluster run -np 4 python benchmarks/wire_formats.py
+    scripts/cluster up 4 --rate 1gbit
+    scripts/cluster run -np 4 python benchmarks/wire_formats.py
 
 The arrays are communication buffers of normally distributed values, averaged in place. A barrier goes before each call,
 the slowest rank's time counts, figures are medians. "error" is how far the result is from that in float64, relative, in

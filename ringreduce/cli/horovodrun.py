@@ -193,7 +193,7 @@ class CommandLine:
 
         Ranks find Horovod's modules by PYTHONPATH, whatever the program is that starts Python.
         """
-        found = ["run", "--horovod-variables"]
+        found = ["run", "--horovod-variables", "--env=all"]
         options = dict(self.options)
         if options.keys() & _RUN_ELASTIC:
             found.append("--elastic")

@@ -92,7 +92,8 @@ def _words(text: str) -> tuple[str, ...]:
     "--host-discovery-script",
     "script",
     metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, executable=True, resolve_path=True),
+    type=click.Path(exists=True, dir_okay=False, executable=True),
+    callback=lambda context, option, file: file and os.path.abspath(file),  # as given: links may change what they name
     help="Run every second; prints a line host or host:slots for each host that there is.",
 )
 @click.option(
@@ -124,6 +125,15 @@ def _words(text: str) -> tuple[str, ...]:
     help="Wait so long for --min-np slots, and from the first rank's init() for the last.",
 )
 @click.option(
+    "--host-timeout",
+    "host_timeout_s",
+    type=float,
+    default=10.0,
+    metavar="SECONDS",
+    show_default="10",
+    help="A host that says nothing for so long is lost; with --elastic, the job begins again without it. 0: never.",
+)
+@click.option(
     "--grace",
     "grace_s",
     type=float,
@@ -131,6 +141,15 @@ def _words(text: str) -> tuple[str, ...]:
     metavar="SECONDS",
     show_default="5",
     help="After SIGTERM, ranks of this host have so long to end before they are killed.",
+)
+@click.option("--oversubscribe", is_flag=True, help="Start more ranks than the hosts, or the allocation, have slots.")
+@click.option(
+    "--env",
+    type=click.Choice(["named", "all"]),
+    default="named",
+    show_default=True,
+    help="What other hosts get of this environment: RINGREDUCE_*, HOROVOD_*, OMP_* and -x, or all but what "
+    "belongs to this host.",
 )
 @click.option("--stdin", is_flag=True, help="Rank 0 reads this command's standard input; else it is empty.")
 @click.option("--network-interface", "interfaces", metavar="NAMES", help="For messages: eth0,eth1.")
@@ -154,10 +173,11 @@ def command(dry_run: bool, **options: Any) -> int:
     A PROGRAM that ends in .py and is no command runs under this Python.
 
     Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set; --verbose shows it. Inside an allocation
-    of Slurm, PBS or LSF, ranks run on its hosts. If a rank fails, the job ends, the traceback of that rank is shown
-    last, and the exit status is the rank's; with --elastic it is 0 as long as some ranks have reached the end. Ctrl-C
-    ends all ranks. So does SIGTERM, but ranks of this host have --grace seconds, for example to save. SIGUSR1 and
-    SIGUSR2 are passed on to all ranks. On all hosts the program must lie in the same place.
+    of Slurm, PBS, LSF, Grid Engine or an MPI job of Kubernetes, ranks run on its hosts. If a rank fails, the job
+    ends, the traceback of that rank is shown last, and the exit status is the rank's; with --elastic it is 0 as long
+    as some ranks have reached the end. Ctrl-C ends all ranks. So does SIGTERM, but ranks of this host have --grace
+    seconds, for example to save. SIGUSR1 and SIGUSR2 are passed on to all ranks. On all hosts the program must lie in
+    the same place.
 
     With --elastic, the job survives ranks that die, in whatever way, and goes on without them: see
     `ringreduce.elastic.run`. It takes Open MPI 5.
@@ -171,6 +191,8 @@ def command(dry_run: bool, **options: Any) -> int:
         raise click.UsageError(f"there is no option {spec.program[0]}; options of the program come after its name")
     start = prepare(spec)
     if dry_run:
+        if start.allocation is not None:
+            click.echo(f"# hosts of {start.allocation.describe()}")
         line, settings = start.line_and_settings(Hosts(start.listed).next_ranks(start.policy, 0.0), {})
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0

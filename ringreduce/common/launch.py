@@ -34,6 +34,7 @@ class Launcher(NamedTuple):
 
 _ORTE = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")
 _HYDRA = ("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr")
+SRUN = Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", programs=("srun", "slurmstepd"))
 LAUNCHERS = (
     Launcher(
         "Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", rank="OMPI_COMM_WORLD_RANK", family="Open MPI", programs=_ORTE
@@ -46,7 +47,7 @@ LAUNCHERS = (
         family="MPICH",
         programs=("mpiexec.mpd",),
     ),
-    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", programs=("srun", "slurmstepd")),
+    SRUN,
     Launcher("PALS", "PALS_NRANKS", "PALS_RANKID", programs=("aprun", "apinit", "palsd")),
     Launcher("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", programs=("flux-shell",)),
     Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", programs=("jsrun", "jsmd")),
@@ -59,7 +60,7 @@ _PMIX_RANK = "PMIX_RANK"
 #: What `ringreduce run` sets, and `horovodrun` (the folder of commits).
 VARIABLES = {
     f"RINGREDUCE_{name}"
-    for name in ("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "MIN_NP", "RESET_LIMIT")
+    for name in ("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "MIN_NP", "RESET_LIMIT", "PULSE")
 }
 
 
@@ -115,6 +116,8 @@ class Launch:
             return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
         launcher, proof = _several(number)
+        if launcher is not None and launcher.family == "MPICH" and environ.get("SLURM_MPI_TYPE") == "pmi2":
+            launcher = SRUN  # which speaks MPICH's protocol then
         folder = environ.get("PMIX_SERVER_TMPDIR", "")
         limit_s: float | None = None
         with suppress(KeyError, ValueError):

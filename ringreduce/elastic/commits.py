@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file, own_folder, replace_file
+from ringreduce.common.launch import notify_launcher
 from ringreduce.runtime import rank, size
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 
@@ -59,6 +60,7 @@ class CommitStore:
         self._waiting: dict[str, tuple[int, Any]] = {}  # by part, what is to be written
         self._writer = ThreadPoolExecutor(1, "ringreduce writes commits")
         self._last: Future[None] | None = None
+        self._has_said = False  # to the launcher that there is a commit of this job
 
     def put(self, number: int, content: Any, part: str = "") -> None:
         """Have a commit written; returns at once.
@@ -171,6 +173,9 @@ class CommitStore:
             raise
         said = {"nbytes": path.stat().st_size, "sha256": _digest(path), "ringreduce": VERSION}
         replace_file(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
+        if not part and not self._has_said:
+            self._has_said = True
+            notify_launcher("has a commit")
         # Those of higher numbers, which were there and could not be used, do not count.
         kept = sorted(each for each in self._numbers(part) if each <= number)[-self._keep :]
         for each in self.folder.iterdir():

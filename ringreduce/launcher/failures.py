@@ -5,7 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["KEPT_NBYTES", "find", "find_in_files", "find_killed", "find_unfinished", "is_told", "lacks_horovod"]
+__all__ = [
+    "KEPT_NBYTES",
+    "find",
+    "find_in_files",
+    "find_killed",
+    "find_lost_hosts",
+    "find_unfinished",
+    "is_told",
+    "lacks_horovod",
+    "lacks_package",
+]
 
 #: So much of the end of what is written is looked at.
 KEPT_NBYTES = 1 << 16
@@ -20,7 +30,13 @@ _BLAMED = re.compile(
 _KILLED = re.compile(r"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+exited on\s+signal ([0-9]+)")
 #: Of Open MPI's mpirun: a rank that has ended with status 0 before or after the others, and not by MPI's end.
 _UNFINISHED = re.compile(r"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+exiting\s+improperly")
+#: Of Open MPI and ssh: the host that a daemon was lost on, or could not be started on.
+_LOST = re.compile(
+    r"Remote daemon: \[[^\]\n]*\] on node (\S+)|Remote host: +(\S+)|ssh: connect to host (\S+) port|"
+    r"ssh: Could not resolve hostname (\S+?):"
+)
 _NO_HOROVOD = re.compile(r"^ModuleNotFoundError: No module named 'horovod[.']", re.MULTILINE)
+_NO_PACKAGE = re.compile(r"No module named '?ringreduce\b")
 _TRACEBACK = "Traceback (most recent call last):\n"
 #: In front of a traceback, another one belongs to it.
 _CHAINED = re.compile(r"(?:During handling of the above|The above exception was)[^\n]*\s*\Z")
@@ -55,9 +71,19 @@ def find_unfinished(text: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def find_lost_hosts(text: str) -> list[str]:
+    """Return the hosts that mpirun has lost, or has not reached, by their names there."""
+    return list(dict.fromkeys(next(filter(None, found)) for found in _LOST.findall(text)))
+
+
 def lacks_horovod(text: str) -> bool:
     """Return whether a rank has failed for it imports Horovod, which is not there."""
     return _NO_HOROVOD.search(text) is not None
+
+
+def lacks_package(text: str) -> bool:
+    """Return whether a rank has failed for its Python does not find ringreduce."""
+    return _NO_PACKAGE.search(text) is not None
 
 
 def is_told(text: str) -> bool:

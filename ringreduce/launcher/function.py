@@ -303,9 +303,14 @@ def _job_and_rank(path: Path) -> tuple[int, int]:
 def work() -> None:
     """Make the call that the folder holds which the command line names, and leave there its result or the traceback.
 
-    In a process of its own: one rank.
+    In a process of its own: one rank. A host that does not see the folder is named.
     """
     folder = Path(sys.argv[1])
+    if not folder.exists():
+        sys.exit(
+            f"ringreduce.run: {os.uname().nodename} does not see {folder}, where the call is; set TMPDIR to a folder "
+            "that all hosts share"
+        )
     place = f"{launch().restarts}-{launch().rank}"
     try:
         result = _call((folder / "call").read_bytes())

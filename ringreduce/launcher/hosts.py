@@ -1,27 +1,21 @@
 """Which hosts a job may use, how many ranks it starts there, and when it should restart on others.
 
-These are pure functions of what was observed and of the time, of what users list, and of the variables by which Slurm,
-PBS and LSF say which hosts they have granted.
+These are pure functions of what was observed and of the time, and of what users list.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 
 __all__ = [
-    "Allocation",
     "Cooldown",
     "Hosts",
     "SizePolicy",
-    "expand",
     "fill",
     "is_here",
     "parse_host_file",
@@ -34,12 +28,8 @@ _SHOWN = 60  # of a text that is refused
 _SLOTS = {"slots", "count"}
 _MOST_SLOTS = {"max_slots", "max-slots", "slots_max", "slots-max"}
 _MOST_DOUBLINGS = 64
+_MOST_LOSSES = 1  # of a host that is used again
 _LOCAL = {"localhost", "127.0.0.1"}
-_MOST_HOSTS = 1 << 17  # more are a mistake in a list, and would take all memory
-#: Of Slurm: what is in brackets, ranges of numbers, and counts.
-_BRACKETS = re.compile(r"\[([^\[\]]+)\]")
-_RANGE = re.compile("([0-9]+)(?:-([0-9]+))?")
-_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +71,13 @@ class SizePolicy:
     Attributes:
         least, most: how many ranks a job has.
         cooldown: how long a host counts as failing; None: for ever.
+        forgives: whether hosts of which ranks have died are used again once the job has failed.
     """
 
     least: int
     most: int
     cooldown: Cooldown | None = None
+    forgives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +89,16 @@ class Hosts:
         living: how many ranks live.
         deaths: when ranks have died, in seconds of the clock.
         places: the hosts of the ranks of the job, as mpirun fills them: in their order.
+        lost: the hosts that cannot be reached.
+        losses: how often a host was lost.
     """
 
     listed: Mapping[str, int] = field(default_factory=dict)
     living: Mapping[str, int] = field(default_factory=dict)
     deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     places: tuple[str, ...] = ()
+    lost: frozenset[str] = frozenset()
+    losses: Mapping[str, int] = field(default_factory=dict)
 
     # ---- what happens ----
 
@@ -121,9 +117,28 @@ class Hosts:
     def failed(self, now: float, policy: SizePolicy) -> Hosts:
         """The job has failed. Where hosts fail for ever, and the others do not suffice, all of them are tried again."""
         ended = replace(self, living={})
-        return replace(ended, deaths={}) if policy.cooldown is None and not ended.next_ranks(policy, now) else ended
+        forgiven = policy.forgives or (policy.cooldown is None and not ended.next_ranks(policy, now))
+        return replace(ended, deaths={}) if forgiven else ended
+
+    def without(self, host: str) -> Hosts:
+        """A host cannot be reached any more; its ranks count as ended."""
+        losses = {**self.losses, host: self.losses.get(host, 0) + 1}
+        return replace(self, living={**self.living, host: 0}, lost=self.lost | {host}, losses=losses)
+
+    def found(self, host: str) -> Hosts:
+        """A host that was lost can be reached again."""
+        return replace(self, lost=self.lost - {host})
 
     # ---- what follows ----
+
+    def returning(self) -> list[str]:
+        """Return the lost hosts that may be used again once they can be reached: those that were lost once."""
+        return sorted(host for host in self.lost if self.losses[host] <= _MOST_LOSSES)
+
+    def listed_as(self, name: str) -> str | None:
+        """Return the listed host of this name, or of the same one without or with a domain; None if there is none."""
+        short = name.partition(".")[0]
+        return next((host for host in self.listed if host == name or host.partition(".")[0] == short), None)
 
     def fails_for(self, host: str, policy: SizePolicy, now: float) -> float:
         """Return for how many seconds no rank is to be started on a host: not above 0 if one may be; infinity."""
@@ -133,9 +148,11 @@ class Hosts:
         return math.inf if policy.cooldown is None else deaths[-1] + policy.cooldown.after(len(deaths)) - now
 
     def usable(self, policy: SizePolicy, now: float) -> dict[str, int]:
-        """Return how many slots can be used; of a host that fails, those whose ranks live."""
+        """Return how many slots can be used: none of a lost host; of one that fails, those whose ranks live."""
         found = {}
         for host, slots in self.listed.items():
+            if host in self.lost:
+                continue
             lives = self.living.get(host, 0)
             found[host] = min(slots, lives) if self.fails_for(host, policy, now) > 0 else slots
         return {host: slots for host, slots in found.items() if slots}
@@ -246,110 +263,3 @@ def parse_host_file(text: str, slots: int) -> dict[str, int]:
         count = counts[-1] if counts else host[2]
         found[host[1]] = found.get(host[1], 0) + (slots if count is None else int(count))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """What a scheduler has granted.
-
-    Attributes:
-        scheduler: ``"slurm"``, ``"pbs"`` or ``"lsf"``.
-        slots: by host, in its order.
-    """
-
-    scheduler: str
-    slots: dict[str, int]
-
-    @classmethod
-    def find(cls, environ: Mapping[str, str]) -> Allocation | None:
-        """Return the allocation that the environment describes; None: there is none.
-
-        Args:
-            environ: the variables that the scheduler has set.
-
-        Raises:
-            ConfigError: a scheduler's list cannot be read.
-        """
-        if environ.get("SLURM_JOB_NODELIST"):
-            return cls("slurm", _slurm(environ))
-        if environ.get("PBS_NODEFILE"):
-            return cls("pbs", Counter(_lines("PBS_NODEFILE", environ)))
-        if environ.get("LSB_MCPU_HOSTS"):
-            return cls("lsf", _pairs(environ["LSB_MCPU_HOSTS"]))
-        if environ.get("LSB_DJOB_HOSTFILE"):
-            return cls("lsf", Counter(_lines("LSB_DJOB_HOSTFILE", environ)))
-        return None
-
-
-def _slurm(environ: Mapping[str, str]) -> dict[str, int]:
-    listed = environ["SLURM_JOB_NODELIST"]
-    hosts = expand(listed)
-    name = next((each for each in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if environ.get(each)), None)
-    counts = [1] * len(hosts) if name is None else _repeated(name, environ[name])
-    if len(counts) == 1:
-        counts *= len(hosts)
-    if len(counts) != len(hosts):
-        raise ConfigError(
-            f"{name}={environ[name or '']} is for {len(counts)} hosts, and Slurm has granted {len(hosts)}"
-        )
-    return dict(zip(hosts, counts, strict=True))
-
-
-def expand(text: str) -> list[str]:
-    """Return the hosts of a list of Slurm's: ``gpu[01-03,7],login`` is gpu01, gpu02, gpu03, gpu7 and login.
-
-    Args:
-        text: names, each with any number of brackets, separated by commas.
-
-    Raises:
-        ConfigError: that is something else.
-    """
-    hosts: list[str] = []
-    for part in re.split(r",(?![^\[]*\])", text):
-        pieces = _BRACKETS.split(part)  # every second one was in brackets
-        if not part or set("[]") & set("".join(pieces[::2])):
-            raise ConfigError(f"SLURM_JOB_NODELIST={text[:80]!r} cannot be read at {part[:40]!r}")
-        choices = [list(_numbers(piece, text)) if place % 2 else [piece] for place, piece in enumerate(pieces)]
-        if math.prod(map(len, choices)) > _MOST_HOSTS:
-            raise ConfigError(f"SLURM_JOB_NODELIST={text[:80]!r} is of more than {_MOST_HOSTS} hosts")
-        hosts += map("".join, itertools.product(*choices))
-    return hosts
-
-
-def _numbers(text: str, whole: str) -> Iterator[str]:
-    """Yield the numbers of ``01-03,7``, with the zeros in front that the first of a range has."""
-    for part in text.split(","):
-        found = _RANGE.fullmatch(part)
-        if found is None or int(found[2] or found[1]) - int(found[1]) not in range(_MOST_HOSTS):
-            raise ConfigError(f"SLURM_JOB_NODELIST={whole[:80]!r} cannot be read at {part[:40]!r}")
-        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
-            yield str(number).zfill(len(found[1]))
-
-
-def _repeated(name: str, text: str) -> list[int]:
-    """Return the counts of ``2(x3),1``: 2, 2, 2, 1."""
-    found = [_COUNT.fullmatch(part) for part in text.split(",")]
-    counts: list[int] = []
-    for each in found:
-        if each is None or int(each[2] or 1) > _MOST_HOSTS:
-            raise ConfigError(f"{name}={text[:80]!r} cannot be read; expected counts as in 2(x3),1")
-        counts += [int(each[1])] * int(each[2] or 1)
-    return counts
-
-
-def _lines(name: str, environ: Mapping[str, str]) -> list[str]:
-    try:
-        text = Path(environ[name]).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{name}={environ[name]}: {error.strerror}") from None
-    return text.split()
-
-
-def _pairs(text: str) -> dict[str, int]:
-    words = text.split()
-    if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
-        raise ConfigError(f"LSB_MCPU_HOSTS={text[:80]!r} cannot be read; expected hosts and counts as in 'a 2 b 2'")
-    slots: Counter[str] = Counter()
-    for host, count in zip(words[::2], words[1::2], strict=True):
-        slots[host] += int(count)
-    return slots

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import end_with_parent
-from ringreduce.launcher.chains import Chains
+from ringreduce.launcher.chains import Chains, SeenProcess, is_there, send
 from ringreduce.launcher.failures import KEPT_NBYTES
 from ringreduce.launcher.grace import Grace
 from ringreduce.launcher.shells import shell
@@ -58,6 +58,7 @@ _FAILURES = (
     b"prterun detected that one or more processes ",
     b"prterun has exited due to process rank ",
     b"prterun noticed that process rank ",
+    b"PRTE has lost communication with a remote daemon.",
 )
 _OPENING = rb"(?<=[\n\0])-{70,99}\n"
 _BODY = b"(?:" + b"|".join(map(re.escape, _FAILURES)) + rb")(?:(?!\n-{70,99}\n)[^\0]){0,4096}"
@@ -75,9 +76,11 @@ class Mark(NamedTuple):
     """What a rank, or the shell that has started it, says to the launcher.
 
     Attributes:
-        what: of the shell: ``"has ended well"``, ``"has died"``; of the rank: ``"is connected"``, to all others by MPI,
-            which reports deaths to it; ``"begins again"``: its commit is on disk, and it ends for a job on other hosts;
-            ``"has gone on"`` after some of the others have failed.
+        what: of the shell: ``"has ended well"``, ``"has died"``; ``"has no package there"``: its host does not have
+            ringreduce where the launcher has it; ``"lives"``, every few seconds, for its host. Of the rank: ``"is
+            connected"``, to all others by MPI, which reports deaths to it; ``"has a commit"``: it has written one to
+            disk; ``"begins again"``: its commit is on disk, and it ends for a job on other hosts; ``"has gone on"``
+            after some of the others have failed.
         rank: which.
         host: on which it runs, by its name there.
     """
@@ -210,6 +213,7 @@ class Job:
             patience=_timeout_s(environment) / _LOOK_EVERY_S,
         )
         self._looked = time.monotonic()
+        self._starters: dict[int, SeenProcess] = {}  # of daemons on hosts of Slurm
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
         self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
         for each in (signal.SIGUSR1, signal.SIGUSR2):
@@ -236,6 +240,8 @@ class Job:
         finally:
             for number, handler in self._handled_before.items():
                 signal.signal(number, handler)
+            for each in filter(is_there, self._starters.values()):  # of a host that was lost: Slurm would keep them for minutes
+                send(each, signal.SIGKILL)
             assert self._process.stderr is not None
             self._process.stderr.close()
         if self._ended_by is not None and (status or self._had_grace):
@@ -256,6 +262,11 @@ class Job:
         self._process.send_signal(signal.SIGTERM)
         if grace is not None:
             grace.end()
+
+    def kill(self) -> None:
+        """Kill mpirun, and the ranks of this host; daemons of other hosts notice, and end theirs."""
+        self._killed_at = -math.inf
+        self._kill_if_late()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._process.poll() is not None:
@@ -303,6 +314,9 @@ class Job:
             return False
         self._looked = time.monotonic()
         self._chains.look()
+        mpirun = SeenProcess.look(self._process.pid)
+        if mpirun is not None:
+            self._starters |= {each.pid: each for each in mpirun.children() if each.name == "srun"}
         return True
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,16 @@ from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import fill
+from ringreduce.launcher.schedulers import Scheduler
 from ringreduce.launcher.spec import LaunchSpec
 
 __all__ = ["Mpirun", "clash", "family", "find", "output_of"]
 
 _LIMIT_S = 30.0
+#: Where to put ranks, of Open MPI 5.
+_MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
+#: A question that nobody answers, as of a password or an unknown key, is an error; so is a host that sends nothing.
+_SSH_OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "10"}
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
 #: Loads the MPI library as mpi4py does, without starting MPI; prints what it calls itself, and its file.
 _LOAD = """
@@ -109,7 +115,9 @@ class Mpirun:
         line += [word for name in exported for word in ("-x", name)] if self.kind == "Open MPI" else []
         return [*line, *spec.more, *program]
 
-    def settings(self, spec: LaunchSpec, ranks: int, environ: Mapping[str, str], *, remote: bool) -> dict[str, str]:
+    def settings(
+        self, spec: LaunchSpec, ranks: int, environ: Mapping[str, str], *, remote: bool, by_ssh: bool = False
+    ) -> dict[str, str]:
         """Return the variables without which the launcher would refuse the job here, slow it down or open it to others.
 
         Not those that are set, unless they are asked for.
@@ -119,9 +127,10 @@ class Mpirun:
             ranks: how many.
             environ: what is set.
             remote: whether there are other hosts.
+            by_ssh: whether the launcher reaches these by ssh.
         """
         cores = len(os.sched_getaffinity(0))
-        threads = 1 if remote else max(1, cores // ranks)
+        threads = 1 if remote else max(1, cores // ranks)  # of a rank on another host: as that has cores
         wanted = {} if remote else {"OMP_NUM_THREADS": str(threads)}
         asked = {}
         if self.kind == "Open MPI":
@@ -130,9 +139,10 @@ class Mpirun:
                 wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             if not remote and "OMPI_MCA_btl_tcp_if_exclude" not in environ:
                 wanted["OMPI_MCA_btl_tcp_if_include"] = "lo"
-            if not remote and ranks > cores:
-                five = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-                wanted |= five if self.major >= 5 else {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+            if spec.oversubscribe or (not remote and ranks > cores):
+                wanted |= (
+                    {_MAPPING: ":oversubscribe"} if self.major >= 5 else {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+                )
                 wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
             elif threads > 1:  # or all threads of a rank share the core that this is bound to
                 name = (
@@ -152,9 +162,42 @@ class Mpirun:
                 wanted["I_MPI_FABRICS"] = "shm"
             if not remote and (ranks > cores or threads > 1):
                 wanted["I_MPI_PIN"] = "0"
-        if spec.ssh_port is not None:
-            asked[self._ssh_variable] = f"-p {spec.ssh_port}"
+        mapping = environ.get(_MAPPING, wanted.get(_MAPPING, ""))
+        if remote and mapping.startswith(":"):  # without what to map by, the first host gets all ranks
+            asked[_MAPPING] = f"slot{mapping}"
+        if remote:
+            wanted |= self._across_hosts(spec)
+        if by_ssh or spec.ssh_port is not None:
+            asked[self._ssh_variable] = self._ssh_options(spec, environ)
         return {**{name: value for name, value in wanted.items() if name not in environ}, **asked}
+
+    def _across_hosts(self, spec: LaunchSpec) -> dict[str, str]:
+        """Return what lets a job of several hosts use their cores, and notice that one is lost."""
+        if self.kind == "Intel MPI":
+            return {"I_MPI_PIN": "0"}
+        if self.kind != "Open MPI":
+            return {}
+        if self.major < 5:
+            return {"OMPI_MCA_hwloc_base_binding_policy": "none"}
+        found = {"PRTE_MCA_hwloc_default_binding_policy": "none"}  # or all threads of a rank would share one core
+        if spec.host_timeout_s:  # of the connections between daemons; those of the system take minutes to fail
+            found["PRTE_MCA_oob_tcp_keepalive_time"] = f"{spec.host_timeout_s // 3:.0f}"
+            found["PRTE_MCA_oob_tcp_keepalive_intvl"] = f"{spec.host_timeout_s // 5:.0f}"
+            found["PRTE_MCA_oob_tcp_keepalive_probes"] = "3"
+        return found
+
+    def ssh_to(self, host: str, spec: LaunchSpec, environ: Mapping[str, str]) -> list[str]:
+        """Return what runs a command on a host by ssh as the launcher does: the command follows."""
+        return ["ssh", *shlex.split(self._ssh_options(spec, environ)), host]
+
+    def _ssh_options(self, spec: LaunchSpec, environ: Mapping[str, str]) -> str:
+        """Return options for ssh: what is set, and what keeps it from waiting for ever, unless that is set."""
+        given = [environ.get(self._ssh_variable, ""), environ.get("OMPI_MCA_plm_rsh_args", "")]
+        options = list(dict.fromkeys(filter(None, given if self.kind == "Open MPI" else given[:1])))
+        said = " ".join(options).lower()
+        options += [f"-o {name}={value}" for name, value in _SSH_OPTIONS.items() if name.lower() not in said]
+        options += [f"-p {spec.ssh_port}"] if spec.ssh_port is not None else []
+        return " ".join(options)
 
     @property
     def _ssh_variable(self) -> str:
@@ -162,17 +205,20 @@ class Mpirun:
             return "PRTE_MCA_plm_ssh_args" if self.major >= 5 else "OMPI_MCA_plm_rsh_args"
         return "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS" if self.kind == "Intel MPI" else "HYDRA_LAUNCHER_EXTRA_ARGS"
 
-    def reads(self, scheduler: str) -> bool:
-        """Return whether the launcher finds out itself which hosts a scheduler has granted.
+    def reads(self, scheduler: Scheduler) -> bool:
+        """Return whether the launcher finds out itself which hosts a scheduler has granted."""
+        return self._has("ras", scheduler)
 
-        Args:
-            scheduler: ``"slurm"``, ``"pbs"`` or ``"lsf"``.
-        """
+    def needs_ssh(self, scheduler: Scheduler | None) -> bool:
+        """Return whether the launcher reaches other hosts by ssh, and not by the scheduler; None: there is none."""
+        return scheduler is None or not self._has("plm", scheduler)
+
+    def _has(self, framework: str, scheduler: Scheduler) -> bool:
         if self.kind != "Open MPI":
-            return True  # Hydra, of MPICH and Intel MPI, knows all of them
+            return bool(scheduler.components)  # Hydra, of MPICH and Intel MPI, knows all that have a part there
         info = Path(self.path).with_name("prte_info" if self.major >= 5 else "ompi_info")
-        known = set(re.findall(r"MCA ras: (\w+)", output_of(str(info))))
-        return bool(known & ({scheduler, "tm"} if scheduler == "pbs" else {scheduler}))
+        known = re.findall(rf"MCA {framework}: (\w+)", output_of(str(info)))
+        return not scheduler.components.isdisjoint(known)
 
 
 def find(*, required: bool = True) -> Mpirun:

@@ -9,13 +9,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures
 from ringreduce.launcher.hosts import Hosts, parse_hosts
 from ringreduce.launcher.job import Job, Mark, say
+from ringreduce.launcher.pulses import Pulses
 from ringreduce.launcher.start import Start
 
 __all__ = ["Discovery", "Restarts"]
@@ -25,6 +26,10 @@ _SCRIPT_S = 10.0  # that a script gets to print which hosts there are
 #: How long ranks have to end once the first has said that they begin again. Whatever the others do, the next job begins
 #: with what is on disk.
 _LEAVING_S = 30.0
+#: Before a job that has failed is started again: the first time, twice as long after each further failure, at most.
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+_PROBE_EVERY_LOOKS = 5
 #: After so long without an answer, users see what may be wrong.
 _ANSWER_S = 30.0
 
@@ -88,25 +93,66 @@ def _output(script: str) -> str:
     return output.decode(errors="replace")
 
 
+class Probes:
+    """Tries to reach hosts by ssh, without waiting for them.
+
+    Args:
+        start: of the job, whose mpirun reaches hosts in the same manner.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._asked: dict[str, subprocess.Popen[bytes]] = {}
+        self._looks = 0
+
+    def answering(self, hosts: list[str]) -> list[str]:
+        """Return those of the hosts that have answered since the last call; asks all again now and then."""
+        if not self._start.by_ssh:
+            return []
+        found = [host for host, process in self._asked.items() if process.poll() == 0 and host in hosts]
+        self._asked = {host: process for host, process in self._asked.items() if process.poll() is None}
+        self._looks += 1
+        if self._looks % _PROBE_EVERY_LOOKS == 0:
+            for host in hosts:
+                if host not in self._asked and host not in found:
+                    line = self._start.mpirun.ssh_to(host, self._start.spec, os.environ)
+                    self._asked[host] = subprocess.Popen(
+                        [*line, "true"],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+        return found
+
+
 @dataclass
 class _JobRanks:
     """What is known of the ranks of the job that runs.
 
     Attributes:
+        pulses: which hosts are silent.
+        looked: when that was looked at last.
         are_connected: whether all have begun, and MPI reports deaths to them.
         any_ended_well: whether one has.
         has_no_start: whether one died before all came to `init`, which ends the job.
         leaving: when the first has said that the job begins again; None: none has.
         asked: when they were first asked to begin again; None: they were not, or need not any more.
         said: the reason that users saw last.
+        without_package: the hosts that do not have ringreduce where this one has it.
+        has_commit: whether one has written a commit to disk.
     """
 
+    pulses: Pulses
+    looked: float = -math.inf
     are_connected: bool = False
     any_ended_well: bool = False
     has_no_start: bool = False
     leaving: float | None = None
     asked: float | None = None
     said: str = ""
+    without_package: set[str] = field(default_factory=set)
+    has_commit: bool = False
 
     def say_once(self, text: str) -> None:
         if text != self.said:
@@ -133,11 +179,14 @@ class Restarts:
         self._spec = start.spec
         self._policy = start.policy
         self._clock = clock
-        self._listed = listed or _hosts_of(start)
+        self._discovery = None if listed else _discovery(start)
+        self._listed = listed or (self._discovery.hosts if self._discovery else lambda: start.listed)
         self._hosts = Hosts()
         self._changes = 0  # of ranks
-        self._ranks = _JobRanks()
+        self._ranks = _JobRanks(Pulses(0))
         self._has_warned = False
+        self._has_commit = False
+        self._probes = Probes(start)
 
     def run(self) -> int:
         """Return the exit status of the last job.
@@ -145,22 +194,39 @@ class Restarts:
         Raises:
             ConfigError: there were too few slots for too long.
         """
-        starts = failed = 0
+        starts = failed = in_a_row = 0
         while True:
+            lost_before = self._hosts.lost
             status, stopped = self._run_one(starts)
             starts += 1
             if self._ranks.leaving is not None and not stopped:
                 self._changes += 1
                 continue
-            if status == 0 or stopped or failed == self._spec.restarts:
+            if self._ranks.has_commit:  # it made steps
+                self._has_commit = True
+                failed = in_a_row = 0
+            lost = sorted(self._hosts.lost - lost_before)
+            goes_on = bool(lost) and self._has_commit
+            if status == 0 or stopped or (failed == self._spec.restarts and not goes_on):
                 return status
             if self._at_limit:
                 say(f"the job has ended with status {status}, {self._limit_said}: it is not started again")
                 return status
-            failed += 1
             self._changes += 1
             self._hosts = self._hosts.failed(self._clock(), self._policy)
-            say(f"the job has ended with status {status}; starting it again ({failed} of {self._spec.restarts})")
+            if goes_on:
+                say(f"the job begins again from its last commit, without {' and '.join(lost)}")
+                continue
+            failed += 1
+            in_a_row += 1
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (in_a_row - 1), _LONGEST_PAUSE_S)
+            say(
+                f"the job has ended with status {status}; starting it again in {pause_s:g} s "
+                f"({failed} of {self._spec.restarts})"
+            )
+            time.sleep(pause_s)
+            if self._discovery is not None:
+                self._discovery.ask()
 
     @property
     def _at_limit(self) -> bool:
@@ -183,21 +249,26 @@ class Restarts:
             more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
         line, environment = self._start.command(hosts, more)
         self._hosts = self._hosts.started(hosts)
-        ranks = self._ranks = _JobRanks()
+        ranks = self._ranks = _JobRanks(Pulses(round(self._spec.host_timeout_s / _LOOK_EVERY_S)))
         job = Job(
             line,
             environment,
             lambda mark: self._on_mark(mark, job),
             verbose=self._spec.verbose,
             grace_s=self._spec.grace_s,
-            grows=bool(self._spec.growth),
+            grows=self._start.grows,
             stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
         )
-        status = job.wait((lambda: self._look(job)) if self._spec.growth else (lambda: None))
-        status = status or int(self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))
+        status = job.wait(lambda: self._look(job))
+        written = job.written.decode(errors="replace")
+        lost = failures.find_lost_hosts(written)
+        # mpirun may end with status 0 though it has lost ranks.
+        status = status or int(bool(lost) or (self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well)))
         if status and not job.stopped and ranks.leaving is None:
             job.end_line()
-            self._report_failure(job.written.decode(errors="replace"), status)
+            for name in lost:
+                self._lose(name, "mpirun has no connection to it")
+            self._report_failure(written, status)
         return status, job.stopped
 
     def _report_failure(self, written: str, status: int) -> None:
@@ -223,6 +294,11 @@ class Restarts:
             say(f"rank {failed_rank} failed, {ended}")
         elif failures.is_told(written):
             say(f"a rank failed, {ended}")
+        if self._ranks.without_package and failures.lacks_package(written):
+            say(
+                f"there is no ringreduce on {' and '.join(sorted(self._ranks.without_package))}; here it is in "
+                f"{Path(__file__).parents[1]}: install it there in the same way, or share the folder"
+            )
         if failures.lacks_horovod(written):
             say("the program imports horovod: start it by `horovodrun`, which gives it ringreduce by that name")
 
@@ -254,10 +330,19 @@ class Restarts:
     def _on_mark(self, mark: Mark, job: Job) -> None:
         ranks = self._ranks
         now = self._clock()
+        if mark.what == "has died":
+            ranks.pulses.forget(mark.rank)
         match mark.what:
             case "is connected":
                 ranks.are_connected = True
+            case "has no package there":
+                ranks.without_package.add(mark.host)
+            case "has a commit":
+                ranks.has_commit = True
+            case "lives":
+                ranks.pulses.hear(mark.rank, mark.host)
             case "has ended well":
+                ranks.pulses.forget(mark.rank)
                 ranks.any_ended_well = True
             case "begins again":
                 ranks.leaving = now if ranks.leaving is None else ranks.leaving
@@ -277,12 +362,41 @@ class Restarts:
                     job.end()
 
     def _look(self, job: Job) -> None:
-        """Tell the ranks, if they should begin again on other hosts; until they do, as they may not listen yet."""
+        """Look, every second, whether hosts are lost, or the ranks should begin again on others."""
+        now = self._clock()
+        due = now >= self._ranks.looked + _LOOK_EVERY_S  # looks are more frequent while a job begins
+        silent = self._ranks.pulses.look() if due else []
+        if due:
+            self._ranks.looked = now
+        for name in silent:
+            self._lose(name, f"it has said nothing for {self._spec.host_timeout_s:g} s")
+        if silent:
+            job.kill()  # mpirun would wait for the lost host, to end as to go on
+        elif self._start.grows:
+            self._look_for_hosts(job)
+
+    def _lose(self, name: str, why: str) -> None:
+        """Note that a host is lost, by its name there or in the list."""
+        host = self._hosts.listed_as(name)
+        if host is None:
+            say(f"{name} is lost: {why}")
+            return
+        if host in self._hosts.lost:
+            return
+        self._hosts = self._hosts.without(host)
+        again = "it is used again once it answers" if host in self._hosts.returning() else "it is left out from now on"
+        say(f"{host} is lost: {why}; {again}")
+
+    def _look_for_hosts(self, job: Job) -> None:
+        """Request that the ranks begin again on other hosts, until they do, as they may not listen yet."""
         ranks = self._ranks
         now = self._clock()
         if ranks.leaving is not None and now - ranks.leaving >= _LEAVING_S:
             job.end()
             return
+        for host in self._probes.answering(self._hosts.returning() if ranks.has_commit else []):
+            self._hosts = self._hosts.found(host)
+            say(f"{host} answers again")
         self._hosts = replace(self._hosts, listed=self._listed())
         reason = self._hosts.reason_to_change(self._policy, now)
         # Ranks that have ended well leave no training, and their mpirun may be ending, too.
@@ -302,10 +416,10 @@ class Restarts:
                 )
 
 
-def _hosts_of(start: Start) -> Callable[[], Mapping[str, int]]:
-    """Return what returns the slots by host: those that were listed, or those that a script finds from now on."""
+def _discovery(start: Start) -> Discovery | None:
+    """Return what asks a script for hosts from now on; None if the hosts are those that were listed."""
     if start.spec.script is None:
-        return lambda: start.listed
+        return None
     discovery = Discovery(start.spec.script, start.spec.slots or 1)
     threading.Thread(target=discovery.ask_for_ever, name="ringreduce asks for hosts", daemon=True).start()
-    return discovery.hosts
+    return discovery

@@ -37,12 +37,16 @@ class LaunchSpec:
         cooldown: how long a host counts as failing; None: for ever.
         reset_limit: how often at most the ranks change, in whatever way; None: as often as need be.
         start_timeout_s: how long to wait for enough slots, and in `init` for the last rank.
+        host_timeout_s: after so long without a word from a host, it is lost; 0: never.
         interfaces: names of networks for messages, separated by commas.
         ssh_port: where other hosts are reached; None: the standard one.
         more: options for mpirun.
         verbose: whether to show the command line, the variables that are set, and mpirun's own notices of failures.
         grace_s: how long ranks have to end by SIGTERM before they are killed.
         stdin: whether rank 0 reads this command's standard input.
+        oversubscribe: whether there may be more ranks than slots.
+        env: what other hosts get of this environment: ``"all"`` that does not belong to this host, or what is
+            ``"named"``: here, and by the prefixes of ringreduce, Horovod and OpenMP.
         horovod: whether ranks find Horovod's variables of their place, ``HOROVOD_RANK`` and so on.
     """
 
@@ -62,12 +66,15 @@ class LaunchSpec:
     cooldown: Cooldown | None = None
     reset_limit: int | None = None
     start_timeout_s: float = 600.0
+    host_timeout_s: float = 10.0
     interfaces: str | None = None
     ssh_port: int | None = None
     more: tuple[str, ...] = ()
     verbose: bool = False
     grace_s: float = 5.0
     stdin: bool = False
+    oversubscribe: bool = False
+    env: str = "named"
     horovod: bool = False
 
     @property
@@ -94,6 +101,8 @@ class LaunchSpec:
             raise ConfigError(f"--start-timeout {self.start_timeout_s:g} is no time to wait; give seconds, more than 0")
         if not 0 <= self.grace_s < TIMEOUT_MAX:
             raise ConfigError(f"--grace {self.grace_s:g} is no time to wait; give seconds, 0 or more")
+        if self.host_timeout_s and not 5 <= self.host_timeout_s < TIMEOUT_MAX:
+            raise ConfigError(f"--host-timeout {self.host_timeout_s:g}: give at least 5 seconds, or 0 for never")
         if self.prefix and (self.elastic or self.folder):
             other = "--log-dir" if self.folder else "--elastic"
             raise ConfigError(f"--prefix does not go with {other}; without it, --log-dir has a file for each rank")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -14,14 +15,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.hosts import Allocation, SizePolicy, fill, is_here
+from ringreduce.launcher.hosts import SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
 from ringreduce.launcher.mpirun import Mpirun, find
+from ringreduce.launcher.schedulers import Allocation
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.stdin import StandardInput
 
 __all__ = ["UNNAMED", "Start", "make_folder", "prepare"]
+
+#: So often a host says that it lives within the time after which it is lost.
+_PULSES = 5
 
 #: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
 UNNAMED = ""
@@ -35,6 +40,16 @@ _KNOWN = shell("process")
 _INTO_FILE = shell("log")
 #: Sets Horovod's variables for a rank; takes how many ranks the nodes have, in their order.
 _IN_HOROVODS_WORDS = shell("horovod")
+#: Lets a rank of another host find its program; takes what `Start._found_here` returns.
+_ON_ITS_HOST = shell("host")
+#: By these, launchers reach hosts in another manner than by the ssh on the path.
+_AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC",
+           "I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC")  # fmt: skip
+#: Variables that belong to a host, a login or a process, and say nothing to another host.
+_OF_THIS_HOST = re.compile(
+    "BASH_FUNC_.*|_|PWD|OLDPWD|SHLVL|HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|TERM|TMPDIR|DISPLAY|XAUTHORITY|LS_COLORS|"
+    "(SSH|XDG|DBUS|SLURM|PMI|PMIX|PRTE|OMPI|OPAL|HYDRA|MPI|I_MPI|TTY|TMUX|STY)(_.*)?"
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,9 @@ class Start:
         listed: slots by host at the start; of a job that a script finds hosts for, what is there without it.
         slots: by host, for mpirun, where these do not change; none: this machine, or what mpirun finds itself.
         remote: whether there may be other hosts.
+        by_ssh: whether mpirun reaches these by ssh.
+        grows: whether the job can begin again on other hosts, at a commit of its ranks.
+        allocation: what a scheduler has granted; None if users name the hosts, or there is this machine alone.
         stdin: what ranks read.
     """
 
@@ -59,6 +77,9 @@ class Start:
     listed: Mapping[str, int] = field(default_factory=dict)
     slots: Mapping[str, int] = field(default_factory=dict)
     remote: bool = False
+    by_ssh: bool = False
+    grows: bool = False
+    allocation: Allocation | None = None
     stdin: StandardInput = field(default_factory=StandardInput)
 
     def with_stdin(self) -> Start:
@@ -91,11 +112,17 @@ class Start:
         remote = not all(is_here(host, self.here) for host in named) if named else self.remote
         exported = spec.variables()
         variables = {name: value for name, value in exported.items() if value is not None}
-        settings = self.mpirun.settings(spec, count, {**os.environ, **variables}, remote=remote)
+        environ = {**os.environ, **variables}
+        settings = self.mpirun.settings(spec, count, environ, remote=remote, by_ssh=remote and self.by_ssh)
+        if spec.elastic and self.allocation is not None and self.allocation.scheduler.name == "Slurm":
+            # Or the daemons of a new start would wait until Slurm knows that a lost host is down.
+            settings["SLURM_OVERLAP"] = "1"
         if spec.least is not None:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
-        if spec.growth:
+        if self.grows:
             settings["RINGREDUCE_RESTARTABLE"] = "1"
+        if remote and spec.elastic and spec.host_timeout_s:
+            settings["RINGREDUCE_PULSE"] = f"{spec.host_timeout_s / _PULSES:g}"
         settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
         if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest
@@ -104,7 +131,9 @@ class Start:
         names = sorted(
             name
             for name in {**os.environ, **settings, **more}
-            if name in sent or name.startswith(("RINGREDUCE_", "HOROVOD_", "OMP_"))
+            if name in sent
+            or name.startswith(("RINGREDUCE_", "HOROVOD_", "OMP_"))
+            or (spec.env == "all" and _OF_THIS_HOST.fullmatch(name) is None)
         )
         line = self.mpirun.command(
             spec,
@@ -112,22 +141,33 @@ class Start:
             named or self.slots,
             hostfile=None if named else spec.hostfile,
             exported=names if remote else (),
-            program=self._program(count, fill(named or self.slots, count)),
+            program=self._program(count, fill(named or self.slots, count), remote=remote),
         )
         return line, settings
 
-    def _program(self, count: int, ranks: Mapping[str, int]) -> list[str]:
-        """Return what mpirun starts as each rank, given how many there are, and by host."""
+    def _program(self, count: int, ranks: Mapping[str, int], *, remote: bool) -> list[str]:
+        """Return what mpirun starts as each rank, given how many there are, also by host, and if there are others."""
         spec = self.spec
         return [
             *(SUPERVISOR if spec.elastic else ()),
             *(_KNOWN if count > 1 and self.mpirun.kind == "Open MPI" else ()),
-            *(HEARING if spec.growth else ()),
+            *(HEARING if self.grows else ()),
             *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
             *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),
             *self.stdin.before,
+            *((*_ON_ITS_HOST, *self._found_here()) if remote else ()),
             *spec.program,
         ]
+
+    def _found_here(self) -> list[str]:
+        """Return what a rank has to find on its host: see the program ``sh/host.sh``."""
+        spec = self.spec
+        program = shutil.which(spec.program[0])
+        folder = os.path.dirname(os.path.abspath(program)) if program and os.sep not in spec.program[0] else ""
+        script = next((word for word in spec.program[1:] if not word.startswith("-")), "")
+        reads = script.endswith(".py") and os.path.isfile(script)
+        package = "" if spec.prefix else str(Path(__file__).parents[1])  # a prefix would be in front of what is said
+        return [os.uname().nodename, folder, os.path.abspath(script) if reads else "", package]
 
     def describe(self, settings: Mapping[str, str]) -> str:
         """Return settings as a shell takes them, without the values of users' own variables, which may be secret."""
@@ -149,8 +189,8 @@ def prepare(spec: LaunchSpec) -> Start:
     allocation = None if named or spec.script else Allocation.find(os.environ)
     granted = named or (allocation.slots if allocation is not None else {})
     ranks = _ranks(spec, granted)
-    if named and not spec.growth:
-        _require_slots(spec, ranks, named)
+    if granted and not spec.growth and not spec.oversubscribe:
+        _require_slots(spec, ranks, granted, allocation)
     name = os.uname().nodename
     here = frozenset({name, name.partition(".")[0], *(() if named else (UNNAMED,))})
     elsewhere = not all(is_here(host, here) for host in granted)
@@ -162,11 +202,16 @@ def prepare(spec: LaunchSpec) -> Start:
     if spec.elastic:
         _require_ob1(os.environ)
         _require_open_mpi(mpirun)
-    policy = SizePolicy(spec.least or 1, most, spec.cooldown)
-    listed = granted if spec.growth and granted else {UNNAMED: ranks}
+    policy = SizePolicy(spec.least or 1, most, spec.cooldown, forgives=not spec.growth)
+    # A job that survives the loss of a host is started on hosts that are named.
+    listed = granted if granted and (spec.growth or (spec.elastic and elsewhere)) else {UNNAMED: ranks}
     if sum(listed.values()) < policy.least:
         raise ConfigError(f"the hosts have {sum(listed.values())} slots, and --min-np is {policy.least}; see --slots")
-    finds_itself = allocation is not None and mpirun.reads(allocation.scheduler)
+    scheduler = None if allocation is None else allocation.scheduler
+    finds_itself = scheduler is not None and mpirun.reads(scheduler)
+    by_ssh = mpirun.needs_ssh(None if named else scheduler)
+    if elsewhere and by_ssh:
+        _require_ssh(spec)
     return Start(
         replace(spec, program=program),
         mpirun,
@@ -175,7 +220,16 @@ def prepare(spec: LaunchSpec) -> Start:
         listed=listed,
         slots={} if finds_itself else granted,
         remote=bool(named) or elsewhere,
+        by_ssh=by_ssh,
+        grows=bool(spec.growth) or (spec.elastic and len(listed) > 1 and spec.folder is None),
+        allocation=allocation,
     )
+
+
+def _require_ssh(spec: LaunchSpec) -> None:
+    chosen = any(name in os.environ for name in _AGENTS) or any("agent" in word for word in spec.more)
+    if not chosen and shutil.which("ssh") is None:
+        raise ConfigError("mpirun reaches other hosts by ssh, and there is no program ssh here: install openssh-client")
 
 
 def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
@@ -198,18 +252,24 @@ def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
     return ranks
 
 
-def _require_slots(spec: LaunchSpec, ranks: int, named: Mapping[str, int]) -> None:
-    """Raise a `ConfigError` if the hosts that users name have fewer slots than ranks, and mpirun keeps to those."""
+def _require_slots(spec: LaunchSpec, ranks: int, slots: Mapping[str, int], allocation: Allocation | None) -> None:
+    """Raise a `ConfigError` if the hosts have fewer slots than ranks, and mpirun keeps to those."""
     settings = "".join(os.environ.get(name, "") for name in _MAPPING) + " ".join(spec.more)
-    there = sum(named.values())
+    there = sum(slots.values())
     if ranks <= there or "oversubscribe" in settings:
         return
-    first = next(iter(named))
+    if allocation is not None:
+        raise ConfigError(
+            f"-np {ranks} is more than the {there} slots of the allocation ({allocation.describe()}); ask the "
+            "scheduler for more, or add --oversubscribe"
+        )
+    first = next(iter(slots))
     where = f"--hostfile {spec.hostfile}" if spec.hostfile else f"-H {spec.hosts}"
-    count = named[first] + ranks - there
-    example = f"{first} slots={count}" if spec.hostfile else f"-H {first}:{count}" + ",..." * (len(named) > 1)
+    count = slots[first] + ranks - there
+    example = f"{first} slots={count}" if spec.hostfile else f"-H {first}:{count}" + ",..." * (len(slots) > 1)
     raise ConfigError(
-        f"-np {ranks} is more than the {there} slots of {where}; give more, as in {example}, or start fewer ranks"
+        f"-np {ranks} is more than the {there} slots of {where}; give more, as in {example}, start fewer ranks, or add "
+        "--oversubscribe"
     )
 
 

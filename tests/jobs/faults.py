@@ -36,7 +36,7 @@ WHERES = ("idle", "forward", "overlap", "backward", "negotiation", "allreduce", 
 VICTIMS = {"first": 0, "middle": 1, "last": RANKS - 1}
 LAYOUTS = {"shared memory": {}, "messages": {"RINGREDUCE_NODE_SIZE": "1"}, "both": {"RINGREDUCE_NODE_SIZE": "2"}}
 HOSTS = "two hosts"  # with two ranks each
-CLUSTER = Path(__file__).parents[2] / "scripts" / "virtual_cluster"
+CLUSTER = Path(__file__).parents[2] / "scripts" / "cluster"
 TIMEOUT_S = 3  # of a wait for a rank that lives and does nothing
 LIMIT_S = 60
 
@@ -130,7 +130,7 @@ def run(cell: Cell, cluster: str = "") -> tuple[float, str]:
 
 
 def settings_of_hosts(cluster: str) -> dict[str, str | None]:
-    """Return what MPI has to know of a virtual cluster; `scripts/virtual_cluster run` says it on a command line."""
+    """Return what MPI has to know of a virtual cluster; `scripts/cluster run` says it on a command line."""
     network = "10.113.0.0/24"
     return {
         "PRTE_MCA_plm_ssh_agent": f"{CLUSTER} --name {cluster} agent",
@@ -242,7 +242,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, help="how many to run; all if not given")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
-    parser.add_argument("--cluster", default="", help="of two hosts; see scripts/virtual_cluster up")
+    parser.add_argument("--cluster", default="", help="of two hosts; see scripts/cluster up")
     arguments = parser.parse_args()
     chosen = cells_on_hosts() if arguments.cluster else cells()
     if arguments.cells is not None:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.hosts import Allocation, expand
+from ringreduce.launcher.schedulers import Allocation, expand
+
+
+def granted(environ: dict[str, str]) -> tuple[str, dict[str, int]]:
+    """Return the name of the scheduler that the variables speak of, and the slots by host."""
+    found = Allocation.find(environ)
+    assert found is not None
+    return found.scheduler.name, found.slots
 
 
 @pytest.mark.parametrize(
@@ -44,7 +51,7 @@ def test_a_list_that_cannot_be_read_is_refused(text: str) -> None:
 )
 def test_slurm_says_how_many_slots_each_host_has(environ: dict[str, str], slots: dict[str, int]) -> None:
     """By its tasks, or else by its processors."""
-    assert Allocation.find({"SLURM_JOB_NODELIST": "n[1-3]", **environ}) == Allocation("slurm", slots)
+    assert granted({"SLURM_JOB_NODELIST": "n[1-3]", **environ}) == ("Slurm", slots)
 
 
 @pytest.mark.parametrize("text", ["2(x2)", "two", "2(x9999999999)"])
@@ -58,11 +65,48 @@ def test_pbs_and_lsf_name_a_host_for_each_slot(tmp_path: Path) -> None:
     """In files, or LSF in a variable of hosts and counts; without any there is no allocation."""
     file = tmp_path / "hosts"
     file.write_text("a\nb\na\na\n")
-    assert Allocation.find({"PBS_NODEFILE": str(file)}) == Allocation("pbs", {"a": 3, "b": 1})
-    assert Allocation.find({"LSB_DJOB_HOSTFILE": str(file)}) == Allocation("lsf", {"a": 3, "b": 1})
-    assert Allocation.find({"LSB_MCPU_HOSTS": "a 2 b 4"}) == Allocation("lsf", {"a": 2, "b": 4})
+    assert granted({"PBS_NODEFILE": str(file)}) == ("PBS", {"a": 3, "b": 1})
+    assert granted({"LSB_DJOB_HOSTFILE": str(file)}) == ("LSF", {"a": 3, "b": 1})
+    assert granted({"LSB_MCPU_HOSTS": "a 2 b 4"}) == ("LSF", {"a": 2, "b": 4})
     assert Allocation.find({"PATH": "/bin"}) is None
     with pytest.raises(ConfigError, match="LSB_MCPU_HOSTS"):
         Allocation.find({"LSB_MCPU_HOSTS": "a two"})
     with pytest.raises(ConfigError, match="PBS_NODEFILE"):
         Allocation.find({"PBS_NODEFILE": str(tmp_path / "none")})
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="no host with slots"):
+        Allocation.find({"PBS_NODEFILE": str(file)})
+
+
+def test_grid_engine_lists_hosts_with_slots_and_queues(tmp_path: Path) -> None:
+    """A host may be there by several queues."""
+    file = tmp_path / "hosts"
+    file.write_text("a 2 all.q@a UNDEFINED\nb 1 all.q@b UNDEFINED\na 1 fast.q@a <NULL>\n")
+    assert granted({"PE_HOSTFILE": str(file)}) == ("Grid Engine", {"a": 3, "b": 1})
+    file.write_text("a two all.q@a\n")
+    with pytest.raises(ConfigError, match="expected a host and its slots"):
+        Allocation.find({"PE_HOSTFILE": str(file)})
+
+
+@pytest.mark.parametrize("variable", ["PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile",
+                                      "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"])  # fmt: skip
+def test_a_file_of_hosts_goes_before_a_scheduler(tmp_path: Path, variable: str) -> None:
+    """It is meant for this job alone; a host without a number has the slots that are set for all."""
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\nb:3\nc\n")
+    environ = {variable: str(file), "SLURM_JOB_NODELIST": "n[1-3]"}
+    assert granted(environ) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 1})
+    environ["OMPI_MCA_orte_set_default_slots"] = "4"
+    assert granted(environ) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 4})
+    found = Allocation.find(environ)
+    assert found is not None
+    assert found.describe() == f"a hostfile of the environment, from {variable}: a:2,b:3,c:4"
+    file.write_text("a slots=many\n")
+    with pytest.raises(ConfigError, match=variable):
+        Allocation.find(environ)
+
+
+def test_a_heterogeneous_job_is_refused() -> None:
+    """Its lists are in other variables, and one component alone would be one rank."""
+    with pytest.raises(ConfigError, match=r"heterogeneous job of Slurm \(2 components\)"):
+        Allocation.find({"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a"})

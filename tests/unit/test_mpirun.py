@@ -11,6 +11,7 @@ import pytest
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import mpirun
 from ringreduce.launcher.mpirun import Mpirun
+from ringreduce.launcher.schedulers import SCHEDULERS
 from ringreduce.launcher.spec import LaunchSpec
 
 OPEN_MPI = Mpirun("mpirun", "Open MPI", 5)
@@ -83,12 +84,13 @@ def test_more_ranks_than_slots_are_refused(launcher: Mpirun) -> None:
         (OPEN_MPI, 9, False, {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}, "binding"),
         (OLD_OPEN_MPI, 9, False, {"OMPI_MCA_rmaps_base_oversubscribe": "1"}, "PRTE"),
         (OLD_OPEN_MPI, 2, False, {"OMPI_MCA_hwloc_base_binding_policy": "none"}, "PRTE"),
-        (OPEN_MPI, 9, True, {"OMPI_MCA_btl": "^ofi"}, "tcp"),
+        (OPEN_MPI, 9, True, {"OMPI_MCA_btl": "^ofi"}, "btl_tcp"),
+        (OPEN_MPI, 2, True, {"PRTE_MCA_hwloc_default_binding_policy": "none"}, "OMP_"),
         (MPICH, 9, False, {"OMP_NUM_THREADS": "1"}, "OMPI"),
         (MPICH, 9, True, {}, "OMP"),
         (INTEL, 4, False, {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}, "OMPI"),
         (INTEL, 8, False, {"I_MPI_FABRICS": "shm"}, "PIN"),
-        (INTEL, 8, True, {}, "I_MPI"),
+        (INTEL, 8, True, {"I_MPI_PIN": "0"}, "FABRICS"),
     ],
 )
 def test_what_a_machine_of_eight_cores_needs_is_set(
@@ -126,7 +128,31 @@ def test_root_is_allowed_where_that_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_the_port_of_ssh_goes_to_the_launcher(launcher: Mpirun, variable: str) -> None:
     """Each has a variable of its own for that."""
     spec = LaunchSpec(program=("true",), ssh_port=2222)
-    assert launcher.settings(spec, 2, {}, remote=True)[variable] == "-p 2222"
+    assert launcher.settings(spec, 2, {}, remote=True)[variable].endswith(" -p 2222")
+
+
+def test_more_ranks_than_slots_are_spread_over_the_hosts() -> None:
+    """Open MPI would put all on the first, by what is set for one machine, too."""
+    name = "PRTE_MCA_rmaps_default_mapping_policy"
+    spec = LaunchSpec(program=("true",), oversubscribe=True)
+    assert OPEN_MPI.settings(spec, 5, {}, remote=True)[name] == "slot:oversubscribe"
+    assert OPEN_MPI.settings(TRUE, 5, {name: ":oversubscribe"}, remote=True)[name] == "slot:oversubscribe"
+    assert name not in OPEN_MPI.settings(spec, 5, {name: "node:oversubscribe"}, remote=True)
+    assert OPEN_MPI.settings(spec, 5, {}, remote=False)[name] == ":oversubscribe"
+
+
+def test_ssh_asks_nothing_and_does_not_wait_for_ever() -> None:
+    """But as users have set it: what they say goes first, and is not said twice."""
+    settings = OPEN_MPI.settings(TRUE, 2, {}, remote=True, by_ssh=True)
+    assert settings["PRTE_MCA_plm_ssh_args"].startswith("-o BatchMode=yes -o ConnectTimeout=10")
+    own = {"PRTE_MCA_plm_ssh_args": "-i key -o connecttimeout=3"}
+    options = OPEN_MPI.settings(TRUE, 2, own, remote=True, by_ssh=True)["PRTE_MCA_plm_ssh_args"]
+    assert options.startswith("-i key -o connecttimeout=3 -o BatchMode=yes")
+    assert "ConnectTimeout" not in options
+    operators = {"OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10"}
+    options = OPEN_MPI.settings(TRUE, 2, operators, remote=True, by_ssh=True)["PRTE_MCA_plm_ssh_args"]
+    assert options.startswith("-o ConnectionAttempts=10 -o BatchMode=yes")
+    assert "PRTE_MCA_plm_ssh_args" not in OPEN_MPI.settings(TRUE, 2, {}, remote=True)
 
 
 def fake(path: Path, said: str) -> str:
@@ -166,12 +192,18 @@ def test_the_library_is_named_without_starting_mpi() -> None:
     assert "libmpi" in file
 
 
-def test_a_launcher_that_reads_an_allocation_is_asked(tmp_path: Path) -> None:
-    """Open MPI was built with components for some schedulers; Hydra reads all of them."""
-    info = "#!/bin/sh\necho '   MCA ras: slurm (MCA v2.1.0)'\necho '   MCA ras: pbs (MCA'\n"
+def test_a_launcher_that_knows_a_scheduler_is_asked(tmp_path: Path) -> None:
+    """Open MPI was built with components for some schedulers; Hydra knows all but files of hosts that others name."""
+    rows = {each.name: each for each in SCHEDULERS}
+    listed, slurm, pbs, lsf = (rows[name] for name in ("a hostfile of the environment", "Slurm", "PBS", "LSF"))
+    info = (
+        "#!/bin/sh\necho '   MCA ras: slurm (MCA v2.1.0)'\necho '   MCA ras: pbs (MCA'\necho '   MCA plm: slurm (MCA'\n"
+    )
     (tmp_path / "prte_info").write_text(info)
     (tmp_path / "prte_info").chmod(0o755)
     launcher = Mpirun(str(tmp_path / "mpirun"), "Open MPI", 5)
-    assert [launcher.reads(each) for each in ("slurm", "pbs", "lsf")] == [True, True, False]
-    assert not Mpirun(str(tmp_path / "mpirun"), "Open MPI", 4).reads("slurm")  # there is no ompi_info to ask
-    assert MPICH.reads("lsf")
+    assert [launcher.reads(each) for each in (slurm, pbs, lsf, listed)] == [True, True, False, False]
+    assert [launcher.needs_ssh(each) for each in (slurm, pbs, None)] == [False, True, True]
+    assert not Mpirun(str(tmp_path / "mpirun"), "Open MPI", 4).reads(slurm)  # there is no ompi_info to ask
+    assert MPICH.reads(lsf)
+    assert not MPICH.reads(listed)

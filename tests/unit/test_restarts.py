@@ -74,7 +74,8 @@ class Jobs:
                 started.append((dict(ranks), dict(more)))
                 return [], {}
 
-        start = Recorded(spec, Mpirun("mpirun", "Open MPI", 5), SizePolicy(least, most, cooldown), frozenset({"me"}))
+        policy = SizePolicy(least, most, cooldown)
+        start = Recorded(spec, Mpirun("mpirun", "Open MPI", 5), policy, frozenset({"me"}), grows=True)
         return Restarts(start, lambda: self.listed, lambda: self.now).run()
 
 
@@ -163,7 +164,7 @@ def test_hosts_that_count_as_failing_are_named_where_slots_are_too_few(
     jobs = Jobs(monkeypatch, job)
     with pytest.raises(ConfigError, match=r"0 slots .*; a counts as failing for another 9. s; add hosts"):
         jobs.run(2, 2, Cooldown(100, 100), restarts=1, start_timeout_s=5.0)
-    assert "waiting for 2 slots; 0 can be used; a counts as failing for another 99 s" in capsys.readouterr().err
+    assert "waiting for 2 slots; 0 can be used; a counts as failing for another 98 s" in capsys.readouterr().err
 
 
 def test_users_hear_once_that_no_rank_listens(

@@ -22,8 +22,23 @@ export RINGREDUCE_MARKS="/proc/$$/fd/2"
 # The mark that the launcher looks for in the standard error of mpirun, on a line of its own.
 say() { printf "\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\n" "${PMIX_HOSTNAME:-$(uname -n)}" >&2; }
 
+# One rank of each host says every few seconds that the host lives. What sleeps meanwhile holds no file of the rank's, for
+# whose end mpirun would wait, and it all ends soon after this shell, however that ends.
+speaker=
+if [ -n "$RINGREDUCE_PULSE" ] && [ "$OMPI_COMM_WORLD_LOCAL_RANK" = 0 ]; then
+    (
+        trap "" TERM HUP INT USR1 USR2
+        while kill -0 $$; do
+            say "lives"
+            sleep "$RINGREDUCE_PULSE" >/dev/null 2>&1
+        done
+    ) &
+    speaker=$!
+fi
+
 "$@"
 code=$?
+[ -z "$speaker" ] || kill -KILL "$speaker"
 [ -z "$asked_to_end" ] || kill -KILL $$
 if [ "$code" -eq 0 ]; then
     say "has ended well"

@@ -14,7 +14,7 @@ import pytest
 import test_growth
 from launching import needs
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "virtual_cluster"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "cluster"
 NAME = f"t{os.getpid() % 10_000}"  # names of network devices are short
 
 

@@ -1,0 +1,214 @@
+"""The schedulers, by whose variables a job knows which hosts it was granted.
+
+One table: adding a scheduler is a row, and a function from its variables to slots by host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.hosts import parse_host_file
+
+__all__ = ["SCHEDULERS", "Allocation", "Scheduler", "expand"]
+
+_MOST_HOSTS = 1 << 17  # more are a mistake in a list, and would take all memory
+_SHOWN = 80  # of a text that is refused
+#: Of Slurm: what is in brackets, ranges of numbers, and counts.
+_BRACKETS = re.compile(r"\[([^\[\]]+)\]")
+_RANGE = re.compile("([0-9]+)(?:-([0-9]+))?")
+_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """A row of the table.
+
+    Attributes:
+        name: as people write it.
+        components: by these names Open MPI has parts that read the allocation, or start daemons in it.
+        variables: any of these, set and not empty, says that there is an allocation.
+        read: returns the slots by host, given the variable that is set and all others.
+    """
+
+    name: str
+    components: frozenset[str]
+    variables: tuple[str, ...]
+    read: Callable[[str, Mapping[str, str]], dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What a scheduler has granted.
+
+    Attributes:
+        scheduler: which.
+        variable: that says so.
+        slots: by host, in the scheduler's order.
+    """
+
+    scheduler: Scheduler
+    variable: str
+    slots: dict[str, int]
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str]) -> Allocation | None:
+        """Return the allocation that the environment describes; None if there is none.
+
+        Raises:
+            ConfigError: a scheduler's list cannot be read, or has no host with slots.
+        """
+        for scheduler in SCHEDULERS:
+            for variable in scheduler.variables:
+                if environ.get(variable):
+                    slots = scheduler.read(variable, environ)
+                    if not sum(slots.values()):
+                        raise ConfigError(
+                            f"{variable}={environ[variable][:_SHOWN]} of {scheduler.name} has no host with slots"
+                        )
+                    return cls(scheduler, variable, slots)
+        return None
+
+    def describe(self) -> str:
+        """Return one line: the scheduler, the variable, and the slots by host."""
+        listed = ",".join(f"{host}:{count}" for host, count in self.slots.items())
+        return f"{self.scheduler.name}, from {self.variable}: {listed}"
+
+
+def _hostfile(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
+    """Read a file of hosts; a host without a number has the slots that the operator sets for all."""
+    default = environ.get("OMPI_MCA_orte_set_default_slots", "")
+    text = _text(variable, environ)
+    try:
+        return parse_host_file(text, int(default) if default.isdigit() else 1)
+    except ConfigError as error:
+        raise ConfigError(f"{variable}={environ[variable]}: {error}") from None
+
+
+def _components(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
+    raise ConfigError(
+        f"this is a heterogeneous job of Slurm ({environ[variable]} components), whose hosts mpirun cannot use "
+        "together; submit one component, or start the ranks by srun --mpi=pmix --het-group=0,1 python train.py"
+    )
+
+
+def _slurm(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
+    listed = environ[variable]
+    hosts = expand(listed)
+    name = next((each for each in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if environ.get(each)), None)
+    counts = [1] * len(hosts) if name is None else _repeated(name, environ[name])
+    if len(counts) == 1:
+        counts *= len(hosts)
+    if len(counts) != len(hosts):
+        raise ConfigError(
+            f"{name}={environ[name or '']} is for {len(counts)} hosts, and Slurm has granted {len(hosts)}"
+        )
+    return dict(zip(hosts, counts, strict=True))
+
+
+def expand(text: str) -> list[str]:
+    """Return the hosts of a list of Slurm's: ``gpu[01-03,7],login`` is gpu01, gpu02, gpu03, gpu7 and login.
+
+    Args:
+        text: names, each with any number of brackets, separated by commas.
+
+    Raises:
+        ConfigError: that is something else.
+    """
+    hosts: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", text):
+        pieces = _BRACKETS.split(part)  # every second one was in brackets
+        if not part or set("[]") & set("".join(pieces[::2])):
+            raise ConfigError(f"SLURM_JOB_NODELIST={text[:80]!r} cannot be read at {part[:40]!r}")
+        choices = [list(_numbers(piece, text)) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        if math.prod(map(len, choices)) > _MOST_HOSTS:
+            raise ConfigError(f"SLURM_JOB_NODELIST={text[:80]!r} is of more than {_MOST_HOSTS} hosts")
+        hosts += map("".join, itertools.product(*choices))
+    return hosts
+
+
+def _numbers(text: str, whole: str) -> Iterator[str]:
+    """Yield the numbers of ``01-03,7``, with the zeros in front that the first of a range has."""
+    for part in text.split(","):
+        found = _RANGE.fullmatch(part)
+        if found is None or int(found[2] or found[1]) - int(found[1]) not in range(_MOST_HOSTS):
+            raise ConfigError(f"SLURM_JOB_NODELIST={whole[:80]!r} cannot be read at {part[:40]!r}")
+        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
+            yield str(number).zfill(len(found[1]))
+
+
+def _repeated(name: str, text: str) -> list[int]:
+    """Return the counts of ``2(x3),1``: 2, 2, 2, 1."""
+    found = [_COUNT.fullmatch(part) for part in text.split(",")]
+    counts: list[int] = []
+    for each in found:
+        if each is None or int(each[2] or 1) > _MOST_HOSTS:
+            raise ConfigError(f"{name}={text[:80]!r} cannot be read; expected counts as in 2(x3),1")
+        counts += [int(each[1])] * int(each[2] or 1)
+    return counts
+
+
+def _lines(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
+    """Read a file with a line for each slot."""
+    return dict(Counter(_text(variable, environ).split()))
+
+
+def _grid_engine(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
+    """Read a file with lines of host, slots, queue and processors."""
+    slots: Counter[str] = Counter()
+    for line in _text(variable, environ).splitlines():
+        words = line.split()
+        if len(words) < 2 or not words[1].isdigit():
+            raise ConfigError(
+                f"{variable}={environ[variable]} has the line {line[:_SHOWN]!r}; expected a host and its slots"
+            )
+        slots[words[0]] += int(words[1])
+    return dict(slots)
+
+
+def _text(variable: str, environ: Mapping[str, str]) -> str:
+    try:
+        return Path(environ[variable]).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{variable}={environ[variable]}: {error.strerror}") from None
+
+
+def _pairs(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
+    words = environ[variable].split()
+    if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
+        raise ConfigError(
+            f"{variable}={environ[variable][:_SHOWN]!r} cannot be read; expected hosts and counts as in 'a 2 b 2'"
+        )
+    slots: Counter[str] = Counter()
+    for host, count in zip(words[::2], words[1::2], strict=True):
+        slots[host] += int(count)
+    return dict(slots)
+
+
+#: These name a file of hosts; Kubeflow's MPI operator and Trainer set those of the MPI library of a job.
+_HOSTFILES = (
+    "PRTE_MCA_prte_default_hostfile",
+    "OMPI_MCA_orte_default_hostfile",
+    "I_MPI_HYDRA_HOST_FILE",
+    "HYDRA_HOST_FILE",
+)
+
+_SLURM = frozenset({"slurm"})
+_LSF = frozenset({"lsf"})
+
+#: In the order in which they are looked for: a file that names the hosts is meant for this job alone.
+SCHEDULERS = (
+    Scheduler("a hostfile of the environment", frozenset(), _HOSTFILES, _hostfile),
+    Scheduler("Slurm", _SLURM, ("SLURM_HET_SIZE",), _components),
+    Scheduler("Slurm", _SLURM, ("SLURM_JOB_NODELIST",), _slurm),
+    Scheduler("PBS", frozenset({"pbs", "tm"}), ("PBS_NODEFILE",), _lines),
+    Scheduler("LSF", _LSF, ("LSB_MCPU_HOSTS",), _pairs),
+    Scheduler("LSF", _LSF, ("LSB_DJOB_HOSTFILE",), _lines),
+    Scheduler("Grid Engine", frozenset({"gridengine"}), ("PE_HOSTFILE",), _grid_engine),
+)

@@ -1,0 +1,39 @@
+# shellcheck shell=sh
+#
+# Lets a rank find on its host what was found where the job was started, and becomes it. Arguments: the name of that
+# first host; the folder in which it has the program, or nothing; the file that the program reads as its script, or
+# nothing; the folder of ringreduce there, or nothing; what to start, and its arguments.
+
+first=$1
+folder=$2
+script=$3
+package=$4
+shift 4
+rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
+host=${PMIX_HOSTNAME:-$(uname -n)}
+
+# The rank has not begun, so this is all that is said of it.
+lacks() {
+    echo "ringreduce: rank $rank on $host finds no $1; on $first it is $2: install or copy it, or share a folder" >&2
+    exit 127
+}
+
+# A login shell of this host sets a path of its own, where the program of an environment is not.
+if [ -n "$folder" ]; then
+    export PATH="$folder:$PATH"
+fi
+command -v "$1" >/dev/null || lacks "$1" "$folder/$1"
+[ -z "$script" ] || [ -e "$script" ] || lacks "$(basename "$script") in $(dirname "$script")" "there"
+
+# The launcher says this where Python then finds no ringreduce.
+if [ -n "$package" ] && [ ! -d "$package" ]; then
+    printf "\036ringreduce: rank $rank on %s has no package there\n" "$host" >&2
+fi
+
+# Ranks are not bound to cores on several hosts, so that the threads of a rank find cores of their own.
+if [ -z "$OMP_NUM_THREADS" ]; then
+    OMP_NUM_THREADS=$(($(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}}))
+    [ "$OMP_NUM_THREADS" -gt 0 ] || OMP_NUM_THREADS=1
+    export OMP_NUM_THREADS
+fi
+exec "$@"

@@ -1,0 +1,141 @@
+"""Clusters of machines with sshd, Slurm or the files of pods, all on this machine; see `scripts/cluster`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "cluster"
+
+#: Each rank says where it is, and takes part in one allreduce.
+WHO = """
+import os, socket
+import numpy as np, ringreduce as rr
+rr.init()
+total = rr.allreduce(np.full(3, rr.rank() + 1.0), op="sum")
+assert (total == rr.size() * (rr.size() + 1) / 2).all(), total
+print(f"rank {rr.rank()} of {rr.size()} on {socket.gethostname()}", flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended: its status, what it wrote to both outputs, and how long it took."""
+
+    status: int
+    text: str
+    seconds: float
+
+    def ranks(self) -> list[str]:
+        """Return where the ranks said they are, in their order."""
+        return sorted(line for line in self.text.splitlines() if line.startswith("rank "))
+
+
+class Cluster:
+    """A cluster that is up.
+
+    Args:
+        kind: ``"ssh"``, ``"slurm"``, ``"pods"`` or ``"trainjob"``.
+        hosts: how many.
+        slots: of each.
+    """
+
+    def __init__(self, kind: str, hosts: int, slots: int = 2) -> None:
+        self.name = f"{kind[:2]}{os.getpid() % 10_000}"  # names of network devices are short
+        self._call("up", kind, str(hosts), "--slots", str(slots), "--rate", "10gbit")
+        self.shared = Path(self._call("shared").strip())
+
+    def _call(self, *words: str) -> str:
+        command = [sys.executable, str(SCRIPT), "--name", self.name, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def host(self, number: int) -> str:
+        """Return the name of a host."""
+        return f"{self.name}-host{number}"
+
+    def die(self, number: int) -> None:
+        """Take the power of a host."""
+        self._call("die", str(number))
+
+    def unplug(self, number: int) -> None:
+        """Take the cable of a host out."""
+        self._call("unplug", str(number))
+
+    def boot(self, number: int) -> None:
+        """Start a host."""
+        self._call("boot", str(number))
+
+    def list_workers(self, count: int, slots: int) -> None:
+        """Let the files of the launcher name so many workers."""
+        self._call("list", str(count), "--slots", str(slots))
+
+    def down(self) -> None:
+        """Remove it."""
+        self._call("down")
+
+    def line(self, number: int, *words: str) -> list[str]:
+        """Return the command line that runs a command on a host."""
+        return [sys.executable, str(SCRIPT), "--name", self.name, "exec", str(number), *words]
+
+    def run(
+        self, number: int, *words: str, timeout_s: float = 60.0, variables: Mapping[str, str] | None = None
+    ) -> Done:
+        """Run a command on a host, within a time limit that nothing survives."""
+        begin = time.monotonic()
+        # Who sets a policy of mapping for all jobs of this machine would hide what the launcher does.
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_MCA", "PRTE", "OMP_"))}
+        limited = ("timeout", "--kill-after=5", str(timeout_s), *words)
+        done = subprocess.run(
+            self.line(number, *limited),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s + 20,
+            check=False,
+            cwd=self.shared,
+            env={**environ, **(variables or {})},
+        )
+        return Done(done.returncode, done.stdout, time.monotonic() - begin)
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file into the folder that all hosts share."""
+        path = self.shared / name
+        path.write_text(text)
+        return path
+
+
+def why_not(kind: str) -> str:
+    """Return why there can be no cluster of a kind here; empty if there can."""
+    if os.geteuid() != 0:
+        return "clusters take root"
+    programs = ["ip", "tc", "unshare", "nsenter", "ssh", "sshd", "mpirun"]
+    programs += ["slurmctld", "munged"] if kind == "slurm" else []
+    missing = [program for program in programs if shutil.which(program) is None]
+    return f"there is no {' and no '.join(missing)}" if missing else ""
+
+
+def cluster_of(kind: str, hosts: int, slots: int = 2) -> Callable[[], Iterator[Cluster]]:
+    """Return a fixture of a module: a cluster that is removed at the end, with the program ``who.py``."""
+
+    @pytest.fixture(scope="module")
+    def cluster() -> Iterator[Cluster]:
+        reason = why_not(kind)
+        if reason:
+            pytest.skip(reason)
+        made = Cluster(kind, hosts, slots)
+        made.write("who.py", WHO)
+        yield made
+        made.down()
+
+    return cluster

@@ -1,0 +1,187 @@
+"""Jobs over real ssh, from a virtual environment that no login shell knows."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machines import Cluster, Done, cluster_of
+
+cluster = cluster_of("ssh", 3)
+
+
+def hosts(cluster: Cluster, *slots: int) -> str:
+    """Return the first hosts with their slots, as for -H."""
+    return ",".join(f"{cluster.host(number)}:{count}" for number, count in enumerate(slots))
+
+
+def places(cluster: Cluster, *slots: int) -> list[str]:
+    """Return what ranks say that fill hosts with these slots."""
+    numbers = [number for number, count in enumerate(slots) for _ in range(count)]
+    return [f"rank {rank} of {len(numbers)} on {cluster.host(number)}" for rank, number in enumerate(numbers)]
+
+
+@pytest.mark.parametrize("slots", [(1, 1), (2, 1), (1, 1, 2)])
+def test_ranks_run_on_the_hosts_that_are_named(cluster: Cluster, slots: tuple[int, ...]) -> None:
+    """The interpreter of the environment is found on each, as is the module that it runs."""
+    done = cluster.run(0, "ringreduce", "run", "-H", hosts(cluster, *slots), "python", "who.py")
+    assert (done.status, done.ranks()) == (0, places(cluster, *slots)), done.text
+
+
+def test_a_launcher_outside_of_the_job(cluster: Cluster) -> None:
+    """Where the job is started, no rank need run."""
+    listed = f"{cluster.host(1)}:1,{cluster.host(2)}:1"
+    done = cluster.run(0, "ringreduce", "run", "-H", listed, "who.py")
+    assert (done.status, len(done.ranks())) == (0, 2), done.text
+    assert cluster.host(0) not in "".join(done.ranks())
+
+
+def test_horovodrun_hands_on_the_environment(cluster: Cluster) -> None:
+    """All variables but those that belong to a host; `ringreduce run` those that are named, unless it is asked to."""
+    cluster.write(
+        "variable.py", "import os, ringreduce as rr; rr.init()\nprint('rank', rr.rank(), os.environ.get('MINE'))"
+    )
+    asked = ("-np", "2", "-H", hosts(cluster, 1, 1), "python", "variable.py")
+    mine = {"MINE": "here"}
+    assert cluster.run(0, "horovodrun", *asked, variables=mine).ranks() == ["rank 0 here", "rank 1 here"]
+    assert cluster.run(0, "ringreduce", "run", *asked, variables=mine).ranks() == ["rank 0 here", "rank 1 None"]
+    done = cluster.run(0, "ringreduce", "run", "--env=all", *asked, variables=mine)
+    assert done.ranks() == ["rank 0 here", "rank 1 here"], done.text
+
+
+def test_threads_of_a_rank_have_cores(cluster: Cluster) -> None:
+    """On several hosts, a rank may use as many cores as it has threads, which are its share of the host's cores."""
+    program = "import os; print('rank', len(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
+    cores = len(os.sched_getaffinity(0))
+    for count in (1, 2):
+        asked = ("-H", hosts(cluster, count, count), "python", "-c", program)
+        done = cluster.run(0, "ringreduce", "run", *asked)
+        assert done.ranks() == [f"rank {cores} {max(cores // count, 1)}"] * 2 * count, done.text
+    done = cluster.run(0, "ringreduce", "run", "-x", "OMP_NUM_THREADS=2", "-H", hosts(cluster, 1, 1), *asked[2:])
+    assert done.ranks() == [f"rank {cores} 2"] * 2, done.text
+
+
+# ---- what can be wrong with a host ----
+
+
+def in_terminal(cluster: Cluster, limit_s: float, *words: str) -> Done:
+    """Run a command on the first host in a terminal, where programs may ask questions; nobody answers."""
+    begin = time.monotonic()
+    line = cluster.line(0, "timeout", "--foreground", "--kill-after=2", str(limit_s), *words)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cluster.shared)
+        os.execvp(line[0], line)
+    text = b""
+    while select.select([terminal], [], [], limit_s + 5)[0]:
+        try:
+            chunk = os.read(terminal, 4096)
+        except OSError:  # of Linux at the end of a terminal
+            break
+        text += chunk
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    return Done(os.waitstatus_to_exitcode(status), text.decode(errors="replace"), time.monotonic() - begin)
+
+
+@pytest.fixture
+def stranger(cluster: Cluster) -> Iterator[str]:
+    """A host whose key the first one does not know."""
+    host = cluster.host(2)
+    cluster.run(0, "sh", "-c", f"cp ~/.ssh/known_hosts /tmp/known; sed -i /^{host},/d ~/.ssh/known_hosts")
+    yield host
+    cluster.run(0, "cp", "/tmp/known", "/root/.ssh/known_hosts")
+
+
+def test_an_unknown_key_is_an_error_in_a_terminal_too(cluster: Cluster, stranger: str) -> None:
+    """What ssh would ask there stops it, as it is no process of the terminal's own group."""
+    done = in_terminal(cluster, 30, "ringreduce", "run", "-H", f"{cluster.host(0)}:1,{stranger}:1", "who.py")
+    assert done.status not in (0, 124), done.text
+    assert "Host key verification failed" in done.text
+    assert stranger in done.text
+
+
+def test_a_host_that_lacks_what_a_rank_needs_is_named(cluster: Cluster) -> None:
+    """The script, the program or ringreduce, with where it is on the first host."""
+    here, there = cluster.host(0), cluster.host(1)
+    asked = ("-H", hosts(cluster, 1, 1))
+    cluster.run(0, "sh", "-c", "mkdir -p /opt/own && cp who.py /opt/own/ && printf '#!/bin/sh\n' >/opt/own/tool && "
+                "chmod +x /opt/own/tool")  # fmt: skip
+    cluster.run(1, "mkdir", "-p", "/opt/own")
+    done = cluster.run(0, "ringreduce", "run", *asked, "python", "/opt/own/who.py")
+    assert done.status not in (0, 124), done.text
+    assert f"rank 1 on {there} finds no who.py in /opt/own; on {here} it is there" in done.text
+    done = cluster.run(0, "env", f"PATH=/opt/own:{os.environ['PATH']}", "ringreduce", "run", *asked, "tool")
+    assert done.status not in (0, 124), done.text
+    assert f"rank 1 on {there} finds no tool; on {here} it is /opt/own/tool" in done.text
+
+
+def test_a_host_without_ringreduce_is_named(cluster: Cluster) -> None:
+    """Where it is on the first host is said, too."""
+    package = Path(__file__).parents[2] / "ringreduce"
+    cluster.run(2, "rm", "-rf", str(package))  # of its own layer
+    listed = f"{cluster.host(0)}:1,{cluster.host(2)}:1"
+    done = cluster.run(0, "ringreduce", "run", "-H", listed, "who.py")
+    cluster.boot(2)
+    assert done.status not in (0, 124), done.text
+    assert f"there is no ringreduce on {cluster.host(2)}; here it is in {package}" in done.text
+
+
+def test_a_machine_without_ssh(cluster: Cluster) -> None:
+    """What is missing is named, and by which package it comes."""
+    cluster.run(0, "mount", "--bind", "/dev/null", "/usr/bin/ssh")
+    try:
+        done = cluster.run(0, "ringreduce", "run", "-H", hosts(cluster, 1, 1), "who.py")
+    finally:
+        cluster.run(0, "umount", "/usr/bin/ssh")
+    assert done.status == 2, done.text
+    assert "no program ssh here: install openssh-client" in done.text
+
+
+def test_a_host_that_sends_nothing(cluster: Cluster) -> None:
+    """Whose packets are lost is named within the time that ssh waits for a connection."""
+    lose = "ip neigh replace {} lladdr 02:00:00:00:00:99 nud permanent dev eth0"
+    cluster.run(0, "sh", "-c", lose.format(f"$(getent hosts {cluster.host(1)} | cut -d' ' -f1)"))
+    try:
+        done = cluster.run(0, "ringreduce", "run", "-H", hosts(cluster, 1, 1), "who.py", timeout_s=40)
+    finally:
+        cluster.run(0, "sh", "-c", "ip neigh flush dev eth0 nud permanent")
+    assert done.status not in (0, 124), done.text
+    assert cluster.host(1) in done.text
+
+
+def test_more_ranks_than_slots(cluster: Cluster) -> None:
+    """Are refused, unless they are asked for."""
+    asked = ("-np", "3", "-H", hosts(cluster, 1, 1), "python", "who.py")
+    refused = cluster.run(0, "ringreduce", "run", *asked)
+    assert refused.status == 2
+    assert "--oversubscribe" in refused.text
+    for variables in ({}, {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}):  # also as for one machine
+        done = cluster.run(0, "ringreduce", "run", "--oversubscribe", *asked, variables=variables)
+        assert (done.status, len(done.ranks())) == (0, 3), done.text
+        assert {line.rpartition(" ")[2] for line in done.ranks()} == {cluster.host(0), cluster.host(1)}
+
+
+def test_a_function_on_hosts_that_share_no_temporary_folder(cluster: Cluster) -> None:
+    """Says so in one line; with a folder that all share, it runs."""
+    program = f"""
+import ringreduce as rr
+def where():
+    rr.init()
+    import socket
+    return socket.gethostname()
+if __name__ == "__main__":
+    print("rank", *rr.run(where, num_proc=2, hosts="{hosts(cluster, 1, 1)}"))
+"""
+    path = cluster.write("function.py", program)
+    done = cluster.run(0, "python", str(path))
+    assert done.status, done.text
+    assert f"{cluster.host(1)} does not see" in done.text
+    assert "set TMPDIR" in done.text
+    done = cluster.run(0, "python", str(path), variables={"TMPDIR": str(cluster.shared)})
+    assert done.ranks() == [f"rank {cluster.host(0)} {cluster.host(1)}"], done.text
