@@ -240,7 +240,9 @@ class Job:
         finally:
             for number, handler in self._handled_before.items():
                 signal.signal(number, handler)
-            for each in filter(is_there, self._starters.values()):  # of a host that was lost: Slurm would keep them for minutes
+            for each in filter(
+                is_there, self._starters.values()
+            ):  # of a host that was lost: Slurm would keep them for minutes
                 send(each, signal.SIGKILL)
             assert self._process.stderr is not None
             self._process.stderr.close()
