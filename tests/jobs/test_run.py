@@ -465,7 +465,8 @@ def test_more_ranks_than_slots_are_refused(monkeypatch: pytest.MonkeyPatch, host
     slots = sum(int(each.partition(":")[2]) for each in hosts.split(","))
     with pytest.raises(ConfigError) as refused:
         main(["run", "-H", hosts, "-np", "8", "true"], standalone_mode=False)
-    said = f"-np 8 is more than the {slots} slots of -H {hosts}; give more, as in {more}, or start fewer ranks"
+    said = f"-np 8 is more than the {slots} slots of -H {hosts}; give more, as in {more}, start fewer ranks, or "
+    said += "add --oversubscribe"
     assert str(refused.value) == said
     asked = ["--mpi-args", "--map-by :oversubscribe", "--dry-run"]
     assert main(["run", "-H", hosts, "-np", "8", *asked, "true"], standalone_mode=False) == 0
