@@ -221,8 +221,8 @@ class Restarts:
             in_a_row += 1
             pause_s = min(_FIRST_PAUSE_S * 2 ** (in_a_row - 1), _LONGEST_PAUSE_S)
             say(
-                f"the job has ended with status {status}; starting it again in {pause_s:g} s "
-                f"({failed} of {self._spec.restarts})"
+                f"the job has ended with status {status}; starting it again ({failed} of {self._spec.restarts}), "
+                f"in {pause_s:g} s"
             )
             time.sleep(pause_s)
             if self._discovery is not None:

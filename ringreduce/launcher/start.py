@@ -209,9 +209,9 @@ def prepare(spec: LaunchSpec) -> Start:
         raise ConfigError(f"the hosts have {sum(listed.values())} slots, and --min-np is {policy.least}; see --slots")
     scheduler = None if allocation is None else allocation.scheduler
     finds_itself = scheduler is not None and mpirun.reads(scheduler)
-    by_ssh = mpirun.needs_ssh(None if named else scheduler)
-    if elsewhere and by_ssh:
-        _require_ssh(spec)
+    by_ssh = mpirun.needs_ssh(None if named else scheduler) and not _has_agent(spec)
+    if elsewhere and by_ssh and shutil.which("ssh") is None:
+        raise ConfigError("mpirun reaches other hosts by ssh, and there is no program ssh here: install openssh-client")
     return Start(
         replace(spec, program=program),
         mpirun,
@@ -226,10 +226,9 @@ def prepare(spec: LaunchSpec) -> Start:
     )
 
 
-def _require_ssh(spec: LaunchSpec) -> None:
-    chosen = any(name in os.environ for name in _AGENTS) or any("agent" in word for word in spec.more)
-    if not chosen and shutil.which("ssh") is None:
-        raise ConfigError("mpirun reaches other hosts by ssh, and there is no program ssh here: install openssh-client")
+def _has_agent(spec: LaunchSpec) -> bool:
+    """Return whether users have chosen what reaches other hosts in place of ssh: it may take other options."""
+    return any(name in os.environ for name in _AGENTS) or any("agent" in word for word in spec.more)
 
 
 def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
