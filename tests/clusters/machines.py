@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,21 @@ def why_not(kind: str) -> str:
     programs = ["ip", "tc", "unshare", "nsenter", "ssh", "sshd", "mpirun"]
     programs += ["slurmctld", "munged"] if kind == "slurm" else []
     missing = [program for program in programs if shutil.which(program) is None]
-    return f"there is no {' and no '.join(missing)}" if missing else ""
+    return f"there is no {' and no '.join(missing)}" if missing else _refusal()
+
+
+@cache
+def _refusal() -> str:
+    """Return why root may not make hosts, as in many containers; empty if it may."""
+    attempts = (
+        "mount -t tmpfs none /tmp",
+        "ip link add one type veth peer name two",
+        "ip link add three type bridge",
+        "tc qdisc add dev one root tbf rate 1gbit burst 256kb latency 20ms",
+    )
+    command = ["unshare", "--net", "--mount", "--pid", "--fork", "sh", "-c", " && ".join(attempts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return f"root may not make hosts here: {done.stderr.strip()}" if done.returncode else ""
 
 
 def cluster_of(kind: str, hosts: int, slots: int = 2) -> Callable[[], Iterator[Cluster]]:

@@ -26,7 +26,7 @@ def places(cluster: Cluster, *slots: int) -> list[str]:
     return [f"rank {rank} of {len(numbers)} on {cluster.host(number)}" for rank, number in enumerate(numbers)]
 
 
-@pytest.mark.parametrize("slots", [(1, 1), (2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("slots", [pytest.param((1, 1), marks=pytest.mark.thorough), (2, 1), (1, 1, 2)])
 def test_ranks_run_on_the_hosts_that_are_named(cluster: Cluster, slots: tuple[int, ...]) -> None:
     """The interpreter of the environment is found on each, as is the module that it runs."""
     done = cluster.run(0, "ringreduce", "run", "-H", hosts(cluster, *slots), "python", "who.py")
@@ -41,6 +41,7 @@ def test_a_launcher_outside_of_the_job(cluster: Cluster) -> None:
     assert cluster.host(0) not in "".join(done.ranks())
 
 
+@pytest.mark.thorough
 def test_horovodrun_hands_on_the_environment(cluster: Cluster) -> None:
     """All variables but those that belong to a host; `ringreduce run` those that are named, unless it is asked to."""
     cluster.write(
@@ -54,6 +55,7 @@ def test_horovodrun_hands_on_the_environment(cluster: Cluster) -> None:
     assert done.ranks() == ["rank 0 here", "rank 1 here"], done.text
 
 
+@pytest.mark.thorough
 def test_threads_of_a_rank_have_cores(cluster: Cluster) -> None:
     """On several hosts, a rank may use as many cores as it has threads, which are its share of the host's cores."""
     program = "import os; print('rank', len(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
@@ -121,6 +123,7 @@ def test_a_host_that_lacks_what_a_rank_needs_is_named(cluster: Cluster) -> None:
     assert f"rank 1 on {there} finds no tool; on {here} it is /opt/own/tool" in done.text
 
 
+@pytest.mark.thorough
 def test_a_host_without_ringreduce_is_named(cluster: Cluster) -> None:
     """Where it is on the first host is said, too."""
     package = Path(__file__).parents[2] / "ringreduce"
@@ -143,6 +146,7 @@ def test_a_machine_without_ssh(cluster: Cluster) -> None:
     assert "no program ssh here: install openssh-client" in done.text
 
 
+@pytest.mark.thorough
 def test_a_host_that_sends_nothing(cluster: Cluster) -> None:
     """Whose packets are lost is named within the time that ssh waits for a connection."""
     lose = "ip neigh replace {} lladdr 02:00:00:00:00:99 nud permanent dev eth0"
@@ -155,6 +159,7 @@ def test_a_host_that_sends_nothing(cluster: Cluster) -> None:
     assert cluster.host(1) in done.text
 
 
+@pytest.mark.thorough
 def test_more_ranks_than_slots(cluster: Cluster) -> None:
     """Are refused, unless they are asked for."""
     asked = ("-np", "3", "-H", hosts(cluster, 1, 1), "python", "who.py")
@@ -167,6 +172,7 @@ def test_more_ranks_than_slots(cluster: Cluster) -> None:
         assert {line.rpartition(" ")[2] for line in done.ranks()} == {cluster.host(0), cluster.host(1)}
 
 
+@pytest.mark.thorough
 def test_a_function_on_hosts_that_share_no_temporary_folder(cluster: Cluster) -> None:
     """Says so in one line; with a folder that all share, it runs."""
     program = f"""

@@ -80,21 +80,35 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not for this number of ranks.
 
-    Tests marked ``sizes(...)`` are for these alone. Of those marked ``spread``, without --all, each case is for one
-    number, so that every number has its share of the cases.
+    Tests marked ``sizes(...)`` are for these alone. Of the cases of a test marked ``spread``, without --all, each is
+    for one number, and each number has some of them; where there are fewer cases than numbers, each number has one.
+    With ``spread(name, ...)`` that is true of the cases of each value of these parameters.
     """
-    left_out = [item for item in items if not _is_wanted(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if _is_wanted(item)]
+    wanted = {item for item in items if SIZE in _sizes_of(item)}
+    if not os.environ.get("TEST_ALL"):
+        groups: dict[object, list[pytest.Item]] = {}
+        for item in items:
+            if (mark := item.get_closest_marker("spread")) is not None:
+                values = [repr(item.callspec.params[name]) for name in mark.args]
+                groups.setdefault((item.path, item.originalname, *values, *_sizes_of(item)), []).append(item)
+        for cases in groups.values():
+            wanted -= {*cases} - _share_of(cases, _sizes_of(cases[0]))
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = [item for item in items if item in wanted]
 
 
-def _is_wanted(item: pytest.Item) -> bool:
-    sizes = [
-        size for size in range(1, max(SIZE, 4) + 1) if all(size in mark.args for mark in item.iter_markers("sizes"))
-    ]
-    if item.get_closest_marker("spread") is not None and not os.environ.get("TEST_ALL"):
-        sizes = [sizes[zlib.crc32(item.nodeid.encode()) % len(sizes)]]
-    return SIZE in sizes
+def _sizes_of(item: pytest.Item) -> list[int]:
+    """Return the numbers of ranks that a test is for."""
+    sizes = range(1, max(SIZE, 4) + 1)
+    return [size for size in sizes if all(size in mark.args for mark in item.iter_markers("sizes"))]
+
+
+def _share_of(cases: list[pytest.Item], sizes: list[int]) -> set[pytest.Item]:
+    """Return those of the cases that are for this number of ranks when they are spread over these numbers."""
+    order = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))  # unlike that of any parameter
+    first = zlib.crc32(order[0].nodeid.encode())
+    pairs = range(max(len(cases), len(sizes)))
+    return {order[pair % len(cases)] for pair in pairs if sizes[(first + pair) % len(sizes)] == SIZE}
 
 
 class SharedVerdicts:

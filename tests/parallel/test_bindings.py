@@ -23,6 +23,7 @@ def named(check: Callable[..., None]) -> str:
     return check.__name__
 
 
+@pytest.mark.spread("check")
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"reduce_in": "backward"}], ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=named)
 @pytest.mark.parametrize("make", [Toy, Torch, Lists])
@@ -31,12 +32,14 @@ def test_a_binding(make: Make, check: Callable[..., None], options: dict[str, An
     check(make, **options)
 
 
+@pytest.mark.spread("check")
 @pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
 @pytest.mark.parametrize("make", [Torch, Lists])
 def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
     check(make)
 
 
+@pytest.mark.spread("check")
 @pytest.mark.parametrize("check", WEIGHTED_CHECKS, ids=named)
 @pytest.mark.parametrize("make", [Torch, Lists])
 def test_numbers_of_samples(nodes_of_one: None, make: Make, check: Callable[..., None]) -> None:

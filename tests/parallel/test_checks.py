@@ -88,6 +88,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if "train on the same data" in each.getMessage()]
 
 
+@pytest.mark.spread("differ_in")
 @pytest.mark.parametrize("differ_in", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"reduce_in": "backward"}, {"passes": 2}], ids=str)
 def test_ranks_that_train_on_the_same_data_are_told(

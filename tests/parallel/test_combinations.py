@@ -166,6 +166,7 @@ def test_pairs(one: str, other: str) -> None:
     assert not torch.equal(weights[1], list(Net(sparse=False).parameters())[1])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("one", "other"),
     [

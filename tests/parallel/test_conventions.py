@@ -50,6 +50,7 @@ def weights(rank: int, shape: tuple[int, ...]) -> Any:
 # ---- gradients ----
 
 
+@pytest.mark.spread("by_horovod")
 @BOTH_SETS
 @pytest.mark.parametrize("grouped", [False, True], ids=["one", "grouped"])
 def test_gradients_of_what_was_gathered(by_horovod: bool, members: Any, grouped: bool) -> None:
@@ -81,6 +82,7 @@ def test_gradients_of_what_was_broadcast(by_horovod: bool, members: Any) -> None
     torch.testing.assert_close(x.grad, total if rr.rank() == root else torch.zeros_like(total))
 
 
+@pytest.mark.spread("by_horovod")
 @BOTH_SETS
 @pytest.mark.parametrize("grouped", [False, True], ids=["one", "grouped"])
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=lambda op: op.value)
@@ -116,6 +118,7 @@ def test_gradients_that_are_the_same_in_both(by_horovod: bool, op: Any) -> None:
 # ---- after a join ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8], ids=str)
 def test_averages_after_a_join(by_horovod: bool, dtype: Any) -> None:
     """They are over the ranks that are left, or over all of them; joined ranks count for nothing in all else."""
@@ -137,6 +140,7 @@ def test_averages_after_a_join(by_horovod: bool, dtype: Any) -> None:
     hvd.join()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     "options",
     [{}, {"gradient_predivide_factor": 4.0}, {"compression": hvd.Compression.bf16}, {"overlap": True}, {"op": hvd.Sum}],
@@ -233,6 +237,7 @@ def test_conventions_are_chosen_before_init(no_choice: None, monkeypatch: pytest
 # ---- parameters that no rank uses ----
 
 
+@pytest.mark.spread("by_horovod")
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_gradients_of_parameters_that_no_rank_used(by_horovod: bool, asked: bool | None) -> None:
     """None by the chain rule, as on one rank; zeros by Horovod's convention, so that weight decay moves them.

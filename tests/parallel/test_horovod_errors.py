@@ -73,6 +73,7 @@ WORDS = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("case", CASES)
 def test_errors_are_of_the_kind_that_scripts_catch(case: str, world: rr.Communicator) -> None:
     """By ``except RuntimeError`` and ``except ValueError`` where Horovod raises these; later operations work."""
@@ -84,6 +85,7 @@ def test_errors_are_of_the_kind_that_scripts_catch(case: str, world: rr.Communic
     assert hvd.allreduce(TENSOR, op=hvd.Sum).tolist() == [world.size] * 4
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     "name",
     ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous", "mpi_threads_supported"],

@@ -61,6 +61,7 @@ def assert_says(error: rr.MismatchError, most: str, odd: str) -> None:
     assert odd in one
 
 
+@pytest.mark.spread("communicator")
 @pytest.mark.parametrize(("most", "odd"), [("5", "8"), ("70000", "70003"), ("2x3", "3x2")])
 def test_shapes(communicator: rr.Communicator, most: str, odd: str) -> None:
     """Different shapes are named, also of equally many elements: no partial sums, no truncation."""
@@ -96,6 +97,7 @@ def test_algorithms(communicator: rr.Communicator) -> None:
     assert_says(error, "allreduce(", "algorithm ring")
 
 
+@pytest.mark.spread("communicator")
 @pytest.mark.parametrize("name", ["allgather", "alltoall"])
 def test_ragged_rows_may_differ_but_not_their_shape(communicator: rr.Communicator, name: str) -> None:
     """How many rows there are is each rank's own affair; what a row is must agree."""
@@ -130,6 +132,7 @@ def test_confused_calls_of_the_librarys_own(communicator: rr.Communicator) -> No
     assert_says(error, "shape 50,", "shape 60,")
 
 
+@pytest.mark.spread
 def test_memory_stays_where_it_is(communicator: rr.Communicator, growth: Callable[[Callable[[], object]], Any]) -> None:
     """Dozens of confused calls, with messages under way, leave nothing behind: plans are used again."""
     small, large = np.ones(40_000, np.float32), np.ones(40_001, np.float32)

@@ -11,6 +11,7 @@ import pytest
 import ringreduce as rr
 
 
+@pytest.mark.spread("count")
 @pytest.mark.parametrize("count", [1, 7, 1021, 200_003])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_plan_is_run_again_and_again(world: rr.Communicator, count: int, in_place: bool) -> None:

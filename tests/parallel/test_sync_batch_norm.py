@@ -78,6 +78,7 @@ def made(**options: Any) -> Any:
     return norm
 
 
+@pytest.mark.spread("rows")
 @pytest.mark.parametrize("rest", [(), (5,), (3, 2), (2, 1, 3)], ids=["2d", "3d", "4d", "5d"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_equals_one_process_with_all_batches(world: rr.Communicator, rows: str, rest: tuple[int, ...]) -> None:
@@ -88,6 +89,7 @@ def test_equals_one_process_with_all_batches(world: rr.Communicator, rows: str, 
         check(world, norm, batches(world, ROWS[rows], *rest, offset=float(step)))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     "options",
     [{"momentum": None}, {"momentum": 0.3}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.1}],

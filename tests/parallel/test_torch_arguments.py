@@ -103,6 +103,7 @@ WRONG: dict[str, tuple[Callable[[Model], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.spread
 @several
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize("what", WRONG)
@@ -340,6 +341,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Any, Any, str]] = {
 }
 
 
+@pytest.mark.spread
 @several
 @pytest.mark.parametrize("what", COLLECTIVES)
 def test_wrong_arguments_on_one_rank_are_refused_on_all(what: str) -> None:
@@ -365,6 +367,7 @@ def call_named(operation: str, name: Any) -> Any:
     return hvd.synchronize(result) if "async" in operation else result
 
 
+@pytest.mark.spread
 @several
 @pytest.mark.parametrize("operation", list(filter(takes_a_name, hvd.__all__)))
 def test_names_are_text(operation: str) -> None:
@@ -453,6 +456,7 @@ def test_sharded_parameters_are_refused(mesh: Any) -> None:
     assert_usable()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "call",

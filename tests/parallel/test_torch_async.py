@@ -135,6 +135,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.spread("which")
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("which", DISAGREEMENTS)
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
@@ -157,6 +158,7 @@ def test_a_mismatch_is_the_same_error_on_all_ranks(which: str, known: bool) -> N
 # ---- join ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "start",

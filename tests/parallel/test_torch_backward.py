@@ -174,6 +174,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_weights_are_those_of_one_process_on_the_whole_batch(loop: Loop, overlap: bool) -> None:
@@ -290,6 +291,7 @@ def test_sums_that_a_second_pass_adds_to_are_refused() -> None:
     torch.testing.assert_close(model[0].weight.grad, 2 * hvd.size() * own)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_sums_that_the_model_has_cleared_are_not_added_to(overlap: bool, set_to_none: bool) -> None:

@@ -107,6 +107,7 @@ def train(scaled: bool = False, **options: Any) -> Tensors:
     return weights
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "options",

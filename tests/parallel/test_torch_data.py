@@ -30,6 +30,7 @@ def everyone(mine: Any) -> list[Any]:
 # ---- data ----
 
 
+@pytest.mark.spread("ends")
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("ends", ["repeat", "drop", "uneven"])
 def test_samples_are_divided(world: rr.Communicator, ends: str, shuffle: bool) -> None:
@@ -59,6 +60,7 @@ def test_samples_are_divided(world: rr.Communicator, ends: str, shuffle: bool) -
         assert (orders[0] == orders[1]) == (not shuffle or count < 2) or count < 7
 
 
+@pytest.mark.spread("ends")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ends", ["repeat", "drop", "uneven"])
 def test_shards_of_what_can_only_be_iterated(world: rr.Communicator, ends: str, workers: int) -> None:
@@ -128,6 +130,7 @@ def model_and_data(rank: int) -> tuple[Any, Any]:
     return model, torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)) * 9
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("reduce_in", ["step", "backward"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 def test_clipping_is_that_of_one_process(world: rr.Communicator, reduce_in: str, scaled: bool) -> None:
@@ -155,6 +158,7 @@ def test_clipping_is_that_of_one_process(world: rr.Communicator, reduce_in: str,
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("reduce_in", ["step", "backward"])
 def test_what_comes_after_clipping_is_reduced(world: rr.Communicator, reduce_in: str, in_place: bool) -> None:

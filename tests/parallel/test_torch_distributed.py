@@ -103,6 +103,7 @@ OPS_AND_DTYPES = [(op, dtype) for op in REFERENCE for dtype in DTYPES if takes(o
 # ---- reductions ----
 
 
+@pytest.mark.spread("op")
 @pytest.mark.parametrize(("op", "dtype"), OPS_AND_DTYPES, ids=lambda value: str(value).removeprefix("torch."))
 def test_allreduce(op: str, dtype: torch.dtype, rank: int, size: int):
     """Every operation on every dtype gives on all ranks what NumPy makes of all ranks' values, at awkward sizes."""
@@ -119,6 +120,7 @@ def test_allreduce(op: str, dtype: torch.dtype, rank: int, size: int):
         torch.testing.assert_close(tensor, want)
 
 
+@pytest.mark.spread("op")
 @pytest.mark.parametrize("op", list(REFERENCE))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
 def test_reduce_and_reduce_scatter(op: str, dtype: torch.dtype, rank: int, size: int):
@@ -191,6 +193,7 @@ def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.dtype == other.dtype and torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
 def test_what_moves(dtype: torch.dtype, rank: int, size: int):
     """Broadcast, allgather, gather, scatter, alltoall and messages move every dtype, of every awkward size.
@@ -402,6 +405,7 @@ def test_strided_views(rank: int, size: int):
         assert holey.tolist() == [[float((rank - 1) % size), -1.0]] * 5
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -531,6 +535,7 @@ def test_a_rank_that_does_not_come_is_named(rank: int, size: int):
     dist.monitored_barrier(dist.new_group(backend="gloo"))
 
 
+@pytest.mark.spread
 @pytest.mark.sizes(2, 3, 4)  # messages go to other ranks
 @pytest.mark.parametrize("limit", [timedelta(seconds=30), 30.0, 30, float("inf"), None])
 def test_time_limits_are_timedeltas_or_seconds(limit: Any, rank: int, size: int):
@@ -570,6 +575,7 @@ def test_seconds_end_waits(rank: int, size: int):
     sent.wait()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("limit", ["1", float("nan"), True, [1]])
 def test_what_is_no_time_limit(limit: Any):
     with pytest.raises(ConfigError, match="timedelta or a number of seconds"):
@@ -684,6 +690,7 @@ def test_results_and_futures_are_lists_of_tensors(rank: int, size: int):
             assert [id(each) for each in found] == [id(each) for each in wanted]
 
 
+@pytest.mark.spread
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("what", ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "irecv"])
 def test_the_memory_of_a_work_under_way_cannot_be_replaced(size: int, what: str):

@@ -117,6 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread("form")
 @pytest.mark.parametrize("accumulates", [False, True], ids=["", "no_sync"])
 @pytest.mark.parametrize("form", list(OPTIONS))
 def test_ddp(form: str, accumulates: bool, gloo: Any):
@@ -153,6 +154,7 @@ def test_ddp_with_sparse_gradients(gloo: Any):
     assert_like(*results)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("hook", ["fp16", "powerSGD", "batched_powerSGD", "builtin allreduce", "builtin fp16"])
 def test_ddp_with_hooks(hook: str, gloo: Any, monkeypatch: pytest.MonkeyPatch):
     """Communication hooks, which get the futures of works, run as on Gloo; batched PowerSGD resizes the buckets."""
@@ -211,6 +213,7 @@ class InTurn:
             each.average_parameters(params)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("form", ["plain", "static_graph", "bucket_view", "find_unused"])
 def test_ddp_with_our_hook(form: str, gloo: Any):
     """Our hook averages as DDP does without one; views of buckets come to lie in memory that the node shares."""
@@ -246,6 +249,7 @@ COMPRESSIONS = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", list(COMPRESSIONS))
 def test_ddp_with_our_compressions(name: str):
     """With what compression loses, the loss falls as without, and all ranks have the same weights."""

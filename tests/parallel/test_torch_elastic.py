@@ -68,6 +68,7 @@ def one_step(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_commit_that_copies_no_weights_counts_until_the_next_step(
@@ -161,6 +162,7 @@ DAMAGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_what_is_changed_otherwise_than_by_a_step_is_noticed(
     world: rr.Communicator, damage: Callable[[Any, Any], Any]
@@ -257,6 +259,7 @@ def test_several_models_and_a_distributed_optimizer_are_kept(world: rr.Communica
     assert state.generator == "gone"
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("count", [0, 1, 4, ROWS])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_an_epoch_is_divided_among_the_ranks(world: rr.Communicator, count: int, shuffle: bool) -> None:
@@ -586,6 +589,7 @@ def test_how_much_of_an_epoch_is_processed(world: rr.Communicator) -> None:
     assert sampler.processed_num == 0
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

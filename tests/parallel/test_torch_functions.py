@@ -100,6 +100,7 @@ def train(model: Any, optimizer: Any, steps: int) -> None:
         optimizer.step(closure)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(("root_steps", "steps"), [(0, 3), (2, 0), (2, 3)])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "tensor-lr", "lbfgs", "adagrad"])
 def test_broadcast_optimizer_state(name: str, root_steps: int, steps: int) -> None:

@@ -76,6 +76,7 @@ def test_a_delay_in_which_nothing_is_learnt_changes_no_bit(world: rr.Communicato
     assert runs[0] == runs[1]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("options", [{}, {"delay": 2}, {"fragments": 2}, {"outer_lr": 1.0, "outer_momentum": 0.0}])
 def test_replicas_that_have_their_parameters_once(nodes_of_two: None, options: dict[str, Any]):
     """Bits as if each rank had its own; also when a run goes on from what it has saved."""
@@ -173,6 +174,7 @@ def test_steps_belong_to_the_phase_that_was_loaded(nodes_of_one: None, saved_aft
     assert go_on(model, optimizer) == expected
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("replica", ["rank", "node"])
 @pytest.mark.parametrize("restored", [False, True])
 def test_clipping_after_a_new_world_is_over_its_replicas(nodes_of_two: None, replica: str, restored: bool):
@@ -208,6 +210,7 @@ def test_clipping_after_a_new_world_is_over_its_replicas(nodes_of_two: None, rep
 # ---- what travels ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("wire", ["none", "bf16", "int4"])
 def test_agreed_bits_are_equal_in_every_precision(nodes_of_one: None, wire: str, dtype: str):
@@ -349,6 +352,7 @@ def average_experts(models: Any, optimizers: Any) -> None:
                     optimizer.state[parameter].update({name: each.clone() for name, each in means.items()})
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("make", EXPERTS)
 def test_state_is_averaged_by_parameter_and_name(world: rr.Communicator, make: Any):
     """Over the ranks that have it; a rank that has none gets all of it, with the number of steps, and can go on."""
@@ -378,6 +382,7 @@ def test_state_is_averaged_by_parameter_and_name(world: rr.Communicator, make: A
                 torch.testing.assert_close(value, known[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.spread
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("stop", [3, 5, 6, 8])
 def test_exchanges_of_different_state_under_way_are_saved(world: rr.Communicator, stop: int):
@@ -611,6 +616,7 @@ def test_clipping_and_passes_that_add_up(world: rr.Communicator, replica: str):
 # ---- errors ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

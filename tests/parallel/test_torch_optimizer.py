@@ -132,6 +132,7 @@ def compare(
 # ---- gradients ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_trains_like_one_process_on_the_whole_batch(make: Any, set_to_none: bool) -> None:
@@ -175,6 +176,7 @@ class TwoHeads(torch.nn.Module):
         return (self.second if second else self.first)(self.trunk(inputs))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("wrap", [{}, {"groups": 2}], ids=str)
 @pytest.mark.parametrize("make", [sgd, adamw])
@@ -674,6 +676,7 @@ def test_ranks_with_different_parameters_are_told_at_once() -> None:
         hvd.DistributedOptimizer(sgd(mlp().parameters() if rr.rank() else mlp()[:3].parameters()))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -53,6 +53,7 @@ def assert_equal_on_ranks(model: Model) -> None:
     assert all(each.equal(everyone[0]) for each in everyone)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -213,6 +214,7 @@ class LookingScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, *arguments)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=str)
 @pytest.mark.parametrize("scaler_class", [OwnScaler, LookingScaler])
 def test_scalers_made_of_grad_scaler_need_no_dance(scaler_class: Any, op: Any) -> None:

@@ -486,6 +486,7 @@ class Tied(torch.nn.Module):
         return self.last(x)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("reduce_in", ["step", "backward"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_and_tied_layers(reentrant: bool, reduce_in: str) -> None:

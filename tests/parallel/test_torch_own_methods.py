@@ -123,6 +123,7 @@ def test_synchronized_gradients_may_be_stepped_with(world: rr.Communicator) -> N
     torch.testing.assert_close(weight.detach(), flat_minimum(world.size, 3), rtol=0, atol=1e-12)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     "way",
     [

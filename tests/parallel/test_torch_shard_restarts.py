@@ -138,10 +138,10 @@ def test_training_goes_on_as_without_an_end(
     nodes: None, between: Callable[[list[Any], Optimizer], None], name: str
 ) -> None:
     """Weights and state are those of training in one world, without shards, to rounding."""
+    plain, alone = made(name, None)
+    for step in range(5):
+        make_step(plain, alone, step)
     for shard in shards():
-        plain, alone = made(name, None)
-        for step in range(5):
-            make_step(plain, alone, step)
         parameters, optimizer = made(name, shard)
         for step in range(5):
             if step == 2:

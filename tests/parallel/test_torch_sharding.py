@@ -178,6 +178,7 @@ def assert_equal_state(state: dict[int, dict[str, Any]]) -> None:
                 assert same(value, other[number][name])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -250,6 +251,7 @@ def keep(model: Model, optimizer: Optimizer, step: int) -> None:
         model.kept = [*getattr(model, "kept", ()), model[0].weight.grad]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("make_step", [accumulate, look, evaluate, thaw, use_some, keep])
 def test_bits_of_steps(make_step: Callable[[Model, Optimizer, int], None]):
     def run(shard: str | None) -> tuple[Model, Optimizer]:
@@ -262,6 +264,7 @@ def test_bits_of_steps(make_step: Callable[[Model, Optimizer, int], None]):
     require_same(run)
 
 
+@pytest.mark.spread("make")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf"), 0.0])
 @pytest.mark.parametrize("make", [OPTIMIZERS["adam"], OPTIMIZERS["sgd"], lambda given: torch.optim.Adafactor(given)])
 def test_clipped_gradients(make: Callable[[Any], Optimizer], norm_type: float):
@@ -281,6 +284,7 @@ def test_clipped_gradients(make: Callable[[Any], Optimizer], norm_type: float):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("dtypes", [["float64"], ["bfloat16", "float32"], ["float32", "float64"], ["bfloat16"]])
 def test_norms_of_any_dtypes(dtypes: list[str], norm_type: float):
@@ -528,6 +532,7 @@ def test_what_a_forked_process_writes_is_its_own():
     train(optimizer, model, range(2, 3))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -580,6 +585,7 @@ def nodes(no_world: None, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     rr.init()
 
 
+@pytest.mark.spread("nodes")
 @pytest.mark.parametrize("name", ["adamw amsgrad", "lamb", "adafactor"])
 def test_bits_between_nodes(nodes: None, name: str):
     """Also as parameters get places in the midst of the training, and in another optimizer that goes on."""

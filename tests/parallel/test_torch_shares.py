@@ -206,6 +206,7 @@ def measure(own_s: list[float]) -> None:
     engine.tally.paces = [Pace(100, 100 * each, 0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()) for each in own_s]
 
 
+@pytest.mark.spread("ends")
 @pytest.mark.parametrize("count", [1, 7, 40, 101])
 @pytest.mark.parametrize("ends", ["repeat", "drop", "uneven"])
 def test_global_batches_are_the_same_whatever_the_shares(no_world: None, ends: str, count: int) -> None:
@@ -453,6 +454,7 @@ def test_a_sampler_knows_no_more_than_its_own_batches(no_world: None) -> None:
     hvd.shutdown()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

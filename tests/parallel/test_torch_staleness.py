@@ -213,6 +213,7 @@ class Quadratics(torch.nn.ParameterList):
         return (0.1 + 0.05 * number) * value + 0.01 * (rank + 1) * (number + 1) + 0.003 * step
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 @pytest.mark.parametrize("reload", [False, True])
 def test_parameters_that_are_frozen_thawed_added_and_removed(staleness: int, reload: bool) -> None:

@@ -68,6 +68,7 @@ def test_rates_may_differ_between_ranks_and_a_warning_tells(caplog: pytest.LogCa
         assert f"lr of group 0 is 0.25 on {others}, 0.125 on rank 1" in message
 
 
+@pytest.mark.spread
 @several
 @pytest.mark.parametrize(
     ("make", "key", "different"),

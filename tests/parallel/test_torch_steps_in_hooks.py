@@ -111,6 +111,7 @@ def test_a_step_in_a_hook_has_the_averages(
     assert not [each for each in said if "gradient" in each or "weights" in each]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("before", [True, False], ids=["hooks first", "wrapped first"])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=str)
 def test_a_step_in_a_hook_between_nodes(nodes_of_one: None, before: bool, op: Any) -> None:

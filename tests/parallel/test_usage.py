@@ -59,6 +59,7 @@ SHARE: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("how", SHARE)
 def test_steps_without_any_reduction_are_asked_for(world: None, how: str) -> None:
     """On rank 0, if there are others; broadcasts and results that are collected are no reductions."""
@@ -74,6 +75,7 @@ def test_steps_without_any_reduction_are_asked_for(world: None, how: str) -> Non
     assert asked(set()) is None
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("how", REDUCE)
 def test_what_reduces_is_not_asked_for(world: None, how: str) -> None:
     """Nor do those that divide the ranks, which may reduce what is not seen any more."""

@@ -207,6 +207,7 @@ class Interrupting(rr.Instrument):
         signal.raise_signal(signal.SIGUSR1)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", ["allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall", "barrier"])
 def test_a_handler_that_communicates_is_told_so(world: rr.Communicator, name: str) -> None:
     """At once, where it interrupts a collective; and nothing that is under way is harmed."""
