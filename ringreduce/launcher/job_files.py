@@ -94,7 +94,7 @@ KINDS = {
             r"(?<=image: ).*": lambda asked: asked.image,
             r'(?<=cpu: ")\d+': lambda asked: str(asked.ranks * asked.cores),
             r'(?<=OMP_NUM_THREADS, value: ")\d+': lambda asked: str(asked.cores),
-            r'(?<=command: )\["ringreduce".*': lambda asked: json.dumps(list(asked.command)),
+            r'(?<=args: )\["ringreduce".*': lambda asked: json.dumps(list(asked.command)),
         },
     ),
 }

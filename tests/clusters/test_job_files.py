@@ -59,7 +59,7 @@ def test_commands_of_kubernetes(kind: str, request: pytest.FixtureRequest) -> No
     cluster: Cluster = request.getfixturevalue(kind)
     cluster.write("train.py", WHO)
     text = (FILES / ("mpijob.yaml" if kind == "pods" else "trainjob.yaml")).read_text()
-    (command,) = re.findall(r'command: \["(ringreduce.*)"\]', text)
+    (command,) = re.findall(r'args: \["(ringreduce.*)"\]', text)
     names = ("train-worker-0", "train-worker-1") if kind == "pods" else ("train-node-0-0", "train-node-0-1")
     done = cluster.run(0, "env", "OMP_NUM_THREADS=1", *command.split('", "'))
     assert (done.status, done.ranks()) == (0, places(*names)), done.text

@@ -64,7 +64,7 @@ def test_a_job_of_kubernetes_has_what_was_asked_for() -> None:
     assert (launcher["replicas"], worker["replicas"]) == (1, 3)
     (starts,) = launcher["template"]["spec"]["containers"]
     (works,) = worker["template"]["spec"]["containers"]
-    assert starts["command"] == ["ringreduce", "run", "python", "a b.py", '"\\1']
+    assert starts["args"] == ["ringreduce", "run", "python", "a b.py", '"\\1']
     assert starts["env"] == [{"name": "OMP_NUM_THREADS", "value": "7"}]
     assert starts["image"] == works["image"] == "a.b/c@sha256:0"
     assert [works["resources"][each]["cpu"] for each in ("requests", "limits")] == ["35", "35"]
