@@ -30,6 +30,7 @@ _PLACES = {
     "export": "reports.export",
     "run": "run.command",
     "simulate": "simulate.command",
+    "submit": "submit.command",
     "timeline": "reports.timeline",
     "top": "reports.top",
     "tune": "commands.tune",

@@ -14,7 +14,7 @@ from launching import run
 COMMAND = re.compile(r"(?:\./|scripts/|mpirun|python|pip|ringreduce|sudo|horovodrun|srun|module|export|cd|\. )[^\n]*")
 #: Pages and commands that nothing here runs as they stand -> what runs them, or why nothing does.
 ELSEWHERE = {
-    "docs/clusters.md": "for clusters, whose schedulers and modules are not here",
+    "docs/clusters.md": "tests/clusters; what needs a module, an image or a network is not run",
     "README.md: ./scripts/demo": "scripts/demo, whose example tests/jobs/test_examples.py runs",
     "README.md: ./scripts/test": "scripts/test, which this is a part of",
     "README.md: python3 -m venv venv": "scripts/first_hour",

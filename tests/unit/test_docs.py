@@ -33,6 +33,7 @@ from documents import (
 
 import ringreduce as rr
 from ringreduce.cli import main as command_line
+from ringreduce.cli.run import command as run_command
 from ringreduce.common import errors
 from ringreduce.training.options.refusals import FEATURES, REFUSED, REFUSED_IN_KERAS
 
@@ -123,7 +124,8 @@ def test_commands_exist(page: Path) -> None:
         if isinstance(command, click.Group):
             assert arguments[0] in command.commands, words
             command = command.commands[arguments[0]]
-        options = {text for each in command.params if isinstance(each, click.Option) for text in each.opts}
+        params = [*command.params, *(run_command.params if name == "submit" else ())]  # which takes both
+        options = {text for each in params if isinstance(each, click.Option) for text in each.opts}
         own = arguments[: next((n for n, each in enumerate(arguments) if each in ("python", "...")), len(arguments))]
         given = {each.partition("=")[0] for each in own if each.startswith("-")}
         assert given <= options, words

@@ -120,6 +120,8 @@ OPTIONS = {
         --memory --message --minbytes --nodes --noise --overlap --period --plot --ranks-per-node --reduction --scaling
         --shard --slow-link --staleness --stepfactor --update --wire --within -b -e -f
     """,
+    "submit k8s": "--cores-per-rank --image --name --nodes --ranks-per-node --time --yes program",
+    "submit slurm": "--cores-per-rank --name --nodes --ranks-per-node --time --yes program",
     "timeline": "",
     "top": "--every --job --json --once --prometheus",
     "tune": "--budget --directory --even-if-busy",
@@ -155,7 +157,10 @@ def test_commands_have_their_options() -> None:
     """Each command takes the options and arguments that scripts give it."""
     missing = {}
     for name, options in OPTIONS.items():
-        command = cli.main.get_command(click.Context(cli.main), name)
+        command: click.Command | None = cli.main
+        for word in name.split():
+            assert isinstance(command, click.Group), name
+            command = command.get_command(click.Context(command), word)
         assert command is not None, name
         taken = {each for one in command.params for each in (*one.opts, *one.secondary_opts)}
         missing[name] = set(options.split()) - taken

@@ -1,0 +1,1 @@
+../../ringreduce/launcher/jobs/slurm-elastic.sh

@@ -1,0 +1,10 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=2
+#SBATCH --time=01:00:00
+#SBATCH --no-kill
+# With --no-kill, Slurm keeps the other hosts when it has lost one.
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+ringreduce run --elastic --max-restarts 3 python train.py

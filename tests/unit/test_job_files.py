@@ -1,0 +1,115 @@
+"""Files of jobs: those that the documents show, and those that ``submit`` fills in."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ringreduce.cli.submit import command
+
+FILES = Path(__file__).parents[2] / "docs" / "clusters"
+
+
+def printed(*words: str) -> str:
+    """Return what ``ringreduce submit`` prints."""
+    done = CliRunner().invoke(command, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def documents(text: str) -> list[Any]:
+    """Return the documents of a text in YAML."""
+    return list(pytest.importorskip("yaml").safe_load_all(text))
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.sh")), ids=lambda path: path.name)
+def test_scripts_are_read_by_bash(path: Path) -> None:
+    """Each is a program of its own."""
+    subprocess.run(["bash", "-n", path], check=True, timeout=20)
+
+
+def test_the_files_that_are_filled_in_are_those_that_are_shown() -> None:
+    """With the numbers that these have, the same text."""
+    asked = ("--cores-per-rank", "2", "python", "train.py")
+    assert printed("slurm", *asked) == (FILES / "slurm-run.sh").read_text()
+    elastic = printed("slurm", *asked[:2], "--elastic", "--max-restarts", "3", *asked[2:])
+    assert elastic == (FILES / "slurm-elastic.sh").read_text()
+    image = ("--image", "registry.example.org/train:1")
+    assert printed("k8s", *image, "python", "train.py") == (FILES / "mpijob.yaml").read_text()
+
+
+def test_a_job_of_slurm_has_what_was_asked_for() -> None:
+    """Words of the program are quoted as a shell needs it."""
+    asked = ("--name", "big", "--nodes", "3", "--ranks-per-node", "5", "--cores-per-rank", "7", "--time", "100:02:03")
+    lines = printed("slurm", *asked, "-x", "A=b c", "python", "train.py", "--name", "$x").splitlines()
+    values = dict(line.removeprefix("#SBATCH --").split("=") for line in lines if line.startswith("#SBATCH"))
+    assert values == {
+        "job-name": "big", "nodes": "3", "ntasks-per-node": "5", "cpus-per-task": "7", "time": "100:02:03"
+    }  # fmt: skip
+    assert lines[-1] == "ringreduce run -x 'A=b c' python train.py --name '$x'"
+
+
+def test_a_job_of_kubernetes_has_what_was_asked_for() -> None:
+    """In the fields of an MPIJob."""
+    asked = ("--name", "big", "--nodes", "3", "--ranks-per-node", "5", "--cores-per-rank", "7", "--time", "00:02:03")
+    (job,) = documents(printed("k8s", *asked, "--image", "a.b/c@sha256:0", "python", "a b.py", '"\\1'))
+    assert (job["apiVersion"], job["kind"], job["metadata"]) == ("kubeflow.org/v2beta1", "MPIJob", {"name": "big"})
+    spec = job["spec"]
+    assert (spec["slotsPerWorker"], spec["runPolicy"]["activeDeadlineSeconds"]) == (5, 123)
+    launcher, worker = spec["mpiReplicaSpecs"]["Launcher"], spec["mpiReplicaSpecs"]["Worker"]
+    assert (launcher["replicas"], worker["replicas"]) == (1, 3)
+    (starts,) = launcher["template"]["spec"]["containers"]
+    (works,) = worker["template"]["spec"]["containers"]
+    assert starts["args"] == ["ringreduce", "run", "python", "a b.py", '"\\1']
+    assert starts["env"] == [{"name": "OMP_NUM_THREADS", "value": "7"}]
+    assert starts["image"] == works["image"] == "a.b/c@sha256:0"
+    assert [works["resources"][each]["cpu"] for each in ("requests", "limits")] == ["35", "35"]
+
+
+def test_a_trainjob_has_the_fields_of_a_runtime_for_mpi() -> None:
+    """Its launcher waits for the workers; the job uses the runtime of the same file."""
+    runtime, job = documents((FILES / "trainjob.yaml").read_text())
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    assert set(runtime["spec"]["mlPolicy"]) == {"numNodes", "mpi"}
+    known = {"numProcPerNode", "mpiImplementation", "sshAuthMountPath", "runLauncherAsNode"}
+    assert set(runtime["spec"]["mlPolicy"]["mpi"]) == known
+    workers, launcher = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert launcher["dependsOn"] == [{"name": workers["name"], "status": "Ready"}]
+    assert runtime["spec"]["template"]["spec"]["successPolicy"]["targetReplicatedJobs"] == [launcher["name"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("slurm", "--foo", "train.py"), "there is no option --foo"),
+        (("slurm", "-H", "a:2", "train.py"), "leave out -H and --hostfile"),
+        (("slurm", "--time", "1h", "train.py"), "give hours, minutes and seconds"),
+        (("slurm", "--min-np", "x", "train.py"), "--min-np"),
+        (("k8s", "train.py"), "--image"),
+        (("k8s", "--image", "a\nb", "train.py"), "no name of an image"),
+        (("slurm", "--name", "a b", "train.py"), "lower-case letters"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_submitted(words: tuple[str, ...], complaint: str) -> None:
+    """Also what `ringreduce run` would refuse in the job."""
+    done = CliRunner().invoke(command, [words[0], "--yes", *words[1:]])
+    assert done.exit_code == 2
+    assert complaint in done.output
+
+
+def test_submit_gives_the_file_to_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the standard input of its command, whose status is that of submit; a command that is not here is named."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = CliRunner().invoke(command, ["slurm", "--yes", "train.py"])
+    assert "there is no sbatch here" in str(done.exception)
+    taken = tmp_path / "taken"
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\nwhile read -r line; do echo "$line"; done >{taken}\nexit 3\n')
+    sbatch.chmod(0o755)
+    assert CliRunner().invoke(command, ["slurm", "--yes", "train.py"], standalone_mode=False).return_value == 3
+    assert taken.read_text() == printed("slurm", "train.py")
