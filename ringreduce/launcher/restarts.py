@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures
+from ringreduce.launcher.allocations_end import StopBefore
 from ringreduce.launcher.hosts import Hosts, parse_hosts
 from ringreduce.launcher.job import Job, Mark, say
 from ringreduce.launcher.start import Start
@@ -123,6 +124,9 @@ class Restarts:
         start: what starts each.
         listed: returns the slots by host that there are now; None: as ``start`` has them, or its script.
         clock: returns seconds.
+
+    Raises:
+        ConfigError: ranks are to be asked to stop before the end of an allocation, and nobody knows that.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class Restarts:
         self._clock = clock
         self._listed = listed or _hosts_of(start)
         self._hosts = Hosts()
+        self._end = None if self._spec.stop_before_s is None else StopBefore(self._spec.stop_before_s)
         self._changes = 0  # of ranks
         self._ranks = _JobRanks()
         self._has_warned = False
@@ -154,7 +159,7 @@ class Restarts:
             if self._ranks.leaving is not None and not stopped:
                 self._changes += 1
                 continue
-            if status == 0 or stopped or failed == self._spec.restarts:
+            if status in (0, os.EX_TEMPFAIL) or stopped or failed == self._spec.restarts:
                 return status
             if self._at_limit:
                 say(f"the job has ended with status {status}, {self._limit_said}: it is not started again")
@@ -193,11 +198,12 @@ class Restarts:
             verbose=self._spec.verbose,
             grace_s=self._spec.grace_s,
             grows=bool(self._spec.growth),
+            shielded=self._start.mpirun.kind == "Open MPI",
             stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
         )
-        status = job.wait((lambda: self._look(job)) if self._spec.growth else (lambda: None))
+        status = job.wait(lambda: self._look(job))
         status = status or int(self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))
-        if status and not job.stopped and ranks.leaving is None:
+        if status not in (0, os.EX_TEMPFAIL) and not job.stopped and ranks.leaving is None:
             job.end_line()
             self._report_failure(job.written.decode(errors="replace"), status)
         return status, job.stopped
@@ -286,7 +292,13 @@ class Restarts:
                     job.end()
 
     def _look(self, job: Job) -> None:
-        """Tell the ranks, if they should begin again on other hosts; until they do, as they may not listen yet."""
+        """Ask the ranks to stop, or to begin again on other hosts; until they do, as they may not listen yet."""
+        if self._end is not None and self._end.is_due() and job.ask_to_stop():
+            self._ranks.say_once(f"the allocation ends in {self._end.left_s:.0f} s; the ranks are asked to stop")
+        if self._spec.growth:
+            self._look_for_hosts(job)
+
+    def _look_for_hosts(self, job: Job) -> None:
         ranks = self._ranks
         now = self._clock()
         if ranks.leaving is not None and now - ranks.leaving >= _LEAVING_S:

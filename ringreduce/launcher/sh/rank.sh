@@ -24,6 +24,12 @@ say() { printf "\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\n" "${PMIX_H
 
 "$@"
 code=$?
+
+# EX_TEMPFAIL: what the rank has done is saved, as on all others, and the job is to be run again.
+if [ "$code" -eq 75 ]; then
+    say "has stopped"
+    exit 0
+fi
 [ -z "$asked_to_end" ] || kill -KILL $$
 if [ "$code" -eq 0 ]; then
     say "has ended well"
