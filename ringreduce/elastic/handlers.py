@@ -181,9 +181,9 @@ class HandlingState(ObjectState):
 
         Rank 0 reads and writes what the ranks have in common, in the background; each rank reads and writes what is its
         own (`ringreduce.training.data.generators.Generators`), and all objects where replicas train by themselves
-        (`DiLoCo`): if there are as many ranks again, each goes on from its own weights. If a commit is truncated or was changed, an error that
-        names it is logged, and the commit before it is used. `ringreduce.elastic.CommitStore` says what is in the
-        folder.
+        (`DiLoCo`): if there are as many ranks again, each goes on from its own weights. If a commit is truncated or was
+        changed, an error that names it is logged, and the commit before it is used. `ringreduce.elastic.CommitStore`
+        says what is in the folder.
 
         Args:
             folder: the same on all ranks; made if need be. Ranks of all machines see it, if parts of their own count.
@@ -302,7 +302,7 @@ class HandlingState(ObjectState):
         self._small = None
 
     def _own_parts(self) -> dict[str, StateHandler]:
-        """Return what each rank writes for itself: what is its own and, where replicas train by themselves, all objects."""
+        """Return what each rank writes for itself: its own, and all objects where replicas train by themselves."""
         apart = any(each.differs for each in self._handlers.values())
         return {
             name: each
