@@ -193,7 +193,7 @@ class Job:
     ) -> None:
         self.stopped = False
         self._to_run_again = False  # as a rank has said
-        self._asked_afar = False
+        self._asked: set[tuple[int, int]] = set()  # the processes that were asked to stop; 0: those of other hosts
         self._grace: Grace | None = None
         self._grace_s = grace_s
         self._grows = grows
@@ -299,16 +299,19 @@ class Job:
     def ask_to_stop(self) -> bool:
         """Ask the ranks of this host to stop that listen, who tell the others; return whether one does.
 
-        Where no rank is on this host, mpirun passes it on, once.
+        Each is asked once. Where no rank is on this host, mpirun passes it on.
         """
         ranks = self._chains.ranks()
         asked = False
         for each in (program for rank in ranks for program in programs(rank)):
-            if not each.is_shell and handles(each.pid, signal.SIGUSR1):
+            key = each.pid, each.began
+            if not each.is_shell and key not in self._asked and handles(each.pid, signal.SIGUSR1):
                 send(each, signal.SIGUSR1)
+                self._asked.add(key)
                 asked = True
-        if not ranks and self._chains.known and not self._asked_afar:
-            self._asked_afar = asked = True
+        if not ranks and self._chains.known and not self._asked:
+            self._asked.add((0, 0))
+            asked = True
             self._process.send_signal(signal.SIGUSR1)
         return asked
 

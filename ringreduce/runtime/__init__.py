@@ -217,7 +217,7 @@ def stopping() -> bool:
 
     The first call, if it is on the main thread, lets SIGTERM and SIGUSR1 ask this rank, unless the program handles
     them: then its handler calls `request_stop`. The second SIGTERM, three seconds or more after the first, ends the
-    rank at once. Until the first call, and after `shutdown`, signals do what they did before.
+    rank at once. Until the first call, signals do what they did before, and SIGTERM after `shutdown`, too.
 
     Raises:
         ConfigError: `init` was not called, or this process is no rank.

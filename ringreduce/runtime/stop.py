@@ -21,7 +21,7 @@ class StopRequest:
     """Whether this process was asked to stop.
 
     Args:
-        can_stop: whether this process is a rank, and its program may still ask. If not, signals do what they did
+        can_stop: whether this process is a rank, and its program may still ask. If not, SIGTERM does what it did
             before.
         clock: returns seconds.
 
@@ -60,10 +60,11 @@ class StopRequest:
                 self._terminated = first
                 self.made = True
                 return
-        elif self._can_stop():
-            self.made = True
-            if callable(before):
-                before(number, frame)  # writes down what this rank has done last
+        else:  # at the end of the program, and in what it has forked, it means nothing, and ends nothing
+            if self._can_stop():
+                self.made = True
+                if callable(before):
+                    before(number, frame)  # writes down what this rank has done last
             return
         if callable(before):
             before(number, frame)
