@@ -240,7 +240,7 @@ class HandlingState(ObjectState):
         if self._disk is None:
             return False
         if not committed:
-            self._share()
+            _share(self._handlers)
             self._commit_here(to_disk=True)
         return self._disk.is_whole(self._commits)
 
@@ -332,17 +332,11 @@ class HandlingState(ObjectState):
 
     def commit(self) -> None:
         stops = self._is_to_stop()
-        self._share()
+        _share(self._handlers)
         self._commit_here(to_disk=stops)
         if stops:
             self._stop(committed=True)
         self._check_hosts()
-
-    def _share(self) -> None:
-        """Let all ranks know what each has processed. Collective."""
-        for handler in self._handlers.values():
-            if isinstance(handler, SamplerStateHandler):
-                handler.share()
 
     def _commit_here(self, *, to_disk: bool = False) -> None:
         """Do what this rank does by itself in a commit; ``to_disk``: write it, whether or not that is due."""
@@ -405,6 +399,13 @@ class HandlingState(ObjectState):
             self._whole_is_due = True
             self._small = None
             self._names.append(name)
+
+
+def _share(handlers: Mapping[str, StateHandler]) -> None:
+    """Let all ranks know what each has processed. Collective."""
+    for handler in handlers.values():
+        if isinstance(handler, SamplerStateHandler):
+            handler.share()
 
 
 def _copies_by_itself(kind: type[StateHandler]) -> bool:

@@ -11,7 +11,7 @@ from datetime import datetime
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["StopBefore", "parse_seconds", "run_again"]
+__all__ = ["StopBefore", "end_of_allocation", "parse_seconds", "run_again"]
 
 _ANSWER_S = 30.0  # that Slurm's commands get
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -174,6 +174,7 @@ class DiLoCo(wrapper.Wrapper):
         self._shard = shard
         named = self._named()
         self.needs_whole_commits = shard is not None
+        self.needs_own_commits = True
         require_same_arrays(TENSORS, ranks, caller="DiLoCo", named=named, devices=True, options=options.in_words())
         places = cut([each.numel() for each in parameters], options.fragments)
         leaves = [TensorLeaves(partial(list, parameters[place])) for place in places]

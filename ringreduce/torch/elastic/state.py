@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ringreduce.torch.local import DiLoCo
 from ringreduce.torch.private import version_of
 from ringreduce.torch.sharded.commits import committed, copied, own, sharded_steps
 from ringreduce.torch.wrapper import Wrapper
@@ -164,7 +163,7 @@ class OptimizerStateHandler(_TensorsHandler):
         stepping = value.wrapped if isinstance(value, Wrapper) else value
         whole = getattr(value, "needs_whole_commits", False)
         self.notes_steps = hasattr(stepping, "register_step_pre_hook") and not whole
-        self.differs = isinstance(value, DiLoCo)
+        self.differs = getattr(value, "needs_own_commits", False)
         watch_steps(stepping, self._count, all_steps=True)
 
     def _count(self) -> None:
