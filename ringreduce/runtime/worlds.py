@@ -175,6 +175,7 @@ class OwnWorld(World):
         self._messages = messages
         self._connection = connection
         self.stops = False
+        self._asked = np.zeros(1)
         self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
         self.observer = Observer(
             self.rank, self.size, clock, config=config, neighbours=parts.communicator.neighbours(), followers=followers
@@ -306,8 +307,10 @@ class OwnWorld(World):
 
     def agree_to_stop(self, asked: bool) -> bool:
         """Return whether any rank was asked to stop. Collective."""
-        asked_anyone = self.communicator.allreduce(np.array([asked], np.uint8), MAX) if self.size > 1 else [asked]
-        self.stops = bool(asked_anyone[0])
+        self._asked[0] = asked
+        if self.size > 1:
+            self.communicator.allreduce(self._asked, MAX, out=self._asked)  # the same array: its plan is known
+        self.stops = bool(self._asked[0])
         return self.stops
 
     def _advance(self) -> None:
