@@ -44,7 +44,7 @@ def main() -> None:
         say(f"{hvd.size()} ranks train from step {state.step}")
         while state.epoch < args.epochs:
             begin = time.perf_counter()
-            mine = list(sampler)
+            mine = list(sampler)  # none, if the last commit was that of the epoch's last step
             for first in range(0, len(mine), args.batch_size):
                 batch = mine[first : first + args.batch_size]
                 if f"{me}@{state.step}" == args.fail and not os.environ.get("RINGREDUCE_RESTART"):
@@ -53,17 +53,18 @@ def main() -> None:
                 loss = functional.cross_entropy(model(images[batch]), labels[batch])
                 loss.backward()
                 optimizer.step()
+                state.loss = loss.item()
                 sampler.record_indices(batch)
                 state.step += 1
                 state.commit()  # (3) what is gone back to
-            say(f"epoch {state.epoch + 1}: loss {loss.item():.3f}, {time.perf_counter() - begin:.1f} s")
+            say(f"epoch {state.epoch + 1}: loss {state.loss:.3f}, {time.perf_counter() - begin:.1f} s")
             state.epoch += 1
             sampler.set_epoch(state.epoch)
             state.commit()
 
     # (4) all that training changes; what has a state dict is kept by that, anything else by value
     generators = hvd.elastic.Generators()
-    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, generators=generators, epoch=0, step=0)
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, generators=generators, epoch=0, step=0, loss=0.0)
     state.keep_in_memory(every=50)  # the weights; in other commits they count as they are, until a step changes them
     if args.folder:
         found = state.keep_on_disk(args.folder, every=5)

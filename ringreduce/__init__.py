@@ -57,11 +57,13 @@ from ringreduce.runtime import (
     record,
     recoveries,
     remove_process_set,
+    request_stop,
     set_conventions,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
+    stopping,
 )
 from ringreduce.runtime.blocking import (
     Plan,
@@ -162,6 +164,7 @@ __all__ = [
     "reduce_scatter_init",
     "remove_process_set",
     "reproducible_allreduce",
+    "request_stop",
     "run",
     "scatter",
     "send",
@@ -172,6 +175,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "stopping",
     "weighted_average",
     "world",
 ]

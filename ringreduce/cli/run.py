@@ -13,7 +13,9 @@ import click
 from ringreduce.cli.wrong_options import ProgramCommand
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.allocations_end import parse_seconds, run_again
 from ringreduce.launcher.hosts import Cooldown, Hosts
+from ringreduce.launcher.job import say
 from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder, prepare
@@ -142,6 +144,14 @@ def _words(text: str) -> tuple[str, ...]:
     show_default="5",
     help="After SIGTERM, ranks of this host have so long to end before they are killed.",
 )
+@click.option("--requeue", is_flag=True, help="Have Slurm run the job again if it has stopped (status 75).")
+@click.option(
+    "--stop-before",
+    "stop_before_s",
+    type=Parsed("time", parse_seconds),
+    metavar="TIME",
+    help="Ask the ranks to stop so long before the allocation ends: 90, 5m or 1h.",
+)
 @click.option("--oversubscribe", is_flag=True, help="Start more ranks than the hosts, or the allocation, have slots.")
 @click.option(
     "--env",
@@ -176,8 +186,9 @@ def command(dry_run: bool, **options: Any) -> int:
     of Slurm, PBS, LSF, Grid Engine or an MPI job of Kubernetes, ranks run on its hosts. If a rank fails, the job
     ends, the traceback of that rank is shown last, and the exit status is the rank's; with --elastic it is 0 as long
     as some ranks have reached the end. Ctrl-C ends all ranks. So does SIGTERM, but ranks of this host have --grace
-    seconds, for example to save. SIGUSR1 and SIGUSR2 are passed on to all ranks. On all hosts the program must lie in
-    the same place.
+    seconds, for example to save. SIGUSR1 and SIGUSR2 are passed on to all ranks. A job whose ranks have stopped, for
+    they were asked to (see `ringreduce.stopping`), ends with status 75: run again, it goes on. On all hosts the program
+    must lie in the same place.
 
     With --elastic, the job survives ranks that die, in whatever way, and goes on without them: see
     `ringreduce.elastic.run`. It takes Open MPI 5.
@@ -202,4 +213,6 @@ def command(dry_run: bool, **options: Any) -> int:
         given = {name: value for name, value in spec.variables().items() if value is not None}
         if trace := Config.from_environ({**os.environ, **given}).timeline:
             collect(trace)  # ranks that were killed have left their parts
+    if status == os.EX_TEMPFAIL and spec.requeue:
+        say(run_again(os.environ))
     return status

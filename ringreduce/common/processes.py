@@ -87,12 +87,21 @@ def ancestors() -> Iterator[tuple[int, str]]:
 
 def handles(pid: int, number: int) -> bool:
     """Return whether a process handles a signal by itself, so that it does not end by it."""
+    return _has_in("SigCgt:", pid, number)
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Return whether a process has got a signal that it blocks."""
+    return _has_in("ShdPnd:", pid, number)
+
+
+def _has_in(mask: str, pid: int, number: int) -> bool:
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            caught = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
+            found = next((int(line.split()[1], 16) for line in file if line.startswith(mask)), 0)
     except OSError:
         return False
-    return bool(caught >> (number - 1) & 1)
+    return bool(found >> (number - 1) & 1)
 
 
 def is_stopped(pid: int) -> bool:

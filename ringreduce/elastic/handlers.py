@@ -42,11 +42,13 @@ class StateHandler:
         own: whether each rank has a state of its own.
         returns_new_state: whether `_read` returns, and `_load` takes, values that the object does not share, so that
             nothing has to be copied.
+        differs: whether ranks have different weights between their exchanges, as this optimizer's replicas do.
         notes_steps: whether `is_unchanged` notices what changes this optimizer's weights; None: it is no optimizer.
     """
 
     own = False
     returns_new_state = False
+    differs = False
     notes_steps: bool | None = None
     _saved: Any = None  # the copy that was taken last, which nobody changes; subclasses may keep theirs elsewhere
 
@@ -147,6 +149,7 @@ class HandlingState(ObjectState):
         self._number_being_saved: int | None = None  # the commit that is being copied
         self._whole_is_due = False
         self._small: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last, if it was not: handlers, values
+        self._stays_apart = False  # until the next sync, as all ranks have begun with objects of their own
         self._own: dict[int, dict[str, Any]] = {}  # what is this rank's own, by the commits that others may go on from
         super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
 
@@ -177,9 +180,10 @@ class HandlingState(ObjectState):
         """Write commits to a folder from now on, and load the last whole commit that is there. Collective.
 
         Rank 0 reads and writes what the ranks have in common, in the background; each rank reads and writes what is its
-        own (`ringreduce.training.data.generators.Generators`). If a commit is truncated or was changed, an error that
-        names it is logged, and the commit before it is used. `ringreduce.elastic.CommitStore` says what is in the
-        folder.
+        own (`ringreduce.training.data.generators.Generators`), and all objects where replicas train by themselves
+        (`DiLoCo`): if there are as many ranks again, each goes on from its own weights. If a commit is truncated or was
+        changed, an error that names it is logged, and the commit before it is used. `ringreduce.elastic.CommitStore`
+        says what is in the folder.
 
         Args:
             folder: the same on all ranks; made if need be. Ranks of all machines see it, if parts of their own count.
@@ -198,13 +202,14 @@ class HandlingState(ObjectState):
         hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
         reason = f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved" if hidden else ""
         disk = DiskCommits(folder, every, keep=keep, write=self._write, read=self._read)
-        disk.open(self._saved, has_own=any(each.own for each in self._handlers.values()), reason=reason)
+        disk.open(self._saved, has_own=bool(self._own_parts()), reason=reason)
         if disk.number is not None:
             disk.begin(self._begin_with)
             self._commits = disk.number
             self.sync()
             if (own := disk.own()) is not None:
                 self._take(own)
+                self._stays_apart = True
         self._disk = disk
         return disk.number
 
@@ -231,10 +236,12 @@ class HandlingState(ObjectState):
             return f"does not fit: {error}"
         return ""
 
-    def _keep_for_next_job(self) -> bool:
+    def _keep_for_next_job(self, *, committed: bool = False) -> bool:
         if self._disk is None:
             return False
-        self._commit_here(to_disk=True)
+        if not committed:
+            _share(self._handlers)
+            self._commit_here(to_disk=True)
         return self._disk.is_whole(self._commits)
 
     def _take(self, content: dict[str, Any]) -> None:
@@ -294,6 +301,15 @@ class HandlingState(ObjectState):
         self._commits = self._whole
         self._small = None
 
+    def _own_parts(self) -> dict[str, StateHandler]:
+        """Return what each rank writes for itself: its own, and all objects where replicas train by themselves."""
+        apart = any(each.differs for each in self._handlers.values())
+        return {
+            name: each
+            for name, each in self._handlers.items()
+            if each.own or (apart and not isinstance(each, SamplerStateHandler))
+        }
+
     def _copied_own(self) -> dict[int, dict[str, Any]]:
         """Return this rank's own at its last commit, and now: as the next one has it, if another rank has made that."""
         own = {name: handler for name, handler in self._handlers.items() if handler.own}
@@ -304,19 +320,23 @@ class HandlingState(ObjectState):
         if rank() != 0:
             self._small = None  # what arrives is written where nobody counts changes
         # Nothing is saved, and no number of commits taken over, before all is there: rank 0 may die in the midst.
-        for handler in self._handlers.values():
-            handler.sync()
+        apart = self._own_parts() if self._stays_apart else {}
+        for name, handler in self._handlers.items():
+            if name not in apart:
+                handler.sync()
+        self._stays_apart = False
         self._sync_values()
         for name, copied in self._own.get(self._commits, {}).items():
             self._handlers[name].restore_small(copied)
         HandlingState.save(self)
 
     def commit(self) -> None:
-        for handler in self._handlers.values():
-            if isinstance(handler, SamplerStateHandler):
-                handler.share()
-        self._commit_here()
-        self.check_host_updates()
+        stops = self._is_to_stop()
+        _share(self._handlers)
+        self._commit_here(to_disk=stops)
+        if stops:
+            self._stop(committed=True)
+        self._check_hosts()
 
     def _commit_here(self, *, to_disk: bool = False) -> None:
         """Do what this rank does by itself in a commit; ``to_disk``: write it, whether or not that is due."""
@@ -341,12 +361,12 @@ class HandlingState(ObjectState):
         if disk is not None:
             objects = {name: each for name, each in self._handlers.items() if each._saved is not None}
             common = {name: each.for_disk() for name, each in objects.items() if not each.own} if rank() == 0 else {}
-            own = {name: each._saved for name, each in objects.items() if each.own}
+            own = {name: each.for_disk() for name, each in self._own_parts().items() if name in objects}
             disk.put_all(number, common, own, self._saved)
 
-    def check_host_updates(self) -> None:
+    def _check_hosts(self) -> None:
         try:
-            super().check_host_updates()
+            super()._check_hosts()
         except HostsUpdatedInterrupt:
             # Now, while ranks that will go can still say what they have processed, and because a sync may be skipped.
             for handler in self._handlers.values():
@@ -356,6 +376,7 @@ class HandlingState(ObjectState):
 
     def reset(self) -> None:
         """Let all handlers prepare for the new ranks: divide the rest of the epoch, rejoin."""
+        self._stays_apart = False
         for handler in self._handlers.values():
             handler.reset()
 
@@ -378,6 +399,13 @@ class HandlingState(ObjectState):
             self._whole_is_due = True
             self._small = None
             self._names.append(name)
+
+
+def _share(handlers: Mapping[str, StateHandler]) -> None:
+    """Let all ranks know what each has processed. Collective."""
+    for handler in handlers.values():
+        if isinstance(handler, SamplerStateHandler):
+            handler.share()
 
 
 def _copies_by_itself(kind: type[StateHandler]) -> bool:

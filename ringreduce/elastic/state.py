@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import sys
 import threading
 from collections import deque
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 #: What may happen to the hosts of a job; values can be combined with ``|``.
 _ADDED = 2
 _REMOVED = 1
+_CHANGED = "the hosts have changed, and the job goes on as it is: to begin again on others takes"
+_ASKED = "a rank was asked to stop, and the job goes on as it is: to stop takes"
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  # Horovod's name
@@ -97,6 +100,9 @@ class State:
     def commit(self) -> None:
         """Take a copy, then check whether the hosts have changed. Costs a copy of the state. Collective.
 
+        If a rank was asked to stop (see `ringreduce.stopping`), and the state is kept on disk, all ranks write this
+        commit there and end, with the status `os.EX_TEMPFAIL`: begun again, the job goes on from it.
+
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
         """
@@ -107,12 +113,17 @@ class State:
     def _keep_as_launched(self) -> None:
         """Keep commits where the launcher says so. Collective. Does nothing unless overridden."""
 
-    def _keep_for_next_job(self) -> bool:
-        """Commit, and return whether another job can begin with just this, on all ranks. Collective."""
+    def _keep_for_next_job(self, *, committed: bool = False) -> bool:
+        """Commit, unless this step is ``committed``; return whether another job can begin with it, on all ranks.
+
+        Collective.
+        """
         return False
 
     def check_host_updates(self) -> None:
         """Check whether the launcher has announced to rank 0 that the hosts have changed. Collective.
+
+        If a rank was asked to stop, this commits, and ends all ranks as `commit` does.
 
         Under ``ringreduce run``, which starts a new job on other hosts, a state that does not outlive this job, or is
         trained on another thread than the main one, logs an error, once, and goes on; and once the ranks may change no
@@ -121,6 +132,31 @@ class State:
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
         """
+        if self._is_to_stop():
+            self._stop(committed=False)
+        self._check_hosts()
+
+    def _is_to_stop(self) -> bool:
+        """Return whether a rank was asked to stop, and a later job can go on. Collective."""
+        return self._disk is not None and runtime.stopping()
+
+    def _stop(self, *, committed: bool) -> None:
+        """End all ranks once a commit is on disk; return if it cannot be. Collective.
+
+        Args:
+            committed: whether the last commit is being written, and is of this step.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self._complain(f"{_ASKED} a training on the main thread")
+        elif self._keep_for_next_job(committed=committed):
+            if runtime.rank() == 0:
+                _log.info("commit %d is on disk; the job stops; run again, it goes on from it", self._commits)
+            _end(os.EX_TEMPFAIL)
+        else:
+            self._complain(f"{_ASKED} a commit that can be written")
+
+    def _check_hosts(self) -> None:
+        """Do what `check_host_updates` says of hosts."""
         changes = 0
         while self._updates:
             changes |= self._updates.popleft()
@@ -135,17 +171,17 @@ class State:
 
     def _can_begin_again(self) -> bool:
         if self._disk is None:
-            self._complain("takes commits on disk; call state.keep_on_disk(folder) before the training")
+            self._complain(f"{_CHANGED} commits on disk; call state.keep_on_disk(folder) before the training")
             return False
         if threading.current_thread() is not threading.main_thread():
             # What ends this thread leaves the main one to save a model that is not done.
-            self._complain("takes a training that can end the program; call it on the main thread")
+            self._complain(f"{_CHANGED} a training that can end the program; call it on the main thread")
             return False
         return _may_begin_again()
 
-    def _complain(self, why: str) -> None:
+    def _complain(self, said: str) -> None:
         if not self._complained and runtime.rank() == 0:
-            _log.error("the hosts have changed, and the job goes on as it is: to begin again on others %s", why)
+            _log.error("%s", said)
         self._complained = True
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
@@ -290,6 +326,8 @@ def _repeated(
     def repeated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         _warn_of_srun()
         state._keep_as_launched()
+        if state._disk is not None:
+            runtime.listen_for_stops()
         skip_sync = begun_anew = False
         restarts = 0
         commits = state._commits
@@ -346,9 +384,14 @@ def _end_for_next_job(state: State) -> NoReturn:
     if runtime.rank() == 0:
         _log.info("commit %d is on disk; the job ends, and begins again on the hosts that there are", state._commits)
     notify_launcher("begins again")
+    _end(0)
+
+
+def _end(status: int) -> NoReturn:
+    """End this rank; all do, and what the next job needs is on disk."""
     with suppress(CollectiveError):  # a rank that dies now leaves nothing behind
         runtime.shutdown()
-    sys.exit()
+    sys.exit(status)
 
 
 def _warn_of_srun() -> None:

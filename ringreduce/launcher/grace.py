@@ -39,7 +39,7 @@ class Grace:
         ranks = {each.pid: each for each in [*known, *_ranks_of(pid)]}
         self._ranks = list(ranks.values())
         for rank in self._ranks:
-            for each in _programs(rank):
+            for each in programs(rank):
                 send(each, signal.SIGTERM)
 
     def is_over(self) -> bool:
@@ -76,12 +76,12 @@ def _continues_later(pid: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _programs(rank: SeenProcess) -> Iterator[SeenProcess]:
+def programs(rank: SeenProcess) -> Iterator[SeenProcess]:
     """Yield a rank, and what a shell over it has started. What it starts itself, to load data, is its own to end."""
     yield rank
     if rank.is_shell:
         for each in rank.children():
-            yield from _programs(each)
+            yield from programs(each)
 
 
 def _ranks_of(pid: int) -> Iterator[SeenProcess]:

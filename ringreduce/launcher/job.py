@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.processes import end_with_parent
-from ringreduce.launcher.chains import Chains, SeenProcess, is_there, send
+from ringreduce.common.processes import end_with_parent, handles, is_pending
+from ringreduce.launcher.chains import Chains, SeenProcess, send
 from ringreduce.launcher.failures import KEPT_NBYTES
-from ringreduce.launcher.grace import Grace
+from ringreduce.launcher.grace import Grace, programs
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.tracebacks import Tracebacks
 
@@ -76,11 +76,11 @@ class Mark(NamedTuple):
     """What a rank, or the shell that has started it, says to the launcher.
 
     Attributes:
-        what: of the shell: ``"has ended well"``, ``"has died"``; ``"has no package there"``: its host does not have
-            ringreduce where the launcher has it; ``"lives"``, every few seconds, for its host. Of the rank: ``"is
-            connected"``, to all others by MPI, which reports deaths to it; ``"has a commit"``: it has written one to
-            disk; ``"begins again"``: its commit is on disk, and it ends for a job on other hosts; ``"has gone on"``
-            after some of the others have failed.
+        what: of the shell: ``"has ended well"``, ``"has stopped"``: with the status of a job that is to be run again;
+            ``"has died"``; ``"has no package there"``: its host does not have ringreduce where the launcher has it;
+            ``"lives"``, every few seconds, for its host. Of the rank: ``"is connected"``, to all others by MPI, which
+            reports deaths to it; ``"has a commit"``: it has written one to disk; ``"begins again"``: its commit is on
+            disk, and it ends for a job on other hosts; ``"has gone on"`` after some of the others have failed.
         rank: which.
         host: on which it runs, by its name there.
     """
@@ -147,6 +147,13 @@ def _ranks_of(line: Sequence[str]) -> int | None:
     return int(number) if number.isdigit() else None
 
 
+def _begin(parent: int, ending: signal.Signals, *, shielded: bool) -> None:
+    """Let this process, which becomes mpirun, end with its parent, and with its ranks then."""
+    if shielded:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    end_with_parent(parent, ending)
+
+
 def _timeout_s(environment: Mapping[str, str]) -> float:
     try:
         return Config.from_environ(environment).timeout_s
@@ -164,6 +171,8 @@ class Job:
         verbose: whether mpirun's own notices of failures are shown.
         grace_s: how long ranks of this host have to end by SIGTERM.
         grows: whether SIGUSR2 asks ranks to begin again, so that users' own are not passed on.
+        shielded: whether SIGTERM is kept from mpirun, and one that is sent to it counts as sent to this process: Open
+            MPI's kills its ranks a quarter of a second after it. (It unblocks signals in these.)
         stdin: what mpirun reads, as for `subprocess.Popen`; None: what this process does.
 
     Attributes:
@@ -180,13 +189,19 @@ class Job:
         verbose: bool = False,
         grace_s: float = 0.0,
         grows: bool = False,
+        shielded: bool = False,
         stdin: int | None = None,
     ) -> None:
         self.stopped = False
+        self._to_run_again = False  # as a rank has said
+        self._asked: set[tuple[int, int]] = set()  # the processes that were asked to stop; 0: those of other hosts
         self._grace: Grace | None = None
         self._grace_s = grace_s
         self._grows = grows
         self._had_grace = False
+        self._shielded = shielded
+        self._ending = signal.SIGINT if shielded else signal.SIGTERM  # by which mpirun ends its ranks
+        self._heard_by_mpirun = -math.inf  # when that got a SIGTERM, and this process acted on it
         self._ends_at = math.inf
         self._ended_line = True
         self.written = b""
@@ -201,7 +216,7 @@ class Job:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
-            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # then it ends its ranks
+            preexec_fn=partial(_begin, os.getpid(), self._ending, shielded=shielded),
         )
         self._output = Output(None if verbose else self._process.pid)
         self._tracebacks = Tracebacks(_ranks_of(line))
@@ -240,12 +255,12 @@ class Job:
         finally:
             for number, handler in self._handled_before.items():
                 signal.signal(number, handler)
-            for each in filter(
-                is_there, self._starters.values()
-            ):  # of a host that was lost: Slurm would keep them for minutes
+            for each in self._starters.values():  # of a host that was lost: Slurm would keep them for minutes
                 send(each, signal.SIGKILL)
             assert self._process.stderr is not None
             self._process.stderr.close()
+        if self._to_run_again or status == os.EX_TEMPFAIL:
+            return os.EX_TEMPFAIL
         if self._ended_by is not None and (status or self._had_grace):
             say(f"ended by {self._ended_by.name}; all ranks have ended")
             return 128 + self._ended_by
@@ -261,7 +276,7 @@ class Job:
         grace = self._grace
         self._grace = None
         self._ends_at = math.inf
-        self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(self._ending)
         if grace is not None:
             grace.end()
 
@@ -273,6 +288,8 @@ class Job:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._process.poll() is not None:
             return  # the job has ended before
+        if number == signal.SIGTERM and time.monotonic() - self._heard_by_mpirun < _LOOK_EVERY_S:
+            return  # who signals all processes sends one to each
         self._ended_by = signal.Signals(number)
         ranks = self._chains.ranks()
         if number != signal.SIGTERM or self.stopped or not self._grace_s or not ranks:
@@ -287,6 +304,25 @@ class Job:
         """Have mpirun send a signal to all ranks, once there are any: before, mpirun would end by it."""
         if not (self._grows and number == signal.SIGUSR2) and self._grace is None and self._chains.ranks():
             self._process.send_signal(number)
+
+    def ask_to_stop(self) -> bool:
+        """Ask the ranks of this host to stop that listen, who tell the others; return whether one does.
+
+        Each is asked once. Where no rank is on this host, mpirun passes it on.
+        """
+        ranks = self._chains.ranks()
+        asked = False
+        for each in (program for rank in ranks for program in programs(rank)):
+            key = each.pid, each.began
+            if not each.is_shell and key not in self._asked and handles(each.pid, signal.SIGUSR1):
+                send(each, signal.SIGUSR1)
+                self._asked.add(key)
+                asked = True
+        if not ranks and self._chains.known and not self._asked:
+            self._asked.add((0, 0))
+            asked = True
+            self._process.send_signal(signal.SIGUSR1)
+        return asked
 
     def _stop(self) -> None:
         self.stopped = True
@@ -303,6 +339,10 @@ class Job:
     def _look(self) -> bool:
         """Look after the processes of this host, every second; return whether it has."""
         self._kill_if_late()
+        if self._shielded and math.isinf(self._heard_by_mpirun) and is_pending(self._process.pid, signal.SIGTERM):
+            if not self.stopped:
+                self._on_signal(signal.SIGTERM, None)
+            self._heard_by_mpirun = time.monotonic()
         grace = self._grace
         if grace is not None:
             if grace.is_over() and self._grace is grace:  # else a second signal has ended it
@@ -363,7 +403,8 @@ class Job:
                 text, marks = self._output.feed(chunk)
                 self._show(self._tracebacks.feed(text))
                 for mark in marks:
-                    if mark.what in ("has ended well", "has died"):
+                    self._to_run_again |= mark.what == "has stopped"
+                    if mark.what in ("has ended well", "has stopped", "has died"):
                         self._chains.has_told(mark.rank)
                     self._on_mark(mark)
             elif has_ended:

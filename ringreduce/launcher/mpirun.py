@@ -24,6 +24,8 @@ _LIMIT_S = 30.0
 _MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 #: A question that nobody answers, as of a password or an unknown key, is an error; so is a host that sends nothing.
 _SSH_OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "10"}
+#: Schedulers send SIGTERM to all that they have started, also to mpirun's daemons, who would kill the ranks at once.
+_SHIELD = ("env", "--block-signal=TERM")
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
 #: Loads the MPI library as mpi4py does, without starting MPI; prints what it calls itself, and its file.
 _LOAD = """
@@ -167,6 +169,8 @@ class Mpirun:
             asked[_MAPPING] = f"slot{mapping}"
         if remote:
             wanted |= self._across_hosts(spec)
+        if remote and not by_ssh and self.kind == "Open MPI" and self.major >= 5 and output_of(*_SHIELD, "echo"):
+            wanted["PRTE_MCA_prte_launch_agent"] = " ".join([*_SHIELD, "prted"])
         if by_ssh or spec.ssh_port is not None:
             asked[self._ssh_variable] = self._ssh_options(spec, environ)
         return {**{name: value for name, value in wanted.items() if name not in environ}, **asked}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures
+from ringreduce.launcher.allocations_end import StopBefore
 from ringreduce.launcher.hosts import Hosts, parse_hosts
 from ringreduce.launcher.job import Job, Mark, say
 from ringreduce.launcher.pulses import Pulses
@@ -167,6 +168,9 @@ class Restarts:
         start: what starts each.
         listed: returns the slots by host that there are now; None: as ``start`` has them, or its script.
         clock: returns seconds.
+
+    Raises:
+        ConfigError: ranks are to be asked to stop before the end of an allocation, and nobody knows that.
     """
 
     def __init__(
@@ -182,6 +186,7 @@ class Restarts:
         self._discovery = None if listed else _discovery(start)
         self._listed = listed or (self._discovery.hosts if self._discovery else lambda: start.listed)
         self._hosts = Hosts()
+        self._end = None if self._spec.stop_before_s is None else StopBefore(self._spec.stop_before_s)
         self._changes = 0  # of ranks
         self._ranks = _JobRanks(Pulses(0))
         self._has_warned = False
@@ -207,7 +212,7 @@ class Restarts:
                 failed = in_a_row = 0
             lost = sorted(self._hosts.lost - lost_before)
             goes_on = bool(lost) and self._has_commit
-            if status == 0 or stopped or (failed == self._spec.restarts and not goes_on):
+            if status in (0, os.EX_TEMPFAIL) or stopped or (failed == self._spec.restarts and not goes_on):
                 return status
             if self._at_limit:
                 say(f"the job has ended with status {status}, {self._limit_said}: it is not started again")
@@ -257,6 +262,7 @@ class Restarts:
             verbose=self._spec.verbose,
             grace_s=self._spec.grace_s,
             grows=self._start.grows,
+            shielded=self._start.mpirun.kind == "Open MPI",
             stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
         )
         status = job.wait(lambda: self._look(job))
@@ -264,7 +270,7 @@ class Restarts:
         lost = failures.find_lost_hosts(written)
         # mpirun may end with status 0 though it has lost ranks.
         status = status or int(bool(lost) or (self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well)))
-        if status and not job.stopped and ranks.leaving is None:
+        if status not in (0, os.EX_TEMPFAIL) and not job.stopped and ranks.leaving is None:
             job.end_line()
             for name in lost:
                 self._lose(name, "mpirun has no connection to it")
@@ -330,7 +336,7 @@ class Restarts:
     def _on_mark(self, mark: Mark, job: Job) -> None:
         ranks = self._ranks
         now = self._clock()
-        if mark.what == "has died":
+        if mark.what in ("has died", "has stopped"):
             ranks.pulses.forget(mark.rank)
         match mark.what:
             case "is connected":
@@ -362,7 +368,7 @@ class Restarts:
                     job.end()
 
     def _look(self, job: Job) -> None:
-        """Look, every second, whether hosts are lost, or the ranks should begin again on others."""
+        """Look whether hosts are lost; ask the ranks to stop, or to begin again on other hosts, until they do."""
         now = self._clock()
         due = now >= self._ranks.looked + _LOOK_EVERY_S  # looks are more frequent while a job begins
         silent = self._ranks.pulses.look() if due else []
@@ -372,7 +378,10 @@ class Restarts:
             self._lose(name, f"it has said nothing for {self._spec.host_timeout_s:g} s")
         if silent:
             job.kill()  # mpirun would wait for the lost host, to end as to go on
-        elif self._start.grows:
+            return
+        if self._end is not None and self._end.is_due() and job.ask_to_stop():
+            self._ranks.say_once(f"the allocation ends in {self._end.left_s:.0f} s; the ranks are asked to stop")
+        if self._start.grows:
             self._look_for_hosts(job)
 
     def _lose(self, name: str, why: str) -> None:

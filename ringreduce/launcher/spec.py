@@ -43,6 +43,8 @@ class LaunchSpec:
         more: options for mpirun.
         verbose: whether to show the command line, the variables that are set, and mpirun's own notices of failures.
         grace_s: how long ranks have to end by SIGTERM before they are killed.
+        requeue: whether the scheduler is asked to run a job again that has stopped.
+        stop_before_s: so long before the allocation ends ranks are asked to stop; None: they are not.
         stdin: whether rank 0 reads this command's standard input.
         oversubscribe: whether there may be more ranks than slots.
         env: what other hosts get of this environment: ``"all"`` that does not belong to this host, or what is
@@ -72,6 +74,8 @@ class LaunchSpec:
     more: tuple[str, ...] = ()
     verbose: bool = False
     grace_s: float = 5.0
+    requeue: bool = False
+    stop_before_s: float | None = None
     stdin: bool = False
     oversubscribe: bool = False
     env: str = "named"

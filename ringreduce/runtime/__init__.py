@@ -77,6 +77,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "listen_for_stops",
     "local_rank",
     "local_size",
     "metrics",
@@ -89,6 +90,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_init",
     "remove_process_set",
+    "request_stop",
     "scatter",
     "send",
     "sendrecv",
@@ -97,6 +99,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "stopping",
     "world",
 ]
 
@@ -203,6 +206,35 @@ def recoveries() -> int:
 def hosts_changed() -> bool:
     """Return whether ``ringreduce run`` has announced other hosts to this rank since the last call."""
     return _process.hosts_changed()
+
+
+def stopping() -> bool:
+    """Return whether the job is to stop: whether a rank was asked to before it called this. Collective over the world.
+
+    The answer is the same on all ranks, so that all save the same step and end: with the status `os.EX_TEMPFAIL` (75),
+    by which the launcher, or whoever has started the job, knows that it is to be run again. Once the answer was true,
+    ``sys.exit(os.EX_TEMPFAIL)`` ends this rank alone, and the job when all have done so.
+
+    The first call, if it is on the main thread, lets SIGTERM and SIGUSR1 ask this rank, unless the program handles
+    them: then its handler calls `request_stop`. The second SIGTERM, three seconds or more after the first, ends the
+    rank at once. Until the first call, signals do what they did before, and SIGTERM after `shutdown`, too.
+
+    Raises:
+        ConfigError: `init` was not called, or this process is no rank.
+    """
+    own = _process.rank_here()
+    _process.stop.listen()
+    return own.agree_to_stop(_process.stop.made)
+
+
+def request_stop() -> None:
+    """Ask this rank to stop: from its next call on, `stopping` is true on all ranks. Local; signal handlers may."""
+    _process.stop.made = True
+
+
+def listen_for_stops() -> None:
+    """Let signals ask this rank to stop, as the first call of `stopping` does. Local."""
+    _process.stop.listen()
 
 
 def is_initialized() -> bool:

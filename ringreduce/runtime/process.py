@@ -23,6 +23,7 @@ from ringreduce.observe.timeline import Program
 from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, connect, job_connection
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.runtime.reductions_made import Usage
+from ringreduce.runtime.stop import StopRequest
 from ringreduce.runtime.termination import Termination
 from ringreduce.runtime.worlds import OwnWorld, World
 from ringreduce.transport.waiting import Waiter
@@ -58,6 +59,7 @@ class Process:
         termination: how the process ends, once it was a rank among several.
         recoveries: how often it has gone on after ranks had failed, or tried to.
         followers: of traces; see `Observer`.
+        stop: what asks this process to stop.
     """
 
     def __init__(self) -> None:
@@ -67,6 +69,7 @@ class Process:
         self.termination: Termination | None = None
         self.recoveries = 0
         self.followers: list[Callable[[Program | None], object]] = []
+        self.stop = StopRequest(lambda: (own := self.own()) is not None and own.lifetime.open)
         self._usage = Usage()
         self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
         self._entrance = ReentrancyGuard()  # no thread starts or ends a world in the midst of doing so

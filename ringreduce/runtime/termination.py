@@ -98,6 +98,9 @@ class Termination:
             return True
         # The interpreter keeps the exception that ends the program there, before it calls any hook.
         error = getattr(sys, "last_value", None)
+        own = self._own()
+        if self._exit_code == os.EX_TEMPFAIL and own is not None and own.stops:
+            return True  # as all do
         if self._exit_code:
             words = f": {self._exit_words}" if self._exit_words else ""
             code = self._exit_code
@@ -118,6 +121,8 @@ class Termination:
 
     def _end_job(self, code: int) -> None:
         """End all ranks; but only this rank, while `ringreduce run` waits for ranks to end after SIGTERM."""
+        if code == os.EX_TEMPFAIL and self._others_go_on:
+            code = 1  # of a rank that ends alone: the shell over it takes that one for a stop
         if processes.launcher_is_stopped():
             _flush_streams()
             os._exit(code)

@@ -29,6 +29,7 @@ from ringreduce.common.errors import (
 )
 from ringreduce.common.launch import launch
 from ringreduce.common.lifetime import Lifetime, close_all
+from ringreduce.common.reduce_ops import MAX
 from ringreduce.common.topology import Topology
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observer
@@ -156,6 +157,7 @@ class OwnWorld(World):
 
     Attributes:
         observer: what is seen of this rank from outside.
+        stops: whether the ranks have agreed to stop.
     """
 
     def __init__(
@@ -172,6 +174,8 @@ class OwnWorld(World):
         super().__init__(everyone, messages.rank, parts.communicator.hosts, config=config, lifetime=lifetime)
         self._messages = messages
         self._connection = connection
+        self.stops = False
+        self._asked = np.zeros(1)
         self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
         self.observer = Observer(
             self.rank, self.size, clock, config=config, neighbours=parts.communicator.neighbours(), followers=followers
@@ -300,6 +304,14 @@ class OwnWorld(World):
         self._numbers[tuple(listed)] += 1
         self.observer.watch(made.observed(self._numbers[tuple(listed)]))
         return made
+
+    def agree_to_stop(self, asked: bool) -> bool:
+        """Return whether any rank was asked to stop. Collective."""
+        self._asked[0] = asked
+        if self.size > 1:
+            self.communicator.allreduce(self._asked, MAX, out=self._asked)  # the same array: its plan is known
+        self.stops = bool(self._asked[0])
+        return self.stops
 
     def _advance(self) -> None:
         """Move on the messages of all groups: while this rank waits, peers may wait for these."""

@@ -201,6 +201,7 @@ class DiLoCo(wrapper.Wrapper):
             self._named = partial(wrapping.named_parameters, optimizer, checked_names(parameters, pairs))
         named = self._named()
         self.needs_whole_commits = shard is not None
+        self.needs_own_commits = True
         words = self._options.in_words()
         require_same_arrays(TENSORS, ranks, caller="DiLoCo", named=named, devices=True, options=words)
         self._stepping = Stepping(optimizer, self._named, shard)

@@ -39,6 +39,12 @@ fi
 "$@"
 code=$?
 [ -z "$speaker" ] || kill -KILL "$speaker"
+
+# EX_TEMPFAIL: what the rank has done is saved, as on all others, and the job is to be run again.
+if [ "$code" -eq 75 ]; then
+    say "has stopped"
+    exit 0
+fi
 [ -z "$asked_to_end" ] || kill -KILL $$
 if [ "$code" -eq 0 ]; then
     say "has ended well"

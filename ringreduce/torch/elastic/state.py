@@ -163,6 +163,7 @@ class OptimizerStateHandler(_TensorsHandler):
         stepping = value.wrapped if isinstance(value, Wrapper) else value
         whole = getattr(value, "needs_whole_commits", False)
         self.notes_steps = hasattr(stepping, "register_step_pre_hook") and not whole
+        self.differs = getattr(value, "needs_own_commits", False)
         watch_steps(stepping, self._count, all_steps=True)
 
     def _count(self) -> None:

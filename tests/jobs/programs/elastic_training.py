@@ -136,6 +136,8 @@ def in_torch(name: str) -> Way:
     options: dict[str, dict[str, Any]] = {"node": {"shard": "node"}, "all": {"shard": "all"}, "late": {"staleness": 1}}
     if name == "local":
         optimizer: Any = hvd.LocalSGD(plain, model, period=PERIOD, replica="rank")
+    elif name == "diloco":
+        optimizer = hvd.DiLoCo(plain, model, period=PERIOD, replica="rank")
     else:
         optimizer = hvd.DistributedOptimizer(plain, model, **options.get(name, {}))
 
@@ -145,7 +147,7 @@ def in_torch(name: str) -> Way:
         optimizer.step()
 
     def finish() -> None:
-        if name in ("late", "local"):
+        if name in ("late", "local", "diloco"):
             optimizer.synchronize()
 
     def weights() -> list[Any]:

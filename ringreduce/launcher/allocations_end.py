@@ -1,0 +1,104 @@
+"""When an allocation ends, before which ranks are asked to stop; and how a job that has stopped is run again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+
+from ringreduce.common.errors import ConfigError
+
+__all__ = ["StopBefore", "end_of_allocation", "parse_seconds", "run_again"]
+
+_ANSWER_S = 30.0  # that Slurm's commands get
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds of ``90``, ``90s``, ``5m`` or ``1.5h``.
+
+    Raises:
+        ValueError: it is something else, or nothing.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)([smh]?)", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise ValueError("expected a time as in 90, 90s, 5m or 1.5h")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+class StopBefore:
+    """Says when ranks are to be asked to stop.
+
+    Args:
+        seconds: so long before the end of the allocation.
+        end: returns when that is, in seconds since 1970; None: nobody knows. It is asked again when the time has come,
+            as limits can be changed.
+        clock: returns the time, in seconds since 1970.
+
+    Raises:
+        ConfigError: nobody knows when the allocation ends.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        end: Callable[[], float | None] = lambda: end_of_allocation(os.environ),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._seconds = seconds
+        self._find = end
+        self._clock = clock
+        found = end()
+        if found is None:
+            raise ConfigError(
+                "--stop-before: nobody says when this allocation ends: Slurm does where the job has a time limit "
+                "(sbatch --time); elsewhere set SLURM_JOB_END_TIME to the end, in seconds since 1970"
+            )
+        self._end = found
+
+    @property
+    def left_s(self) -> float:
+        """How long the allocation lasts still."""
+        return self._end - self._clock()
+
+    def is_due(self) -> bool:
+        """Return whether it is time to ask the ranks."""
+        if self.left_s > self._seconds:
+            return False
+        self._end = self._find() or self._end
+        return self.left_s <= self._seconds
+
+
+def end_of_allocation(environ: Mapping[str, str]) -> float | None:
+    """Return when this allocation ends, in seconds since 1970, as Slurm or the environment says; None: neither does."""
+    said = _ask_slurm("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%e")[1] if _is_in_slurm(environ) else ""
+    try:
+        return datetime.fromisoformat(said).timestamp()
+    except ValueError:  # there is no limit, or Slurm does not answer
+        stated = environ.get("SLURM_JOB_END_TIME", "")
+        return float(stated) if stated.isdigit() and not said else None
+
+
+def run_again(environ: Mapping[str, str]) -> str:
+    """Ask the scheduler to run a job again that has stopped; return what became of that, for users."""
+    if not _is_in_slurm(environ):
+        return "--requeue: no scheduler is known here; status 75 says to the caller that the job is to be run again"
+    job = environ["SLURM_JOB_ID"]
+    status, said = _ask_slurm("scontrol", "requeue", job)
+    return f"--requeue: Slurm does not run job {job} again: {said}" if status else f"job {job} is queued again"
+
+
+def _is_in_slurm(environ: Mapping[str, str]) -> bool:
+    return bool(environ.get("SLURM_JOB_ID"))
+
+
+def _ask_slurm(*command: str) -> tuple[int, str]:
+    """Return the status of a command and what it says; 1 and the reason if there is no answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, str(error)
+    return done.returncode, (done.stdout.strip() or done.stderr.strip())

@@ -1,0 +1,77 @@
+"""What warns this process that it is to stop: signals, or the program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from ringreduce.common import processes
+
+#: A scheduler may signal all processes, and the launcher passes its own signal on: within this time (seconds) that is
+#: one warning.
+_ONE_WARNING_S = 3.0
+
+
+class StopRequest:
+    """Whether this process was asked to stop.
+
+    Args:
+        can_stop: whether this process is a rank, and its program may still ask. If not, SIGTERM does what it did
+            before.
+        clock: returns seconds.
+
+    Attributes:
+        made: whether it was.
+    """
+
+    def __init__(self, can_stop: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self.made = False
+        self._can_stop = can_stop
+        self._clock = clock
+        self._listens = False
+        self._terminated: float | None = None  # when SIGTERM came first
+        self._before: dict[int, Any] = {}  # the handlers that were there, by signal
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGUSR1 for a request from now on, where the program does not handle them itself.
+
+        Does nothing the second time, or on another thread than the main one, which cannot handle signals.
+        """
+        if self._listens or threading.current_thread() is not threading.main_thread():
+            return
+        self._listens = True
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            before = signal.getsignal(number)
+            unhandled = before is signal.SIG_DFL and not processes.handles(os.getpid(), number)
+            if unhandled or _is_ours(before):
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        before = self._before[number]
+        if number == signal.SIGTERM:
+            now = self._clock()
+            first = now if self._terminated is None else self._terminated
+            if self._can_stop() and now - first < _ONE_WARNING_S:
+                self._terminated = first
+                self.made = True
+                return
+        else:  # at the end of the program, and in what it has forked, it means nothing, and ends nothing
+            if self._can_stop():
+                self.made = True
+                if callable(before):
+                    before(number, frame)  # writes down what this rank has done last
+            return
+        if callable(before):
+            before(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _is_ours(handler: Any) -> bool:
+    return callable(handler) and str(getattr(handler, "__module__", "")).startswith("ringreduce.")

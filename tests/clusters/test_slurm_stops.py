@@ -1,0 +1,141 @@
+"""Jobs that a real Slurm asks to stop, and runs again: none of their steps is lost or repeated."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from machines import Cluster, cluster_of
+
+cluster = cluster_of("slurm", 2, slots=2)
+
+#: Prints each step, and in the end the bits of its weights. In its first run it goes on until it is asked to stop.
+PROGRAM = """
+import os, sys
+import numpy as np
+import ringreduce as rr
+from ringreduce.elastic import run
+from ringreduce.elastic.handlers import HandlingState
+
+rr.init()
+waits = "SLURM_RESTART_COUNT" not in os.environ and sys.argv[1] == "waits"
+
+@run
+def train(state):
+    while state.step < 7:
+        state.weights = state.weights * 1.1 + rr.allreduce(np.full(3, state.step + rr.rank() / 7))
+        state.step += 1
+        if rr.rank() == 0:
+            print("rank 0 step", state.step, flush=True)
+        while waits and state.step == 4:
+            state.commit()
+        state.commit()
+
+state = HandlingState(weights=np.zeros(3), step=0)
+state.keep_on_disk(sys.argv[2], every=1000)
+train(state)
+if rr.rank() == 0:
+    print("rank 0 weights", state.weights.tobytes().hex(), flush=True)
+"""
+LIMIT_S = 100.0  # of one wait; a scheduler looks when it does
+
+
+def wait_for(cluster: Cluster, job: str, wanted: str) -> str:
+    """Return what Slurm says of a job once that fits a regular expression."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        said = cluster.run(0, "scontrol", "show", "job", job).text
+        if re.search(wanted, said, re.DOTALL):
+            return said
+        assert time.monotonic() < deadline, said + "".join(each.read_text() for each in cluster.shared.glob("*.out"))
+        time.sleep(0.2)
+
+
+def submit(cluster: Cluster, name: str, options: tuple[str, ...], line: str) -> str:
+    """Submit a batch script of one line; return the number of the job."""
+    script = cluster.write(f"{name}.sh", f"#!/bin/bash\nexport PYTHONUNBUFFERED=1\n{line}\n")
+    output = cluster.shared / f"{name}.out"
+    said = cluster.run(0, "sbatch", "--parsable", "--open-mode=append", f"--output={output}", *options, str(script))
+    assert said.status == 0, said.text
+    return said.text.strip().splitlines()[-1]
+
+
+def end_of(cluster: Cluster, name: str, job: str, queued: bool) -> list[str]:
+    """Return what rank 0 has printed in all runs of a job, which ends well; let it begin at once if it is queued."""
+    if queued:
+        wait_for(cluster, job, "JobState=PENDING.*Restarts=1 ")
+        cluster.run(0, "scontrol", "update", f"jobid={job}", "starttime=now")
+    said = wait_for(cluster, job, "JobState=(COMPLETED|FAILED|TIMEOUT|CANCELLED|PREEMPTED) ")
+    output = (cluster.shared / f"{name}.out").read_text()
+    assert "JobState=COMPLETED" in said, said + output
+    return [line for line in output.splitlines() if line.startswith("rank 0 ")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[str]:
+    """What rank 0 prints of a training that nothing stops."""
+    cluster.write("stops.py", PROGRAM)
+    done = cluster.run(0, "salloc", "-Q", "-N1", "-n2", "ringreduce", "run", "python", "stops.py", "goes", "none")
+    assert done.status == 0, done.text
+    found = [line for line in done.text.splitlines() if line.startswith("rank 0 ")]
+    assert len(found) == 8
+    return found
+
+
+CASES = [("main", "-N1", ""), ("patient", "-N2", ""), ("main", "-N2", "--elastic")]
+OTHERS = [("main", "-N2", ""), ("patient", "-N1", ""), ("main", "-N1", "--elastic"), ("patient", "-N2", "--elastic")]
+
+
+def start(cluster: Cluster, name: str, options: tuple[str, ...], elastic: str) -> str:
+    """Submit a training and wait until it waits to be stopped; return the number of the job."""
+    line = f"exec ringreduce run --requeue {elastic} python stops.py waits commits-{name}"
+    job = submit(cluster, name, (*options, "-n2", "--exclusive", "--requeue"), line)
+    deadline = time.monotonic() + LIMIT_S
+    output = cluster.shared / f"{name}.out"
+    while not output.exists() or "step 4" not in output.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("partition", "nodes", "elastic"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.thorough) for each in OTHERS)],
+)
+def test_a_job_that_is_preempted(
+    cluster: Cluster, undisturbed: list[str], partition: str, nodes: str, elastic: str
+) -> None:
+    """At once, or with a time of grace: whatever Slurm signals then counts as one warning."""
+    name = f"preempted-{partition}{nodes}{elastic}"
+    job = start(cluster, name, (nodes, "-p", partition), elastic)
+    urgent = cluster.run(0, "srun", "-p", "urgent", "-N2", "--exclusive", "true")
+    assert urgent.status == 0, urgent.text
+    assert end_of(cluster, name, job, queued=True) == undisturbed
+
+
+@pytest.mark.parametrize("signal", ["USR1", "TERM"])
+def test_a_signal_to_the_batch_script(cluster: Cluster, undisturbed: list[str], signal: str) -> None:
+    """Which becomes the launcher."""
+    job = start(cluster, f"signal-{signal}", ("-N2",), "")
+    cluster.run(0, "scancel", "--batch", f"--signal={signal}", job)
+    assert end_of(cluster, f"signal-{signal}", job, queued=True) == undisturbed
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("elastic", ["", "--elastic"])
+def test_a_signal_before_the_limit(cluster: Cluster, undisturbed: list[str], elastic: str) -> None:
+    """Of `--signal`: 20 s before the limit, or up to a minute earlier, as Slurm looks."""
+    job = start(cluster, f"limit{elastic}", ("-N1", "--time=2", "--signal=B:USR1@20"), elastic)
+    assert end_of(cluster, f"limit{elastic}", job, queued=True) == undisturbed
+
+
+def test_stop_before(cluster: Cluster, undisturbed: list[str]) -> None:
+    """By the end that Slurm states for the job; without a limit there is none, and an error says so."""
+    options = ("-N1", "-n2", "--time=2")
+    line = "exec ringreduce run --requeue --stop-before 100s python stops.py waits commits-before"
+    job = submit(cluster, "before", options, line)
+    assert end_of(cluster, "before", job, queued=True) == undisturbed
+    done = cluster.run(0, "salloc", "-Q", "-n1", "ringreduce", "run", "--stop-before", "5m", "true")
+    assert done.status == 2, done.text
+    assert "nobody says when this allocation ends" in done.text

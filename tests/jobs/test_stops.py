@@ -1,0 +1,189 @@
+"""Jobs that are asked to stop: no step is lost or repeated, and run again they end in the bits of one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import launching
+import pytest
+from launching import LIMIT_S, RINGREDUCE, job_environment
+
+PROGRAM = launching.PROGRAMS / "stopped_training.py"
+STEPS = 12
+STOPPED = os.EX_TEMPFAIL
+
+
+def train(folder: Path, way: str, ranks: int, *warnings: str, command: tuple[object, ...] | None = None) -> int:
+    """Train on so many ranks until the job ends; return its status."""
+    folder.mkdir(exist_ok=True)
+    binding, _, backend = way.partition("-")
+    settings = {"KERAS_BACKEND": backend if binding == "keras" else None, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    start = command or (RINGREDUCE, "run", "--elastic", "-np", ranks)
+    done = launching.run(*start, sys.executable, PROGRAM, folder, way, *warnings, **settings)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "failed" not in done.stderr, done.stderr
+    return done.returncode
+
+
+def assert_nothing_is_lost(folder: Path, undisturbed: Path, ranks: int) -> None:
+    """Each rank has made each step once, and the weights have the bits of a training that nothing has stopped."""
+    for rank in range(ranks):
+        assert (folder / f"steps-{rank}").read_text().split() == [str(step) for step in range(STEPS)]
+    assert (folder / "weights").read_bytes() == (undisturbed / "weights").read_bytes()
+
+
+def moments(ranks: int, count: int, seed: int) -> list[tuple[str, ...]]:
+    """Return who is warned, in which steps, and how; spread over steps and ranks."""
+    hows = ("SIGTERM", "SIGUSR1", "handler", "twice")
+    return [
+        tuple(f"{(at + seed) % ranks}@{step}:{hows[(at + seed) % 4]}" for step in range(at % 5, STEPS, 5))
+        for at in range(count)
+    ]
+
+
+CASES = [
+    ("numpy", 1, 0), ("numpy", 2, 3), ("numpy", 3, 1), ("numpy", 4, 2), ("torch", 2, 0), ("torch-all", 2, 1),
+    ("torch-diloco", 3, 3), ("jax", 2, 0), ("keras-jax", 2, 1),
+]  # fmt: skip
+WAYS = ["numpy", "torch", "torch-node", "torch-all", "torch-late", "torch-local", "torch-diloco", "jax", "tensorflow"]
+WAYS += ["keras-tensorflow", "keras-jax", "keras-torch"]
+ALL = [(way, ranks, seed) for way in WAYS for ranks in (1, 2, 3, 4) for seed in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "seed"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.thorough) for each in ALL if each not in CASES)],
+)
+def test_a_job_that_is_stopped_loses_no_step(tmp_path: Path, way: str, ranks: int, seed: int) -> None:
+    """Whichever rank is warned, in whichever step: all write that step to disk and end with status 75, each time."""
+    binding, _, option = way.partition("-")
+    needed = {"jax": ["jax", "optax"], "keras": ["keras", option]}.get(binding, [binding])
+    if missing := [name for name in needed if find_spec(name) is None]:
+        pytest.skip(f"it needs {' and '.join(missing)}")
+    warnings = moments(ranks, seed + 1, seed)[seed]
+    assert train(tmp_path / "undisturbed", way, ranks) == 0
+    statuses = [train(tmp_path / "stopped", way, ranks, *warnings) for _ in range(len(warnings) + 1)]
+    assert statuses == [STOPPED] * len(warnings) + [0]
+    assert_nothing_is_lost(tmp_path / "stopped", tmp_path / "undisturbed", ranks)
+
+
+@pytest.mark.parametrize("how", ["launcher SIGTERM", "mpirun SIGTERM", "launcher SIGUSR1"])
+@pytest.mark.parametrize("options", [("--elastic", "--max-restarts", "3"), ()], ids=["elastic", ""])
+def test_signals_from_outside_stop_a_job(tmp_path: Path, options: tuple[str, ...], how: str) -> None:
+    """To the launcher or to mpirun; no restart is spent on it, and the status is that of a stop."""
+    command = (RINGREDUCE, "run", *options, "-np", 2)
+    assert train(tmp_path / "undisturbed", "numpy", 2) == 0
+    statuses = [train(tmp_path / "stopped", "numpy", 2, f"1@3:{how}", command=command) for _ in range(2)]
+    assert statuses == [STOPPED, 0]
+    assert_nothing_is_lost(tmp_path / "stopped", tmp_path / "undisturbed", 2)
+
+
+PLAIN = """
+import os, signal, sys
+import ringreduce as rr
+rr.init()
+first = os.open(sys.argv[1], os.O_RDWR)
+for step in range(9):
+    if step == 4 and rr.rank() == rr.size() - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if rr.stopping():
+        if rr.rank() == 0:
+            os.read(first, 1)  # saving takes longer than the end of the others
+            print("saved", step, flush=True)
+        else:
+            os.write(first, b"x" * (rr.rank() == 1))
+        sys.exit(os.EX_TEMPFAIL)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("ringreduce", "run", "-np", "3"), ("ringreduce", "run", "--elastic", "-np", "3"), ("mpirun", "-np", "3")],
+)
+def test_a_plain_loop_saves_before_the_job_ends(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """All ranks learn of it in the step in which one was warned; those that end first do not end the job."""
+    os.mkfifo(tmp_path / "first")
+    name, *words = command
+    start = RINGREDUCE if name == "ringreduce" else name
+    done = launching.run(start, *words, sys.executable, "-c", PLAIN, tmp_path / "first")
+    assert (done.returncode, done.stdout) == (STOPPED, "saved 4\n"), done.stderr
+
+
+NEVER_ASKS = """
+import os, signal
+import ringreduce as rr
+rr.init()
+rr.barrier()
+if rr.rank() == 1:
+    {before}
+    os.kill(os.getpid(), signal.SIGTERM)
+rr.barrier()
+"""
+
+
+def test_a_program_that_never_asks_ends_by_sigterm() -> None:
+    """As before there was anything to ask."""
+    done = launching.run(RINGREDUCE, "run", "-np", 2, sys.executable, "-c", NEVER_ASKS.format(before="pass"))
+    assert done.returncode not in (0, STOPPED)
+    assert "rank 1 of 2 was ended by SIGTERM" in done.stderr
+
+
+def test_a_rank_that_alone_exits_with_the_status_of_a_stop_has_failed() -> None:
+    """In an elastic job, where the others go on without it: nobody has agreed to stop."""
+    program = NEVER_ASKS.format(before="import sys; sys.exit(75)")
+    done = launching.run(RINGREDUCE, "run", "--elastic", "-np", 2, sys.executable, "-c", program)
+    assert done.returncode not in (0, STOPPED), done.stderr
+    assert "rank 1 of 2 exits with code 75" in done.stderr
+
+
+def test_without_a_scheduler_the_status_is_for_the_caller() -> None:
+    """Which `--requeue` says; and `--stop-before` needs an end."""
+    program = "import os, sys, ringreduce as rr; rr.init(); rr.request_stop(); rr.stopping(); sys.exit(os.EX_TEMPFAIL)"
+    done = launching.run(RINGREDUCE, "run", "--requeue", "-np", 1, sys.executable, "-c", program)
+    assert done.returncode == STOPPED, done.stderr
+    assert "no scheduler is known here; status 75 says to the caller" in done.stderr
+    done = launching.run(RINGREDUCE, "run", "--stop-before", "5m", "-np", 1, sys.executable, "-c", program)
+    assert done.returncode == 2
+    assert "nobody says when this allocation ends" in done.stderr
+
+
+LOOPS = """
+import os, sys
+import ringreduce as rr
+rr.init()
+while not rr.stopping():
+    pass
+sys.exit(os.EX_TEMPFAIL)
+"""
+
+
+def test_ranks_are_asked_before_the_end_of_the_allocation() -> None:
+    """Once they listen; of an allocation that is at its end already, at once."""
+    line = (RINGREDUCE, "run", "--stop-before", "1h", "-np", 2, sys.executable, "-c", LOOPS)
+    done = launching.run(*line, SLURM_JOB_END_TIME="1700000000")
+    assert done.returncode == STOPPED, done.stderr
+    assert "the ranks are asked to stop" in done.stderr
+
+
+def test_the_second_sigterm_ends_a_rank_at_once() -> None:
+    """Three seconds after the first, whoever waits; until then it is one warning, of a scheduler that signals all."""
+    program = """
+import os, signal
+import ringreduce as rr
+from ringreduce.runtime.stop import StopRequest
+now = 0.0
+request = StopRequest(lambda: True, lambda: now)
+request.listen()
+for now in (0.0, 2.9, 3.1):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(now, request.made, flush=True)
+"""
+    with job_environment() as environment:
+        line = [sys.executable, "-c", program]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "0.0 True\n2.9 True\n"), done.stderr
