@@ -31,6 +31,9 @@ _LEAVING_S = 30.0
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _PROBE_EVERY_LOOKS = 5
+#: The status of Open MPI's mpirun when a daemon ends, which it says on standard output. No rank of an elastic job has
+#: it: the shells over them end by a signal.
+_NO_DAEMON = 255
 #: After so long without an answer, users see what may be wrong.
 _ANSWER_S = 30.0
 
@@ -211,7 +214,8 @@ class Restarts:
                 self._has_commit = True
                 failed = in_a_row = 0
             lost = sorted(self._hosts.lost - lost_before)
-            goes_on = bool(lost) and self._has_commit
+            has_no_daemon = self._spec.elastic and status == _NO_DAEMON and self._ranks.has_commit
+            goes_on = has_no_daemon or (bool(lost) and self._has_commit)
             if status in (0, os.EX_TEMPFAIL) or stopped or (failed == self._spec.restarts and not goes_on):
                 return status
             if self._at_limit:
@@ -220,7 +224,8 @@ class Restarts:
             self._changes += 1
             self._hosts = self._hosts.failed(self._clock(), self._policy)
             if goes_on:
-                say(f"the job begins again from its last commit, without {' and '.join(lost)}")
+                why = f"without {' and '.join(lost)}" if lost else "as mpirun has lost a daemon"
+                say(f"the job begins again from its last commit, {why}")
                 continue
             failed += 1
             in_a_row += 1

@@ -30,13 +30,14 @@ class Jobs:
         started: the ranks and the variables of each job.
         now: the time.
         ended: how often a job was ended.
+        killed: how often one was killed.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *tells: Tell) -> None:
         self.asked: list[int] = []
         self.started: list[tuple[Mapping[str, int], Mapping[str, str]]] = []
         self.listed: dict[str, int] = {"a": 2}
-        self.now, self.ended = 0.0, 0
+        self.now, self.ended, self.killed = 0.0, 0, 0
         jobs, left = self, list(tells)
 
         class FakeJob:
@@ -55,6 +56,9 @@ class Jobs:
 
             def end(self) -> None:
                 jobs.ended += 1
+
+            def kill(self) -> None:
+                jobs.killed += 1
 
             def end_line(self) -> None:
                 pass
@@ -221,3 +225,105 @@ def test_ranks_that_go_on_while_others_begin_again_are_ended(monkeypatch: pytest
     assert jobs.run(1, 2) == 0
     assert len(jobs.started) == 2
     assert jobs.ended == 1
+
+
+def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job is killed, and begins again from its commit without that host; no restart is spent."""
+
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        on_mark(Mark("has a commit", 0, "a"))
+        on_mark(Mark("lives", 1, "b"))
+        while not jobs.killed:
+            on_mark(Mark("lives", 0, "a"))
+            look()
+            look()  # less than a second later
+            jobs.now += 1.0
+        return 137
+
+    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, second)
+    jobs.listed = {"a": 1, "b": 1}
+    assert jobs.run(1, 2) == 0
+    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1}]
+    assert (jobs.killed, jobs.now) == (1, 11.0)
+    said = capsys.readouterr().err
+    assert "b is lost: it has said nothing for 10 s; it is used again once it answers" in said
+    assert "begins again from its last commit, without b" in said
+
+
+def test_a_host_whose_speaker_has_ended_is_not_expected_to_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank has died, or has ended well; nor is one that never spoke."""
+
+    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 3)
+        on_mark(Mark("lives", 0, "a"))
+        on_mark(Mark("lives", 1, "b"))
+        on_mark(Mark("has died", 1, "b"))
+        on_mark(Mark("has ended well", 0, "a"))
+        for _ in range(30):
+            look()
+            jobs.now += 1.0
+        return 0
+
+    jobs = Jobs(monkeypatch, job)
+    jobs.listed = {"a": 1, "b": 1, "c": 1}
+    assert jobs.run(1, 3) == 0
+    assert jobs.killed == 0
+
+
+def test_a_lost_host_without_a_commit_spends_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing to go on from: the job ends, unless it may be started again."""
+
+    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("lives", 1, "b"))
+        while not jobs.killed:
+            look()
+            jobs.now += 1.0
+        return 137
+
+    jobs = Jobs(monkeypatch, job)
+    jobs.listed = {"a": 1, "b": 1}
+    assert jobs.run(1, 2) == 137
+
+
+@pytest.mark.parametrize("has_commit", [True, False])
+def test_a_lost_daemon_spends_no_restart_where_there_is_a_commit(
+    monkeypatch: pytest.MonkeyPatch, has_commit: bool
+) -> None:
+    """All hosts are used again; mpirun's status says that it has lost one."""
+
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        if has_commit:
+            on_mark(Mark("has a commit", 0, "a"))
+        return 255
+
+    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, second)
+    assert jobs.run(1, 2) == (0 if has_commit else 255)
+    assert [ranks for ranks, _ in jobs.started] == [{"a": 2}] * (2 if has_commit else 1)
+
+
+def test_restarts_wait_and_come_back_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1, 2 and 4 seconds; a job that has written a commit gives all of them back, and the first wait is short again."""
+    begun: list[float] = []
+
+    def failing(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begun.append(jobs.now)
+        return 1
+
+    def working(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begun.append(jobs.now)
+        on_mark(Mark("has a commit", 0, "a"))
+        return 1
+
+    jobs = Jobs(monkeypatch, failing, failing, failing, working, failing, failing, failing)
+    assert jobs.run(1, 2, restarts=3) == 1
+    assert begun == [0.0, 1.0, 3.0, 7.0, 8.0, 10.0, 14.0]
