@@ -97,7 +97,7 @@ def _output(script: str) -> str:
     return output.decode(errors="replace")
 
 
-class Probes:
+class _Probes:
     """Tries to reach hosts by ssh, without waiting for them.
 
     Args:
@@ -194,7 +194,7 @@ class Restarts:
         self._ranks = _JobRanks(Pulses(0))
         self._has_warned = False
         self._has_commit = False
-        self._probes = Probes(start)
+        self._probes = _Probes(start)
 
     def run(self) -> int:
         """Return the exit status of the last job.
