@@ -35,7 +35,7 @@ _OWN_SETTINGS = {"dump", "launched_size", "log_level", "status", "timeline", "tu
 _STANDARD_ERROR = 2
 _LOOK_EVERY_S = 1.0
 _SAME_JOB_S = 60.0  # within which the ranks of a host start
-_LATE = 75  # the exit code of a rank that others keep waiting: EX_TEMPFAIL of sysexits.h
+_LATE = 69  # the exit code of a rank that others keep waiting: EX_UNAVAILABLE of sysexits.h
 
 
 class Connection(Protocol):
