@@ -124,9 +124,9 @@ class Kept(HandlingState):
         self._killer.sharing = True
         super().commit()
 
-    def _commit_here(self) -> None:
+    def _commit_here(self, *, to_disk: bool = False) -> None:
         self._killer.sharing = False
-        super()._commit_here()
+        super()._commit_here(to_disk=to_disk)
 
     def _find_handler(self, value: Any) -> StateHandler | None:
         return Weights(value, self._killer) if isinstance(value, Model) else super()._find_handler(value)
