@@ -83,7 +83,8 @@ def run_example(page: Path, name: str, source: str) -> None:
     program = ModuleType("__main__")
     if name == name_of(page):
         for setup in SETUP.findall(page.read_text(encoding="utf-8")):
-            exec(compile(f"import torch\n{setup}", f"{page} (setup)", "exec"), program.__dict__)
+            imports = "import torch\n" if "torch" in setup + source else ""
+            exec(compile(imports + setup, f"{page} (setup)", "exec"), program.__dict__)
     try:
         exec(compile(source, str(page), "exec"), program.__dict__)
     finally:
