@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -101,6 +102,7 @@ def boot(name: str, numbers: Iterable[int]) -> None:
             raise ClusterError(f"{host} is a link alone; machines are made by `up ssh`, `up slurm` or `up pods`")
         line = ["ip", "netns", "exec", host, "unshare", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child"]
         line += ["bash", str(_BOOT), _name_in(folder), str(folder), str(shared_of(name)), str(_MEMORY_NBYTES)]
+        line += _in_empty_folders()
         log = (folder / "boot.log").open("w+")
         process = subprocess.Popen(
             line,
@@ -120,6 +122,13 @@ def boot(name: str, numbers: Iterable[int]) -> None:
             time.sleep(0.01)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         (path.parent / "first").write_text(children[0])
+
+
+def _in_empty_folders() -> list[str]:
+    """Return the checkout and Python's environment, where these lie in folders that each host has empty."""
+    wanted = (Path(__file__).resolve().parents[2], Path(sys.prefix).resolve())
+    found = [each for each in wanted if str(each).startswith(("/tmp/", "/run/"))]
+    return [str(each) for each in found if not any(other in each.parents for other in found)]
 
 
 def _name_in(folder: Path) -> str:
