@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from _cluster.links import ClusterError, address, call, host_name, hosts_of, pids_of, require_hosts, set_link
@@ -95,7 +96,8 @@ def boot(name: str, numbers: Iterable[int]) -> None:
     for number in numbers:
         host = require_hosts(name, number + 1)[number]
         for pid in pids_of(host):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ends by itself
+                os.kill(pid, signal.SIGKILL)
         set_link(host, "up")
         folder = folder_of(name) / host
         if not folder.exists():
