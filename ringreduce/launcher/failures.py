@@ -12,6 +12,7 @@ __all__ = [
     "find_killed",
     "find_lost_hosts",
     "find_unfinished",
+    "has_lost_daemon",
     "is_told",
     "lacks_horovod",
     "lacks_package",
@@ -74,6 +75,11 @@ def find_unfinished(text: str) -> int | None:
 def find_lost_hosts(text: str) -> list[str]:
     """Return the hosts that mpirun has lost, or has not reached, by their names there."""
     return list(dict.fromkeys(next(filter(None, found)) for found in _LOST.findall(text)))
+
+
+def has_lost_daemon(text: str) -> bool:
+    """Return whether Open MPI's mpirun says that it has lost the connection to a host."""
+    return "PRTE has lost communication with a remote daemon." in text and "Remote daemon: [" in text
 
 
 def lacks_horovod(text: str) -> bool:

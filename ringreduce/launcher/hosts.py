@@ -135,10 +135,16 @@ class Hosts:
         """Return the lost hosts that may be used again once they can be reached: those that were lost once."""
         return sorted(host for host in self.lost if self.losses[host] <= _MOST_LOSSES)
 
-    def listed_as(self, name: str) -> str | None:
-        """Return the listed host of this name, or of the same one without or with a domain; None if there is none."""
+    def known_as(self, name: str) -> str | None:
+        """Return the host of this name, or of the same one without or with a domain; None if there is none.
+
+        A host of the ranks counts also where it is no longer listed. Addresses have no short form.
+        """
+        known = dict.fromkeys((*self.listed, *self.places))
+        if name in known:
+            return name
         short = name.partition(".")[0]
-        return next((host for host in self.listed if host == name or host.partition(".")[0] == short), None)
+        return None if short.isdigit() else next((each for each in known if each.partition(".")[0] == short), None)
 
     def fails_for(self, host: str, policy: SizePolicy, now: float) -> float:
         """Return for how many seconds no rank is to be started on a host: not above 0 if one may be; infinity."""

@@ -18,7 +18,7 @@ from ringreduce.launcher.allocations_end import StopBefore
 from ringreduce.launcher.hosts import Hosts, parse_hosts
 from ringreduce.launcher.job import Job, Mark, say
 from ringreduce.launcher.pulses import Pulses
-from ringreduce.launcher.start import Start
+from ringreduce.launcher.start import UNNAMED, Start
 
 __all__ = ["Discovery", "Restarts"]
 
@@ -207,12 +207,12 @@ class Restarts:
             lost_before = self._hosts.lost
             status, stopped = self._run_one(starts)
             starts += 1
-            if self._ranks.leaving is not None and not stopped:
-                self._changes += 1
-                continue
             if self._ranks.has_commit:  # it made steps
                 self._has_commit = True
                 failed = in_a_row = 0
+            if self._ranks.leaving is not None and not stopped:
+                self._changes += 1
+                continue
             lost = sorted(self._hosts.lost - lost_before)
             has_no_daemon = self._spec.elastic and status == _NO_DAEMON and self._ranks.has_commit
             goes_on = has_no_daemon or (bool(lost) and self._has_commit)
@@ -272,12 +272,12 @@ class Restarts:
         )
         status = job.wait(lambda: self._look(job))
         written = job.written.decode(errors="replace")
-        lost = failures.find_lost_hosts(written)
         # mpirun may end with status 0 though it has lost ranks.
-        status = status or int(bool(lost) or (self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well)))
+        has_lost = self._start.remote and failures.has_lost_daemon(written)
+        status = status or int(has_lost or (self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well)))
         if status not in (0, os.EX_TEMPFAIL) and not job.stopped and ranks.leaving is None:
             job.end_line()
-            for name in lost:
+            for name in failures.find_lost_hosts(written) if self._start.remote else ():
                 self._lose(name, "mpirun has no connection to it")
             self._report_failure(written, status)
         return status, job.stopped
@@ -351,7 +351,7 @@ class Restarts:
             case "has a commit":
                 ranks.has_commit = True
             case "lives":
-                ranks.pulses.hear(mark.rank, mark.host)
+                ranks.pulses.hear(mark.rank, self._hosts.host_of(mark.rank, mark.host) or mark.host)
             case "has ended well":
                 ranks.pulses.forget(mark.rank)
                 ranks.any_ended_well = True
@@ -390,10 +390,11 @@ class Restarts:
             self._look_for_hosts(job)
 
     def _lose(self, name: str, why: str) -> None:
-        """Note that a host is lost, by its name there or in the list."""
-        host = self._hosts.listed_as(name)
-        if host is None:
-            say(f"{name} is lost: {why}")
+        """Note that a host is lost, by its name there or in the list, if there is a list."""
+        host = self._hosts.known_as(name)
+        if host is None:  # of another job, as a rank may write of it, unless this one's hosts have no names here
+            if UNNAMED in self._hosts.listed:
+                say(f"{name} is lost: {why}")
             return
         if host in self._hosts.lost:
             return

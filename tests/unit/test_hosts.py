@@ -205,3 +205,13 @@ def test_other_cooldowns_are_refused(text: str) -> None:
     """With the form that is expected."""
     with pytest.raises(ValueError, match="expected seconds"):
         Cooldown.parse(text)
+
+
+def test_a_lost_host_is_known_by_what_it_calls_itself() -> None:
+    """With or without a domain, also once it is no longer listed; no address is another one's short form."""
+    hosts = Hosts(listed={"a.lab": 1, "10.0.0.1": 1, "10.0.0.2": 1}, places=("b",))
+    assert hosts.known_as("a") == "a.lab"
+    assert hosts.known_as("b.lab") == "b"
+    assert hosts.known_as("10.0.0.2") == "10.0.0.2"
+    assert hosts.known_as("10.0.0.3") is None
+    assert hosts.known_as("c") is None

@@ -31,18 +31,23 @@ class Jobs:
         now: the time.
         ended: how often a job was ended.
         killed: how often one was killed.
+        written: what each writes to standard error.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *tells: Tell) -> None:
         self.asked: list[int] = []
         self.started: list[tuple[Mapping[str, int], Mapping[str, str]]] = []
         self.listed: dict[str, int] = {"a": 2}
+        self.written = b""
         self.now, self.ended, self.killed = 0.0, 0, 0
         jobs, left = self, list(tells)
 
         class FakeJob:
             stopped = False
-            written = b""
+
+            @property
+            def written(self) -> bytes:
+                return jobs.written
 
             def __init__(self, line: list[str], environment: Mapping[str, str], on_mark: OnMark, **how: object) -> None:
                 self._on_mark, self._tell = on_mark, left.pop(0)
@@ -79,7 +84,7 @@ class Jobs:
                 return [], {}
 
         policy = SizePolicy(least, most, cooldown)
-        start = Recorded(spec, Mpirun("mpirun", "Open MPI", 5), policy, frozenset({"me"}), grows=True)
+        start = Recorded(spec, Mpirun("mpirun", "Open MPI", 5), policy, frozenset({"me"}), remote=True, grows=True)
         return Restarts(start, lambda: self.listed, lambda: self.now).run()
 
 
@@ -327,3 +332,66 @@ def test_restarts_wait_and_come_back_with_steps(monkeypatch: pytest.MonkeyPatch)
     jobs = Jobs(monkeypatch, failing, failing, failing, working, failing, failing, failing)
     assert jobs.run(1, 2, restarts=3) == 1
     assert begun == [0.0, 1.0, 3.0, 7.0, 8.0, 10.0, 14.0]
+
+
+def test_a_lost_host_may_be_unlisted_or_call_itself_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script drops it, or addresses are listed: the job begins again without it."""
+
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        on_mark(Mark("has a commit", 0, "one"))
+        on_mark(Mark("lives", 1, "two"))
+        jobs.listed = {"10.0.0.1": 1}
+        while not jobs.killed:
+            look()
+            jobs.now += 1.0
+        return 137
+
+    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", 0, "one"))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, second)
+    jobs.listed = {"10.0.0.1": 1, "10.0.0.2": 1}
+    assert jobs.run(1, 2) == 0
+    assert [ranks for ranks, _ in jobs.started] == [{"10.0.0.1": 1, "10.0.0.2": 1}, {"10.0.0.1": 1}]
+
+
+def test_a_commit_counts_after_a_new_start_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is lost before the second job has written one ends nothing: that of the first is on disk."""
+
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 1)
+        on_mark(Mark("has a commit", 0, "a"))
+        on_mark(Mark("begins again", 0, "a"))
+        return 0
+
+    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("lives", 1, "b"))
+        while not jobs.killed:
+            look()
+            jobs.now += 1.0
+        return 137
+
+    def third(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, second, third)
+    jobs.listed = {"a": 1, "b": 1}
+    assert jobs.run(1, 2) == 0
+    assert [ranks for ranks, _ in jobs.started][-1] == {"a": 1}
+
+
+def test_what_a_rank_writes_of_ssh_is_no_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that has ended well stays so."""
+
+    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, job)
+    jobs.written = b"ssh: connect to host example.org port 22: Connection refused\nRemote host: x\n"
+    assert jobs.run(1, 2, restarts=1) == 0
+    assert len(jobs.started) == 1

@@ -28,7 +28,7 @@ speaker=
 if [ -n "$RINGREDUCE_PULSE" ] && [ "$OMPI_COMM_WORLD_LOCAL_RANK" = 0 ]; then
     (
         trap "" TERM HUP INT USR1 USR2
-        while kill -0 $$; do
+        while kill -0 $$ 2>/dev/null; do
             say "lives"
             sleep "$RINGREDUCE_PULSE" >/dev/null 2>&1
         done
