@@ -94,7 +94,7 @@ class Training:
 
 
 def nothing_is_left(cluster: Cluster, *numbers: int) -> None:
-    """Require that no rank and no daemon stays on hosts that live; daemons end after the mpirun that has started them."""
+    """Require that no rank and no daemon stays on hosts that live; daemons end soon after their mpirun."""
     deadline = time.monotonic() + LEFT_S
     for number in numbers:
         while True:
