@@ -13,7 +13,8 @@ import click
 from ringreduce.cli.wrong_options import ProgramCommand
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.allocations_end import parse_seconds, run_again
+from ringreduce.common.quantities import parse_seconds
+from ringreduce.launcher.allocations_end import run_again
 from ringreduce.launcher.hosts import Cooldown, Hosts
 from ringreduce.launcher.job import say
 from ringreduce.launcher.restarts import Restarts

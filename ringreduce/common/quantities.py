@@ -7,7 +7,7 @@ import re
 __all__ = ["format_nbytes", "format_seconds", "parse_nbytes", "parse_rate", "parse_seconds", "plural"]
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"([0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})\s*"
 _SIZE = re.compile("([0-9]+)(?:([KMG])(I?B|BIT)?|B)?", re.IGNORECASE | re.ASCII)
 _RATE = re.compile(_NUMBER + "([KMGT]?)(I?)(?:(B|BYTES?|BITS?)(PS|/S|/SEC)?)?", re.IGNORECASE | re.ASCII)
@@ -80,14 +80,14 @@ def _written(number: float, prefix: str) -> str:
 
 
 def parse_seconds(text: str) -> float:
-    """Read a time such as ``2us``, ``1.5 ms`` or ``1s`` as seconds.
+    """Read a time such as ``2us``, ``1.5 ms``, ``1s``, ``5m`` or ``1.5h`` as seconds.
 
     Raises:
         ValueError: it is none.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None or found[2].lower() not in _SECONDS:
-        raise ValueError("expected a time, such as 2us, 1.5ms or 1s")
+        raise ValueError("expected a time, such as 2us, 1.5ms, 1s, 5m or 1.5h")
     return float(found[1]) * _SECONDS[found[2].lower()]
 
 

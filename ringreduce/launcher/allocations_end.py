@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -11,22 +11,10 @@ from datetime import datetime
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["StopBefore", "end_of_allocation", "parse_seconds", "run_again"]
+__all__ = ["StopBefore", "end_of_allocation", "run_again"]
 
-_ANSWER_S = 30.0  # that Slurm's commands get
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_seconds(text: str) -> float:
-    """Return the seconds of ``90``, ``90s``, ``5m`` or ``1.5h``.
-
-    Raises:
-        ValueError: it is something else, or nothing.
-    """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)([smh]?)", text.strip())
-    if found is None or float(found[1]) == 0:
-        raise ValueError("expected a time as in 90, 90s, 5m or 1.5h")
-    return float(found[1]) * _UNITS[found[2]]
+_ANSWER_S = 10.0  # that Slurm's commands get
+_ASK_AGAIN_S = 30.0  # after an answer
 
 
 class StopBefore:
@@ -35,7 +23,7 @@ class StopBefore:
     Args:
         seconds: so long before the end of the allocation.
         end: returns when that is, in seconds since 1970; None: nobody knows. It is asked again when the time has come,
-            as limits can be changed.
+            and every 30 s from then on, as limits can be changed.
         clock: returns the time, in seconds since 1970.
 
     Raises:
@@ -58,6 +46,7 @@ class StopBefore:
                 "(sbatch --time); elsewhere set SLURM_JOB_END_TIME to the end, in seconds since 1970"
             )
         self._end = found
+        self._ask_at = -math.inf
 
     @property
     def left_s(self) -> float:
@@ -68,18 +57,23 @@ class StopBefore:
         """Return whether it is time to ask the ranks."""
         if self.left_s > self._seconds:
             return False
-        self._end = self._find() or self._end
+        if self._clock() >= self._ask_at:
+            self._end = self._find() or self._end
+            self._ask_at = self._clock() + _ASK_AGAIN_S
         return self.left_s <= self._seconds
 
 
 def end_of_allocation(environ: Mapping[str, str]) -> float | None:
     """Return when this allocation ends, in seconds since 1970, as Slurm or the environment says; None: neither does."""
-    said = _ask_slurm("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%e")[1] if _is_in_slurm(environ) else ""
-    try:
-        return datetime.fromisoformat(said).timestamp()
-    except ValueError:  # there is no limit, or Slurm does not answer
-        stated = environ.get("SLURM_JOB_END_TIME", "")
-        return float(stated) if stated.isdigit() and not said else None
+    if _is_in_slurm(environ):
+        status, said = _ask_slurm("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%e")
+        if status == 0 and said:
+            try:
+                return datetime.fromisoformat(said).timestamp()
+            except ValueError:  # there is no limit
+                return None
+    stated = environ.get("SLURM_JOB_END_TIME", "")
+    return float(stated) if stated.isdigit() else None
 
 
 def run_again(environ: Mapping[str, str]) -> str:
@@ -98,7 +92,8 @@ def _is_in_slurm(environ: Mapping[str, str]) -> bool:
 def _ask_slurm(*command: str) -> tuple[int, str]:
     """Return the status of a command and what it says; 1 and the reason if there is no answer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+        environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # and not as users read it
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)
     return done.returncode, (done.stdout.strip() or done.stderr.strip())

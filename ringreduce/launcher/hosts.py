@@ -125,7 +125,7 @@ class Hosts:
         losses = {**self.losses, host: self.losses.get(host, 0) + 1}
         return replace(self, living={**self.living, host: 0}, lost=self.lost | {host}, losses=losses)
 
-    def found(self, host: str) -> Hosts:
+    def returned(self, host: str) -> Hosts:
         """A host that was lost can be reached again."""
         return replace(self, lost=self.lost - {host})
 

@@ -290,7 +290,10 @@ class Job:
             return  # the job has ended before
         if number == signal.SIGTERM and time.monotonic() - self._heard_by_mpirun < _LOOK_EVERY_S:
             return  # who signals all processes sends one to each
-        self._ended_by = signal.Signals(number)
+        self._end_by(signal.Signals(number))
+
+    def _end_by(self, number: signal.Signals) -> None:
+        self._ended_by = number
         ranks = self._chains.ranks()
         if number != signal.SIGTERM or self.stopped or not self._grace_s or not ranks:
             if self._grace is not None:
@@ -340,9 +343,9 @@ class Job:
         """Look after the processes of this host, every second; return whether it has."""
         self._kill_if_late()
         if self._shielded and math.isinf(self._heard_by_mpirun) and is_pending(self._process.pid, signal.SIGTERM):
-            if not self.stopped:
-                self._on_signal(signal.SIGTERM, None)
             self._heard_by_mpirun = time.monotonic()
+            if not self.stopped:
+                self._end_by(signal.SIGTERM)
         grace = self._grace
         if grace is not None:
             if grace.is_over() and self._grace is grace:  # else a second signal has ended it

@@ -145,6 +145,7 @@ class _JobRanks:
         said: the reason that users saw last.
         without_package: the hosts that do not have ringreduce where this one has it.
         has_commit: whether one has written a commit to disk.
+        host_returned: whether a host that was lost can be reached again.
     """
 
     pulses: Pulses
@@ -157,6 +158,7 @@ class _JobRanks:
     said: str = ""
     without_package: set[str] = field(default_factory=set)
     has_commit: bool = False
+    host_returned: bool = False
 
     def say_once(self, text: str) -> None:
         if text != self.said:
@@ -399,7 +401,8 @@ class Restarts:
         if host in self._hosts.lost:
             return
         self._hosts = self._hosts.without(host)
-        again = "it is used again once it answers" if host in self._hosts.returning() else "it is left out from now on"
+        is_asked = self._start.by_ssh and self._start.grows and host in self._hosts.returning()
+        again = "it is used again once it answers" if is_asked else "it is left out from now on"
         say(f"{host} is lost: {why}; {again}")
 
     def _look_for_hosts(self, job: Job) -> None:
@@ -410,10 +413,13 @@ class Restarts:
             job.end()
             return
         for host in self._probes.answering(self._hosts.returning() if ranks.has_commit else []):
-            self._hosts = self._hosts.found(host)
+            self._hosts = self._hosts.returned(host)
+            ranks.host_returned = True
             say(f"{host} answers again")
         self._hosts = replace(self._hosts, listed=self._listed())
-        reason = self._hosts.reason_to_change(self._policy, now)
+        # Without an option for growth, ranks that have died are not replaced.
+        may_change = bool(self._spec.growth) or ranks.host_returned
+        reason = self._hosts.reason_to_change(self._policy, now) if may_change else ""
         # Ranks that have ended well leave no training, and their mpirun may be ending, too.
         if not reason or ranks.leaving is not None or not ranks.are_connected or ranks.any_ended_well:
             ranks.asked = None

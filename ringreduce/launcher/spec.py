@@ -105,6 +105,8 @@ class LaunchSpec:
             raise ConfigError(f"--start-timeout {self.start_timeout_s:g} is no time to wait; give seconds, more than 0")
         if not 0 <= self.grace_s < TIMEOUT_MAX:
             raise ConfigError(f"--grace {self.grace_s:g} is no time to wait; give seconds, 0 or more")
+        if self.stop_before_s is not None and self.stop_before_s <= 0:
+            raise ConfigError("--stop-before: give a time above 0, as in 90s, 5m or 1.5h")
         if self.host_timeout_s and not 5 <= self.host_timeout_s < TIMEOUT_MAX:
             raise ConfigError(f"--host-timeout {self.host_timeout_s:g}: give at least 5 seconds, or 0 for never")
         if self.prefix and (self.elastic or self.folder):

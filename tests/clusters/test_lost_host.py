@@ -119,6 +119,25 @@ def vanish(cluster: Cluster, number: int) -> None:
         assert cluster.run(host, *lost).status == 0
 
 
+def end_daemon(cluster: Cluster, number: int) -> None:
+    """Kill mpirun's daemon on a host, which lives on."""
+    assert cluster.run(number, "pkill", "-KILL", "prted").status == 0
+
+
+@pytest.mark.thorough
+def test_a_killed_daemon_ends_no_elastic_job(cluster: Cluster) -> None:
+    """The job begins again from its last commit: on all hosts, or without that one, as mpirun says of it."""
+    training = Training(cluster, cluster.host(2), *elastic(cluster))
+    training.until("waits")
+    end_daemon(cluster, 2)
+    status, said = training.end()
+    assert status == 0, training.text
+    assert said in [
+        [f"rank {rank} of {size} on {cluster.host(rank)} True" for rank in range(size)] for size in (2, 3)
+    ], training.text
+    nothing_is_left(cluster, 0, 1, 2)
+
+
 @pytest.mark.parametrize(
     "lose",
     [

@@ -49,7 +49,7 @@ def wait_for(cluster: Cluster, job: str, wanted: str) -> str:
         if re.search(wanted, said, re.DOTALL):
             return said
         assert time.monotonic() < deadline, said + "".join(each.read_text() for each in cluster.shared.glob("*.out"))
-        time.sleep(0.2)
+        time.sleep(0.2)  # Slurm and its jobs do not say when
 
 
 def submit(cluster: Cluster, name: str, options: tuple[str, ...], line: str) -> str:
@@ -95,7 +95,7 @@ def start(cluster: Cluster, name: str, options: tuple[str, ...], elastic: str) -
     output = cluster.shared / f"{name}.out"
     while not output.exists() or "step 4" not in output.read_text():
         assert time.monotonic() < deadline
-        time.sleep(0.2)
+        time.sleep(0.2)  # Slurm and its jobs do not say when
     return job
 
 

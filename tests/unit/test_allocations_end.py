@@ -5,26 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.allocations_end import StopBefore, end_of_allocation, parse_seconds
+from ringreduce.launcher.allocations_end import StopBefore, end_of_allocation
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("5m", 300.0), ("1.5h", 5400.0), (" 2h ", 7200.0)]
-)
-def test_a_time_has_a_unit_or_is_in_seconds(text: str, seconds: float) -> None:
-    """Also fractions."""
-    assert parse_seconds(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "5 m 3", "m", "5d", "1e3"])
-def test_other_times_are_refused(text: str) -> None:
-    """With examples of what is one."""
-    with pytest.raises(ValueError, match=r"expected a time as in 90, 90s, 5m or 1\.5h"):
-        parse_seconds(text)
-
-
-def test_without_slurm_the_environment_may_state_the_end() -> None:
-    """In seconds since 1970; or nobody knows it."""
+def test_without_slurm_the_environment_may_state_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In seconds since 1970; or nobody knows it. Also where there is no squeue to ask, as in a container."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    in_job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1700000000"}
+    assert end_of_allocation(in_job) == 1.7e9
     assert end_of_allocation({"SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
     assert end_of_allocation({"SLURM_JOB_END_TIME": "soon"}) is None
     with pytest.raises(ConfigError, match="nobody says when this allocation ends"):
@@ -41,3 +29,19 @@ def test_it_is_time_so_long_before_the_end_that_counts_then() -> None:
         found.append(stop.is_due())
         times.pop(0)
     assert found == [False, False, False, True]
+
+
+def test_the_end_is_not_asked_for_at_each_look() -> None:
+    """Once it is due, only now and then: an answer may take long, and the launcher has other work meanwhile."""
+    now = 940.0
+    asked: list[float] = []
+
+    def end() -> float:
+        asked.append(now)
+        return 1000.0
+
+    stop = StopBefore(60.0, end, lambda: now)
+    while now < 1000.0:
+        assert stop.is_due()
+        now += 1.0
+    assert asked == [940.0, 940.0, 970.0]

@@ -76,15 +76,19 @@ def test_what_is_no_rate_is_refused(text: str) -> None:
 
 def test_times():
     """With their unit, in any case."""
-    assert [parse_seconds(text) for text in ("2us", "1.5 ms", "1S", "3µs", "5ns", "0s")] == [
-        2e-6,
-        1.5e-3,
-        1,
-        3e-6,
-        5e-9,
-        0,
-    ]
-    for text in ("1", "ms", "1 h", "-1s"):
+    times = {
+        "2us": 2e-6,
+        "1.5 ms": 1.5e-3,
+        "1S": 1,
+        "3µs": 3e-6,
+        "5ns": 5e-9,
+        "0s": 0,
+        "5m": 300,
+        "2min": 120,
+        "1.5 h": 5400,
+    }
+    assert {text: parse_seconds(text) for text in times} == times
+    for text in ("1", "ms", "1 d", "-1s", "5 m 3", ""):
         with pytest.raises(ValueError, match="expected a time"):
             parse_seconds(text)
 

@@ -74,8 +74,10 @@ class Jobs:
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    def run(self, least: int, most: int, cooldown: Cooldown | None = None, **options: Any) -> int:
-        spec = LaunchSpec(program=("true",), elastic=True, most=most, **options)
+    def run(
+        self, least: int, most: int, cooldown: Cooldown | None = None, *, grows: bool = True, **options: Any
+    ) -> int:
+        spec = LaunchSpec(program=("true",), elastic=True, most=most if grows else None, **options)
         started = self.started
 
         class Recorded(Start):
@@ -84,7 +86,9 @@ class Jobs:
                 return [], {}
 
         policy = SizePolicy(least, most, cooldown)
-        start = Recorded(spec, Mpirun("mpirun", "Open MPI", 5), policy, frozenset({"me"}), remote=True, grows=True)
+        start = Recorded(
+            spec, Mpirun("mpirun", "Open MPI", 5), policy, frozenset({"me"}), remote=True, by_ssh=True, grows=True
+        )
         return Restarts(start, lambda: self.listed, lambda: self.now).run()
 
 
@@ -395,3 +399,21 @@ def test_what_a_rank_writes_of_ssh_is_no_lost_host(monkeypatch: pytest.MonkeyPat
     jobs.written = b"ssh: connect to host example.org port 22: Connection refused\nRemote host: x\n"
     assert jobs.run(1, 2, restarts=1) == 0
     assert len(jobs.started) == 1
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_ranks_that_have_died_are_replaced_where_the_job_may_grow(monkeypatch: pytest.MonkeyPatch, grows: bool) -> None:
+    """On slots of other hosts; a job that is just elastic goes on with those that live."""
+
+    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        on_mark(Mark("has a commit", 0, "a"))
+        on_mark(Mark("has died", 1, "a"))
+        look()
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, job)
+    jobs.listed = {"a": 2, "b": 2}
+    assert jobs.run(1, 2, grows=grows) == 0
+    assert jobs.asked == [int(grows)]
