@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
 
+import ringreduce
 from ringreduce import cli
 
 #: By module as programs import it: what they find there. Names may be added.
@@ -184,3 +188,38 @@ def test_options_of_local_training_are_shown() -> None:
     assert all(f"\n    {name}: " in hvd.DiLoCo.__doc__ for name in named)
     with pytest.raises(TypeError, match=r"DiLoCo.*'perod'"):
         hvd.DiLoCo(None, perod=3)
+
+
+_IMPORT = re.compile(r"^[ \t]*from (ringreduce(?:\.\w+)*) import (\([^)]*\)|[\w, ]+)$", re.MULTILINE)
+
+
+def _defined(module: str) -> set[str]:
+    """Return the names that the text of a module defines, or that are modules in it."""
+    path = Path(ringreduce.__file__).parent.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names = {each.stem for each in path.glob("*")} if path.is_dir() else set()
+    nodes: list[ast.AST] = [ast.parse(file.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+            continue  # what it defines is its own
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(each.asname or each.name for each in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        nodes += ast.iter_child_nodes(node)
+    return names
+
+
+def test_programs_import_what_there_is() -> None:
+    """Also those within texts, and those that no test of one rank starts: nothing else reads them before they run."""
+    folder = Path(__file__).parents[2]
+    parts = ("benchmarks", "examples", "scripts", "tests")
+    paths = [path for part in parts for path in (folder / part).rglob("*") if path.suffix in (".py", "")]
+    wrong = []
+    for path in filter(Path.is_file, paths):
+        for module, imported in _IMPORT.findall(path.read_text()):
+            names = {each.split(" as ")[0].strip() for each in imported.strip("()").replace("\n", ",").split(",")}
+            wrong += [f"{path.name}: {module}.{name}" for name in names - {""} - _defined(module)]
+    assert wrong == []

@@ -12,7 +12,7 @@ import torch
 
 import ringreduce as rr
 import ringreduce.torch as hvd
-from ringreduce.training.options.local_options import cut
+from ringreduce.training.options.local_options import LocalOptions
 from trainings import episodes, exchanges
 from trainings.episodes import RANK, SIZE, Episode
 from trainings.exchanges import Exchanges, Weights
@@ -62,7 +62,7 @@ class Training(episodes.Training):
         self._make(first)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         parameters = [(name, p.numel()) for name, p in self.model.named_parameters()]
-        places = cut([count for _, count in parameters], self.options["fragments"])
+        places = LocalOptions(**self.options, ranks=SIZE).cut([count for _, count in parameters])
         fragments = [[name for name, _ in parameters[place]] for place in places]
         self.exchanges = Exchanges(self.options, self.warmup_steps, fragments)
         if saved is not None:
