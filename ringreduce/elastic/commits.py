@@ -250,7 +250,7 @@ class _Commit(NamedTuple):
 _NONE = _Commit("", 0)
 
 
-class _Piece(NamedTuple):
+class _WholePart(NamedTuple):
     """A part of a commit of so many ranks; and the last commit that was on some disk when it was made."""
 
     commit: _Commit
@@ -426,7 +426,7 @@ class DiskCommits(CommitStore):
 
     # ---- which commit to begin with ----
 
-    def _examined(self, *, has_own: bool) -> list[_Piece]:
+    def _examined(self, *, has_own: bool) -> list[_WholePart]:
         """Return which parts are whole, of those at which this rank looks: all together look at each once."""
         own = {*([_part_of(rank())] if has_own else []), *([""] if rank() == 0 else [])}
         place, count = self._copies.shares()
@@ -437,11 +437,11 @@ class DiskCommits(CommitStore):
             and self.has(number, part)
         ]
 
-    def _piece(self, number: int, part: str) -> _Piece:
+    def _piece(self, number: int, part: str) -> _WholePart:
         said = self.description(number, part)
         known = _Commit(*said.get("known", _NONE))
         ranks = said.get("size") or (0 if part else self.load(number)["size"])  # where the description has none
-        return _Piece(_Commit(said.get("run", ""), number), part, size=ranks, known=known)
+        return _WholePart(_Commit(said.get("run", ""), number), part, size=ranks, known=known)
 
     def _require_none_lost(self, chosen: _Commit | None, known: _Commit, *, lacks_parts: bool) -> None:
         """Raise, or log, that a commit which was on a disk is on none; or that only parts of ranks are."""
