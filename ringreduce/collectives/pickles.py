@@ -16,7 +16,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,6 +30,7 @@ from ringreduce.common.errors import ConfigError
 REDUCERS: dict[type, Callable[[Any], Any]] = {}
 
 _SMALL_NBYTES = 16 << 10  # memory of arrays stays in the pickle up to here: a collective for each would take longer
+_PIECE_NBYTES = 16 << 20  # of what one rank sends another
 
 
 def gather(communicator: Communicator, obj: Any) -> list[Any]:
@@ -124,3 +125,50 @@ def gather_packed(communicator: Communicator, data: bytes, failure: Exception | 
         if failed:
             _raise_unsendable(rank, part.tobytes(), failure if rank == communicator.rank else None)
     return parts
+
+
+def alltoall_packed(
+    communicator: Communicator,
+    parcels: Mapping[int, Sequence[npt.NDArray[np.uint8]]],
+    failure: Exception | None,
+) -> dict[int, list[npt.NDArray[np.uint8]]]:
+    """Give ranks bytes, and return what comes here; raise on all ranks if one could not pack its own.
+
+    In pieces: beside what is sent and what has come, there is only one piece for each rank in memory.
+
+    Args:
+        communicator: of the ranks.
+        parcels: by the rank that gets them: any number of arrays.
+        failure: why this rank could not pack.
+
+    Returns:
+        By the rank that sent them.
+    """
+    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+    lengths = {dest: [each.size for each in arrays] for dest, arrays in parcels.items()}
+    everyone = gather(communicator, (reason, lengths))
+    for rank, (said, _) in enumerate(everyone):
+        if said is not None:
+            _raise_unsendable(rank, said.encode(errors="replace"), failure if rank == communicator.rank else None)
+    me = communicator.rank
+    received = {
+        source: [np.empty(length, np.uint8) for length in theirs[me]]
+        for source, (_, theirs) in enumerate(everyone)
+        if me in theirs
+    }
+    incoming = {source: _pieces(arrays) for source, arrays in received.items()}
+    outgoing = {dest: _pieces(arrays) for dest, arrays in parcels.items()}
+    streams = (each for _, theirs in everyone for each in theirs.values())
+    for number in range(max((sum(-(-n // _PIECE_NBYTES) for n in each) for each in streams), default=0)):
+        now = [outgoing.get(dest, [])[number : number + 1] for dest in range(communicator.size)]
+        sent = np.concatenate([np.empty(0, np.uint8), *(piece for pieces in now for piece in pieces)])
+        came, counts = communicator.alltoall(sent, [sum(piece.size for piece in pieces) for pieces in now])
+        ends = np.cumsum(counts).tolist()
+        for source, (end, count) in enumerate(zip(ends, counts, strict=True)):
+            if count:
+                incoming[source][number][:] = came[end - count : end]
+    return received
+
+
+def _pieces(arrays: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.uint8]]:
+    return [each[begin : begin + _PIECE_NBYTES] for each in arrays for begin in range(0, each.size, _PIECE_NBYTES)]

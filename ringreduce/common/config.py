@@ -117,7 +117,11 @@ def runtime_folder() -> Path:
 
 
 #: What `Launch` reads and users may set as well: checked here, where a wrong text can be told.
-_LAUNCHED = {"RINGREDUCE_MIN_NP": _positive_int, "RINGREDUCE_RESET_LIMIT": _whole_number}
+_LAUNCHED = {
+    "RINGREDUCE_COMMIT_REPLICAS": _positive_int,
+    "RINGREDUCE_MIN_NP": _positive_int,
+    "RINGREDUCE_RESET_LIMIT": _whole_number,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,10 @@ _PMIX_RANK = "PMIX_RANK"
 #: What `ringreduce run` sets, and `horovodrun` (the folder of commits).
 VARIABLES = {
     f"RINGREDUCE_{name}"
-    for name in ("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "MIN_NP", "RESET_LIMIT", "PULSE")
+    for name in (
+        *("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "COMMIT_REPLICAS"),
+        *("MIN_NP", "RESET_LIMIT", "PULSE"),
+    )
 }
 
 
@@ -85,6 +88,7 @@ class Launch:
         reset_limit: how often at most ranks go on without others, before elastic training ends; None: as often as need
             be.
         commits: the folder in which ``horovodrun`` has elastic states keep their commits; None: it has not.
+        commit_replicas: on how many hosts each of these commits is.
     """
 
     launcher: Launcher | None = None
@@ -101,6 +105,7 @@ class Launch:
     least_size: int = 1
     reset_limit: int | None = None
     commits: str | None = None
+    commit_replicas: int = 1
 
     @property
     def shell(self) -> int | None:
@@ -137,6 +142,7 @@ class Launch:
             least_size=number("RINGREDUCE_MIN_NP") or 1,
             reset_limit=number("RINGREDUCE_RESET_LIMIT"),
             commits=environ.get("RINGREDUCE_COMMITS") or None,
+            commit_replicas=number("RINGREDUCE_COMMIT_REPLICAS") or 1,
         )
 
 

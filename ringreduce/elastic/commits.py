@@ -8,18 +8,23 @@ import json
 import logging
 import os
 import re
+import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file, own_folder, replace_file
 from ringreduce.common.launch import notify_launcher
+from ringreduce.elastic.copies import Copies
 from ringreduce.runtime import rank, size
-from ringreduce.training.calls.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.objects import allgather_object, alltoall_object, broadcast_object
 
 __all__ = ["CommitStore", "DiskCommits", "choose", "require_seen_by_all"]
 
@@ -27,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"commit-([0-9]{12})((?:\.rank-[0-9]+)?)\.(json|pt)")
 _CHUNK_NBYTES = 1 << 20
+
+T = TypeVar("T")
 
 
 class CommitStore:
@@ -57,21 +64,27 @@ class CommitStore:
         self._keep = keep
         self._write = write
         self._read = read
-        self._waiting: dict[str, tuple[int, Any]] = {}  # by part, what is to be written
+        self._waiting: dict[str, tuple[int, Any, Mapping[str, Any]]] = {}  # by part, what is to be written
         self._writer = ThreadPoolExecutor(1, "ringreduce writes commits")
         self._last: Future[None] | None = None
         self._has_said = False  # to the launcher that there is a commit of this job
 
-    def put(self, number: int, content: Any, part: str = "") -> None:
+    def put(self, number: int, content: Any, part: str = "", said: Mapping[str, Any] | None = None) -> None:
         """Have a commit written; returns at once.
 
         Args:
             number: of the commit.
             content: nobody changes it from now on.
             part: ``".rank-3"``; empty: what is common to the ranks.
+            said: more of what its description is to say.
         """
-        self._waiting[part] = number, content
+        self._waiting[part] = number, content, said or {}
         self._last = self._writer.submit(self._write_waiting, part)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is written."""
+        return self._last is None or self._last.done()
 
     def settle(self) -> None:
         """Return when everything is written."""
@@ -101,7 +114,7 @@ class CommitStore:
         Args:
             part: as for `put`.
         """
-        return [number for number in sorted(self._numbers(part)) if self.has(number, part)]
+        return [number for number in self._numbers(part) if self.has(number, part)]
 
     def has(self, number: int, part: str = "") -> bool:
         """Return whether a part of a commit is there, and as it was written; logs why it cannot be used."""
@@ -116,26 +129,49 @@ class CommitStore:
         Args:
             part: as for `put`.
         """
-        return {number: self._flaw(number, part) for number in sorted(self._numbers(part))}
+        return {number: self._flaw(number, part) for number in self._numbers(part)}
 
     def load(self, number: int, part: str = "") -> Any:
         """Return the content of a part that is whole."""
         with _open(self._path(number, part)) as file:
             return self._read(file)
 
+    def description(self, number: int, part: str = "") -> dict[str, Any]:
+        """Return what is said of a part: its length, its SHA-256, and what `put` was given to say."""
+        with _open(self._path(number, part, "json")) as file:
+            said: dict[str, Any] = json.loads(file.read())
+        return said
+
+    def parcel(self, number: int, part: str) -> tuple[bytes, npt.NDArray[np.uint8]]:
+        """Return the description and the content of a part that is whole, as files have them, for `accept`."""
+        with _open(self._path(number, part, "json")) as described, _open(self._path(number, part)) as file:
+            return described.read(), np.asarray(np.memmap(file, np.uint8, "r"))
+
+    def accept(self, number: int, part: str, parcel: tuple[bytes, npt.NDArray[np.uint8]]) -> None:
+        """Store what `parcel` has returned on another host.
+
+        Raises:
+            OSError, ValueError: it cannot be stored; it is not as it was.
+        """
+        said, content = parcel
+        replace_file(self._path(number, part), lambda file: file.write(content.data))
+        replace_file(self._path(number, part, "json"), lambda file: file.write(said))
+        self._require_whole(number, part)
+
     # ---- files ----
 
     def _path(self, number: int, part: str = "", suffix: str = "pt") -> Path:
         return self.folder / f"commit-{number:012}{part}.{suffix}"
 
-    def _numbers(self, part: str) -> list[int]:
+    def _pieces(self) -> list[tuple[int, str]]:
+        """Return the numbers and parts of all that has a description, ascending."""
         if not self.folder.is_dir():
             return []
-        return [
-            int(found[1])
-            for each in self.folder.iterdir()
-            if (found := _NAME.fullmatch(each.name)) and found[2] == part and found[3] == "json"
-        ]
+        found = (_NAME.fullmatch(each.name) for each in self.folder.iterdir())
+        return sorted((int(each[1]), each[2]) for each in found if each and each[3] == "json")
+
+    def _numbers(self, part: str) -> list[int]:
+        return [number for number, each in self._pieces() if each == part]
 
     def _flaw(self, number: int, part: str) -> str:
         """Return why a part of a commit cannot be used; nothing, if it can."""
@@ -146,8 +182,7 @@ class CommitStore:
         return ""
 
     def _require_whole(self, number: int, part: str) -> None:
-        with _open(self._path(number, part, "json")) as file:
-            said = json.loads(file.read())
+        said = self.description(number, part)
         path = self._path(number, part)
         found = {"nbytes": path.stat().st_size, "sha256": _digest(path)}
         for what, value in found.items():
@@ -157,13 +192,13 @@ class CommitStore:
     def _write_waiting(self, part: str) -> None:
         if part not in self._waiting:
             return  # what came later was written in its place
-        number, content = self._waiting.pop(part)
+        number, content, said = self._waiting.pop(part)
         try:
-            self._store(number, content, part)
+            self._store(number, content, part, said)
         except Exception:  # a full disk, or what cannot be pickled: the training goes on
             _log.exception("commit %d was not written to %s", number, self.folder)
 
-    def _store(self, number: int, content: Any, part: str) -> None:
+    def _store(self, number: int, content: Any, part: str, said: Mapping[str, Any]) -> None:
         path = self._path(number, part)
         replace_file(path, lambda file: self._write(content, file))
         try:
@@ -171,7 +206,7 @@ class CommitStore:
         except Exception:
             path.unlink()
             raise
-        said = {"nbytes": path.stat().st_size, "sha256": _digest(path), "ringreduce": VERSION}
+        said = {**said, "nbytes": path.stat().st_size, "sha256": _digest(path), "ringreduce": VERSION}
         replace_file(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
         if not part and not self._has_said:
             self._has_said = True
@@ -180,8 +215,8 @@ class CommitStore:
         kept = sorted(each for each in self._numbers(part) if each <= number)[-self._keep :]
         for each in self.folder.iterdir():
             found = _NAME.fullmatch(each.name)
-            # What is common to the ranks takes along the parts of all: those of ranks that have died, too.
-            if found and (found[2] == part or not part) and int(found[1]) < kept[0]:
+            # A part takes along those of all ranks, which may have died, and what is common to the ranks everything.
+            if found and (found[2] or not part) and int(found[1]) < kept[0]:
                 each.unlink(missing_ok=True)
 
 
@@ -205,15 +240,38 @@ def _digest(path: Path) -> str:
 # ---- what all ranks do together ----
 
 
+class _Commit(NamedTuple):
+    """Which commit: a later one is greater."""
+
+    run: str
+    number: int
+
+
+_NONE = _Commit("", 0)
+
+
+class _WholePart(NamedTuple):
+    """A part of a commit of so many ranks; and the last commit that was on some disk when it was made."""
+
+    commit: _Commit
+    part: str
+    size: int
+    known: _Commit
+
+
 class DiskCommits(CommitStore):
-    """Commits in a folder: rank 0 writes what is common to the ranks, and each rank what is its own.
+    """Commits in a folder: rank 0 writes what is common to the ranks, and each rank what is its own; others, copies.
+
+    A commit is known by its number and its run: what a job writes from when it begins until its ranks change. Runs have
+    texts that sort in their order, so that what an earlier one has left, on a host that was away, counts less.
 
     Args:
-        folder: the same on all ranks.
+        folder: the same for the ranks of a host.
         every: how many commits there are to one that is written.
         keep: how many stay.
         write: writes content to an open file.
         read: reads it from one.
+        replicas: on how many hosts each part is to be.
 
     Attributes:
         number: the commit with which training begins; None: there is none.
@@ -226,11 +284,16 @@ class DiskCommits(CommitStore):
         keep: int,
         write: Callable[[Any, BinaryIO], None],
         read: Callable[[BinaryIO], Any],
+        replicas: int = 1,
     ) -> None:
-        super().__init__(folder, keep, write=write, read=read)
+        least = 1 if replicas == 1 else 2  # one that is whole, and one that not all have written yet
+        super().__init__(folder, max(keep, least), write=write, read=read)
         self._every = every
-        self._part = f".rank-{rank()}"
-        self._has_own = self._begins_with_own = False
+        self._replicas = replicas
+        self._begins_with_own = False
+        self._run = ""
+        self._stored = self._known = _NONE  # the last commit that this rank has written; that was on some disk
+        self._parts: list[str] = []  # that this rank has written last
         self.number: int | None = None
 
     def open(self, values: Mapping[str, Any], *, has_own: bool, reason: str = "") -> None:
@@ -242,24 +305,43 @@ class DiskCommits(CommitStore):
             reason: why this rank cannot keep commits here; empty: it can, as far as the caller knows.
 
         Raises:
-            ConfigError: on all ranks, if a rank cannot use the folder or write a value.
+            ConfigError: on all ranks, if a rank cannot use the folder or write a value, or commits are lost.
         """
-        self._has_own = has_own
-        whole: list[int] = []
-        common: list[int] = []
         try:
             self._require_storable(values)
             self.prepare()
-            whole = self.whole(self._part) if has_own else []
-            common = self.whole() if rank() == 0 else []
         except (ConfigError, OSError) as error:
             reason = reason or str(error)
-        everyone = allgather_object((reason, whole, common))
-        self._refuse({number: said for number, (said, _, _) in enumerate(everyone) if said})
-        common = everyone[0][2]
-        with_parts = [number for number in common if all(number in theirs for _, theirs, _ in everyone)]
-        self.number = broadcast_object(choose(self, common, with_parts) if rank() == 0 else None)
-        self._begins_with_own = has_own and self.number in with_parts
+        asked = f"every={self._every}, replicas={self._replicas}"
+        everyone = allgather_object((reason, asked))
+        wanted = everyone[0][1]
+        self._refuse({number: said for number, (said, _) in enumerate(everyone) if said})
+        self._refuse(
+            {number: f"{said} and not {wanted}" for number, (_, said) in enumerate(everyone) if said != wanted}
+        )
+        self._copies = Copies(self.folder, self._replicas)
+        if rank() == 0 and self._copies.count < self._replicas:
+            said = "replicas=%d, but commits are on %d disk: there are no more hosts, or they share this folder"
+            _log.warning(said, self._replicas, self._copies.count)
+        found = allgather_object(self._examined(has_own=has_own))
+        held: dict[tuple[_Commit, str], list[int]] = {}  # by what is whole, on whose disks
+        for holder, pieces in enumerate(found):
+            for piece in pieces:
+                held.setdefault((piece.commit, piece.part), []).append(holder)
+        sizes = {piece.commit: piece.size for pieces in found for piece in pieces if not piece.part}
+        with_parts = [
+            commit for commit in sizes if has_own and all((commit, _part_of(each)) in held for each in range(size()))
+        ]
+        chosen = choose(sorted(sizes), with_parts, sizes)
+        known = max((piece.known for pieces in found for piece in pieces), default=_NONE)
+        lacks_parts = has_own and chosen is not None and chosen not in with_parts and sizes[chosen] == size()
+        self._require_none_lost(chosen, known, lacks_parts=lacks_parts)
+        if chosen is not None:
+            self.number = chosen.number
+            self._known = chosen
+            self._begins_with_own = chosen in with_parts
+            self._distribute(chosen, held)
+        self._begin_run(max((commit.run for commit, _ in held), default=""))
 
     def begin(self, take: Callable[[Any], str]) -> None:
         """Have rank 0 take what is common to the ranks in the commit to begin with. Collective.
@@ -278,7 +360,7 @@ class DiskCommits(CommitStore):
         """Return this rank's part of that commit; None: there is none, or it is of another number of ranks."""
         if not self._begins_with_own or self.number is None:
             return None
-        own: dict[str, Any] = self.load(self.number, self._part)
+        own: dict[str, Any] = self.load(self.number, _part_of(rank()))
         return own if own["size"] == size() else None
 
     def is_due(self, number: int) -> bool:
@@ -286,25 +368,124 @@ class DiskCommits(CommitStore):
         return number % self._every == 0
 
     def put_all(
-        self, number: int, common: Mapping[str, Any], own: Mapping[str, Any], values: Mapping[str, Any]
+        self,
+        number: int,
+        common: Callable[[], Mapping[str, Any]],
+        own: Mapping[str, Any],
+        values: Mapping[str, Any],
+        forced: bool,
     ) -> None:
-        """Have a commit written; returns at once.
+        """Have a commit written; returns once the copies that others write are there. Collective.
 
         Args:
             number: of the commit.
-            common, own: saved states of objects, by name.
+            common: returns saved states of objects, by name.
+            own: saved states of objects, by name; the same names on all ranks.
             values: what is kept by value.
+            forced: write it even if a rank still writes the one before; where copies are made, others are skipped then.
+                Thus all ranks write the same commits, and remove none before a later one is whole.
         """
-        if own:
-            self.put(number, {"objects": own, "values": {}, "size": size()}, self._part)
-        if rank() == 0:
-            self.put(number, {"objects": common, "values": values, "size": size()})
+        if not self._copies.holds:
+            self._copies = Copies(self.folder, self._replicas)
+            self._begin_run(self._run)
+        copies = self._copies
+        keeps_common = rank() in copies.keepers(None)
+        parts: dict[str, Any] = {}
+        if own or (copies.speaks and not keeps_common):  # without any, a host could not tell that commits are lost
+            parts[_part_of(rank())] = {"objects": own, "values": {}, "size": size()}
+        if copies.count > 1:
+            if forced:
+                self.settle()
+            everyone = allgather_object((self.is_idle, max(self._known, self._stored)))
+            self._known = max(known for _, known in everyone)
+            if not (forced or all(is_idle for is_idle, _ in everyone)):
+                return
+        if copies.count > 1 and own:
+            others = copies.keepers(rank())[1:]
+            came = alltoall_object(dict.fromkeys(others, parts[_part_of(rank())]))
+            parts.update({_part_of(source): part for source, part in came.items()})
+        if keeps_common:
+            parts[""] = {"objects": common(), "values": values, "size": size()}
+        said = {"run": self._run, "size": size(), **({"known": self._known} if copies.count > 1 else {})}
+        for part, content in parts.items():
+            self.put(number, content, part, said=said)
+        self._parts = list(parts)
 
     def is_whole(self, number: int) -> bool:
         """Wait until all is written; return whether a commit is there on all ranks. Collective."""
         self.settle()
-        parts = [*([self._part] if self._has_own else []), *([""] if rank() == 0 else [])]
-        return all(allgather_object(all(self.has(number, part) for part in parts)))
+        whole = all(
+            self.has(number, part) and self._piece(number, part).commit.run == self._run for part in self._parts
+        )
+        return all(allgather_object(whole))
+
+    def _store(self, number: int, content: Any, part: str, said: Mapping[str, Any]) -> None:
+        super()._store(number, content, part, said)
+        if not part:
+            self._stored = _Commit(said["run"], number)
+
+    # ---- which commit to begin with ----
+
+    def _examined(self, *, has_own: bool) -> list[_WholePart]:
+        """Return which parts are whole, of those at which this rank looks: all together look at each once."""
+        own = {*([_part_of(rank())] if has_own else []), *([""] if rank() == 0 else [])}
+        place, count = self._copies.shares()
+        return [
+            self._piece(number, part)
+            for number, part in self._pieces()
+            if (part in own if self._replicas == 1 else (number + _owner_of(part)) % count == place)
+            and self.has(number, part)
+        ]
+
+    def _piece(self, number: int, part: str) -> _WholePart:
+        said = self.description(number, part)
+        known = _Commit(*said.get("known", _NONE))
+        ranks = said.get("size") or (0 if part else self.load(number)["size"])  # where the description has none
+        return _WholePart(_Commit(said.get("run", ""), number), part, size=ranks, known=known)
+
+    def _require_none_lost(self, chosen: _Commit | None, known: _Commit, *, lacks_parts: bool) -> None:
+        """Raise, or log, that a commit which was on a disk is on none; or that only parts of ranks are."""
+        if chosen is None and known > _NONE:
+            raise ConfigError(
+                f"commit {known.number} is on none of these hosts: more were lost than replicas={self._replicas} makes "
+                f"up for. Begin again with a host that has it, or remove {self.folder} on each host to train from the "
+                "beginning"
+            )
+        if chosen is None or rank() != 0:
+            return
+        if chosen < known:
+            _log.error("commit %d is not whole on these hosts; commit %d is used", known.number, chosen.number)
+        if lacks_parts:
+            said = "of commit %d, parts of single ranks are lost: ranks begin with new random numbers and equal weights"
+            _log.error(said, chosen.number)
+
+    def _distribute(self, commit: _Commit, held: Mapping[tuple[_Commit, str], Sequence[int]]) -> None:
+        """Give the ranks that keep parts of a commit those that are not on their disks. Collective."""
+        disks = self._copies.disks
+        missing = [
+            (held[commit, _part_of(owner)][0], keeper, _part_of(owner))
+            for owner in (None, *(range(size()) if self._begins_with_own else ()))
+            for keeper in self._copies.keepers(owner)
+            if disks[keeper] not in {disks[holder] for holder in held[commit, _part_of(owner)]}
+        ]
+        reason = ""
+        while missing:
+            now = {(source, keeper): part for source, keeper, part in missing}  # one at a time, from one to another
+            sent = {
+                keeper: (part, self.parcel(commit.number, part))
+                for (source, keeper), part in now.items()
+                if source == rank()
+            }
+            for part, parcel in alltoall_object(sent).values():
+                try:
+                    self.accept(commit.number, part, parcel)
+                except (OSError, ValueError) as error:
+                    reason = str(error)
+            missing = [each for each in missing if now[each[:2]] != each[2]]
+        self._refuse({number: said for number, said in enumerate(allgather_object(reason)) if said})
+
+    def _begin_run(self, last: str) -> None:
+        self._run = broadcast_object(f"{int(last[:8] or 0) + 1:08}-{secrets.token_hex(4)}")
 
     def _require_storable(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -325,13 +506,24 @@ class DiskCommits(CommitStore):
             raise ConfigError(f"commits cannot be kept in {self.folder}: {said}")
 
 
-def choose(store: CommitStore, common: list[int], with_parts: list[int]) -> int | None:
-    """Return the last commit; a whole one before it, if it is of as many ranks as now and lacks parts of theirs."""
-    if with_parts:
-        for number in reversed(common):
-            if number in with_parts or store.load(number)["size"] != size():
-                return number
-    return max(common, default=None)
+def _part_of(owner: int | None) -> str:
+    return "" if owner is None else f".rank-{owner}"
+
+
+def _owner_of(part: str) -> int:
+    return int(part.removeprefix(".rank-") or 0)
+
+
+def choose(common: Sequence[T], with_parts: Sequence[T], sizes: Mapping[T, int]) -> T | None:
+    """Return the last commit; a whole one before it, if it is of as many ranks as now and lacks parts of theirs.
+
+    Args:
+        common: the commits whose common part is whole, ascending.
+        with_parts: those of them that have parts of all ranks.
+        sizes: of how many ranks each is.
+    """
+    fitting = [each for each in common if each in with_parts or sizes[each] != size()] if with_parts else common
+    return fitting[-1] if fitting else None
 
 
 def require_seen_by_all(folder: str) -> None:
@@ -353,5 +545,6 @@ def require_seen_by_all(folder: str) -> None:
     if not all(seen):
         raise ConfigError(
             f"commits of a job that grows are kept in {folder}, which rank {seen.index(False)} does not see; name "
-            "a folder that all hosts share, as in horovodrun --commits FOLDER"
+            "a folder that all hosts share, as in horovodrun --commits FOLDER; or with RINGREDUCE_COMMIT_REPLICAS=2, "
+            "on the disks of two hosts"
         )

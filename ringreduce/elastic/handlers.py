@@ -176,7 +176,9 @@ class HandlingState(ObjectState):
             _require_steps_are_noted(self._handlers)
         self._whole_every = every
 
-    def keep_on_disk(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 3) -> int | None:
+    def keep_on_disk(
+        self, folder: str | os.PathLike[str], every: int = 1, keep: int = 3, replicas: int = 1
+    ) -> int | None:
         """Write commits to a folder from now on, and load the last whole commit that is there. Collective.
 
         Rank 0 reads and writes what the ranks have in common, in the background; each rank reads and writes what is its
@@ -186,22 +188,29 @@ class HandlingState(ObjectState):
         says what is in the folder.
 
         Args:
-            folder: the same on all ranks; made if need be. Ranks of all machines see it, if parts of their own count.
+            folder: the same on the ranks of a host; made if need be. With one replica, it is the same on all ranks, and
+                those of all machines see it, if parts of their own count.
             every: write one of so many commits. A commit is skipped while the one before is still being written.
             keep: how many commits stay on disk.
+            replicas: the disks of so many hosts hold each commit: hosts need no folder in common, and fewer than these
+                may be lost. What the ranks have in common, the first ranks of so many hosts write; what is a rank's own
+                goes to the next hosts in each commit that is written. A job that begins again takes each part from a
+                host that has it. Values that differ between ranks are those of the rank whose copy is read, as after a
+                death. Ranks that see the same files write one copy. Must agree on all ranks, as `every` does.
 
         Returns:
             The number of the commit with which training begins; None: there is none.
 
         Raises:
             ConfigError: on all ranks, if a rank cannot use the folder, what is there is another program's, an argument
-                makes no sense, or something in the state could not be read again.
+                makes no sense, something in the state could not be read again, or too many hosts with copies are lost.
         """
         every = whole_number("every", every, 1)
         keep = whole_number("keep", keep, 1)
+        replicas = whole_number("replicas", replicas, 1)
         hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
         reason = f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved" if hidden else ""
-        disk = DiskCommits(folder, every, keep=keep, write=self._write, read=self._read)
+        disk = DiskCommits(folder, every, keep=keep, write=self._write, read=self._read, replicas=replicas)
         disk.open(self._saved, has_own=bool(self._own_parts()), reason=reason)
         if disk.number is not None:
             disk.begin(self._begin_with)
@@ -217,9 +226,11 @@ class HandlingState(ObjectState):
         folder = launch().commits
         if folder is None or self._disk is not None:
             return
-        require_seen_by_all(folder)
+        replicas = launch().commit_replicas
+        if replicas == 1:
+            require_seen_by_all(folder)
         try:
-            HandlingState.keep_on_disk(self, folder)
+            HandlingState.keep_on_disk(self, folder, replicas=replicas)
         except ConfigError as error:  # on all ranks; the program trains on as one that does not grow
             if rank() == 0:
                 _log.error("the job cannot grow: %s", error)
@@ -360,9 +371,15 @@ class HandlingState(ObjectState):
             _audit(self._commits, self._handlers)
         if disk is not None:
             objects = {name: each for name, each in self._handlers.items() if each._saved is not None}
-            common = {name: each.for_disk() for name, each in objects.items() if not each.own} if rank() == 0 else {}
+            common = {name: each for name, each in objects.items() if not each.own}
             own = {name: each.for_disk() for name, each in self._own_parts().items() if name in objects}
-            disk.put_all(number, common, own, self._saved)
+            disk.put_all(
+                number,
+                lambda: {name: each.for_disk() for name, each in common.items()},
+                own,
+                values=self._saved,
+                forced=to_disk,
+            )
 
     def _check_hosts(self) -> None:
         try:

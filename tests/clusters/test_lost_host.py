@@ -24,6 +24,7 @@ import torch
 import ringreduce.torch as hvd
 
 doomed, commits, steps, lost_at, sizes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+disk = sys.argv[6]
 restart = int(os.environ.get("RINGREDUCE_RESTART", "0"))
 hvd.init()
 model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
@@ -46,11 +47,11 @@ def train(state):
             pathlib.Path(commits, "again").touch()
 
 state = hvd.elastic.TorchState(model, optimizer, step=0)
-state.keep_on_disk(commits)
+begun = state.keep_on_disk(disk, replicas=1 if disk == commits else 2)
 train(state)
 total = -sum(range(1, state.step + 1))
 where = f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}"
-print(where, model.weight.tolist() == [[total] * 3], flush=True)
+print(where, model.weight.tolist() == [[total] * 3] and (begun is not None) == (restart > 0), flush=True)
 """
 
 
@@ -62,13 +63,14 @@ class Training:
         doomed: the name by which the host that is to be lost calls itself.
         words: what starts the ranks, up to the program.
         sizes: how many ranks it has to have at the end.
+        disk: a folder that each host has for itself, for commits; empty: they are in one that all share.
     """
 
-    def __init__(self, cluster: Cluster, doomed: str, *words: str, sizes: int = 1) -> None:
+    def __init__(self, cluster: Cluster, doomed: str, *words: str, sizes: int = 1, disk: str = "") -> None:
         self.commits = cluster.shared / f"commits-{time.monotonic_ns()}"
         self.commits.mkdir(mode=0o700)
         program = cluster.write("train.py", TRAIN)
-        arguments = (doomed, str(self.commits), str(STEPS), str(LOST_AT), str(sizes))
+        arguments = (doomed, str(self.commits), str(STEPS), str(LOST_AT), str(sizes), disk or str(self.commits))
         line = cluster.line(0, "timeout", "--kill-after=5", "170", *words, "python", str(program), *arguments)
         self._output = cluster.shared / f"{self.commits.name}.txt"
         with self._output.open("w") as output:
@@ -122,6 +124,24 @@ def vanish(cluster: Cluster, number: int) -> None:
 def end_daemon(cluster: Cluster, number: int) -> None:
     """Kill mpirun's daemon on a host, which lives on."""
     assert cluster.run(number, "pkill", "-KILL", "prted").status == 0
+
+
+@pytest.mark.thorough
+def test_hosts_need_no_folder_in_common(cluster: Cluster) -> None:
+    """The host of rank 0, which wrote the first copy, is lost; the other one is copied to a host that has none."""
+    listed = ",".join(f"{cluster.host(number)}:1" for number in (1, 2, 0))
+    doomed = cluster.host(1)
+    words = ("ringreduce", "run", "--elastic", "-np", "2", "-H", listed)
+    training = Training(cluster, doomed, *words, sizes=2, disk=f"/root/{time.monotonic_ns()}/commits")
+    training.until("waits")
+    cluster.die(1)
+    status, said = training.end()
+    cluster.boot(1)
+    assert status == 0, training.text
+    hosts = {line.split()[5]: line.split()[6] for line in said}
+    assert hosts == {cluster.host(0): "True", cluster.host(2): "True"}, training.text
+    assert "are lost" not in training.text
+    nothing_is_left(cluster, 0, 2)
 
 
 @pytest.mark.thorough

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.collectives import pickles
 from ringreduce.testing import caught
+from ringreduce.training.calls.objects import alltoall_object
 
 LARGE = 100_003  # elements of arrays whose memory is left out of the pickle
 
@@ -135,3 +137,34 @@ def test_objects_that_are_too_large_together_are_refused_on_all_ranks(limited: i
     assert f"more than RINGREDUCE_OBJECT_LIMIT={limited}: " in str(error)
     assert peak < 3 * share + limited // 8  # the object and its pickle
     assert rr.allgather_object(rr.rank()) == list(range(rr.size()))
+
+
+def test_each_rank_gets_an_object_of_its_own(world: rr.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From those that send it one, in pieces smaller than the arrays: from the rank before, and two others."""
+    monkeypatch.setattr(pickles, "_PIECE_NBYTES", 70_001)
+    mine = {(world.rank + 1) % world.size: arrays_of(world.rank)}
+    if world.rank == world.size - 1:
+        mine[world.rank] = None
+    if world.rank == 0:
+        mine[world.size // 2] = arrays_of(0)
+    got = alltoall_object(mine)
+    expected = {
+        **{(world.rank - 1) % world.size: arrays_of((world.rank - 1) % world.size)},
+        **({world.rank: None} if world.rank == world.size - 1 else {}),
+        **({0: arrays_of(0)} if world.rank == world.size // 2 else {}),
+    }
+    assert got.keys() == expected.keys()
+    for source, sent in expected.items():
+        if sent is None:
+            assert got[source] is None
+        else:
+            assert_equal(got[source], sent)
+    assert alltoall_object({}) == {}
+
+
+def test_an_object_for_one_rank_that_does_not_pickle_is_refused_on_all(world: rr.Communicator) -> None:
+    """By the number of its rank; the next ones arrive."""
+    last = world.size - 1
+    with pytest.raises(rr.ConfigError, match=f"the object of rank {last} cannot be sent"):
+        alltoall_object({0: (lambda: None) if world.rank == last else 1})
+    assert alltoall_object({last: world.rank}) == (dict(enumerate(range(world.size))) if world.rank == last else {})

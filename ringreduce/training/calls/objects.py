@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.collectives.pickles import broadcast_packed, gather_packed, packed, skeleton
+from ringreduce.collectives.pickles import alltoall_packed, broadcast_packed, gather_packed, packed, skeleton
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.calls.requests import RequestBuilder
@@ -63,6 +65,36 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         mine = packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
         request = prepare.call("allgather_object", lambda communicator: gather_packed(communicator, *mine))
     return [pickle.loads(part) for part in request.carry_out()]
+
+
+def alltoall_object(objects: Mapping[int, Any]) -> dict[int, Any]:
+    """Give some ranks an object each. Collective; for trusted jobs only, as it unpickles.
+
+    Memory of large arrays is neither copied into a pickle nor limited by ``RINGREDUCE_OBJECT_LIMIT``: these are states
+    that the ranks have of the training.
+
+    Args:
+        objects: by the rank that gets it, anything that pickles; may differ between ranks.
+
+    Returns:
+        What this rank gets, by the rank that has sent it.
+
+    Raises:
+        ConfigError: some rank's object does not pickle. Raised on all ranks.
+    """
+    with RequestBuilder("alltoall_object", None, global_process_set) as prepare:
+        parcels: dict[int, list[npt.NDArray[np.uint8]]] = {}
+        failure: Exception | None = None
+        for dest, obj in objects.items():
+            memories: list[npt.NDArray[np.uint8]] = []
+            data, failed = packed(partial(skeleton, obj, memories))
+            parcels[dest] = [np.frombuffer(data, np.uint8), *memories]
+            failure = failure or failed
+        request = prepare.call(
+            "alltoall_object", lambda communicator: alltoall_packed(communicator, parcels, failure=failure)
+        )
+    received: dict[int, list[npt.NDArray[np.uint8]]] = request.carry_out()
+    return {source: pickle.loads(data.data, buffers=memories) for source, (data, *memories) in received.items()}
 
 
 def _named(kind: str, name: str | None) -> str | None:

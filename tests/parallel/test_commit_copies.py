@@ -1,0 +1,210 @@
+"""Commits on the disks of several hosts: each rank is a host with its own folder, unless a test says otherwise."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.elastic.handlers import HandlingState
+from ringreduce.training.data.generators import Generators
+
+SHAPE = (300, 70)
+
+
+@pytest.fixture
+def base(nodes_of_one: None, tmp_path: Path) -> Path:
+    """The folder of the disks of all hosts."""
+    return Path(rr.broadcast_object(str(tmp_path)))
+
+
+def disk(base: Path, rank: int | None = None) -> Path:
+    return base / f"disk-{rr.rank() if rank is None else rank}"
+
+
+def kept(folder: Path, **options: Any) -> tuple[Any, int | None]:
+    """Return a state that is kept on disk, and the commit with which it begins."""
+    state = HandlingState(matrix=np.zeros(SHAPE), step=0, generators=Generators())
+    return state, state.keep_on_disk(folder, **{"replicas": 2, **options})
+
+
+def train(state: Any, *values: int) -> float:
+    """Commit each of some values, and wait until it is on disk; return what this rank draws next."""
+    for value in values:
+        np.random.rand(rr.rank() + 1)  # the generator that is kept
+        state.matrix = np.full(SHAPE, value, float)
+        state.step = value
+        state.commit()
+        state._disk.settle()
+        rr.barrier()
+    return float(np.random.rand())
+
+
+def begin(folder: Path, number: int | None, value: int, **options: Any) -> Any:
+    """Begin again; require that it is with a commit, in which all was this."""
+    state, found = kept(folder, **options)
+    assert (found, state.step) == (number, value)
+    assert (state.matrix == value).all()
+    return state
+
+
+def on_rank_0(function: Any, *arguments: Any) -> None:
+    rr.barrier()
+    if rr.rank() == 0:
+        function(*arguments)
+    rr.barrier()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def commits(base: Path, *numbers: int) -> Iterator[Path]:
+    for number in numbers:
+        yield from base.glob(f"disk-*/commit-{number:012}*")
+
+
+def names(rank: int, size: int, *numbers: int) -> set[str]:
+    """Return the files of a host: the common part on the first two, its own part, and that of the rank before."""
+    owners = {f".rank-{rank}", f".rank-{(rank - 1) % size}", *([""] if rank < 2 else [])}
+    return {f"commit-{number:012}{part}.{kind}" for number in numbers for part in owners for kind in ("pt", "json")}
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_any_host_may_be_lost(base: Path) -> None:
+    """A job begins with the last commit, each rank with its random numbers; what was lost is copied again."""
+    state, found = kept(disk(base))
+    assert found is None
+    drawn = train(state, 1, 2, 3, 4)
+    for lost in range(rr.size()):
+        on_rank_0(shutil.rmtree, disk(base, lost))
+        begin(disk(base), 4, 4)
+        assert float(np.random.rand()) == drawn
+        rr.barrier()
+        there = {each.name for each in disk(base).iterdir()}
+        assert names(rr.rank(), rr.size(), 4) <= there <= names(rr.rank(), rr.size(), 2, 3, 4)
+
+
+@pytest.mark.sizes(3, 4)
+def test_what_more_hosts_had_is_not_made_up(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where both copies of what is common are lost, the job does not begin, and says so on all ranks; where one is,
+    and both of a rank's own, an error says it, and the weights are those of the commit.
+    """
+    state, _ = kept(disk(base))
+    train(state, 1, 2, 3)
+    for lost in (0, 1):
+        on_rank_0(disk(base, lost).rename, base / f"away-{lost}")
+    with pytest.raises(rr.ConfigError, match=r"commit 2 is on none of these hosts: .* replicas=2 .* Begin again with"):
+        kept(disk(base))
+    for lost in (0, 1):
+        on_rank_0((base / f"away-{lost}").rename, disk(base, lost))
+    for lost in (1, 2):
+        on_rank_0(shutil.rmtree, disk(base, lost))
+    begin(disk(base), 3, 3)
+    assert caplog.text.count("of commit 3, parts of single ranks are lost") == (rr.rank() == 0)
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_copy_counts_where_a_file_is_damaged(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By one byte; the log names that file, once. If both copies are, the commit before them counts."""
+    state, _ = kept(disk(base))
+    drawn = train(state, 1, 2, 3)
+    common, part = "commit-000000000003.pt", f"commit-000000000003.rank-{rr.size() - 1}.pt"
+    on_rank_0(flip, disk(base, 0) / common)
+    on_rank_0(flip, disk(base, rr.size() - 1) / part)
+    begin(disk(base), 3, 3)
+    assert float(np.random.rand()) == drawn
+    heard = "".join(rr.allgather_object(caplog.text))
+    assert [heard.count(f"{disk(base, 0) / common} cannot be used: its sha256"), heard.count(f"/{part} cannot")] == [
+        1,
+        1,
+    ]
+    for rank in range(2):
+        on_rank_0(flip, disk(base, rank) / common)
+    begin(disk(base), 2, 2)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_host_that_was_away_brings_back_nothing(base: Path) -> None:
+    """Neither a higher number than that of the last commit, nor parts of commits that have its number."""
+    state, _ = kept(disk(base))
+    train(state, 1, 2, 3, 4, 5)
+    on_rank_0(shutil.copytree, disk(base, 1), base / "away")
+    for path in commits(base, 4, 5) if rr.rank() == 0 else ():
+        path.unlink()
+    rr.barrier()
+    drawn = train(begin(disk(base), 3, 3), 40)
+    on_rank_0(shutil.rmtree, disk(base, 1))
+    on_rank_0(shutil.copytree, base / "away", disk(base, 1))
+    begin(disk(base), 4, 40)
+    assert float(np.random.rand()) == drawn
+
+
+def test_a_shared_folder_holds_each_part_once(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where all ranks see the same files: as without copies, and a warning says so, once."""
+    state, _ = kept(base / "shared")
+    drawn = train(state, 1, 2)
+    parts = {"", *(f".rank-{rank}" for rank in range(rr.size()))}
+    there = {each.name for each in (base / "shared").glob("*.pt")}
+    assert there == {f"commit-{number:012}{part}.pt" for number in (1, 2) for part in parts}
+    assert caplog.text.count("replicas=2, but commits are on 1 disk") == (rr.rank() == 0)
+    begin(base / "shared", 2, 2)
+    assert float(np.random.rand()) == drawn
+    begin(base / "shared", 2, 2, replicas=1)
+
+
+@pytest.mark.sizes(4)
+def test_a_host_of_several_ranks_has_one_disk(nodes_of_two: None, tmp_path: Path) -> None:
+    """Of two hosts, each has every part once, and one of them is enough."""
+    base = Path(rr.broadcast_object(str(tmp_path)))
+    folder = disk(base, rr.rank() // 2)
+    state, _ = kept(folder)
+    drawn = train(state, 1, 2)
+    parts = ["", *(f".rank-{rank}" for rank in range(4))]
+    for host in range(2):
+        there = {each.name for each in disk(base, host).glob("*.json")}
+        assert there == {f"commit-{number:012}{part}.json" for number in (1, 2) for part in parts}
+    for host in range(2):
+        on_rank_0(shutil.rmtree, disk(base, host))
+        begin(folder, 2, 2)
+        assert float(np.random.rand()) == drawn
+
+
+def test_commits_go_on_in_another_world(no_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a new start without a new job, each part lies where it belongs among the ranks that there are then."""
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
+    rr.init()
+    base = Path(rr.broadcast_object(str(tmp_path)))
+    state, _ = kept(disk(base))
+    train(state, 1, 2)
+    rr.shutdown()
+    rr.init()
+    drawn = train(state, 3)
+    if rr.size() > 1:
+        on_rank_0(shutil.rmtree, disk(base, rr.size() - 1))
+    begin(disk(base), 3, 3)
+    assert float(np.random.rand()) == drawn
+
+
+@pytest.mark.sizes(2)
+def test_ranks_that_ask_for_different_copies_are_refused(base: Path) -> None:
+    """On all ranks, with what each asks for."""
+    with pytest.raises(rr.ConfigError, match="rank 1: every=1, replicas=2 and not every=1, replicas=1"):
+        kept(disk(base), replicas=1 + rr.rank())
+
+
+@pytest.mark.sizes(2)
+def test_commits_that_the_launcher_wants_are_copied(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By RINGREDUCE_COMMIT_REPLICAS, in folders that the hosts do not share."""
+    monkeypatch.setenv("RINGREDUCE_COMMITS", str(disk(base)))
+    monkeypatch.setenv("RINGREDUCE_COMMIT_REPLICAS", "2")
+    state = HandlingState(matrix=np.zeros(SHAPE), step=0, generators=Generators())
+    rr.elastic.run(lambda state: train(state, 1, 2))(state)
+    assert {each.name for each in disk(base).iterdir()} == names(rr.rank(), rr.size(), 1, 2)
