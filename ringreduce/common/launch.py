@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -182,3 +183,12 @@ def notify_launcher(what: str) -> None:
             file.write(f"\x1eringreduce: rank {launched.rank} on {host} {what}\n".encode())
     except OSError as error:
         _log.warning("cannot report to `ringreduce run` that this rank %s: %s", what, error)
+
+
+def announce_stop() -> None:
+    """Tell `ringreduce run`, and its shell over this rank, that all ranks have agreed to stop: 75 means that now."""
+    notify_launcher("agrees to stop")
+    shell = launch().shell
+    if shell is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(shell, signal.SIGWINCH)

@@ -82,7 +82,9 @@ def run_again(environ: Mapping[str, str]) -> str:
         return "--requeue: no scheduler is known here; status 75 says to the caller that the job is to be run again"
     job = environ["SLURM_JOB_ID"]
     status, said = _ask_slurm("scontrol", "requeue", job)
-    return f"--requeue: Slurm does not run job {job} again: {said}" if status else f"job {job} is queued again"
+    if status:
+        return f"the job has stopped, and Slurm does not queue job {job} again; it says: {said}"
+    return f"job {job} is queued again; to end it for good, scancel {job} once more"
 
 
 def _is_in_slurm(environ: Mapping[str, str]) -> bool:

@@ -28,11 +28,15 @@ class Grace:
         seconds: how long ranks have.
         holds: whether to stop mpirun.
         known: the processes that mpirun has started as ranks, as far as they are its descendants.
+
+    Attributes:
+        has_killed: whether ranks had not ended after that.
     """
 
     def __init__(self, pid: int, seconds: float, *, holds: bool, known: Iterable[SeenProcess]) -> None:
         self._until = time.monotonic() + seconds
         self._pid = pid
+        self.has_killed = False
         self._waker = _continues_later(pid) if holds else None
         if holds:
             os.kill(pid, signal.SIGSTOP)
@@ -48,6 +52,7 @@ class Grace:
             return True
         if time.monotonic() < self._until:
             return False
+        self.has_killed = True
         self.kill()
         return True
 

@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.processes import end_with_parent, handles, is_pending
+from ringreduce.common.processes import end_with_parent, handles, is_launcher, is_pending
 from ringreduce.launcher.chains import Chains, SeenProcess, send
 from ringreduce.launcher.failures import KEPT_NBYTES
 from ringreduce.launcher.grace import Grace, programs
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.tracebacks import Tracebacks
 
-__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "Output", "say"]
+__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "Output", "Signals", "say"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended, or ranks should begin again (seconds).
@@ -69,6 +69,8 @@ _NAMED = re.compile(rb"Process name: +\[prterun-[^\s@]{1,255}-([0-9]+)@")
 #: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
 _BEGUN = b"|".join(re.escape(each[:count]) for each in _FAILURES for count in range(len(each)))
 _HALF_BOX = rb"(?<=[\n\0])-{1,99}\Z|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?)\Z"
+#: What a rank of a job that is not elastic says when it ends that by an error.
+_FAILED = re.compile(rb"ringreduce: rank [0-9]+ of [0-9]+ .*; ending the job\n")
 _READ_NBYTES = 1 << 16
 
 
@@ -80,7 +82,8 @@ class Mark(NamedTuple):
             ``"has died"``; ``"has no package there"``: its host does not have ringreduce where the launcher has it;
             ``"lives"``, every few seconds, for its host. Of the rank: ``"is connected"``, to all others by MPI, which
             reports deaths to it; ``"has a commit"``: it has written one to disk; ``"begins again"``: its commit is on
-            disk, and it ends for a job on other hosts; ``"has gone on"`` after some of the others have failed.
+            disk, and it ends for a job on other hosts; ``"has gone on"`` after some of the others have failed;
+            ``"agrees to stop"``, as all ranks of its world do.
         rank: which.
         host: on which it runs, by its name there.
     """
@@ -161,6 +164,44 @@ def _timeout_s(environment: Mapping[str, str]) -> float:
         return Config().timeout_s
 
 
+class Signals:
+    """The signals to this process that are for the job that runs, or for the run where none does: it then begins none.
+
+    Attributes:
+        missed: the first that no job has taken; None: none.
+    """
+
+    def __init__(self) -> None:
+        self.missed: signal.Signals | None = None
+        self._take: Callable[[signal.Signals], bool] = lambda number: False
+
+    def __enter__(self) -> None:
+        numbers = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+        numbers -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # as under nohup
+        self._before = {each: signal.signal(each, self._on_signal) for each in numbers}
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def go_to(self, take: Callable[[signal.Signals], bool]) -> None:
+        """Hand signals to a job, which returns whether it takes them; first the one that came while it was started."""
+        self._take = take
+        number, self.missed = self.missed, None
+        if number is not None:
+            self._on_signal(number, None)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        missed = not self._take(signal.Signals(number)) and number != signal.SIGUSR2  # which is for ranks alone
+        self.missed = signal.Signals(number) if missed and self.missed is None else self.missed
+
+    def pause(self, seconds: float, clock: Callable[[], float]) -> None:
+        """Wait for some time, by a clock that returns seconds, or until a signal comes."""
+        until = clock() + seconds
+        while self.missed is None and (left_s := until - clock()) > 0:
+            time.sleep(min(left_s, _FIRST_LOOKS_S))
+
+
 class Job:
     """An mpirun that has been started.
 
@@ -193,12 +234,14 @@ class Job:
         stdin: int | None = None,
     ) -> None:
         self.stopped = False
-        self._to_run_again = False  # as a rank has said
+        self._has_stopped = False  # a rank, by what its shell has said
+        self._to_stop: set[int] = set()  # the ranks that have agreed to, and have not ended yet
         self._asked: set[tuple[int, int]] = set()  # the processes that were asked to stop; 0: those of other hosts
         self._grace: Grace | None = None
         self._grace_s = grace_s
         self._grows = grows
         self._had_grace = False
+        self._has_killed = False  # ranks that did not end within that
         self._shielded = shielded
         self._ending = signal.SIGINT if shielded else signal.SIGTERM  # by which mpirun ends its ranks
         self._heard_by_mpirun = -math.inf  # when that got a SIGTERM, and this process acted on it
@@ -229,10 +272,6 @@ class Job:
         )
         self._looked = time.monotonic()
         self._starters: dict[int, SeenProcess] = {}  # of daemons on hosts of Slurm
-        ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
-        self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
-        for each in (signal.SIGUSR1, signal.SIGUSR2):
-            self._handled_before[each] = signal.signal(each, self._pass_on)
 
     def wait(self, look: Callable[[], object] = lambda: None) -> int:
         """Return its status, once it has ended; that of an interrupted program, if this is interrupted meanwhile.
@@ -245,7 +284,8 @@ class Job:
             status = self._wait_for_end()
         except KeyboardInterrupt:  # which mpirun has got as well from a terminal, but not from who sends a signal
             say("interrupted; ending all ranks")
-            self._stop()
+            self.stopped = True
+            self.end()
             with suppress(KeyboardInterrupt):  # of somebody who does not wait
                 self._forward_errors(lambda: None)  # or mpirun would wait for someone to read it
                 self._wait_for_end()
@@ -253,18 +293,24 @@ class Job:
             self._process.wait()
             return _INTERRUPTED
         finally:
-            for number, handler in self._handled_before.items():
-                signal.signal(number, handler)
             for each in self._starters.values():  # of a host that was lost: Slurm would keep them for minutes
                 send(each, signal.SIGKILL)
             assert self._process.stderr is not None
             self._process.stderr.close()
-        if self._to_run_again or status == os.EX_TEMPFAIL:
+        if self._is_to_run_again(status):
             return os.EX_TEMPFAIL
         if self._ended_by is not None and (status or self._had_grace):
             say(f"ended by {self._ended_by.name}; all ranks have ended")
             return 128 + self._ended_by
+        if status == os.EX_TEMPFAIL:
+            return 1  # which is no stop
         return status if status >= 0 else 128 - status
+
+    def _is_to_run_again(self, status: int) -> bool:
+        """Return whether the ranks have stopped, and none of those that were to has ended in another way."""
+        if self._has_shells:
+            return self._has_stopped and not self._to_stop
+        return status == os.EX_TEMPFAIL and not self._has_killed and _FAILED.search(self.written) is None
 
     def signal_ranks(self) -> None:
         """Have mpirun signal to all ranks that the hosts have changed; not before all are connected."""
@@ -285,27 +331,40 @@ class Job:
         self._killed_at = -math.inf
         self._kill_if_late()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def take(self, number: signal.Signals) -> bool:
+        """Do what a signal to this process asks for; return False if the job has ended before."""
         if self._process.poll() is not None:
-            return  # the job has ended before
-        if number == signal.SIGTERM and time.monotonic() - self._heard_by_mpirun < _LOOK_EVERY_S:
-            return  # who signals all processes sends one to each
-        self._end_by(signal.Signals(number))
+            return False
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            self._pass_on(number)
+        # Who signals all processes sends one to each.
+        elif number != signal.SIGTERM or time.monotonic() - self._heard_by_mpirun >= _LOOK_EVERY_S:
+            self._end_by(number)
+        return True
 
     def _end_by(self, number: signal.Signals) -> None:
         self._ended_by = number
         ranks = self._chains.ranks()
-        if number != signal.SIGTERM or self.stopped or not self._grace_s or not ranks:
+        mpirun = SeenProcess.look(self._process.pid)
+        passes_on = mpirun is not None and is_launcher(mpirun.name) and handles(mpirun.pid, signal.SIGUSR1)
+        if number != signal.SIGTERM or self.stopped or not self._grace_s or not (ranks or passes_on):
             if self._grace is not None:
+                self._has_killed = True
                 self._grace.kill()
-            self._stop()
+            self.stopped = True
+            self.end()
             return
         self.stopped = self._had_grace = True
-        self._grace = Grace(self._process.pid, self._grace_s, holds=not self._has_shells, known=ranks)
+        if ranks:
+            self._grace = Grace(self._process.pid, self._grace_s, holds=not self._has_shells, known=ranks)
+        else:  # they are on other hosts, and mpirun passes no SIGTERM on
+            self._ends_at = time.monotonic() + self._grace_s
+            self._process.send_signal(signal.SIGUSR1)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Have mpirun send a signal to all ranks, once there are any: before, mpirun would end by it."""
-        if not (self._grows and number == signal.SIGUSR2) and self._grace is None and self._chains.ranks():
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Have mpirun send a signal to all ranks; not before it is ready, as it would end by that."""
+        is_ours = self._grows and number == signal.SIGUSR2
+        if not is_ours and self._grace is None and handles(self._process.pid, number):
             self._process.send_signal(number)
 
     def ask_to_stop(self) -> bool:
@@ -327,10 +386,6 @@ class Job:
             self._process.send_signal(signal.SIGUSR1)
         return asked
 
-    def _stop(self) -> None:
-        self.stopped = True
-        self.end()
-
     def _say(self, text: str) -> None:
         self.end_line()
         say(text)
@@ -350,6 +405,7 @@ class Job:
         if grace is not None:
             if grace.is_over() and self._grace is grace:  # else a second signal has ended it
                 self._grace = None
+                self._has_killed = grace.has_killed
                 self._ends_at = time.monotonic() + _BY_ITSELF_S
                 grace.end()
             return False
@@ -406,7 +462,7 @@ class Job:
                 text, marks = self._output.feed(chunk)
                 self._show(self._tracebacks.feed(text))
                 for mark in marks:
-                    self._to_run_again |= mark.what == "has stopped"
+                    self._keep(mark)
                     if mark.what in ("has ended well", "has stopped", "has died"):
                         self._chains.has_told(mark.rank)
                     self._on_mark(mark)
@@ -415,6 +471,14 @@ class Job:
             else:
                 self._show(self._tracebacks.feed(self._output.idle()) + self._tracebacks.idle())
         self._show(self._tracebacks.feed(self._output.rest()) + self._tracebacks.rest())
+
+    def _keep(self, mark: Mark) -> None:
+        """Note who is to stop, and does."""
+        if mark.what == "agrees to stop":  # the second time after a death, which the others survive
+            self._to_stop = {mark.rank} if mark.rank in self._to_stop else self._to_stop | {mark.rank}
+        elif mark.what in ("has stopped", "has ended well"):
+            self._has_stopped |= mark.what == "has stopped"
+            self._to_stop.discard(mark.rank)
 
     def end_line(self) -> None:
         """End the line that the job has written last, if it has not."""

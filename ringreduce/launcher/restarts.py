@@ -16,7 +16,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures
 from ringreduce.launcher.allocations_end import StopBefore
 from ringreduce.launcher.hosts import Hosts, parse_hosts
-from ringreduce.launcher.job import Job, Mark, say
+from ringreduce.launcher.job import Job, Mark, Signals, say
 from ringreduce.launcher.pulses import Pulses
 from ringreduce.launcher.start import UNNAMED, Start
 
@@ -192,6 +192,7 @@ class Restarts:
         self._listed = listed or (self._discovery.hosts if self._discovery else lambda: start.listed)
         self._hosts = Hosts()
         self._end = None if self._spec.stop_before_s is None else StopBefore(self._spec.stop_before_s)
+        self._signals = Signals()
         self._changes = 0  # of ranks
         self._ranks = _JobRanks(Pulses(0))
         self._has_warned = False
@@ -204,6 +205,10 @@ class Restarts:
         Raises:
             ConfigError: there were too few slots for too long.
         """
+        with self._signals:
+            return self._run()
+
+    def _run(self) -> int:
         starts = failed = in_a_row = 0
         while True:
             lost_before = self._hosts.lost
@@ -236,7 +241,7 @@ class Restarts:
                 f"the job has ended with status {status}; starting it again ({failed} of {self._spec.restarts}), "
                 f"in {pause_s:g} s"
             )
-            time.sleep(pause_s)
+            self._signals.pause(pause_s, self._clock)
             if self._discovery is not None:
                 self._discovery.ask()
 
@@ -256,6 +261,10 @@ class Restarts:
             because this process got a signal to.
         """
         hosts = self._wait_for_slots()
+        missed = self._signals.missed
+        if missed is not None:
+            say(f"{missed.name} has come while no job runs, and none is begun")
+            return os.EX_TEMPFAIL if missed == signal.SIGUSR1 else 128 + missed, True
         more = {"RINGREDUCE_RESTART": str(starts)} if starts else {}
         if self._spec.reset_limit is not None:
             more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
@@ -272,6 +281,7 @@ class Restarts:
             shielded=self._start.mpirun.kind == "Open MPI",
             stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
         )
+        self._signals.go_to(job.take)
         status = job.wait(lambda: self._look(job))
         written = job.written.decode(errors="replace")
         # mpirun may end with status 0 though it has lost ranks.
@@ -324,7 +334,7 @@ class Restarts:
             self._hosts = replace(self._hosts, listed=self._listed())
             now = self._clock()
             ranks = self._hosts.next_ranks(policy, now)
-            if ranks:
+            if ranks or self._signals.missed is not None:
                 return ranks
             there = sum(self._hosts.usable(policy, now).values())
             failing = self._hosts.failing_said(policy, now)

@@ -35,12 +35,14 @@ class Scheduler:
         components: by these names Open MPI has parts that read the allocation, or start daemons in it.
         variables: any of these, set and not empty, says that there is an allocation.
         read: returns the slots by host, given the variable that is set and all others.
+        library: whose variables they are, of the MPI libraries; empty: of none.
     """
 
     name: str
     components: frozenset[str]
     variables: tuple[str, ...]
     read: Callable[[str, Mapping[str, str]], dict[str, int]]
+    library: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,18 @@ class Allocation:
     slots: dict[str, int]
 
     @classmethod
-    def find(cls, environ: Mapping[str, str]) -> Allocation | None:
+    def find(cls, environ: Mapping[str, str], library: str = "") -> Allocation | None:
         """Return the allocation that the environment describes; None if there is none.
+
+        Args:
+            environ: the variables.
+            library: of the job, `Mpirun.kind`. Files of hosts for other libraries count where there is nothing else: an
+                operator sets that of the library which users have named to it.
 
         Raises:
             ConfigError: a scheduler's list cannot be read, or has no host with slots.
         """
-        for scheduler in SCHEDULERS:
+        for scheduler in sorted(SCHEDULERS, key=lambda each: each.library not in ("", library)):
             for variable in scheduler.variables:
                 if environ.get(variable):
                     slots = scheduler.read(variable, environ)
@@ -74,6 +81,12 @@ class Allocation:
                         )
                     return cls(scheduler, variable, slots)
         return None
+
+    @staticmethod
+    def scheduler_here(environ: Mapping[str, str]) -> Scheduler | None:
+        """Return the scheduler of this process, by which mpirun reaches hosts whoever has named them; None: none."""
+        here = (each for each in SCHEDULERS if each.components and any(map(environ.get, each.variables)))
+        return next(here, None)
 
     def describe(self) -> str:
         """Return one line: the scheduler, the variable, and the slots by host."""
@@ -191,20 +204,18 @@ def _pairs(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
     return dict(slots)
 
 
-#: These name a file of hosts; Kubeflow's MPI operator and Trainer set those of the MPI library of a job.
-_HOSTFILES = (
-    "PRTE_MCA_prte_default_hostfile",
-    "OMPI_MCA_orte_default_hostfile",
-    "I_MPI_HYDRA_HOST_FILE",
-    "HYDRA_HOST_FILE",
-)
+#: A file of hosts that a variable of an MPI library names, as Kubeflow's MPI operator and Trainer set it.
+_HOSTFILE = "a hostfile of the environment"
+_OPEN_MPI = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
 
 _SLURM = frozenset({"slurm"})
 _LSF = frozenset({"lsf"})
 
 #: In the order in which they are looked for: a file that names the hosts is meant for this job alone.
 SCHEDULERS = (
-    Scheduler("a hostfile of the environment", frozenset(), _HOSTFILES, _hostfile),
+    Scheduler(_HOSTFILE, frozenset(), _OPEN_MPI, _hostfile, "Open MPI"),
+    Scheduler(_HOSTFILE, frozenset(), ("I_MPI_HYDRA_HOST_FILE",), _hostfile, "Intel MPI"),
+    Scheduler(_HOSTFILE, frozenset(), ("HYDRA_HOST_FILE",), _hostfile, "MPICH"),
     Scheduler("Slurm", _SLURM, ("SLURM_HET_SIZE",), _components),
     Scheduler("Slurm", _SLURM, ("SLURM_JOB_NODELIST",), _slurm),
     Scheduler("PBS", frozenset({"pbs", "tm"}), ("PBS_NODEFILE",), _lines),

@@ -42,9 +42,12 @@ _INTO_FILE = shell("log")
 _IN_HOROVODS_WORDS = shell("horovod")
 #: Lets a rank of another host find its program; takes what `Start._found_here` returns.
 _ON_ITS_HOST = shell("host")
-#: By these, launchers reach hosts in another manner than by the ssh on the path.
-_AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC",
-           "I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC")  # fmt: skip
+#: By these, each launcher reaches hosts in another manner than by the ssh on the path.
+_AGENTS = {
+    "Open MPI": ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"),
+    "MPICH": ("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC"),
+    "Intel MPI": ("I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC"),
+}
 #: Variables that belong to a host, a login or a process, and say nothing to another host.
 _OF_THIS_HOST = re.compile(
     "BASH_FUNC_.*|_|PWD|OLDPWD|SHLVL|HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|TERM|TMPDIR|DISPLAY|XAUTHORITY|LS_COLORS|"
@@ -114,7 +117,8 @@ class Start:
         variables = {name: value for name, value in exported.items() if value is not None}
         environ = {**os.environ, **variables}
         settings = self.mpirun.settings(spec, count, environ, remote=remote, by_ssh=remote and self.by_ssh)
-        if spec.elastic and self.allocation is not None and self.allocation.scheduler.name == "Slurm":
+        scheduler = Allocation.scheduler_here(os.environ)
+        if spec.elastic and scheduler is not None and scheduler.name == "Slurm":
             # Or the daemons of a new start would wait until Slurm knows that a lost host is down.
             settings["SLURM_OVERLAP"] = "1"
         if spec.least is not None:
@@ -152,10 +156,10 @@ class Start:
             *(SUPERVISOR if spec.elastic else ()),
             *(_KNOWN if count > 1 and self.mpirun.kind == "Open MPI" else ()),
             *(HEARING if self.grows else ()),
+            *((*_ON_ITS_HOST, *self._found_here()) if remote else ()),  # what this says is no rank's
             *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
             *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),
             *self.stdin.before,
-            *((*_ON_ITS_HOST, *self._found_here()) if remote else ()),
             *spec.program,
         ]
 
@@ -167,7 +171,7 @@ class Start:
         script = next((word for word in spec.program[1:] if not word.startswith("-")), "")
         reads = script.endswith(".py") and os.path.isfile(script)
         package = "" if spec.prefix else str(Path(__file__).parents[1])  # a prefix would be in front of what is said
-        return [os.uname().nodename, folder, os.path.abspath(script) if reads else "", package]
+        return [os.uname().nodename, spec.program[0], folder, os.path.abspath(script) if reads else "", package]
 
     def describe(self, settings: Mapping[str, str]) -> str:
         """Return settings as a shell takes them, without the values of users' own variables, which may be secret."""
@@ -186,7 +190,8 @@ def prepare(spec: LaunchSpec) -> Start:
     spec.require_sense()
     variables = spec.variables()
     named = spec.named_hosts()
-    allocation = None if named or spec.script else Allocation.find(os.environ)
+    mpirun = find(required=False)
+    allocation = None if named or spec.script else Allocation.find(os.environ, mpirun.kind)
     granted = named or (allocation.slots if allocation is not None else {})
     ranks = _ranks(spec, granted)
     if granted and not spec.growth and not spec.oversubscribe:
@@ -198,7 +203,8 @@ def prepare(spec: LaunchSpec) -> Start:
     most = spec.most or ranks
     if not elsewhere:
         _require_room(most)
-    mpirun = find(required=ranks > 1 or spec.elastic or elsewhere or spec.prefix or bool(spec.more))
+    if not mpirun.path and (ranks > 1 or spec.elastic or elsewhere or spec.prefix or bool(spec.more)):
+        mpirun = find()  # which says what is missing
     if spec.elastic:
         _require_ob1(os.environ)
         _require_open_mpi(mpirun)
@@ -207,9 +213,8 @@ def prepare(spec: LaunchSpec) -> Start:
     listed = granted if granted and (spec.growth or (spec.elastic and elsewhere)) else {UNNAMED: ranks}
     if sum(listed.values()) < policy.least:
         raise ConfigError(f"the hosts have {sum(listed.values())} slots, and --min-np is {policy.least}; see --slots")
-    scheduler = None if allocation is None else allocation.scheduler
-    finds_itself = scheduler is not None and mpirun.reads(scheduler)
-    by_ssh = mpirun.needs_ssh(None if named else scheduler) and not _has_agent(spec)
+    finds_itself = allocation is not None and mpirun.reads(allocation.scheduler)
+    by_ssh = mpirun.needs_ssh(Allocation.scheduler_here(os.environ)) and not _has_agent(spec, mpirun.kind)
     if elsewhere and by_ssh and shutil.which("ssh") is None:
         raise ConfigError("mpirun reaches other hosts by ssh, and there is no program ssh here: install openssh-client")
     return Start(
@@ -226,9 +231,9 @@ def prepare(spec: LaunchSpec) -> Start:
     )
 
 
-def _has_agent(spec: LaunchSpec) -> bool:
+def _has_agent(spec: LaunchSpec, kind: str) -> bool:
     """Return whether users have chosen what reaches other hosts in place of ssh: it may take other options."""
-    return any(name in os.environ for name in _AGENTS) or any("agent" in word for word in spec.more)
+    return any(name in os.environ for name in _AGENTS.get(kind, ())) or any("agent" in word for word in spec.more)
 
 
 def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:

@@ -121,8 +121,8 @@ class Termination:
 
     def _end_job(self, code: int) -> None:
         """End all ranks; but only this rank, while `ringreduce run` waits for ranks to end after SIGTERM."""
-        if code == os.EX_TEMPFAIL and self._others_go_on:
-            code = 1  # of a rank that ends alone: the shell over it takes that one for a stop
+        if code == os.EX_TEMPFAIL:
+            code = 1  # the ranks have not agreed to stop, which that one means
         if processes.launcher_is_stopped():
             _flush_streams()
             os._exit(code)

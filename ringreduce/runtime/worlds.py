@@ -27,7 +27,7 @@ from ringreduce.common.errors import (
     MismatchError,
     RingReduceError,
 )
-from ringreduce.common.launch import launch
+from ringreduce.common.launch import announce_stop, launch
 from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.common.topology import Topology
@@ -310,8 +310,10 @@ class OwnWorld(World):
         self._asked[0] = asked
         if self.size > 1:
             self.communicator.allreduce(self._asked, MAX, out=self._asked)  # the same array: its plan is known
-        self.stops = bool(self._asked[0])
-        return self.stops
+        if self._asked[0] and not self.stops:
+            self.stops = True
+            announce_stop()
+        return bool(self._asked[0])
 
     def _advance(self) -> None:
         """Move on the messages of all groups: while this rank waits, peers may wait for these."""

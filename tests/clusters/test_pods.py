@@ -48,3 +48,46 @@ print("rank", rr.rank(), "of", rr.size(), flush=True)
     done = operator.run(0, "ringreduce", "run", *asked, "python", "size.py")
     assert (done.status, len(done.ranks())) == (0, 4), done.text
     assert "its last answer counts" not in done.text
+
+
+@pytest.mark.parametrize(
+    ("signal", "options"),
+    [("TERM", ""), ("TERM", "--elastic"), pytest.param("USR1", "", marks=pytest.mark.thorough), ("USR1", "--elastic")],
+)
+def test_a_signal_to_the_launcher_stops_the_ranks(operator: Cluster, signal: str, options: str) -> None:
+    """As kubelet sends it to the first process of the pod, in which no rank runs."""
+    program = """
+import os, sys
+from pathlib import Path
+import ringreduce as rr
+rr.init()
+while not rr.stopping():
+    Path("ready").touch()
+print("rank", rr.rank(), "saved", flush=True)
+sys.exit(os.EX_TEMPFAIL)
+"""
+    operator.write("stops.py", program)
+    line = f"""
+rm -f ready
+ringreduce run --grace 40 {options} python stops.py &
+while [ ! -e ready ]; do sleep 0.1; done
+kill -{signal} $!
+wait $!
+"""
+    done = operator.run(0, "bash", "-c", line)
+    assert (done.status, done.ranks()) == (75, [f"rank {rank} saved" for rank in range(4)]), done.text
+
+
+def test_ranks_that_do_not_stop_end_with_the_grace(operator: Cluster) -> None:
+    """A program that never asks ends as by any signal."""
+    operator.write("goes.py", "import ringreduce as rr\nrr.init()\nopen('ready', 'w')\nwhile True: rr.barrier()\n")
+    line = """
+rm -f ready
+ringreduce run --grace 0.5 python goes.py &
+while [ ! -e ready ]; do sleep 0.1; done
+kill -TERM $!
+wait $!
+"""
+    done = operator.run(0, "bash", "-c", line)
+    assert done.status == 143, done.text
+    assert "ended by SIGTERM; all ranks have ended" in done.text

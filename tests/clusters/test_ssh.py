@@ -125,14 +125,15 @@ def test_a_host_that_lacks_what_a_rank_needs_is_named(cluster: Cluster) -> None:
 
 @pytest.mark.thorough
 def test_a_host_without_ringreduce_is_named(cluster: Cluster) -> None:
-    """Where it is on the first host is said, too."""
+    """Where it is on the first host is said, too; also where ranks write to files."""
     package = Path(__file__).parents[2] / "ringreduce"
     cluster.run(2, "rm", "-rf", str(package))  # of its own layer
     listed = f"{cluster.host(0)}:1,{cluster.host(2)}:1"
-    done = cluster.run(0, "ringreduce", "run", "-H", listed, "who.py")
+    jobs = [cluster.run(0, "ringreduce", "run", *more, "-H", listed, "who.py") for more in ((), ("--log-dir", "logs"))]
     cluster.boot(2)
-    assert done.status not in (0, 124), done.text
-    assert f"there is no ringreduce on {cluster.host(2)}; here it is in {package}" in done.text
+    for done in jobs:
+        assert done.status not in (0, 124), done.text
+        assert f"there is no ringreduce on {cluster.host(2)}; here it is in {package}" in done.text
 
 
 def test_a_machine_without_ssh(cluster: Cluster) -> None:

@@ -141,6 +141,55 @@ def test_a_rank_that_alone_exits_with_the_status_of_a_stop_has_failed() -> None:
     assert "rank 1 of 2 exits with code 75" in done.stderr
 
 
+NO_STOPS = {
+    "before init": ("if rank == 1: sys.exit(75)\nrr.init()", ("--elastic",)),
+    "unasked": ("rr.init(); sys.exit(75)", ()),
+    "one fails": ("rr.init(); rr.request_stop(); rr.stopping()\nif rank == 1: raise OSError\nsys.exit(75)", ()),
+    "one fails, elastic": (
+        "rr.init(); rr.request_stop(); rr.stopping()\nif rank == 1: raise OSError\nsys.exit(75)", ("--elastic",)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NO_STOPS)
+def test_what_is_no_stop_has_failed(case: str) -> None:
+    """The status of a stop without an agreement to, or beside the failure of another rank."""
+    program, options = NO_STOPS[case]
+    source = f"import os, sys, ringreduce as rr; rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n{program}"
+    done = launching.run(RINGREDUCE, "run", *options, "-np", 2, sys.executable, "-c", source)
+    assert done.returncode not in (0, STOPPED), done.stderr
+
+
+DEATH = """
+import os, signal, sys
+import numpy as np
+import ringreduce as rr
+from ringreduce.elastic import run
+from ringreduce.elastic.handlers import HandlingState
+
+rr.init()
+@run
+def train(state):
+    while True:
+        state.step += 1
+        rr.allreduce(np.ones(3))
+        if state.step == 3 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.step == 5:
+            rr.request_stop()
+        state.commit()
+state = HandlingState(step=0)
+state.keep_on_disk(sys.argv[1])
+train(state)
+"""
+
+
+def test_a_job_that_has_survived_a_death_can_stop(tmp_path: Path) -> None:
+    """All that live have agreed to."""
+    done = launching.run(RINGREDUCE, "run", "--elastic", "-np", 3, sys.executable, "-c", DEATH, tmp_path)
+    assert done.returncode == STOPPED, done.stderr
+
+
 def test_without_a_scheduler_the_status_is_for_the_caller() -> None:
     """Which `--requeue` says; and `--stop-before` needs an end."""
     program = "import os, sys, ringreduce as rr; rr.init(); rr.request_stop(); rr.stopping(); sys.exit(os.EX_TEMPFAIL)"

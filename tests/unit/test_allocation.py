@@ -10,9 +10,9 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.schedulers import Allocation, expand
 
 
-def granted(environ: dict[str, str]) -> tuple[str, dict[str, int]]:
+def granted(environ: dict[str, str], library: str = "") -> tuple[str, dict[str, int]]:
     """Return the name of the scheduler that the variables speak of, and the slots by host."""
-    found = Allocation.find(environ)
+    found = Allocation.find(environ, library)
     assert found is not None
     return found.scheduler.name, found.slots
 
@@ -88,22 +88,42 @@ def test_grid_engine_lists_hosts_with_slots_and_queues(tmp_path: Path) -> None:
         Allocation.find({"PE_HOSTFILE": str(file)})
 
 
-@pytest.mark.parametrize("variable", ["PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile",
-                                      "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"])  # fmt: skip
-def test_a_file_of_hosts_goes_before_a_scheduler(tmp_path: Path, variable: str) -> None:
+FILES = [
+    ("PRTE_MCA_prte_default_hostfile", "Open MPI"),
+    ("OMPI_MCA_orte_default_hostfile", "Open MPI"),
+    ("I_MPI_HYDRA_HOST_FILE", "Intel MPI"),
+    ("HYDRA_HOST_FILE", "MPICH"),
+]
+
+
+@pytest.mark.parametrize(("variable", "library"), FILES)
+def test_a_file_of_hosts_goes_before_a_scheduler(tmp_path: Path, variable: str, library: str) -> None:
     """It is meant for this job alone; a host without a number has the slots that are set for all."""
     file = tmp_path / "hosts"
     file.write_text("a slots=2\nb:3\nc\n")
     environ = {variable: str(file), "SLURM_JOB_NODELIST": "n[1-3]"}
-    assert granted(environ) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 1})
+    assert granted(environ, library) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 1})
     environ["OMPI_MCA_orte_set_default_slots"] = "4"
-    assert granted(environ) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 4})
-    found = Allocation.find(environ)
+    assert granted(environ, library) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 4})
+    found = Allocation.find(environ, library)
     assert found is not None
     assert found.describe() == f"a hostfile of the environment, from {variable}: a:2,b:3,c:4"
     file.write_text("a slots=many\n")
     with pytest.raises(ConfigError, match=variable):
-        Allocation.find(environ)
+        Allocation.find(environ, library)
+
+
+@pytest.mark.parametrize(("variable", "library"), FILES)
+def test_a_file_of_hosts_for_another_library_gives_way(tmp_path: Path, variable: str, library: str) -> None:
+    """To a scheduler, and to the library's own; where it is all that there is, an operator has set it for this job."""
+    file, own = tmp_path / "hosts", tmp_path / "own"
+    file.write_text("a slots=2\n")
+    own.write_text("b slots=3\n")
+    for mine, mpi in FILES:
+        if mpi != library:
+            assert granted({variable: str(file), "SLURM_JOB_NODELIST": "n1"}, mpi) == ("Slurm", {"n1": 1})
+            assert granted({variable: str(file), mine: str(own)}, mpi)[1] == {"b": 3}
+            assert granted({variable: str(file)}, mpi)[1] == {"a": 2}
 
 
 def test_a_heterogeneous_job_is_refused() -> None:

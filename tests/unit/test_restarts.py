@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,6 +66,9 @@ class Jobs:
 
             def kill(self) -> None:
                 jobs.killed += 1
+
+            def take(self, number: signal.Signals) -> bool:
+                return False
 
             def end_line(self) -> None:
                 pass
@@ -417,3 +422,38 @@ def test_ranks_that_have_died_are_replaced_where_the_job_may_grow(monkeypatch: p
     jobs.listed = {"a": 2, "b": 2}
     assert jobs.run(1, 2, grows=grows) == 0
     assert jobs.asked == [int(grows)]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, os.EX_TEMPFAIL), (signal.SIGUSR2, 0)],
+)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_signal_between_two_jobs_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int, waits: bool
+) -> None:
+    """In the pause after a failure, or while slots are too few; SIGUSR1 as a stop. SIGUSR2 is for ranks alone."""
+
+    def failing(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        if waits:
+            jobs.listed = {}
+            jobs.now += 100.0  # there is no pause left
+        return 1
+
+    def well(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    def wait(seconds: float) -> None:
+        jobs.now += seconds
+        if jobs.now > (102.0 if waits else 0.5) and not jobs.listed.get("b"):
+            jobs.listed = {"a": 2, "b": 1}
+            signal.raise_signal(number)
+
+    jobs = Jobs(monkeypatch, failing, well)
+    monkeypatch.setattr("time.sleep", wait)
+    before = signal.getsignal(number)
+    assert jobs.run(2, 2, restarts=1) == status
+    assert len(jobs.started) == (2 if number == signal.SIGUSR2 else 1)
+    assert signal.getsignal(number) is before

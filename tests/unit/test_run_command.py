@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher import job, mpirun, restarts
+from ringreduce.launcher import job, mpirun, restarts, start
 from ringreduce.launcher.hosts import SizePolicy
 from ringreduce.launcher.job import HEARING, SUPERVISOR, Mark, Output
 from ringreduce.launcher.mpirun import Mpirun
@@ -52,10 +52,17 @@ def test_marks_are_taken_out_and_the_rest_stays(
 
 
 @pytest.mark.parametrize(
-    ("program", "code", "ends"), [(["true"], 0, "has ended well"), (["sh", "-c", "exit 3"], -9, "has died")]
+    ("program", "code", "ends"),
+    [
+        (["true"], 0, "has ended well"),
+        (["sh", "-c", "exit 3"], -9, "has died"),
+        (["sh", "-c", "exit 75"], -9, "has died"),
+        (["sh", "-c", "kill -WINCH $PPID; exit 75"], 0, "has stopped"),
+        (["sh", "-c", "kill -WINCH $PPID; exit 3"], -9, "has died"),
+    ],
 )
 def test_the_shell_of_a_rank_says_how_that_ends(program: list[str], code: int, ends: str) -> None:
-    """And turns any end but a good one into a signal."""
+    """And turns any end but a good one into a signal; 75 is a good one where the ranks have agreed to stop."""
     environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "5", "PMIX_HOSTNAME": "n1"}
     done = subprocess.run([*SUPERVISOR, *program], capture_output=True, check=False, env=environ)
     assert done.returncode == code
@@ -222,3 +229,66 @@ def test_one_rank_takes_no_mpirun(
     assert "hi" in capfd.readouterr().out
     with pytest.raises(ConfigError, match="there is no mpirun"):
         main(["run", *options, "-np", "2", "echo", "hi"], standalone_mode=False)
+
+
+AGREES = "agrees to stop"
+
+
+@pytest.mark.parametrize(
+    ("marks", "status"),
+    [
+        (((0, AGREES), (1, AGREES), (0, "has stopped"), (1, "has stopped")), 75),
+        (((0, AGREES), (1, AGREES), (1, "has stopped"), (0, "has ended well")), 75),
+        (((0, AGREES), (1, AGREES), (0, "has stopped"), (1, "has died")), 0),
+        (((0, AGREES), (1, AGREES), (0, "has stopped")), 0),
+        (((2, "has died"), (0, AGREES), (1, AGREES), (0, "has stopped"), (1, "has stopped")), 75),
+        (((0, AGREES), (1, AGREES), (2, AGREES), (2, "has died"), (1, AGREES), (0, AGREES), (0, "has stopped"),
+          (1, "has stopped")), 75),
+    ],
+    ids=["all", "one with status 0", "one fails", "one is killed", "a death before", "a death that the others survive"],
+)  # fmt: skip
+def test_a_job_has_stopped_if_all_do_that_have_agreed_to(marks: tuple[tuple[int, str], ...], status: int) -> None:
+    """A rank that fails then is no stop; one that has failed before, and that the others survive, does not count."""
+    said = "".join(f"\\036ringreduce: rank {rank} on a {what}\\n" for rank, what in marks)
+    line = ["sh", "-c", f"printf '{said}' >&2", SUPERVISOR[-1]]
+    assert job.Job(line, os.environ, lambda mark: None).wait() == status
+
+
+@pytest.mark.parametrize(("said", "status"), [("", 75), ("ringreduce: rank 1 of 2 failed; ending the job", 1)])
+def test_the_status_of_a_stop_does_not_hide_a_failure(said: str, status: int) -> None:
+    """In jobs that are not elastic, where mpirun has the status of the rank that ended first."""
+    line = ["sh", "-c", f"echo '{said}' >&2; exit 75"]
+    assert job.Job(line, os.environ, lambda mark: None).wait() == status
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"),
+    [("MPICH", "HYDRA_LAUNCHER_EXTRA_ARGS"), ("Intel MPI", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")],
+)
+def test_hosts_that_are_named_in_an_allocation_are_reached_by_its_scheduler(
+    monkeypatch: pytest.MonkeyPatch, kind: str, variable: str
+) -> None:
+    """So that srun gets no options of ssh; those of another library choose nothing."""
+    monkeypatch.setattr(start.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(start, "find", lambda required=True: Mpirun("mpiexec", kind, 5))
+    spec = LaunchSpec(program=("true",), hosts="a:1,b:1")
+    strangers = [name for library, names in start._AGENTS.items() if library != kind for name in names]
+    for name in strangers:
+        monkeypatch.setenv(name, "x")
+    _, settings = start.prepare(spec).line_and_settings({UNNAMED: 2}, {})
+    assert "BatchMode" in settings[variable]
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "c")
+    _, settings = start.prepare(spec).line_and_settings({UNNAMED: 2}, {})
+    assert variable not in settings
+
+
+def test_a_daemon_of_named_hosts_in_an_allocation_is_as_one_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM of Slurm is kept from it, and a restart waits for no host that is lost."""
+    monkeypatch.setattr(start, "find", lambda required=True: Mpirun("mpirun", "Open MPI", 5))
+    monkeypatch.setattr(Mpirun, "_has", lambda self, framework, scheduler: "slurm" in scheduler.components)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a,b")
+    made = start.prepare(LaunchSpec(program=("true",), hosts="a:1,b:1", elastic=True))
+    _, settings = made.line_and_settings({"a": 1, "b": 1}, {})
+    assert settings["SLURM_OVERLAP"] == "1"
+    assert "--block-signal=TERM" in settings["PRTE_MCA_prte_launch_agent"]
+    assert "PRTE_MCA_plm_ssh_args" not in settings

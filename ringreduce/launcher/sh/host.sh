@@ -1,14 +1,15 @@
 # shellcheck shell=sh
 #
 # Lets a rank find on its host what was found where the job was started, and becomes it. Arguments: the name of that
-# first host; the folder in which it has the program, or nothing; the file that the program reads as its script, or
-# nothing; the folder of ringreduce there, or nothing; what to start, and its arguments.
+# first host; the program; the folder in which that is there, or nothing; the file that the program reads as its script,
+# or nothing; the folder of ringreduce there, or nothing; what to start, and its arguments.
 
 first=$1
-folder=$2
-script=$3
-package=$4
-shift 4
+program=$2
+folder=$3
+script=$4
+package=$5
+shift 5
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
 host=${PMIX_HOSTNAME:-$(uname -n)}
 
@@ -22,7 +23,7 @@ lacks() {
 if [ -n "$folder" ]; then
     export PATH="$folder:$PATH"
 fi
-command -v "$1" >/dev/null || lacks "$1" "$folder/$1"
+command -v "$program" >/dev/null || lacks "$program" "$folder/$program"
 [ -z "$script" ] || [ -e "$script" ] || lacks "$(basename "$script") in $(dirname "$script")" "there"
 
 # The launcher says this where Python then finds no ringreduce.

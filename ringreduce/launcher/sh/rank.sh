@@ -16,6 +16,10 @@ trap "asked_to_end=1" TERM HUP INT
 # must not end by it.
 trap : USR1
 
+# The rank says by this that all ranks have agreed to stop; nobody else sends it, and it ends nothing.
+agreed=
+trap "agreed=1" WINCH
+
 # Where the rank writes its own marks: to this standard error, wherever its own goes to.
 export RINGREDUCE_MARKS="/proc/$$/fd/2"
 
@@ -40,8 +44,9 @@ fi
 code=$?
 [ -z "$speaker" ] || kill -KILL "$speaker"
 
-# EX_TEMPFAIL: what the rank has done is saved, as on all others, and the job is to be run again.
-if [ "$code" -eq 75 ]; then
+# EX_TEMPFAIL: what the rank has done is saved, as on all others, and the job is to be run again. Without an agreement it
+# is a status like others.
+if [ "$code" -eq 75 ] && [ -n "$agreed" ]; then
     say "has stopped"
     exit 0
 fi
