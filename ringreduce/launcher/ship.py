@@ -171,7 +171,7 @@ class Cargo:
         Raises:
             ConfigError: a file cannot be read, or changes meanwhile.
         """
-        with tarfile.open(fileobj=stream, mode="w|", bufsize=_PIECE_NBYTES, format=tarfile.GNU_FORMAT) as archive:
+        with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as archive:
             archive.copybufsize = _PIECE_NBYTES  # type: ignore[attr-defined]
             archive.addfile(_member(self.folder, 0o700, tarfile.DIRTYPE))
             for each in self.files:
@@ -360,33 +360,43 @@ class _ToAll:
         self._hosts = {host.input.fileno(): host for host in hosts}
         self._progress = progress
         self._sent_nbytes = 0
+        self._held = bytearray()  # until there is enough: files are small
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self._sent_nbytes + len(self._held)
 
     def write(self, piece: bytes) -> int:
-        """Hand a piece to all hosts.
+        """Hand a piece to all hosts, now or with later ones; see `flush` for errors."""
+        self._held += piece
+        if len(self._held) >= _PIECE_NBYTES:
+            self.flush()
+        return len(piece)
+
+    def flush(self) -> None:
+        """Hand what was written to all hosts.
 
         Raises:
             ConfigError: one has ended, or takes nothing for too long.
         """
+        piece = bytes(self._held)
+        self._held.clear()
         left = {number: memoryview(piece) for number in self._hosts}
         while left:
             _, ready, _ = select.select([], list(left), [], _STALL_S)
             if not ready:
                 names = " and ".join(self._hosts[number].name for number in left)
-                self._hosts = {}  # what tarfile writes after an error goes nowhere
                 raise ConfigError(f"--ship: {names} has taken nothing for {_STALL_S:g} s")
             for number in ready:
                 try:
                     left[number] = left[number][os.write(number, left[number]) :]
                 except BrokenPipeError:
-                    host = self._hosts[number]
-                    self._hosts = {}
-                    host.answer()  # raises why
+                    self._hosts[number].answer()  # raises why
                     raise
                 if not left[number]:
                     del left[number]
         self._sent_nbytes += len(piece)
         self._progress(self._sent_nbytes)
-        return len(piece)
 
 
 # ---- a job ----
@@ -462,7 +472,10 @@ def _send(cargo: Cargo, hosts: Sequence[_Host], progress: _Progress) -> None:
     names = " and ".join(host.name for host in without)
     began = time.monotonic()
     with progress(f"copying to {names}") as show:
-        cargo.write(cast("IO[bytes]", _ToAll(without, lambda nbytes: show(nbytes, cargo.nbytes))))
+        total_nbytes = cargo.nbytes
+        stream = cast("IO[bytes]", _ToAll(without, lambda nbytes: show(min(nbytes, total_nbytes), total_nbytes)))
+        cargo.write(stream)
+        stream.flush()
         for host in without:
             host.answer()
     say(f"--ship: {cargo.nbytes / 1e6:.0f} MB copied to {names} in {time.monotonic() - began:.1f} s")

@@ -113,7 +113,7 @@ def _receive(tree: str, expected: int, python: str, version: str) -> None:
     # What has come so far: a read of so many bytes would wait for more than there are.
     stdin: Any = sys.stdin.buffer
     coming: Any = SimpleNamespace(read=stdin.read1)
-    with tarfile.open(fileobj=coming, mode="r|", bufsize=_PIECE_NBYTES) as archive:
+    with tarfile.open(fileobj=coming, mode="r|") as archive:
         # Links lead to the Python of this host. What is sent comes from the same user.
         archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
         count = 0
