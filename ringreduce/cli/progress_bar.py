@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["ProgressLine"]
+__all__ = ["ProgressLine", "bytes_bar"]
 
 _EVERY_S = 5.0  # between two lines
+_MB = 10**6
 
 
 class ProgressLine:
@@ -35,3 +37,26 @@ class ProgressLine:
         left_s = (now - self._began) / done * (total - done)
         sys.stderr.write(f"ringreduce: {self._of}: {done} of {total} {self._verb}, about {left_s:.0f} s to go\n")
         sys.stderr.flush()
+
+
+@contextmanager
+def bytes_bar(of: str) -> Iterator[Callable[[int, int], object]]:
+    """Show on standard error how many bytes are done: as a bar in a terminal, else as lines a few seconds apart.
+
+    Args:
+        of: what is done with them.
+
+    Yields:
+        What is called with the bytes that are done, more than 0, and all there are.
+    """
+    if not sys.stderr.isatty():
+        line = ProgressLine(of, done="MB copied")
+        yield lambda done, total: line(-(-done // _MB), -(-total // _MB))
+        return
+    from rich.console import Console  # which takes longer to import than the rest of `ringreduce run`
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(of, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ringreduce.cli.progress_bar import bytes_bar
 from ringreduce.cli.wrong_options import ProgramCommand
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
@@ -18,6 +19,7 @@ from ringreduce.launcher.allocations_end import run_again
 from ringreduce.launcher.hosts import Cooldown, Hosts
 from ringreduce.launcher.job import say
 from ringreduce.launcher.restarts import Restarts
+from ringreduce.launcher.ship import shipped
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder, prepare
 from ringreduce.observe.trace_file import collect
@@ -153,6 +155,19 @@ def _words(text: str) -> tuple[str, ...]:
     metavar="TIME",
     help="Ask the ranks to stop so long before the allocation ends: 90, 5m or 1h.",
 )
+@click.option(
+    "--ship",
+    is_flag=True,
+    help="Copy the virtual environment and the program to a folder of each host first: nothing need be shared.",
+)
+@click.option(
+    "--ship-path",
+    "ship_paths",
+    multiple=True,
+    metavar="PATH",
+    help="With --ship, copy this file or folder, too. Repeatable.",
+)
+@click.option("--keep", is_flag=True, help="With --ship, keep the copies for the next job; else they are removed.")
 @click.option("--oversubscribe", is_flag=True, help="Start more ranks than the hosts, or the allocation, have slots.")
 @click.option(
     "--env",
@@ -189,7 +204,7 @@ def command(dry_run: bool, **options: Any) -> int:
     as some ranks have reached the end. Ctrl-C ends all ranks. So does SIGTERM, but ranks of this host have --grace
     seconds, for example to save. SIGUSR1 and SIGUSR2 are passed on to all ranks. A job whose ranks have stopped, for
     they were asked to (see `ringreduce.stopping`), ends with status 75: run again, it goes on. On all hosts the program
-    must lie in the same place.
+    must lie in the same place, unless --ship copies it.
 
     With --elastic, the job survives ranks that die, in whatever way, and goes on without them: see
     `ringreduce.elastic.run`. It takes Open MPI 5.
@@ -205,11 +220,14 @@ def command(dry_run: bool, **options: Any) -> int:
     if dry_run:
         if start.allocation is not None:
             click.echo(f"# hosts of {start.allocation.describe()}")
+        if spec.ship:
+            click.echo("# --ship copies files to the hosts first; paths of these files lead to the copies then")
         line, settings = start.line_and_settings(Hosts(start.listed).next_ranks(start.policy, 0.0), {})
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
     make_folder(spec)
-    status = Restarts(start.with_stdin()).run()
+    with shipped(start, bytes_bar) as start:
+        status = Restarts(start.with_stdin()).run()
     with suppress(ConfigError):  # then there is no trace
         given = {name: value for name, value in spec.variables().items() if value is not None}
         if trace := Config.from_environ({**os.environ, **given}).timeline:

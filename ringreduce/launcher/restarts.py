@@ -111,7 +111,7 @@ class _Probes:
 
     def answering(self, hosts: list[str]) -> list[str]:
         """Return those of the hosts that have answered since the last call; asks all again now and then."""
-        if not self._start.by_ssh:
+        if not self._start.asks_lost_hosts:
             return []
         found = [host for host, process in self._asked.items() if process.poll() == 0 and host in hosts]
         self._asked = {host: process for host, process in self._asked.items() if process.poll() is None}
@@ -411,7 +411,7 @@ class Restarts:
         if host in self._hosts.lost:
             return
         self._hosts = self._hosts.without(host)
-        is_asked = self._start.by_ssh and self._start.grows and host in self._hosts.returning()
+        is_asked = self._start.asks_lost_hosts and host in self._hosts.returning()
         again = "it is used again once it answers" if is_asked else "it is left out from now on"
         say(f"{host} is lost: {why}; {again}")
 

@@ -50,6 +50,9 @@ class LaunchSpec:
         env: what other hosts get of this environment: ``"all"`` that does not belong to this host, or what is
             ``"named"``: here, and by the prefixes of ringreduce, Horovod and OpenMP.
         horovod: whether ranks find Horovod's variables of their place, ``HOROVOD_RANK`` and so on.
+        ship: whether hosts get a copy of the environment and the program first.
+        ship_paths: files and folders that they get, too.
+        keep: whether the copies stay at the end, for the next job.
     """
 
     program: tuple[str, ...]
@@ -80,6 +83,9 @@ class LaunchSpec:
     oversubscribe: bool = False
     env: str = "named"
     horovod: bool = False
+    ship: bool = False
+    ship_paths: tuple[str, ...] = ()
+    keep: bool = False
 
     @property
     def growth(self) -> list[str]:
@@ -97,6 +103,10 @@ class LaunchSpec:
         given = ["--min-np"] * (self.least is not None) + ["--slots"] * (self.slots is not None) + self.growth
         if given and not self.elastic:
             raise ConfigError(f"{given[0]} is for elastic jobs; add --elastic")
+        if (self.ship_paths or self.keep) and not self.ship:
+            raise ConfigError(f"{'--ship-path' if self.ship_paths else '--keep'} is for copies; add --ship")
+        if self.ship and self.script is not None:
+            raise ConfigError("--ship copies to hosts before the job; --host-discovery-script finds others later")
         if self.script is not None and (self.hosts or self.hostfile):
             raise ConfigError("--host-discovery-script names all hosts; leave out -H and --hostfile")
         if self.hosts and self.hostfile:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,6 +71,7 @@ class Start:
         grows: whether the job can begin again on other hosts, at a commit of its ranks.
         allocation: what a scheduler has granted; None if users name the hosts, or there is this machine alone.
         stdin: what ranks read.
+        there: returns a word of the command line as other hosts, and this one, have it.
     """
 
     spec: LaunchSpec
@@ -84,6 +85,12 @@ class Start:
     grows: bool = False
     allocation: Allocation | None = None
     stdin: StandardInput = field(default_factory=StandardInput)
+    there: Callable[[str], str] = str
+
+    @property
+    def asks_lost_hosts(self) -> bool:
+        """Whether a host that was lost is used again once it answers: not one that may have lost its copy."""
+        return self.by_ssh and self.grows and not self.spec.ship
 
     def with_stdin(self) -> Start:
         """Return this with what ranks read; see `StandardInput.take`, also for errors."""
@@ -147,7 +154,7 @@ class Start:
             exported=names if remote else (),
             program=self._program(count, fill(named or self.slots, count), remote=remote),
         )
-        return line, settings
+        return [self.there(word) for word in line], settings
 
     def _program(self, count: int, ranks: Mapping[str, int], *, remote: bool) -> list[str]:
         """Return what mpirun starts as each rank, given how many there are, also by host, and if there are others."""

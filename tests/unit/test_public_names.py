@@ -115,9 +115,9 @@ OPTIONS = {
     "doctor": "--dump --json --torch-traces",
     "export": "--commit --force --name folder out",
     "run": """
-        --cooldown --dry-run --elastic --host-discovery-script --hostfile --hosts --log-dir --max-np
+        --cooldown --dry-run --elastic --host-discovery-script --hostfile --hosts --keep --log-dir --max-np
         --max-restarts --min-np --mpi-args --network-interface --no-prefix --num-proc --prefix --reset-limit
-        --slots --slots-per-host --ssh-port --start-timeout --verbose -H -n -np -x program
+        --ship --ship-path --slots --slots-per-host --ssh-port --start-timeout --verbose -H -n -np -x program
     """,
     "simulate": """
         --algorithm --barrier --bucket --burst --compute --from --gradients --json --late --latency --link --maxbytes
