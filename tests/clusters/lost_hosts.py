@@ -283,8 +283,12 @@ def main() -> int:
     def on_alarm(number: int, frame: object) -> None:
         raise TimeoutError(f"it took longer than {CASE_S} s")
 
+    def on_end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends two, and the cluster has to be removed
+        sys.exit(128 + number)
+
     signal.signal(signal.SIGALRM, on_alarm)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the cluster is removed
+    signal.signal(signal.SIGTERM, on_end)
     measure = measure_starts if options.starts else measure_losses
     return int(not measure(options.repeat or (100 if options.starts else 20)))
 
