@@ -182,15 +182,17 @@ class Hosts:
             reasons = [f"there are slots for {then} ranks, and {lives} live"]
         return "; ".join(reasons)
 
-    def failing_said(self, policy: SizePolicy, now: float) -> str:
-        """Return which listed hosts are not used again yet, and for how long, in words; empty: all are."""
-        left_s = {host: self.fails_for(host, policy, now) for host in self.listed}
-        return ", ".join(
+    def unused_said(self, policy: SizePolicy, now: float) -> str:
+        """Return which listed hosts are lost, or fail and for how long, in words; empty: all can be used."""
+        lost = [f"{host} is lost" for host in self.listed if host in self.lost]
+        left_s = {host: self.fails_for(host, policy, now) for host in self.listed if host not in self.lost}
+        failing = [
             f"{host or 'this machine'} counts as failing "
             + ("for ever, as there is no --cooldown" if math.isinf(seconds) else f"for another {seconds:.0f} s")
             for host, seconds in left_s.items()
             if seconds > 0
-        )
+        ]
+        return ", ".join(lost + failing)
 
     def host_of(self, rank: int, name: str) -> str:
         """Return the host of a rank: that of its name there, or where it is not listed so, that of its number.

@@ -17,8 +17,8 @@ from ringreduce.launcher import failures
 from ringreduce.launcher.allocations_end import StopBefore
 from ringreduce.launcher.hosts import Hosts, parse_hosts
 from ringreduce.launcher.job import Job, Mark, Signals, say
-from ringreduce.launcher.pulses import Pulses
-from ringreduce.launcher.start import UNNAMED, Start
+from ringreduce.launcher.losses import Losses
+from ringreduce.launcher.start import Start
 
 __all__ = ["Discovery", "Restarts"]
 
@@ -30,7 +30,6 @@ _LEAVING_S = 30.0
 #: Before a job that has failed is started again: the first time, twice as long after each further failure, at most.
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
-_PROBE_EVERY_LOOKS = 5
 #: The status of Open MPI's mpirun when a daemon ends, which it says on standard output. No rank of an elastic job has
 #: it: the shells over them end by a signal.
 _NO_DAEMON = 255
@@ -97,46 +96,11 @@ def _output(script: str) -> str:
     return output.decode(errors="replace")
 
 
-class _Probes:
-    """Tries to reach hosts by ssh, without waiting for them.
-
-    Args:
-        start: of the job, whose mpirun reaches hosts in the same manner.
-    """
-
-    def __init__(self, start: Start) -> None:
-        self._start = start
-        self._asked: dict[str, subprocess.Popen[bytes]] = {}
-        self._looks = 0
-
-    def answering(self, hosts: list[str]) -> list[str]:
-        """Return those of the hosts that have answered since the last call; asks all again now and then."""
-        if not self._start.asks_lost_hosts:
-            return []
-        found = [host for host, process in self._asked.items() if process.poll() == 0 and host in hosts]
-        self._asked = {host: process for host, process in self._asked.items() if process.poll() is None}
-        self._looks += 1
-        if self._looks % _PROBE_EVERY_LOOKS == 0:
-            for host in hosts:
-                if host not in self._asked and host not in found:
-                    line = self._start.mpirun.ssh_to(host, self._start.spec, os.environ)
-                    self._asked[host] = subprocess.Popen(
-                        [*line, "true"],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL,
-                        start_new_session=True,
-                    )
-        return found
-
-
 @dataclass
 class _JobRanks:
     """What is known of the ranks of the job that runs.
 
     Attributes:
-        pulses: which hosts are silent.
-        looked: when that was looked at last.
         are_connected: whether all have begun, and MPI reports deaths to them.
         any_ended_well: whether one has.
         has_no_start: whether one died before all came to `init`, which ends the job.
@@ -145,11 +109,8 @@ class _JobRanks:
         said: the reason that users saw last.
         without_package: the hosts that do not have ringreduce where this one has it.
         has_commit: whether one has written a commit to disk.
-        host_returned: whether a host that was lost can be reached again.
     """
 
-    pulses: Pulses
-    looked: float = -math.inf
     are_connected: bool = False
     any_ended_well: bool = False
     has_no_start: bool = False
@@ -158,7 +119,6 @@ class _JobRanks:
     said: str = ""
     without_package: set[str] = field(default_factory=set)
     has_commit: bool = False
-    host_returned: bool = False
 
     def say_once(self, text: str) -> None:
         if text != self.said:
@@ -194,10 +154,10 @@ class Restarts:
         self._end = None if self._spec.stop_before_s is None else StopBefore(self._spec.stop_before_s)
         self._signals = Signals()
         self._changes = 0  # of ranks
-        self._ranks = _JobRanks(Pulses(0))
+        self._ranks = _JobRanks()
         self._has_warned = False
         self._has_commit = False
-        self._probes = _Probes(start)
+        self._losses = Losses(start, clock)
 
     def run(self) -> int:
         """Return the exit status of the last job.
@@ -205,13 +165,15 @@ class Restarts:
         Raises:
             ConfigError: there were too few slots for too long.
         """
-        with self._signals:
-            return self._run()
+        try:
+            with self._signals:
+                return self._run()
+        finally:
+            self._losses.close()
 
     def _run(self) -> int:
         starts = failed = in_a_row = 0
         while True:
-            lost_before = self._hosts.lost
             status, stopped = self._run_one(starts)
             starts += 1
             if self._ranks.has_commit:  # it made steps
@@ -220,7 +182,7 @@ class Restarts:
             if self._ranks.leaving is not None and not stopped:
                 self._changes += 1
                 continue
-            lost = sorted(self._hosts.lost - lost_before)
+            lost = self._losses.lost
             has_no_daemon = self._spec.elastic and status == _NO_DAEMON and self._ranks.has_commit
             goes_on = has_no_daemon or (bool(lost) and self._has_commit)
             if status in (0, os.EX_TEMPFAIL) or stopped or (failed == self._spec.restarts and not goes_on):
@@ -270,7 +232,8 @@ class Restarts:
             more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
         line, environment = self._start.command(hosts, more)
         self._hosts = self._hosts.started(hosts)
-        ranks = self._ranks = _JobRanks(Pulses(round(self._spec.host_timeout_s / _LOOK_EVERY_S)))
+        self._losses.begin()
+        ranks = self._ranks = _JobRanks()
         job = Job(
             line,
             environment,
@@ -290,7 +253,7 @@ class Restarts:
         if status not in (0, os.EX_TEMPFAIL) and not job.stopped and ranks.leaving is None:
             job.end_line()
             for name in failures.find_lost_hosts(written) if self._start.remote else ():
-                self._lose(name, "mpirun has no connection to it")
+                self._hosts = self._losses.lose(self._hosts, name, "mpirun has no connection to it")
             self._report_failure(written, status)
         return status, job.stopped
 
@@ -331,21 +294,21 @@ class Restarts:
         begin = self._clock()
         said = False
         while True:
-            self._hosts = replace(self._hosts, listed=self._listed())
+            self._hosts = replace(self._losses.ask(self._hosts), listed=self._listed())
             now = self._clock()
             ranks = self._hosts.next_ranks(policy, now)
             if ranks or self._signals.missed is not None:
                 return ranks
             there = sum(self._hosts.usable(policy, now).values())
-            failing = self._hosts.failing_said(policy, now)
-            failing = f"; {failing}" if failing else ""
+            unused = self._hosts.unused_said(policy, now)
+            unused = f"; {unused}" if unused else ""
             if now - begin > limit_s:
                 raise ConfigError(
                     f"there are {there} slots that can be used after {limit_s:g} s, and a job takes "
-                    f"{policy.least} (--min-np){failing}; add hosts, or wait longer with --start-timeout"
+                    f"{policy.least} (--min-np){unused}; add hosts, or wait longer with --start-timeout"
                 )
             if not said and now - begin > _LOOK_EVERY_S:
-                say(f"waiting for {policy.least} slots; {there} can be used{failing}")
+                say(f"waiting for {policy.least} slots; {there} can be used{unused}")
                 said = True
             # No job runs, and hosts do not say when they come: all there is to do is ask.
             time.sleep(_LOOK_EVERY_S / 10)
@@ -353,8 +316,7 @@ class Restarts:
     def _on_mark(self, mark: Mark, job: Job) -> None:
         ranks = self._ranks
         now = self._clock()
-        if mark.what in ("has died", "has stopped"):
-            ranks.pulses.forget(mark.rank)
+        self._losses.hear(mark, self._hosts.host_of(mark.rank, mark.host) or mark.host)
         match mark.what:
             case "is connected":
                 ranks.are_connected = True
@@ -362,10 +324,7 @@ class Restarts:
                 ranks.without_package.add(mark.host)
             case "has a commit":
                 ranks.has_commit = True
-            case "lives":
-                ranks.pulses.hear(mark.rank, self._hosts.host_of(mark.rank, mark.host) or mark.host)
             case "has ended well":
-                ranks.pulses.forget(mark.rank)
                 ranks.any_ended_well = True
             case "begins again":
                 ranks.leaving = now if ranks.leaving is None else ranks.leaving
@@ -386,13 +345,10 @@ class Restarts:
 
     def _look(self, job: Job) -> None:
         """Look whether hosts are lost; ask the ranks to stop, or to begin again on other hosts, until they do."""
-        now = self._clock()
-        due = now >= self._ranks.looked + _LOOK_EVERY_S  # looks are more frequent while a job begins
-        silent = self._ranks.pulses.look() if due else []
-        if due:
-            self._ranks.looked = now
+        silent = self._losses.silent()
         for name in silent:
-            self._lose(name, f"it has said nothing for {self._spec.host_timeout_s:g} s")
+            why = f"it has said nothing for {self._spec.host_timeout_s:g} s"
+            self._hosts = self._losses.lose(self._hosts, name, why)
         if silent:
             job.kill()  # mpirun would wait for the lost host, to end as to go on
             return
@@ -401,20 +357,6 @@ class Restarts:
         if self._start.grows:
             self._look_for_hosts(job)
 
-    def _lose(self, name: str, why: str) -> None:
-        """Note that a host is lost, by its name there or in the list, if there is a list."""
-        host = self._hosts.known_as(name)
-        if host is None:  # of another job, as a rank may write of it, unless this one's hosts have no names here
-            if UNNAMED in self._hosts.listed:
-                say(f"{name} is lost: {why}")
-            return
-        if host in self._hosts.lost:
-            return
-        self._hosts = self._hosts.without(host)
-        is_asked = self._start.asks_lost_hosts and host in self._hosts.returning()
-        again = "it is used again once it answers" if is_asked else "it is left out from now on"
-        say(f"{host} is lost: {why}; {again}")
-
     def _look_for_hosts(self, job: Job) -> None:
         """Request that the ranks begin again on other hosts, until they do, as they may not listen yet."""
         ranks = self._ranks
@@ -422,13 +364,10 @@ class Restarts:
         if ranks.leaving is not None and now - ranks.leaving >= _LEAVING_S:
             job.end()
             return
-        for host in self._probes.answering(self._hosts.returning() if ranks.has_commit else []):
-            self._hosts = self._hosts.returned(host)
-            ranks.host_returned = True
-            say(f"{host} answers again")
-        self._hosts = replace(self._hosts, listed=self._listed())
+        hosts = self._losses.ask(self._hosts) if ranks.has_commit else self._hosts
+        self._hosts = replace(hosts, listed=self._listed())
         # Without an option for growth, ranks that have died are not replaced.
-        may_change = bool(self._spec.growth) or ranks.host_returned
+        may_change = bool(self._spec.growth) or self._losses.has_returned
         reason = self._hosts.reason_to_change(self._policy, now) if may_change else ""
         # Ranks that have ended well leave no training, and their mpirun may be ending, too.
         if not reason or ranks.leaving is not None or not ranks.are_connected or ranks.any_ended_well:

@@ -93,8 +93,6 @@ class Cluster:
     ) -> Done:
         """Run a command on a host, within a time limit that nothing survives."""
         begin = time.monotonic()
-        # Who sets a policy of mapping for all jobs of this machine would hide what the launcher does.
-        environ = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_MCA", "PRTE", "OMP_"))}
         limited = ("timeout", "--kill-after=5", str(timeout_s), *words)
         done = subprocess.run(
             self.line(number, *limited),
@@ -105,7 +103,7 @@ class Cluster:
             timeout=timeout_s + 20,
             check=False,
             cwd=self.shared,
-            env={**environ, **(variables or {})},
+            env={**environ(), **(variables or {})},
         )
         return Done(done.returncode, done.stdout, time.monotonic() - begin)
 
@@ -114,6 +112,14 @@ class Cluster:
         path = self.shared / name
         path.write_text(text)
         return path
+
+
+def environ() -> dict[str, str]:
+    """Return the variables of commands on hosts.
+
+    A policy of mapping that is set for all jobs of this machine would hide what the launcher does.
+    """
+    return {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_MCA", "PRTE", "OMP_"))}
 
 
 def why_not(kind: str) -> str:

@@ -98,11 +98,12 @@ def test_why_the_ranks_begin_again() -> None:
 def test_which_hosts_are_not_used_anew_and_until_when() -> None:
     """In words for users; hosts that are no longer listed are no use to them."""
     hosts = Hosts({"a": 2, "b": 2, "": 1}, {}, {"a": (10.0,), "": (0.0,), "c": (10.0,)})
-    assert hosts.failing_said(SizePolicy(1, 4, A_MINUTE), 30.0) == (
+    assert hosts.unused_said(SizePolicy(1, 4, A_MINUTE), 30.0) == (
         "a counts as failing for another 40 s, this machine counts as failing for another 30 s"
     )
-    assert hosts.failing_said(SizePolicy(1, 4, FOREVER), 30.0).startswith("a counts as failing for ever")
-    assert hosts.failing_said(SizePolicy(1, 4, A_MINUTE), 70.0) == ""
+    assert hosts.unused_said(SizePolicy(1, 4, FOREVER), 30.0).startswith("a counts as failing for ever")
+    assert hosts.unused_said(SizePolicy(1, 4, A_MINUTE), 70.0) == ""
+    assert hosts.without("a").without("c").unused_said(SizePolicy(1, 4, A_MINUTE), 70.0) == "a is lost"
 
 
 def test_ranks_that_live_on_a_host_that_fails_begin_again_there() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 
@@ -241,28 +242,29 @@ def test_ranks_that_go_on_while_others_begin_again_are_ended(monkeypatch: pytest
     assert jobs.ended == 1
 
 
-def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The job is killed, and begins again from its commit without that host; no restart is spent."""
+@pytest.mark.parametrize("other", ["a", "me"])
+def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: str) -> None:
+    """The job is killed, and begins again from its commit on the other, this one or not; no restart is spent."""
 
     def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        on_mark(Mark("has a commit", 0, "a"))
+        begin(on_mark, 2, other)
+        on_mark(Mark("has a commit", 0, other))
         on_mark(Mark("lives", 1, "b"))
         while not jobs.killed:
-            on_mark(Mark("lives", 0, "a"))
+            on_mark(Mark("lives", 0, other))
             look()
             look()  # less than a second later
             jobs.now += 1.0
         return 137
 
     def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "a"))
+        on_mark(Mark("has ended well", 0, other))
         return 0
 
     jobs = Jobs(monkeypatch, first, second)
-    jobs.listed = {"a": 1, "b": 1}
+    jobs.listed = {other: 1, "b": 1}
     assert jobs.run(1, 2) == 0
-    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1}]
+    assert [ranks for ranks, _ in jobs.started] == [{other: 1, "b": 1}, {other: 1}]
     assert (jobs.killed, jobs.now) == (1, 11.0)
     said = capsys.readouterr().err
     assert "b is lost: it has said nothing for 10 s; it is used again once it answers" in said
@@ -295,6 +297,7 @@ def test_a_lost_host_without_a_commit_spends_restarts(monkeypatch: pytest.Monkey
     def job(on_mark: OnMark, look: Callable[[], None]) -> int:
         on_mark(Mark("lives", 1, "b"))
         while not jobs.killed:
+            on_mark(Mark("lives", 0, "a"))
             look()
             jobs.now += 1.0
         return 137
@@ -352,6 +355,7 @@ def test_a_lost_host_may_be_unlisted_or_call_itself_otherwise(monkeypatch: pytes
         on_mark(Mark("lives", 1, "two"))
         jobs.listed = {"10.0.0.1": 1}
         while not jobs.killed:
+            on_mark(Mark("lives", 0, "one"))
             look()
             jobs.now += 1.0
         return 137
@@ -378,6 +382,7 @@ def test_a_commit_counts_after_a_new_start_on_other_hosts(monkeypatch: pytest.Mo
     def second(on_mark: OnMark, look: Callable[[], None]) -> int:
         on_mark(Mark("lives", 1, "b"))
         while not jobs.killed:
+            on_mark(Mark("lives", 0, "a"))
             look()
             jobs.now += 1.0
         return 137
@@ -457,3 +462,130 @@ def test_a_signal_between_two_jobs_ends_the_run(
     assert jobs.run(2, 2, restarts=1) == status
     assert len(jobs.started) == (2 if number == signal.SIGUSR2 else 1)
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("heard", "silent"),
+    [
+        pytest.param([(0, "a")], [(1, "b")], id="all"),
+        pytest.param([(0, "me")], [(1, "b")], id="this host too"),
+        pytest.param([(0, "me")], [(2, "c")], id="this host and another, one is heard"),
+    ],
+)
+def test_no_host_is_lost_while_words_do_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    heard: list[tuple[int, str]],
+    silent: list[tuple[int, str]],
+) -> None:
+    """Nor as they come again, those of one host before those of another, which users hear once; later one is."""
+    others = [(1, "b")] if silent != [(1, "b")] else []
+
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        def seconds(count: int, *speaking: tuple[int, str]) -> None:
+            for _ in range(count):
+                for rank, host in speaking:
+                    on_mark(Mark("lives", rank, host))
+                look()
+                jobs.now += 1.0
+
+        begin(on_mark, len(jobs.listed), heard[0][1])
+        on_mark(Mark("has a commit", *heard[0]))
+        for _ in range(2):
+            seconds(3, *heard, *silent, *others)
+            seconds(30, *others)
+            seconds(9, *heard, *others)
+        seconds(1, *silent)
+        assert jobs.killed == 0
+        seconds(11, *heard, *others)
+        assert jobs.killed == 1
+        return 137
+
+    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", *heard[0]))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, second)
+    jobs.listed = {host: 1 for _, host in sorted(heard + others + silent)}
+    assert jobs.run(1, 3) == 0
+    left = {host: 1 for _, host in heard + others}
+    assert [ranks for ranks, _ in jobs.started] == [jobs.listed, left]
+    who = "this host" if heard[0][1] == "me" else "every host"
+    assert (
+        capsys.readouterr().err.count(
+            f"{who} has said nothing for 10 s: mpirun or its output is stopped; no host counts as lost\n"
+        )
+        == 1
+    )
+
+
+def make_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, then: str) -> Path:
+    """Put a program ssh on the path that opens a pipe, writes its arguments there, and goes on as given."""
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    program = folder / "ssh"
+    program.write_text(f'#!/bin/sh\nexec 3>"{pipe}"\necho "$*" >&3\n{then}\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return pipe
+
+
+def losing(on_mark: OnMark, look: Callable[[], None]) -> int:
+    """End as a job does whose mpirun says that it has lost a host."""
+    begin(on_mark, 2)
+    on_mark(Mark("has a commit", 0, "a"))
+    return 1
+
+
+def test_a_lost_host_is_asked_while_a_job_waits_for_slots(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And is used once it answers; when it is lost again, the job begins again once others are there."""
+    pipe = make_ssh(monkeypatch, tmp_path, "exit 0")
+    said: list[str] = []
+
+    def wait(seconds: float) -> None:
+        jobs.wait(seconds)
+        if not said and jobs.now > 2.0:
+            said.append(pipe.read_text())
+
+    def losing_again(on_mark: OnMark, look: Callable[[], None]) -> int:
+        jobs.listed = {"a": 1, "b": 1, "c": 1}
+        return losing(on_mark, look)
+
+    def ending(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, losing, losing_again, ending)
+    jobs.listed = {"a": 1, "b": 1}
+    jobs.written = b"Remote host: b\n"
+    monkeypatch.setattr("time.sleep", wait)
+    assert jobs.run(2, 2, start_timeout_s=1e5) == 0
+    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 1, "c": 1}]
+    assert said[0].endswith(" b true\n")
+    text = capsys.readouterr().err
+    assert "waiting for 2 slots; 1 can be used; b is lost\n" in text
+    assert "b answers again\n" in text
+    assert "b is lost: mpirun has no connection to it; it is left out from now on\n" in text
+
+
+def test_what_asks_a_lost_host_ends_with_the_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Though the login there hangs, and SIGTERM does not help; the host is named where slots were too few."""
+    pipe = make_ssh(monkeypatch, tmp_path, "trap '' TERM; exec sleep 200")
+    opened: list[TextIO] = []
+
+    def wait(seconds: float) -> None:
+        jobs.wait(seconds)
+        if not opened:
+            opened.append(pipe.open())
+            opened[0].readline()  # it has begun
+
+    jobs = Jobs(monkeypatch, losing)
+    jobs.listed = {"a": 1, "b": 1}
+    jobs.written = b"Remote host: b\n"
+    monkeypatch.setattr("time.sleep", wait)
+    with pytest.raises(ConfigError, match=r"1 slots .*; b is lost; add hosts"):
+        jobs.run(2, 2, start_timeout_s=5.0)
+    with opened[0] as said:
+        assert said.read() == ""  # once nobody holds the other end

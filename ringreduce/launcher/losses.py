@@ -1,0 +1,141 @@
+"""Which hosts are lost, as they are silent or mpirun has no connection to them, and which of these answer again.
+
+A host that loses its power, its network or its kernel sends nothing, so that nothing else says so: TCP notices when it
+has sent something, and gives up after a quarter of an hour. So the shell over one rank of each host says every few
+seconds that it lives.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from functools import partial
+
+from ringreduce.common.processes import end_with_parent
+from ringreduce.launcher.hosts import Hosts, is_here
+from ringreduce.launcher.job import Mark, say
+from ringreduce.launcher.start import UNNAMED, Start
+
+__all__ = ["Losses"]
+
+_LOOK_EVERY_S = 1.0
+_ASK_EVERY_S = 5.0
+_ANSWER_S = "30"  # that a host has to answer: a login may hang
+
+
+class Losses:
+    """Notices hosts that are lost, and those that answer again, and says so.
+
+    Silence is counted in looks, not in time: a launcher that was stopped, and could not hear, blames nobody. Nor does
+    one whose mpirun is stopped, or the output of that: its own host, which lives, is then silent, too. Where no rank
+    speaks for that, others count as silent only while one of them is heard.
+
+    Args:
+        start: of the jobs, whose mpirun reaches hosts in the same manner.
+        clock: returns seconds.
+
+    Attributes:
+        lost: the hosts that were lost since the job began.
+        has_returned: whether a lost host has answered since then.
+    """
+
+    def __init__(self, start: Start, clock: Callable[[], float]) -> None:
+        self._start = start
+        self._clock = clock
+        self._looks = round(start.spec.host_timeout_s / _LOOK_EVERY_S)
+        self._has_said = False
+        self._asked: dict[str, subprocess.Popen[bytes]] = {}
+        self._asked_at = -math.inf
+        self.begin()
+
+    def begin(self) -> None:
+        """A job begins: its hosts have said nothing yet."""
+        self.lost: list[str] = []
+        self.has_returned = False
+        self._speakers: dict[int, str] = {}
+        self._silent: dict[str, int] = {}  # for how many looks, by the host
+        self._here = ""
+        self._deaf = 0  # for how many looks this host was silent, or where it does not speak, all
+        self._looked = -math.inf
+
+    def hear(self, mark: Mark, host: str) -> None:
+        """A rank of a host has said something; if it spoke for its host and has ended, no more is expected of that."""
+        if mark.what == "lives":
+            self._speakers[mark.rank] = host
+            self._silent[host] = 0
+            self._here = host if is_here(mark.host, self._start.here) else self._here
+            self._deaf = 0 if self._here in ("", host) else self._deaf
+        elif mark.what in ("has died", "has stopped", "has ended well") and mark.rank in self._speakers:
+            ended = self._speakers.pop(mark.rank)
+            self._silent.pop(ended, None)
+            self._here = "" if ended == self._here else self._here
+
+    def silent(self) -> list[str]:
+        """Return the hosts that have become silent, once each; to be called every second, or more often."""
+        if self._clock() < self._looked + _LOOK_EVERY_S:
+            return []
+        self._looked = self._clock()
+        self._deaf += bool(self._silent)
+        if self._deaf > self._looks / 2:  # who lives speaks more often; once words come again, all is counted anew
+            self._silent = dict.fromkeys(self._silent, 0)
+        if self._deaf > self._looks and not self._has_said:
+            self._has_said = True
+            who = "this host" if self._here else "every host"
+            say(
+                f"{who} has said nothing for {self._start.spec.host_timeout_s:g} s: mpirun or its output is stopped; "
+                "no host counts as lost"
+            )
+        self._silent = {host: looks + 1 for host, looks in self._silent.items()}
+        found = [host for host, looks in self._silent.items() if looks > self._looks]
+        for host in found:
+            del self._silent[host]
+        return found
+
+    def lose(self, hosts: Hosts, name: str, why: str) -> Hosts:
+        """Return the hosts without one, given by its name there or in the list, if there is a list."""
+        host = hosts.known_as(name)
+        if host is None:  # of another job, as a rank may write of it, unless this one's hosts have no names here
+            if UNNAMED in hosts.listed:
+                say(f"{name} is lost: {why}")
+            return hosts
+        if host in hosts.lost:
+            return hosts
+        hosts = hosts.without(host)
+        self.lost.append(host)
+        again = "it is used again once it answers" if host in self._awaited(hosts) else "it is left out from now on"
+        say(f"{host} is lost: {why}; {again}")
+        return hosts
+
+    def ask(self, hosts: Hosts) -> Hosts:
+        """Ask lost hosts by ssh, now and then and without waiting; return the hosts with those that have answered."""
+        for host in [host for host, process in self._asked.items() if process.poll() is not None]:
+            if self._asked.pop(host).returncode == 0 and host in self._awaited(hosts):
+                hosts = hosts.returned(host)
+                self.has_returned = True
+                say(f"{host} answers again")
+        awaited = self._awaited(hosts)
+        if awaited and self._clock() >= self._asked_at + _ASK_EVERY_S:
+            self._asked_at = self._clock()
+            for host in set(awaited) - self._asked.keys():
+                line = self._start.mpirun.ssh_to(host, self._start.spec, os.environ)
+                self._asked[host] = subprocess.Popen(
+                    ["timeout", _ANSWER_S, *line, "true"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+                )
+        return hosts
+
+    def close(self) -> None:
+        """Ask no host any more."""
+        for process in self._asked.values():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _awaited(self, hosts: Hosts) -> list[str]:
+        return hosts.returning() if self._start.asks_lost_hosts else []
