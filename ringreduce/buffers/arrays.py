@@ -190,6 +190,9 @@ def operand_of(array: Any) -> Operand | DeviceOperand:
         return Operand._of_numpy(array)
     if isinstance(array, (Operand, DeviceOperand)):
         return array
+    torch = sys.modules.get("torch")
+    if torch is not None and is_tensor(array, torch) and array.is_cpu:
+        return Operand._of_torch(array, torch)
     return DeviceOperand.of(array) or Operand.of(array)
 
 

@@ -107,7 +107,7 @@ def array_shape(shape: Any) -> tuple[int, ...]:
         dims = tuple(map(index, shape)) if isinstance(shape, Sequence) else (index(shape),)
     except TypeError:
         raise ConfigError(f"shape must be made of whole numbers, got {shape!r}") from None
-    if any(length < 0 for length in dims):
+    if min(dims, default=0) < 0:
         raise ConfigError(f"an array cannot have the shape {dims}")
     return dims
 

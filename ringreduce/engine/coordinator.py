@@ -229,21 +229,22 @@ class Coordinator:
         """Return the notes that run or refuse what all expected ranks have submitted."""
         notes: list[Note] = []
         fused: dict[tuple[int, int], list[int | Note]] = {}
-        expected = self._expected()
+        expected = set(self._expected())
         for name in names:
             claims = self._claims.get(name)
-            if claims is None or any(rank not in claims for rank in expected):
+            if claims is None or not claims.keys() >= expected:
                 continue
             # A rank that submitted and then joined takes part like the others.
-            taken = self._take(name, list(claims))
-            signatures = {rank: claim.signature for rank, claim in sorted(taken.items())}
-            last = max(taken, key=lambda rank: taken[rank].since)
-            seconds = taken[last].since - min(claim.since for claim in taken.values())
+            taken = self._take(name, sorted(claims))
+            since = {rank: claim.since for rank, claim in taken.items()}
+            last = max(since, key=since.__getitem__)
+            seconds = since[last] - min(since.values())
             if seconds > LATE_S:
                 notes.append(["late", last, seconds])
+            signatures = {rank: claim.signature for rank, claim in taken.items()}
             first = next(iter(signatures.values()))
-            refused = any(each.kind is OperationKind.REFUSAL for each in signatures.values())
-            differ = any(each != first for each in signatures.values())
+            refused = OperationKind.REFUSAL in [each.kind for each in signatures.values()]
+            differ = any(map(first.__ne__, signatures.values()))
             if refused or differ or (len(taken) < self._size and first.kind is OperationKind.CALL):
                 alike = len({each.text for each in signatures.values()}) == 1
                 said = {rank: each.in_full if alike else each.text for rank, each in signatures.items()}

@@ -298,14 +298,16 @@ class _Watched:
         try:
             if self._checks.compares_settings(self._step):
                 self._checks.look_at_settings()
-            self._checks.look(self._step, gradients, more=not last)
+            self._checks.look(self._step, gradients)
+            self._checks.compare_data(self._step, gradients, more=not last)
         finally:
             self._checks.model = None
 
     def look_further(self, gradients: Arrays, names: Sequence[str], *, last: bool) -> None:
         """Look at further gradients of a step. Collective."""
         self._named[:] = [(each, None) for each in names]
-        self._checks.look_at_gradients(self._step, gradients, more=not last)
+        self._checks.require_finite(self._step, gradients)
+        self._checks.compare_data(self._step, gradients, more=not last)
 
 
 class _AllWatched:

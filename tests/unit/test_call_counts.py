@@ -23,6 +23,9 @@ LIMITS = {None: {"first": 100, "again": 12, "other": 60}, 1: {"again": 26}}
 #: Likewise, of a training step in which nothing has changed since the last one: clearing, a backward pass, the step.
 STEP_LIMIT = 100
 
+#: Likewise, of the step alone, of torch with four parameters: the first one, and one like the last.
+TORCH_STEP_LIMITS = {"first": 640, "again": 110}
+
 
 def calls_of(function: Callable[[], object]) -> int:
     """Return how many functions of the package begin while a function runs, on this thread.
@@ -99,6 +102,34 @@ def test_a_training_step_goes_through_few_functions() -> None:
     assert min(counts) <= STEP_LIMIT
 
 
+def test_a_step_of_torch_goes_through_few_functions() -> None:
+    """The first step of an optimizer of four parameters, and later ones, in which nothing has changed; the fewest."""
+    torch = pytest.importorskip("torch")
+    hvd = pytest.importorskip("ringreduce.torch")
+    least: dict[str, int] = {}
+
+    def train(ranks: rr.ProcessSet) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
+        with torch.no_grad():
+            for parameter in model.parameters():  # torch's generator is one for all threads
+                parameter.fill_(0.5)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=ranks
+        )
+        for number in range(15):
+            optimizer.zero_grad()
+            model(torch.full((4, 5), 1.0 + ranks.rank())).sum().backward()
+            name = "first" if number == 0 else "again"
+            if ranks.rank() == 0 and (number == 0 or number > 8):  # as above
+                least[name] = min(least.get(name, 1 << 30), calls_of(optimizer.step))
+            else:
+                optimizer.step()
+
+    for _ in range(6):
+        run_process_sets(2, train)
+    assert {name: least[name] for name, limit in TORCH_STEP_LIMITS.items() if least[name] > limit} == {}
+
+
 def test_the_documents_state_these_limits() -> None:
     """docs/benchmarks.md has the limits of this file and no count above them, and no other page has counts."""
     engine = (ROOT / "tests" / "unit" / "test_engine.py").read_text(encoding="utf-8")
@@ -113,6 +144,8 @@ def test_the_documents_state_these_limits() -> None:
         "the same array again, two nodes": LIMITS[1]["again"],
         "an asynchronous operation, repeated": int(asynchronous),
         "a training step like the last one": STEP_LIMIT,
+        "the first step of an optimizer of torch": TORCH_STEP_LIMITS["first"],
+        "a step of torch like the last one": TORCH_STEP_LIMITS["again"],
     }
     counts = re.findall(r"^\| .+? \| (\d+) \| (\d+) \|", page, re.MULTILINE)
     assert all(int(count) <= int(limit) for count, limit in counts)

@@ -228,17 +228,23 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
         return [parameter.register_hook(before), handle]  # type: ignore[no-untyped-call]
 
     def checksum(self, parameters: Sequence[torch.Tensor]) -> int:
-        return _checksum(parameters)
+        checksum = 0
+        for tensor in parameters:
+            if tensor.layout is torch.strided:  # others count for nothing
+                # Of one element, a tensor is contiguous with any stride.
+                values = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+                checksum = zlib.crc32(Operand.of(values).view.data, checksum)
+        return checksum
 
     def checksum_of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> int:
-        parts: list[torch.Tensor] = [torch.tensor([gradient is not None for gradient in gradients], device="cpu")]
+        parts: list[torch.Tensor] = []
         for gradient in gradients:
             if gradient is not None and gradient.is_sparse:
                 coalesced = gradient.coalesce()
                 parts += [coalesced.indices(), coalesced.values()]
             elif gradient is not None:
                 parts.append(gradient)
-        return _checksum(parts)
+        return zlib.crc32(bytes([gradient is not None for gradient in gradients]), self.checksum(parts))
 
     def is_finite(self, gradient: torch.Tensor) -> bool:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -304,17 +310,6 @@ class _Passes:
 
 
 _passes = _Passes()
-
-
-def _checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a checksum of the values of tensors; those of other layouts than strided count for nothing."""
-    checksum = 0
-    for tensor in tensors:
-        if tensor.layout is torch.strided:
-            # Of one element, a tensor is contiguous with any stride.
-            values = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-            checksum = zlib.crc32(Operand.of(values).view.data, checksum)
-    return checksum
 
 
 def shape_in_memory(tensor: torch.Tensor) -> torch.Size:

@@ -160,8 +160,7 @@ def hyperparameters(optimizer: Any) -> dict[str, str]:
 
 def in_words(values: Mapping[str, Any]) -> dict[str, str]:
     """Return hyper-parameters as text, by name; those that `hyperparameters` leaves out are left out."""
-    said = {name: _words_of(value) for name, value in values.items()}
-    return {name: words for name, words in said.items() if words is not None}
+    return {name: words for name, value in values.items() if (words := _words_of(value)) is not None}
 
 
 def _words_of(value: Any) -> str | None:

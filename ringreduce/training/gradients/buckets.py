@@ -69,7 +69,7 @@ class Bucket:
     def __init__(self, memory: Memory, parameters: Sequence[Any], communicator: Communicator) -> None:
         self._memory = memory
         self._communicator = communicator
-        starts = list(accumulate((padded(memory.kind(each)[1]) for each in parameters), initial=0))
+        starts = list(accumulate([padded(memory.kind(each)[1]) for each in parameters], initial=0))
         self.flat, self.slots = memory.lay_out(communicator, parameters, starts)
         self.itemsize = itemsize = starts[-1] // max(len(self.flat), 1) or 1
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
@@ -138,8 +138,8 @@ class Bucket:
                 if found == Look.MOVABLE:
                     moved[id(slot.parameter)] = id(slot.place), hooks.version(slot.place)
 
-        kind = self._memory.kind
-        large = [number for number, slot in enumerate(self.slots) if kind(slot.parameter)[1] >= LARGE_NBYTES]
+        least = LARGE_NBYTES // self.itemsize
+        large = [number for number, place in enumerate(self.places) if place.stop - place.start >= least]
         for before, number, after in zip([-1, *large], large, [*large[1:], len(self.slots)], strict=False):
             # With the small gradients beside it: were these to stay where they are (a bias), they would remain between
             # freed large ones, and malloc could reuse neither.
@@ -155,18 +155,17 @@ class Bucket:
         """
         elsewhere = []
         missing = []
-        for number, slot, look in zip(self.numbers, self.slots, self.look(gradients), strict=True):
+        for number, slot in zip(self.numbers, self.slots, strict=True):
+            given = gradients[number]
             if found[number] != Found.DENSE:  # no rank has a gradient, or some rank has a sparse one
-                if gradients[number] is slot.place:
+                if given is slot.place:
                     gradients[number] = self._memory.clone(slot.place)
                 missing.append(slot)
-            elif look == Look.IN_PLACE:
-                continue
-            elif gradients[number] is not None and gradients[number] is not slot.place:
-                elsewhere.append((number, slot))
-            else:
+            elif given is None:
                 missing.append(slot)
                 gradients[number] = slot.place
+            elif given is not slot.place:
+                elsewhere.append((number, slot))
         self._move(gradients, elsewhere)
         self._clear(missing)
 
@@ -254,11 +253,16 @@ class Buckets:
             if _GONE in bucket.numbers or any(slot.look(None) == Look.STALE for slot in bucket.slots)
         ]
         for bucket in changed:
-            self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
+            self._placed -= {id(slot.parameter) for slot in bucket.slots}
             bucket.retire()
             self._buckets.remove(bucket)
-        dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == Found.DENSE]
-        changed += self._place([parameter for parameter in dense if id(parameter) not in self._placed])
+        changed += self._place(
+            [
+                parameter
+                for parameter, state in zip(parameters, found, strict=True)
+                if state == Found.DENSE and id(parameter) not in self._placed
+            ]
+        )
         if changed:
             self.number(parameters)
             self.layout = zlib.crc32(repr([bucket.numbers for bucket in self._buckets]).encode())
@@ -320,7 +324,7 @@ class Buckets:
             bucket = Bucket(self.memory, [unique[index] for index in members], self.ranks.engine.communicator)
             self._give_reducer(len(self._buckets), bucket)
             self._buckets.append(bucket)
-            self._placed.update(id(slot.parameter) for slot in bucket.slots)
+            self._placed |= {id(slot.parameter) for slot in bucket.slots}
             if isinstance(self.memory, Hooks) and not self.options.staleness:
                 bucket.collect_at_once(self.memory, self.moved)
             made.append(bucket)
@@ -335,7 +339,9 @@ class Buckets:
             samples: how many, by rank, of all that have not joined; empty: ranks weigh equally.
             active: how many ranks contribute.
         """
-        self.weights = Weights.of(samples, self.ranks.rank, size=self.ranks.size, divisor=self.divisor(active))
+        self.weights = None
+        if samples:
+            self.weights = Weights.of(samples, self.ranks.rank, size=self.ranks.size, divisor=self.divisor(active))
 
     def reduce(
         self,
@@ -357,7 +363,7 @@ class Buckets:
         together: defaultdict[tuple[str | None, bool], list[Bucket]] = defaultdict(list)
         taken_back = []
         for bucket in self._buckets:
-            if bucket in reduced or not any(found[number] == Found.DENSE for number in bucket.numbers):
+            if bucket in reduced or Found.DENSE not in [found[number] for number in bucket.numbers]:
                 continue
             target = bucket
             if Look.ALIASED in bucket.look(gradients):

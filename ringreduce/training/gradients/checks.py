@@ -65,6 +65,7 @@ class Checks:
 
     Attributes:
         model: of the next step; None: weights are the parameters, or unknown.
+        compares_data: whether the ranks compare their gradients before the next step; the same on all.
     """
 
     def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named]) -> None:
@@ -75,7 +76,7 @@ class Checks:
         config = ranks.engine.communicator.config
         self._weights_every = config.check_weights_every
         self._finite_every = config.check_finite_every
-        self._compares_data = config.check_data and ranks.size > 1
+        self.compares_data = config.check_data and ranks.size > 1
         self._begins = memory.advice.first is not None and ranks.size > 1  # weights are still to be compared once
         self._compares_settings: bool | None = None  # None: it is not known yet whether there are any
         self.model: CheckedModel | None = None
@@ -84,7 +85,7 @@ class Checks:
     def idle(self) -> bool:
         """Whether nothing is to be looked at any more."""
         looks = self._weights_every is not None or self._finite_every is not None
-        return not (looks or self._compares_data or self._begins)
+        return not (looks or self.compares_data or self._begins)
 
     @property
     def needs_own_gradients(self) -> bool:
@@ -93,20 +94,19 @@ class Checks:
 
     def needs_own_gradients_in(self, step: int) -> bool:
         """Return the same for one step; equal on all ranks."""
-        return self.needs_own_gradients or (self._compares_data and step < _FIRST_STEPS)
+        return self.needs_own_gradients or (self.compares_data and step < _FIRST_STEPS)
 
     def after_join(self) -> None:
         """Compare no data any more, and settings from the beginning: ranks that had joined have made fewer steps."""
-        self._compares_data = False
+        self.compares_data = False
         self._compares_settings = None
 
-    def look(self, step: int, gradients: Sequence[Any], *, more: bool = False) -> None:
-        """Look at what is due before a step. Collective.
+    def look(self, step: int, gradients: Sequence[Any]) -> None:
+        """Look at weights and gradients before a step, where that is due. Collective.
 
         Args:
             step: how many came before it; the same on all ranks.
             gradients: of all parameters, in order.
-            more: whether others of the same step follow.
 
         Raises:
             MismatchError: on all ranks, if weights differ between them.
@@ -114,14 +114,7 @@ class Checks:
         """
         if self.compares_weights(step):
             self._compare(step)
-        self.look_at_gradients(step, gradients, more=more)
-
-    def look_at_gradients(self, step: int, gradients: Sequence[Any], *, more: bool) -> None:
-        """Look at further gradients of a step, as of a compiled program that reduces them in parts; see `look`."""
-        if self._finite_every is not None and step % self._finite_every == 0:
-            self._require_finite(step, gradients)
-        if self._compares_data:
-            self._compare_data(step, gradients, more=more)
+        self.require_finite(step, gradients)
 
     def compares_settings(self, step: int) -> bool:
         """Return whether `look_at_settings` compares hyper-parameters before a step; the same on all ranks."""
@@ -161,7 +154,8 @@ class Checks:
             return
         count = everyone[:, :1]
         if (count == count[0]).all():
-            everyone = self._ranks.allgather(self._checksum_of_each(named))
+            mine = [self._memory.checksum([value]) for _, value in named]
+            everyone = self._ranks.allgather(np.array([mine], np.int64))
         else:
             named = [("all weights together", None)]
             everyone = everyone[:, 1:]
@@ -191,10 +185,10 @@ class Checks:
         )
         return everyone
 
-    def _checksum_of_each(self, named: Named) -> npt.NDArray[np.int64]:
-        return np.array([[self._memory.checksum([value]) for _, value in named]], np.int64)
-
-    def _require_finite(self, step: int, gradients: Sequence[Any]) -> None:
+    def require_finite(self, step: int, gradients: Sequence[Any]) -> None:
+        """Raise `NotFiniteError` as `look` does, if that is due before a step. Collective."""
+        if self._finite_every is None or step % self._finite_every:
+            return
         finite = self._memory.is_finite
         names = [name for name, _ in self._named()]
         if self.model is not None and self.model.sparse:
@@ -211,15 +205,30 @@ class Checks:
                 f"was reduced for step {step} of {self._described}"
             )
 
-    def _compare_data(self, step: int, gradients: Sequence[Any], *, more: bool) -> None:
-        """Let rank 0 warn if the gradients of all ranks have been equal in each of the first steps."""
+    def data_checksum(self, gradients: Sequence[Any]) -> int:
+        """Return a checksum of 32 bits of this rank's gradients, which `heed_data` is about."""
         if self.model is not None:
             gradients = [*gradients, *(each for _, each in self.model.sparse)]
-        mine = self._memory.checksum_of_gradients(gradients)
-        everyone: npt.NDArray[np.int64] = self._ranks.allgather(np.array([[mine]], np.int64))
-        self._compares_data = len(everyone) == self._ranks.size and bool((everyone == everyone[0]).all())
-        if self._compares_data and step == _FIRST_STEPS - 1 and not more:
-            self._compares_data = False
+        return self._memory.checksum_of_gradients(gradients)
+
+    def compare_data(self, step: int, gradients: Sequence[Any], *, more: bool = False) -> None:
+        """Compare gradients before a step, where no agreement of the ranks does; see `heed_data`. Collective."""
+        if self.compares_data:
+            mine = self.data_checksum(gradients)
+            everyone: npt.NDArray[np.int64] = self._ranks.allgather(np.array([[mine]], np.int64))
+            self.heed_data(step, len(everyone) == self._ranks.size and len(np.unique(everyone)) == 1, more=more)
+
+    def heed_data(self, step: int, alike: bool, *, more: bool = False) -> None:
+        """Let rank 0 warn if the gradients of all ranks have been equal in each of the first steps.
+
+        Args:
+            step: how many came before it.
+            alike: whether they were equal in this one; the same on all ranks.
+            more: whether others of the same step follow.
+        """
+        self.compares_data = alike
+        if alike and step == _FIRST_STEPS - 1 and not more:
+            self.compares_data = False
             if self._ranks.rank == 0:
                 _log.warning(
                     "%s: the gradients of all ranks were equal in each of the first %s steps, so all ranks seem to "

@@ -112,14 +112,14 @@ class Record:
         fields: list[Any] = [("found", "u1", (count,))]
         fields += [(name, "u1", (early,)) for name in ("status", "cleared", "kept")]
         fields += [(name, *one) for name in ("unlike", "changed", "again", "slower", *_COUNTS, *_LEFT)]
-        fields += [(name, *signed) for name in ("weights", "settings", "layout", "stepped", "scaled")]
+        fields += [(name, *signed) for name in ("weights", "settings", "data", "layout", "stepped", "scaled")]
         layout = np.dtype(fields)
         self.memory: _Bytes = communicator.empty(layout.itemsize, np.uint8)
         self._fields = self.memory.view(layout).reshape(())
-        self.found, self.status, self.cleared, self.kept = (self._fields[name] for name, *_ in fields[:4])
-        self.unlike, self.changed, self.again, self.slower = (self._fields[name] for name, *_ in fields[4:8])
-        self.counted, self.uncounted, self.miscounted = (self._fields[name] for name in _COUNTS)
-        self.uncleared, self.overwritten = (self._fields[name] for name in _LEFT)
+        self.found, self.status, self.cleared, self.kept = [self._fields[name] for name, *_ in fields[:4]]
+        self.unlike, self.changed, self.again, self.slower = [self._fields[name] for name, *_ in fields[4:8]]
+        self.counted, self.uncounted, self.miscounted = [self._fields[name] for name in _COUNTS]
+        self.uncleared, self.overwritten = [self._fields[name] for name in _LEFT]
 
     def begin(self, found: bytes) -> None:
         """Say what was found, and nothing else yet."""

@@ -111,7 +111,7 @@ class Gradients:
                 for record in self.overlap.watched.values():
                     record.reduced()
         if self._hooks or self.overlap.is_learning or self._in_backward:
-            self.watch()
+            self.watch(parameters)
 
     def clearing(self) -> AbstractContextManager[None]:
         """Return a context in which to clear the gradients; it first ends reductions that are under way."""
@@ -124,14 +124,18 @@ class Gradients:
         self.overlap.cleared()
         self.watch()  # a parameter may take gradients by now that took none
 
-    def watch(self) -> None:
-        """Watch gradients that are not watched yet, as long as overlap or ``in_backward`` need it."""
+    def watch(self, parameters: Sequence[Any] | None = None) -> None:
+        """Watch gradients that are not watched yet, as long as overlap or ``in_backward`` need it.
+
+        Args:
+            parameters: all of the optimizer's; None: this asks for them.
+        """
         overlap = self.overlap
         if not (overlap.is_learning or self._in_backward):
             _remove(self._hooks)
             overlap.watched.clear()
         elif self.reducer.ranks.size > 1:
-            for parameter in self._parameters():
+            for parameter in self._parameters() if parameters is None else parameters:
                 if id(parameter) not in overlap.watched:
                     record = GradientState(parameter)
                     if hooks := self._framework.watch(parameter, self, record):

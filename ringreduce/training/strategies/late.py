@@ -100,6 +100,8 @@ class LateAverages(Strategy, PendingAverages):
         """
         if not self._checks.idle:
             self._checks.look(self._count.reduced, contribution.gradients)
+            if self._count.reduced:  # the agreement of the first step compares data itself
+                self._checks.compare_data(self._count.reduced, contribution.gradients)
         counts = dict(enumerate(counts_of(self._ranks.engine) or ()))  # all ranks know all of them
         self._buckets.weigh(counts, self._ranks.size)
         error = None if contribution.samples is None else refusal(SAMPLES, STALENESS)

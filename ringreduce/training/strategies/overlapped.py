@@ -232,14 +232,16 @@ class Overlap(Partner):
     def report(self, record: Record, parameters: Sequence[Any]) -> None:
         with self._lock:
             self._count_additions()
-            added = [each for each in self.watched.values() if each.times]
-            alike = all(each.times == each.expected or not each.expected for each in added)
-            record.unlike[0] = not (alike and self._passes == self.declared)
-            if not self.begun:
-                for each in added:
-                    each.look(self._hooks, self._moved)
-                record.changed[0] = any(each.fate >= Fate.CHANGED for each in added)
-            record.again[0] = any(each.fresh and each.again for each in self.watched.values())
+            alike = self._passes == self.declared
+            for each in self.watched.values():
+                if each.fresh and each.again:
+                    record.again[0] = True
+                if each.times:
+                    alike = alike and each.expected in (0, each.times)
+                    if not self.begun:
+                        each.look(self._hooks, self._moved)
+                        record.changed[0] |= each.fate >= Fate.CHANGED
+            record.unlike[0] = not alike
             record.slower[0] = self._probe is not None and self._probe.slower
             for index, parameter in enumerate(parameters) if self.overlaps and self._state_of else ():
                 if (state := self._state_of.get(id(parameter))) is None:

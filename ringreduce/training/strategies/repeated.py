@@ -173,6 +173,7 @@ class RepeatedSteps(Strategy):
         slots = [(number, slot) for each in buckets for number, slot in zip(each.numbers, each.slots, strict=True)]
         if (
             self._can_repeat
+            and not self._context.checks.compares_data
             and self._patience.is_over
             and not any(partner.is_learning for partner in self._partners)
             and len(slots) == sum(found) > 0  # all that have a gradient have a place

@@ -99,6 +99,8 @@ class StepAgreement:
         settings = self._settings_now()
         if settings is not None:
             record.sign("settings", zlib.crc32(repr(settings).encode()))
+        if context.checks.compares_data:
+            record.sign("data", context.checks.data_checksum(contribution.gradients))
         record.sign("layout", context.buckets.layout)
         if context.options.in_backward:
             record.sign("stepped", count.stepped)
@@ -109,7 +111,7 @@ class StepAgreement:
         active = self._exchange(record)
         if isinstance(samples, ConfigError):  # which the others have learnt by now
             raise samples
-        self._judge(record, settings)
+        self._judge(record, settings, active=active)
         return record, active
 
     def _empty(self, count: int) -> Record:
@@ -137,7 +139,7 @@ class StepAgreement:
             else:
                 return operation.active
 
-    def _judge(self, record: Record, settings: Mapping[str, str] | None) -> None:
+    def _judge(self, record: Record, settings: Mapping[str, str] | None, active: int) -> None:
         """Warn of what differs between the ranks, or raise."""
         context = self._context
         described = context.ranks.described
@@ -148,6 +150,9 @@ class StepAgreement:
             )
         for partner in self._partners:
             partner.heed(record)
+        if context.checks.compares_data:  # a rank that has joined did not compute the same
+            alike = active == context.ranks.size and not record.differs("data")
+            context.checks.heed_data(context.count.reduced, alike)
         if record.differs("weights"):
             self._compares = False
             context.checks.warn_of_weights(context.count.reduced)
