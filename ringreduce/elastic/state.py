@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 #: What may happen to the hosts of a job; values can be combined with ``|``.
 _ADDED = 2
 _REMOVED = 1
-_CHANGED = "the hosts have changed, and the job goes on as it is: to begin again on others takes"
-_ASKED = "a rank was asked to stop, and the job goes on as it is: to stop takes"
+_CHANGED = "the hosts have changed, but this job cannot begin again on them: it needs"
+_ASKED = "a rank was asked to stop, but this job cannot stop: it needs"
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  # Horovod's name
@@ -147,7 +147,7 @@ class State:
             committed: whether the last commit is being written, and is of this step.
         """
         if threading.current_thread() is not threading.main_thread():
-            self._complain(f"{_ASKED} a training on the main thread")
+            self._complain(f"{_ASKED} the training on the main thread")
         elif self._keep_for_next_job(committed=committed):
             if runtime.rank() == 0:
                 _log.info("commit %d is on disk; the job stops; run again, it goes on from it", self._commits)
@@ -175,7 +175,7 @@ class State:
             return False
         if threading.current_thread() is not threading.main_thread():
             # What ends this thread leaves the main one to save a model that is not done.
-            self._complain(f"{_CHANGED} a training that can end the program; call it on the main thread")
+            self._complain(f"{_CHANGED} the training on the main thread")
             return False
         return _may_begin_again()
 
@@ -231,7 +231,7 @@ class ObjectState(State):
         super().__init__(bcast_object, get_rank)
         taken = sorted(name for name in kwargs if name.startswith("_") or callable(getattr(State, name, None)))
         if taken:
-            raise ConfigError(f"a state cannot keep what is called {', '.join(taken)}; give it another name")
+            raise ConfigError(f"a state cannot have a value of the name {', '.join(taken)}; give it another name")
         self._names = list(kwargs)
         self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -382,7 +382,7 @@ def _until_other_hosts(func: Callable[Concatenate[S, P], T], state: S, *args: P.
 
 def _end_for_next_job(state: State) -> NoReturn:
     if runtime.rank() == 0:
-        _log.info("commit %d is on disk; the job ends, and begins again on the hosts that there are", state._commits)
+        _log.info("commit %d is on disk; the job ends, and begins again on the present hosts", state._commits)
     notify_launcher("begins again")
     _end(0)
 
@@ -399,8 +399,8 @@ def _warn_of_srun() -> None:
     launcher = launch().launcher
     if launcher is not None and launcher.name == "srun" and runtime.is_initialized() and runtime.rank() == 0:
         _log.warning(
-            "srun ends this job with any of its ranks: nothing goes on when one dies. In the same allocation, start"
-            " it by `ringreduce run --elastic -np %d python ...` instead, which takes Open MPI 5",
+            "srun ends this job when one of its ranks dies. To go on without that rank, start it in the same allocation"
+            " by `ringreduce run --elastic -np %d python ...`, which needs Open MPI 5",
             runtime.size(),
         )
 
@@ -436,9 +436,9 @@ def _require_limits(failure: CollectiveError) -> None:
     times = runtime.recoveries()
     most = launch().reset_limit
     if left < least:
-        said = f"too few ranks survive, {left} where RINGREDUCE_MIN_NP={least}"
+        said = f"too few ranks survive: {left}, and --min-np (RINGREDUCE_MIN_NP) is {least}"
     elif most is not None and times > most:
-        said = f"ranks have failed more often than the job may continue without them, RINGREDUCE_RESET_LIMIT={most}"
+        said = f"ranks have failed more often than --reset-limit allows (RINGREDUCE_RESET_LIMIT={most})"
     else:
         return
     runtime.shutdown()

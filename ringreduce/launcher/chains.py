@@ -155,7 +155,7 @@ class Chains:
             self._look_at_rank(chain)
         for key in self._stopped & stopped.keys():
             process, what = stopped[key]
-            self._say(f"{what} (process {process.pid}) is stopped, and is continued, or the job would not end")
+            self._say(f"{what} (process {process.pid}) is stopped; it is continued, so that the job can end")
             send(process, signal.SIGCONT)
         self._stopped = set(stopped)
         for key in [*self._chains]:
@@ -193,7 +193,7 @@ class Chains:
         if chain.stopped > self._patience:
             for each in stopped:
                 self._say(
-                    f"rank {chain.rank} (process {each.pid}) has been stopped for {chain.stopped} s, and is killed: "
+                    f"rank {chain.rank} (process {each.pid}) has been stopped for {chain.stopped} s and is killed: "
                     "the others wait no longer than RINGREDUCE_TIMEOUT"
                 )
                 send(each, signal.SIGKILL)

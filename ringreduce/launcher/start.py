@@ -290,7 +290,7 @@ def _startable(program: tuple[str, ...], *, checks: bool) -> tuple[str, ...]:
     if not checks or shutil.which(name) is not None:
         return program
     if is_here:
-        raise ConfigError(f"{name} can be read, but not run; chmod +x {name}, or put what runs it in front")
+        raise ConfigError(f"{name} can be read, but not run: chmod +x {name}, or put its interpreter in front")
     raise ConfigError(f"{name} is a folder, and no program" if os.path.isdir(name) else f"there is no program {name}")
 
 
@@ -332,7 +332,7 @@ def _require_room(ranks: int) -> None:
 
 def _require_open_mpi(mpirun: Mpirun) -> None:
     if mpirun.kind != "Open MPI" or mpirun.major < 5:
-        raise ConfigError(f"--elastic takes Open MPI 5, where ranks survive others; {mpirun.path} says {mpirun.said!r}")
+        raise ConfigError(f"--elastic needs Open MPI 5, where ranks survive others; {mpirun.path} says {mpirun.said!r}")
 
 
 def _require_ob1(environ: Mapping[str, str]) -> None:

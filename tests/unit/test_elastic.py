@@ -240,7 +240,7 @@ def test_srun_is_told_from_what_lets_ranks_go_on(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "0")
     run(lambda state: None)(Recorded())
-    assert "srun ends this job with any of its ranks" in caplog.text
+    assert "srun ends this job when one of its ranks dies" in caplog.text
     assert "ringreduce run --elastic" in caplog.text
     caplog.clear()
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
