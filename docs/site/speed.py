@@ -39,6 +39,7 @@ def figures() -> dict[str, Any]:
 
 
 def page_of(name: str) -> str:
+    """Return the text of a page."""
     return (DOCS / name).read_text(encoding="utf-8")
 
 
