@@ -147,7 +147,7 @@ class State:
             committed: whether the last commit is being written, and is of this step.
         """
         if threading.current_thread() is not threading.main_thread():
-            self._complain(f"{_ASKED} the training on the main thread")
+            self._complain(f"{_ASKED} a training on the main thread")
         elif self._keep_for_next_job(committed=committed):
             if runtime.rank() == 0:
                 _log.info("commit %d is on disk; the job stops; run again, it goes on from it", self._commits)
@@ -175,7 +175,7 @@ class State:
             return False
         if threading.current_thread() is not threading.main_thread():
             # What ends this thread leaves the main one to save a model that is not done.
-            self._complain(f"{_CHANGED} the training on the main thread")
+            self._complain(f"{_CHANGED} a training that can end the program; call it on the main thread")
             return False
         return _may_begin_again()
 

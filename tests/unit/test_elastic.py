@@ -369,5 +369,5 @@ def test_ranks_that_cannot_meet_anew_end_the_loop() -> None:
 @pytest.mark.parametrize("name", ["_hidden", "commit", "sync", "on_reset"])
 def test_a_state_refuses_names_that_it_needs(name: str) -> None:
     """A value under such a name would not be kept, or would take a method's place."""
-    with pytest.raises(rr.ConfigError, match=f"cannot keep what is called {name}"):
+    with pytest.raises(rr.ConfigError, match=f"cannot have a value of the name {name}"):
         ObjectState(**{name: 1})
