@@ -331,7 +331,7 @@ class Restarts:
             failing = f"; {failing}" if failing else ""
             if now - begin > limit_s:
                 raise ConfigError(
-                    f"after {limit_s:g} s the job can use {there} slots, and it needs "
+                    f"after {limit_s:g} s there are {there} slots to use, and the job needs "
                     f"{policy.least} (--min-np){failing}; add hosts, or wait longer with --start-timeout"
                 )
             if not said and now - begin > _LOOK_EVERY_S:

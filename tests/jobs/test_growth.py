@@ -170,7 +170,7 @@ def test_too_few_slots_for_too_long(tmp_path: Path) -> None:
     arguments = ["-np", 2, "--min-np", 2, "--host-discovery-script", script, "--start-timeout", 0.5]
     done = run(tmp_path, arguments, "nothing", 2)
     assert done.returncode == 2
-    assert "Error: after 0.5 s the job can use 1 slots, and it needs 2 (--min-np)" in done.stderr
+    assert "Error: after 0.5 s there are 1 slots to use, and the job needs 2 (--min-np)" in done.stderr
     assert done.stdout == ""
 
 
