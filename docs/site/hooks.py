@@ -40,7 +40,7 @@ SOUGHT = {
     "recipes/speeds.md": ["straggler", "slow rank"],
 }
 #: Pages behind others in search, by how their paths begin: what was, and what each function does.
-BEHIND = {"changelog.md": 0.1, "contributing.md": 0.3, "benchmarks.md": 0.3, "reference/": 0.2}
+BEHIND = {"changelog.md": 0.1, "contributing.md": 0.3, "benchmarks": 0.3, "reference/": 0.2}
 
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)

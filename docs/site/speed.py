@@ -1,4 +1,4 @@
-"""Draw docs/speed.svg, the picture in the README, and docs/local.svg, from the tables of docs/benchmarks.md.
+"""Draw docs/speed.svg, the picture in the README, and docs/local.svg, from the tables of the pages of benchmarks.
 
 python docs/site/speed.py            needs matplotlib ('.[plot]'); measures nothing
 python docs/site/speed.py --check    exit with 1 if a picture was drawn from other figures than are there now
@@ -27,21 +27,26 @@ LOCAL = {"fewer exchanges": slice(1, 4), "late averages": slice(4, 7)}
 
 
 def figures() -> dict[str, Any]:
-    """Return the figures of the picture, from the page of benchmarks: pairs of the lowest and the highest."""
-    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    head, *rows = table(page, "Allreduce in place, float32")
+    """Return the figures of the picture, from the pages of benchmarks: pairs of the lowest and the highest."""
+    calls, training = (page_of(name) for name in ("benchmarks.md", "benchmarks_training.md"))
+    head, *rows = table(calls, "Allreduce in place, float32")
     assert head[1:5] == ["2 ranks, shared", "over MPI", "2 ranks, private", "over MPI"], head
-    steps, *models = table(page, "Training, 2 ranks")
+    steps, *models = table(training, "Training, 2 ranks")
     return {
         "allreduce": {name: {row[0]: span(row[column]) for row in rows} for name, column in ALLREDUCE.items()},
         "step": {row[0]: {name: span(row[steps.index(name)]) for name in STEPS} for row in models},
     }
 
 
+def page_of(name: str) -> str:
+    """Return the text of a page."""
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
 def table(page: str, section: str) -> list[list[str]]:
     """Return the cells of the first table of a section, without the line below its head."""
     _, _, text = page.partition(f"\n## {section}\n")
-    assert text, f"docs/benchmarks.md has no section {section!r}"
+    assert text, f"the page of benchmarks has no section {section!r}"
     lines = next(part for part in text.partition("\n## ")[0].split("\n\n") if part.startswith("|")).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [cells[0], *cells[2:]]
@@ -55,7 +60,7 @@ def span(text: str) -> list[float]:
 
 def accuracies() -> dict[str, list[float]]:
     """Return the percentages of the curves after each epoch, from the page of benchmarks, by method."""
-    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    page = page_of("benchmarks_training.md")
     text = page[page.index("The CNN of `benchmarks/mnist.py`, 62 steps in an epoch") :]
     lines = next(part for part in text.split("\n\n") if part.startswith("|")).splitlines()[2:]
     rows = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]

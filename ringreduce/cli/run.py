@@ -206,12 +206,12 @@ def command(dry_run: bool, **options: Any) -> int:
     they were asked to (see `ringreduce.stopping`), ends with status 75: run again, it goes on. On all hosts the program
     must lie in the same place, unless --ship copies it.
 
-    With --elastic, the job survives ranks that die, in whatever way, and goes on without them: see
-    `ringreduce.elastic.run`. It takes Open MPI 5.
+    With --elastic, the job survives ranks that die, by any cause, and goes on without them: see
+    `ringreduce.elastic.run`. It needs Open MPI 5.
 
     With --max-np, --host-discovery-script or --cooldown it grows, too: when there are slots for more ranks, the ranks
-    are told, put their next commit on disk and end, and the job begins again with it, on the hosts that there are then.
-    That takes `state.keep_on_disk` in PROGRAM.
+    put their next commit on disk and end, and the job begins again with it, on the hosts that there are then.
+    PROGRAM must call `state.keep_on_disk`.
     """
     spec = LaunchSpec(**options)
     if spec.program[0].startswith("-"):

@@ -39,16 +39,16 @@ T = TypeVar("T")
 class CommitStore:
     """The last commits of a training, in a folder, for a job that begins again.
 
-    Each is a file of content, ``commit-000000000012.pt``, and one that says how long that is and what its SHA-256 is,
+    Each is a file of content, ``commit-000000000012.pt``, and one with its length and SHA-256,
     ``commit-000000000012.json``. Both are written under other names, flushed to the disk and renamed, the second last:
     a commit without it does not count. A rank's own part goes into a file of its own beside it, ``.rank-3.pt``.
 
-    Writing goes on beside the training, on one thread. What is to be written while it is at work waits, and gives way
-    to what comes after it: no more than two commits are in memory.
+    Commits are written beside the training, on one thread. While it writes, a new commit waits, and the next one
+    takes its place: no more than two commits are in memory.
 
     Args:
-        folder: `prepare` makes it if need be, for this user alone.
-        keep: how many commits stay; older ones are removed, with the parts of all ranks.
+        folder: path of the folder; `prepare` makes it if need be, for this user alone.
+        keep: number of commits that stay; older ones are removed, with the parts of all ranks.
         write: writes content to an open file.
         read: reads it from one.
     """
@@ -73,10 +73,10 @@ class CommitStore:
         """Have a commit written; returns at once.
 
         Args:
-            number: of the commit.
-            content: nobody changes it from now on.
-            part: ``".rank-3"``; empty: what is common to the ranks.
-            said: more of what its description is to say.
+            number: number of the commit.
+            content: content, which nobody changes from now on.
+            part: suffix of a rank, ``".rank-3"``; empty: the part of all ranks.
+            said: further entries of its description.
         """
         self._waiting[part] = number, content, said or {}
         self._last = self._writer.submit(self._write_waiting, part)
@@ -109,7 +109,7 @@ class CommitStore:
         probe.unlink()
 
     def whole(self, part: str = "") -> list[int]:
-        """Return the numbers of the commits of which a part is there, and as it was written; ascending.
+        """Return the numbers of the commits that have a whole part, ascending.
 
         Args:
             part: as for `put`.
@@ -117,14 +117,14 @@ class CommitStore:
         return [number for number in self._numbers(part) if self.has(number, part)]
 
     def has(self, number: int, part: str = "") -> bool:
-        """Return whether a part of a commit is there, and as it was written; logs why it cannot be used."""
+        """Return whether a part of a commit is whole; log the reason if it is not."""
         why = self._flaw(number, part)
         if why:
             _log.error("%s cannot be used: %s", self._path(number, part), why)
         return not why
 
     def examine(self, part: str = "") -> dict[int, str]:
-        """Return the numbers of all commits that were written, ascending, with why one cannot be used; or nothing.
+        """Return the numbers of all commits, ascending, each with the reason why it cannot be used; empty: it can.
 
         Args:
             part: as for `put`.
@@ -132,7 +132,7 @@ class CommitStore:
         return {number: self._flaw(number, part) for number in self._numbers(part)}
 
     def load(self, number: int, part: str = "") -> Any:
-        """Return the content of a part that is whole."""
+        """Return the content of a whole part."""
         with _open(self._path(number, part)) as file:
             return self._read(file)
 
@@ -174,7 +174,7 @@ class CommitStore:
         return [number for number, each in self._pieces() if each == part]
 
     def _flaw(self, number: int, part: str) -> str:
-        """Return why a part of a commit cannot be used; nothing, if it can."""
+        """Return the reason why a part of a commit cannot be used; empty if it can."""
         try:
             self._require_whole(number, part)
         except Exception as error:  # whatever a truncated or foreign file leads to
@@ -221,7 +221,7 @@ class CommitStore:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a regular file to read it; nothing else is waited for, or followed."""
+    """Open a regular file for reading, without following links or waiting for FIFOs."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -260,21 +260,21 @@ class _WholePart(NamedTuple):
 
 
 class DiskCommits(CommitStore):
-    """Commits in a folder: rank 0 writes what is common to the ranks, and each rank what is its own; others, copies.
+    """Commits in a folder: rank 0 writes the part of all ranks, each rank its own part, and others copies.
 
     A commit is known by its number and its run: what a job writes from when it begins until its ranks change. Runs have
     texts that sort in their order, so that what an earlier one has left, on a host that was away, counts less.
 
     Args:
-        folder: the same for the ranks of a host.
-        every: how many commits there are to one that is written.
-        keep: how many stay.
+        folder: path of the folder, the same for the ranks of a host.
+        every: one of so many commits is written.
+        keep: number of commits that stay.
         write: writes content to an open file.
         read: reads it from one.
         replicas: on how many hosts each part is to be.
 
     Attributes:
-        number: the commit with which training begins; None: there is none.
+        number: number of the commit with which training begins; None if there is none.
     """
 
     def __init__(
@@ -300,9 +300,9 @@ class DiskCommits(CommitStore):
         """Make the folder ready, and choose the commit to begin with. Collective.
 
         Args:
-            values: what the state keeps by value, to try whether it can be written and read.
+            values: values of the state, by name, to try whether they can be written and read.
             has_own: whether ranks write parts of their own.
-            reason: why this rank cannot keep commits here; empty: it can, as far as the caller knows.
+            reason: reason why this rank cannot keep commits here; empty if the caller knows none.
 
         Raises:
             ConfigError: on all ranks, if a rank cannot use the folder or write a value, or commits are lost.
@@ -344,10 +344,10 @@ class DiskCommits(CommitStore):
         self._begin_run(max((commit.run for commit, _ in held), default=""))
 
     def begin(self, take: Callable[[Any], str]) -> None:
-        """Have rank 0 take what is common to the ranks in the commit to begin with. Collective.
+        """Have rank 0 take the part of all ranks of the commit to begin with. Collective.
 
         Args:
-            take: takes it; returns what is wrong with it, or nothing.
+            take: takes it; returns its fault, or an empty text.
 
         Raises:
             ConfigError: it cannot, on all ranks.
@@ -357,14 +357,14 @@ class DiskCommits(CommitStore):
         self._refuse({0: f"commit {self.number} {wrong}"} if wrong else {})
 
     def own(self) -> dict[str, Any] | None:
-        """Return this rank's part of that commit; None: there is none, or it is of another number of ranks."""
+        """Return this rank's part of that commit; None if there is none, or the number of ranks differs."""
         if not self._begins_with_own or self.number is None:
             return None
         own: dict[str, Any] = self.load(self.number, _part_of(rank()))
         return own if own["size"] == size() else None
 
     def is_due(self, number: int) -> bool:
-        """Return whether a commit is one of those that are written."""
+        """Return whether a commit is to be written."""
         return number % self._every == 0
 
     def put_all(
@@ -378,10 +378,10 @@ class DiskCommits(CommitStore):
         """Have a commit written; returns once the copies that others write are there. Collective.
 
         Args:
-            number: of the commit.
+            number: number of the commit.
             common: returns saved states of objects, by name.
             own: saved states of objects, by name; the same names on all ranks.
-            values: what is kept by value.
+            values: values by name.
             forced: write it even if a rank still writes the one before; where copies are made, others are skipped then.
                 Thus all ranks write the same commits, and remove none before a later one is whole.
         """
@@ -527,7 +527,7 @@ def choose(common: Sequence[T], with_parts: Sequence[T], sizes: Mapping[T, int])
 
 
 def require_seen_by_all(folder: str) -> None:
-    """Raise a `ConfigError` on all ranks unless all of them see a folder, which rank 0 makes if need be. Collective."""
+    """Raise a `ConfigError` on all ranks unless all see the folder, which rank 0 makes if need be. Collective."""
     probe = Path(folder) / f".shared.{os.getpid()}"
     reason = ""
     if rank() == 0:

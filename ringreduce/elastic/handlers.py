@@ -1,4 +1,4 @@
-"""What elastic training keeps besides values: objects with a state dict.
+"""Objects with a state dict, which elastic training keeps besides values.
 
 See `ringreduce.elastic` for the states and the loop that they serve.
 """
@@ -85,15 +85,15 @@ class StateHandler:
         return state if self.returns_new_state else copy.deepcopy(state)
 
     def copy_small(self) -> Any:
-        """Return a copy of everything that other calls than steps change; remember where the rest is."""
+        """Return a copy of all that changes outside of steps; remember the place of the rest."""
         return self._copied(self._read())
 
     def is_unchanged(self) -> bool:
-        """Return whether nothing has changed in what the last `copy_small` did not copy."""
+        """Return whether the part that the last `copy_small` did not copy has not changed."""
         return True
 
     def restore_small(self, copied: Any) -> None:
-        """Load what the last `copy_small` returned; the rest `is_unchanged`."""
+        """Load the result of the last `copy_small`; the rest `is_unchanged`."""
         self._load(self._copied(copied))
 
     def sync(self) -> None:
@@ -112,14 +112,14 @@ class SamplerStateHandler(StateHandler):
     returns_new_state = True
 
     def sync(self) -> None:
-        """Put together what the ranks have processed of rank 0's epoch. Collective."""
+        """Unite the processed samples of rank 0's epoch from all ranks. Collective."""
         self.value.load_state_dict(self.value.together(allgather_object(self.value.progress())))
 
     def reset(self) -> None:
         self.value.reset()
 
     def share(self) -> None:
-        """Let all ranks know what each has processed since they shared last: what a rank knows dies with it."""
+        """Give all ranks the samples that each has processed since the last sharing: they are lost with the rank."""
         for each in allgather_object(self.value.news()):
             self.value.learn(each)
 
@@ -190,8 +190,8 @@ class HandlingState(ObjectState):
         Args:
             folder: the same on the ranks of a host; made if need be. With one replica, it is the same on all ranks, and
                 those of all machines see it, if parts of their own count.
-            every: write one of so many commits. A commit is skipped while the one before is still being written.
-            keep: how many commits stay on disk.
+            every: one of so many commits is written. A commit is skipped while the one before is still being written.
+            keep: number of commits that stay on disk.
             replicas: the disks of so many hosts hold each commit: hosts need no folder in common, and fewer than these
                 may be lost. What the ranks have in common, the first ranks of so many hosts write; what is a rank's own
                 goes to the next hosts in each commit that is written. A job that begins again takes each part from a
@@ -199,7 +199,7 @@ class HandlingState(ObjectState):
                 death. Ranks that see the same files write one copy. Must agree on all ranks, as `every` does.
 
         Returns:
-            The number of the commit with which training begins; None: there is none.
+            The number of the commit with which training begins; None if there is none.
 
         Raises:
             ConfigError: on all ranks, if a rank cannot use the folder, what is there is another program's, an argument
@@ -236,7 +236,7 @@ class HandlingState(ObjectState):
                 _log.error("the job cannot grow: %s", error)
 
     def _begin_with(self, content: dict[str, Any]) -> str:
-        """Take what is common to the ranks from a commit; return what is wrong with it, or nothing."""
+        """Take the part of all ranks of a commit; return its fault, or an empty text."""
         names = {*self._names, *(name for name, each in self._handlers.items() if not each.own)}
         lacking = names - set(content["objects"]) - set(content["values"])
         if lacking:
@@ -256,7 +256,7 @@ class HandlingState(ObjectState):
         return self._disk.is_whole(self._commits)
 
     def _take(self, content: dict[str, Any]) -> None:
-        """Go on from what was read."""
+        """Go on from a commit that was read."""
         for name, saved in content["objects"].items():
             if name in self._handlers:
                 self._handlers[name]._saved = saved
@@ -313,7 +313,7 @@ class HandlingState(ObjectState):
         self._small = None
 
     def _own_parts(self) -> dict[str, StateHandler]:
-        """Return what each rank writes for itself: its own, and all objects where replicas train by themselves."""
+        """Return the objects that each rank writes itself: its own, and all if replicas train by themselves."""
         apart = any(each.differs for each in self._handlers.values())
         return {
             name: each
@@ -419,14 +419,14 @@ class HandlingState(ObjectState):
 
 
 def _share(handlers: Mapping[str, StateHandler]) -> None:
-    """Let all ranks know what each has processed. Collective."""
+    """Give all ranks the samples that each has processed. Collective."""
     for handler in handlers.values():
         if isinstance(handler, SamplerStateHandler):
             handler.share()
 
 
 def _copies_by_itself(kind: type[StateHandler]) -> bool:
-    """Return whether a kind of handler has its own way to copy an object, and cannot say what is small in it."""
+    """Return whether a kind of handler overrides `save`, and not `copy_small`."""
     changed = kind.save is not StateHandler.save or kind.restore is not StateHandler.restore
     return changed and kind.copy_small is StateHandler.copy_small
 
@@ -444,7 +444,7 @@ def _require_steps_are_noted(handlers: Mapping[str, StateHandler]) -> None:
 
 
 def _audit(number: int, handlers: Mapping[str, StateHandler]) -> None:
-    """Record what was committed."""
+    """Record a commit."""
     hashes = {}
     for name, handler in handlers.items():
         # The indices that a sampler holds are many, and say nothing about the model.

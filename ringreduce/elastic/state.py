@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 #: What may happen to the hosts of a job; values can be combined with ``|``.
 _ADDED = 2
 _REMOVED = 1
-_CHANGED = "the hosts have changed, and the job goes on as it is: to begin again on others takes"
-_ASKED = "a rank was asked to stop, and the job goes on as it is: to stop takes"
+_CHANGED = "the hosts have changed, but this job cannot begin again on them: it needs"
+_ASKED = "a rank was asked to stop, but this job cannot stop: it needs"
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  # Horovod's name
     """The ranks of an elastic job change; not a failure.
 
     Attributes:
-        skip_sync: whether the ranks that stay hold the same state still, because there are only removals.
+        skip_sync: whether the ranks that stay still hold the same state, because ranks were only removed.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -51,14 +51,14 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  # Horovod's name
 
 
 class _Commits:
-    """How often `State.commit` was called on this rank; an attribute of the same name hides it."""
+    """The number of calls of `State.commit` on this rank; an attribute of the same name hides it."""
 
     def __get__(self, state: State | None, kind: type) -> Any:
         return self if state is None else state._commits
 
 
 class State:
-    """What training keeps. Subclasses say how: `save`, `restore` and `sync`.
+    """The state of training. Subclasses define `save`, `restore` and `sync`.
 
     Programs give states attributes, under names of their own; public here are Horovod's names alone, and `commits`.
 
@@ -67,7 +67,7 @@ class State:
         get_rank: returns this rank; taken for Horovod's sake.
 
     Attributes:
-        commits: how often `commit` was called on this rank; unless a program names an attribute of its own so.
+        commits: number of calls of `commit` on this rank, unless a program names an attribute of its own so.
     """
 
     commits = _Commits()
@@ -111,7 +111,7 @@ class State:
         self.check_host_updates()
 
     def _keep_as_launched(self) -> None:
-        """Keep commits where the launcher says so. Collective. Does nothing unless overridden."""
+        """Keep commits in the folder of the launcher, if any. Collective. Does nothing unless overridden."""
 
     def _keep_for_next_job(self, *, committed: bool = False) -> bool:
         """Commit, unless this step is ``committed``; return whether another job can begin with it, on all ranks.
@@ -156,7 +156,7 @@ class State:
             self._complain(f"{_ASKED} a commit that can be written")
 
     def _check_hosts(self) -> None:
-        """Do what `check_host_updates` says of hosts."""
+        """Check the hosts, as in `check_host_updates`."""
         changes = 0
         while self._updates:
             changes |= self._updates.popleft()
@@ -187,7 +187,7 @@ class State:
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Record that hosts were removed (1), added (2) or both (3); from any thread.
 
-        For programs that watch the hosts themselves. What ``ringreduce run`` says comes by a signal.
+        For programs that watch the hosts themselves; ``ringreduce run`` sends a signal.
         """
         self._updates.append(update_res)
 
@@ -196,7 +196,7 @@ class State:
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Do what is to be done when the ranks have changed."""
+        """Prepare for the new ranks, and call the reset callbacks."""
         self._updates.clear()
         runtime.hosts_changed()  # of the ranks that there were; what holds still, the launcher says again
         self.reset()
@@ -231,7 +231,7 @@ class ObjectState(State):
         super().__init__(bcast_object, get_rank)
         taken = sorted(name for name in kwargs if name.startswith("_") or callable(getattr(State, name, None)))
         if taken:
-            raise ConfigError(f"a state cannot keep what is called {', '.join(taken)}; give it another name")
+            raise ConfigError(f"a state cannot have a value of the name {', '.join(taken)}; give it another name")
         self._names = list(kwargs)
         self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -297,11 +297,11 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
 
 def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) -> Callable[Concatenate[S, P], T]:
-    """Do what `run` does, with the caller's function to reconnect the ranks.
+    """Decorate as `run` does, with the caller's function to reconnect the ranks.
 
     Args:
-        func: what to call with a state.
-        reset: called before the state's `on_reset`. Collective. What it raises goes to the caller.
+        func: function to call with a state.
+        reset: called before the state's `on_reset`. Collective. Its errors go to the caller.
     """
 
     def reconnect(state: S, failure: CollectiveError | None) -> bool:
@@ -314,7 +314,7 @@ def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) ->
 def _repeated(
     func: Callable[Concatenate[S, P], T], reconnect: Callable[[S, CollectiveError | None], bool]
 ) -> Callable[Concatenate[S, P], T]:
-    """Return what calls a function again and again.
+    """Return a function that calls another again and again.
 
     Args:
         func: the function.
@@ -368,7 +368,7 @@ def _repeated(
 
 
 def _until_other_hosts(func: Callable[Concatenate[S, P], T], state: S, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function; where other hosts take another job, this one ends in here once that can begin."""
+    """Call a function; if other hosts need a new job, this one ends in here once that can begin."""
     while True:
         try:
             return func(state, *args, **kwargs)
@@ -382,13 +382,13 @@ def _until_other_hosts(func: Callable[Concatenate[S, P], T], state: S, *args: P.
 
 def _end_for_next_job(state: State) -> NoReturn:
     if runtime.rank() == 0:
-        _log.info("commit %d is on disk; the job ends, and begins again on the hosts that there are", state._commits)
+        _log.info("commit %d is on disk; the job ends, and begins again on the present hosts", state._commits)
     notify_launcher("begins again")
     _end(0)
 
 
 def _end(status: int) -> NoReturn:
-    """End this rank; all do, and what the next job needs is on disk."""
+    """End this rank; all do, and the commit for the next job is on disk."""
     with suppress(CollectiveError):  # a rank that dies now leaves nothing behind
         runtime.shutdown()
     sys.exit(status)
@@ -399,8 +399,8 @@ def _warn_of_srun() -> None:
     launcher = launch().launcher
     if launcher is not None and launcher.name == "srun" and runtime.is_initialized() and runtime.rank() == 0:
         _log.warning(
-            "srun ends this job with any of its ranks: nothing goes on when one dies. In the same allocation, start"
-            " it by `ringreduce run --elastic -np %d python ...` instead, which takes Open MPI 5",
+            "srun ends this job when one of its ranks dies. To go on without that rank, start it in the same allocation"
+            " by `ringreduce run --elastic -np %d python ...`, which needs Open MPI 5",
             runtime.size(),
         )
 
@@ -436,9 +436,9 @@ def _require_limits(failure: CollectiveError) -> None:
     times = runtime.recoveries()
     most = launch().reset_limit
     if left < least:
-        said = f"too few ranks survive, {left} where RINGREDUCE_MIN_NP={least}"
+        said = f"too few ranks survive: {left}, and --min-np (RINGREDUCE_MIN_NP) is {least}"
     elif most is not None and times > most:
-        said = f"ranks have failed more often than the job may continue without them, RINGREDUCE_RESET_LIMIT={most}"
+        said = f"ranks have failed more often than --reset-limit allows (RINGREDUCE_RESET_LIMIT={most})"
     else:
         return
     runtime.shutdown()
@@ -446,7 +446,7 @@ def _require_limits(failure: CollectiveError) -> None:
 
 
 def _behind(error: Exception) -> CollectiveError | None:
-    """Return the failure from which a framework has made this error: passing it through C++ has changed its type."""
+    """Return the failure that a framework has turned into this error, of another type, on its path through C++."""
     failure = runtime.failure()
     passed_on = isinstance(error, RuntimeError) and not isinstance(error, RingReduceError)
     return failure if passed_on and isinstance(failure, CollectiveError) else None

@@ -1,4 +1,4 @@
-"""When an allocation ends, before which ranks are asked to stop; and how a job that has stopped is run again."""
+"""The end of an allocation, before which ranks are asked to stop; and how a job that has stopped is run again."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class StopBefore:
     """Says when ranks are to be asked to stop.
 
     Args:
-        seconds: so long before the end of the allocation.
-        end: returns when that is, in seconds since 1970; None: nobody knows. It is asked again when the time has come,
-            and every 30 s from then on, as limits can be changed.
+        seconds: time before the end of the allocation.
+        end: returns the end in seconds since 1970, or None if it is unknown. It is called again when the time has come,
+            and every 30 s from then on, as limits can change.
         clock: returns the time, in seconds since 1970.
 
     Raises:
-        ConfigError: nobody knows when the allocation ends.
+        ConfigError: the end of the allocation is unknown.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StopBefore:
 
     @property
     def left_s(self) -> float:
-        """How long the allocation lasts still."""
+        """Seconds until the allocation ends."""
         return self._end - self._clock()
 
     def is_due(self) -> bool:
@@ -64,7 +64,7 @@ class StopBefore:
 
 
 def end_of_allocation(environ: Mapping[str, str]) -> float | None:
-    """Return when this allocation ends, in seconds since 1970, as Slurm or the environment says; None: neither does."""
+    """Return the end of this allocation in seconds since 1970, from Slurm or the environment; None if unknown."""
     if _is_in_slurm(environ):
         status, said = _ask_slurm("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%e")
         if status == 0 and said:
@@ -77,7 +77,7 @@ def end_of_allocation(environ: Mapping[str, str]) -> float | None:
 
 
 def run_again(environ: Mapping[str, str]) -> str:
-    """Ask the scheduler to run a job again that has stopped; return what became of that, for users."""
+    """Ask the scheduler to run a stopped job again; return the outcome as a sentence for users."""
     if not _is_in_slurm(environ):
         return "--requeue: no scheduler is known here; status 75 says to the caller that the job is to be run again"
     job = environ["SLURM_JOB_ID"]
@@ -92,7 +92,7 @@ def _is_in_slurm(environ: Mapping[str, str]) -> bool:
 
 
 def _ask_slurm(*command: str) -> tuple[int, str]:
-    """Return the status of a command and what it says; 1 and the reason if there is no answer."""
+    """Return the status of a command and its output; 1 and the reason if it does not answer."""
     try:
         environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # and not as users read it
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S, env=environ)

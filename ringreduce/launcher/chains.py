@@ -1,4 +1,4 @@
-"""The processes between mpirun and the ranks of this host: what to do if one of them has died, or is stopped, alone.
+"""The processes between mpirun and the ranks of this host: what to do if one of them alone dies, or is stopped.
 
 mpirun notices that a process which it has started ends. It does not notice that a rank goes on when the shell over it
 was killed, nor that a shell or a rank is stopped, and would then wait for ever, as would `ringreduce run`.
@@ -22,14 +22,14 @@ _RANKS = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 
 
 class SeenProcess(NamedTuple):
-    """A process as it was seen.
+    """A process at the last look.
 
     Attributes:
-        pid: its number.
-        name: as the kernel has it, 15 characters of it.
-        state: the kernel's letter.
-        parent: the number of the process that has started it; another one's, if that has ended.
-        began: when, in ticks of the kernel: another process of this number began at another time.
+        pid: process id.
+        name: the first 15 characters of its name, as in the kernel.
+        state: letter of the kernel for its state.
+        parent: process id of its parent, which changes when that ends.
+        began: start time in ticks of the kernel, which differs for another process of the same id.
     """
 
     pid: int
@@ -40,7 +40,7 @@ class SeenProcess(NamedTuple):
 
     @classmethod
     def look(cls, pid: int) -> SeenProcess | None:
-        """Return a process as it is now; None: there is none."""
+        """Return the present state of a process; None if there is no such process."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -51,16 +51,16 @@ class SeenProcess(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """Whether it was more than what is kept for its parent."""
+        """Whether it still ran, and was no zombie."""
         return self.state not in "ZX"
 
     @property
     def is_shell(self) -> bool:
-        """Whether it is a shell, which may stand over a rank."""
+        """Whether it is a shell, which may be the parent of a rank."""
         return self.name in _SHELLS
 
     def children(self) -> list[SeenProcess]:
-        """Return those that it has now, as they are."""
+        """Return its present children."""
         found: list[int] = []
         for path in Path(f"/proc/{self.pid}/task").glob("*/children"):
             with suppress(OSError):  # that thread has ended
@@ -68,7 +68,7 @@ class SeenProcess(NamedTuple):
         return [each for each in map(SeenProcess.look, found) if each is not None]
 
     def rank(self) -> int | None:
-        """Return the number of its rank, None if it belongs to none."""
+        """Return its rank, None if it belongs to no rank."""
         with suppress(OSError, ValueError):
             for each in Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0"):
                 if each.startswith(_RANKS):
@@ -78,14 +78,14 @@ class SeenProcess(NamedTuple):
 
 @dataclass
 class _Chain:
-    """What is known of the process that mpirun has started as a rank.
+    """The process that mpirun has started as a rank.
 
     Attributes:
-        rank: its number.
+        rank: number of the rank.
         top: the process.
-        under: its children, at the last look.
-        stopped: at how many looks in a row the rank was stopped.
-        missed: at how many looks the top was gone, and had not said how it ended.
+        under: its children at the last look.
+        stopped: number of looks in a row at which the rank was stopped.
+        missed: number of looks at which the top was gone and had reported no end.
     """
 
     rank: int
@@ -96,14 +96,14 @@ class _Chain:
 
 
 class Chains:
-    """Looks after the processes of a job on this host; every second, and more often until they are `known`.
+    """Watches the processes of a job on this host: every second, and more often until they are `known`.
 
     Args:
-        pid: of mpirun.
+        pid: process id of mpirun.
         on_death: called with a rank whose shell has died without a word. None: there is no shell over each rank, and
             mpirun notices the ends of ranks.
         say: tells users.
-        patience: at so many looks in a row, a second apart, a rank may be stopped before it is killed; what a debugger
+        patience: seconds for which a rank may be stopped before it is killed (counted in looks); what a debugger
             stops does not count.
     """
 
@@ -133,7 +133,7 @@ class Chains:
         return [chain.top for chain in found.values() if chain.top.lives]
 
     def has_told(self, rank: int) -> None:
-        """The shell over a rank has said how that ended."""
+        """Note that the shell over a rank has reported its end."""
         self._told.add(rank)
 
     def look(self) -> None:
@@ -155,7 +155,7 @@ class Chains:
             self._look_at_rank(chain)
         for key in self._stopped & stopped.keys():
             process, what = stopped[key]
-            self._say(f"{what} (process {process.pid}) is stopped, and is continued, or the job would not end")
+            self._say(f"{what} (process {process.pid}) is stopped; it is continued, so that the job can end")
             send(process, signal.SIGCONT)
         self._stopped = set(stopped)
         for key in [*self._chains]:
@@ -182,7 +182,7 @@ class Chains:
         return found
 
     def _is_left_by_its_rank(self, chain: _Chain) -> bool:
-        """Return whether a shell is stopped, and all that it has started has ended."""
+        """Return whether a shell is stopped, and all its children have ended."""
         under = [SeenProcess.look(each.pid) for each in chain.under]
         return chain.top.state == "T" and chain.top.is_shell and not any(each and each.lives for each in under)
 
@@ -193,7 +193,7 @@ class Chains:
         if chain.stopped > self._patience:
             for each in stopped:
                 self._say(
-                    f"rank {chain.rank} (process {each.pid}) has been stopped for {chain.stopped} s, and is killed: "
+                    f"rank {chain.rank} (process {each.pid}) has been stopped for {chain.stopped} s and is killed: "
                     "the others wait no longer than RINGREDUCE_TIMEOUT"
                 )
                 send(each, signal.SIGKILL)

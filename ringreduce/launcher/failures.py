@@ -1,4 +1,4 @@
-"""Which rank of a failed job has failed, by the output of all; and what it has written, if that is in a file."""
+"""The rank that has failed, found in the output of all ranks; and its own output, if that is in a file."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ _OTHER = re.compile(r"^(?:ringreduce: |-{20,}|Abort\([0-9]+\) on node|Fatal erro
 
 
 def find(text: str) -> int | None:
-    """Return the rank that has failed: it says itself that it ends the job, or mpirun names it; None: neither.
+    """Return the rank that has failed: it writes itself that it ends the job, or mpirun names it; None if neither.
 
     Args:
-        text: what ranks and mpirun have written, mixed line by line.
+        text: output of ranks and mpirun, mixed line by line.
     """
     found = _ENDING.search(text) or _BLAMED.search(text)
     return None if found is None else int(found[1])
 
 
 def find_killed(text: str) -> tuple[int, int] | None:
-    """Return the first rank that a signal has ended, and the number of that signal, as Open MPI's mpirun says it."""
+    """Return the first rank that a signal has ended, and that signal, by the output of Open MPI's mpirun."""
     found = _KILLED.search(text)
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def find_unfinished(text: str) -> int | None:
-    """Return the rank that has ended with status 0, but without `init`, or without the end of MPI; None: none has."""
+    """Return the rank that has ended with status 0, but without `init` or the end of MPI; None if there is none."""
     found = None if _ENDING.search(text) or _TRACEBACK in text else _UNFINISHED.search(text)
     return None if found is None else int(found[1])
 
@@ -83,22 +83,22 @@ def has_lost_daemon(text: str) -> bool:
 
 
 def lacks_horovod(text: str) -> bool:
-    """Return whether a rank has failed for it imports Horovod, which is not there."""
+    """Return whether a rank has failed because it imports Horovod, which is not there."""
     return _NO_HOROVOD.search(text) is not None
 
 
 def lacks_package(text: str) -> bool:
-    """Return whether a rank has failed for its Python does not find ringreduce."""
+    """Return whether a rank has failed because its Python does not find ringreduce."""
     return _NO_PACKAGE.search(text) is not None
 
 
 def is_told(text: str) -> bool:
-    """Return whether a rank, whichever it is, has written why it failed."""
+    """Return whether any rank has written why it failed."""
     return _TRACEBACK in text or _NO_PROGRAM.search(text) is not None
 
 
 def find_in_files(folder: Path) -> tuple[int, str] | None:
-    """Return the rank that has failed and what it has written: a traceback, or one line; None: there is no such thing.
+    """Return the rank that has failed and its traceback, or its last line; None if there is neither.
 
     Args:
         folder: of the files ``rank-N.log``.
@@ -119,7 +119,7 @@ def _end(path: Path) -> str:
 
 
 def _words(text: str) -> str:
-    """Return why a rank has failed, given the end of what it has written; empty if it does not say so."""
+    """Return the reason of a rank that has failed, from the end of its output; empty if it gives none."""
     ending = _ENDING.search(text)
     first = text.rfind(_TRACEBACK)
     if ending is not None:

@@ -1,4 +1,4 @@
-"""`run`: call a function on several ranks that it starts, and return what all of them returned."""
+"""`run`: start ranks, call a function on all of them, and return their results."""
 
 from __future__ import annotations
 
@@ -92,33 +92,33 @@ def run(
     `ringreduce.elastic.run`.
 
     Args:
-        func: what to call.
+        func: function to call.
         args: its arguments.
         kwargs: its keyword arguments.
         num_proc: how many ranks to start.
         min_num_proc: fewer ranks end the job; None: ``num_proc``.
-        max_num_proc: to how many it grows where ``hosts`` or ``hostfile`` has slots for them.
-        slots: of hosts without a number.
+        max_num_proc: number of ranks to which it grows if ``hosts`` or ``hostfile`` has slots for them.
+        slots: slots of hosts without a number.
         reset_limit: how often the ranks may change.
-        cooldown_range: for how many seconds a host on which a rank has died is not used: at first, and at most.
-        hosts: ``"host1:2,host2:4"``, where to start how many; None: all here. They must share the folder for temporary
+        cooldown_range: seconds for which a host is not used after a death: after the first, and at most.
+        hosts: hosts and their ranks, ``"host1:2,host2:4"``; None: all here. They must share the folder for temporary
             files (``TMPDIR``), and this installation.
         hostfile: the path of a file with a line ``host1 slots=2`` for each, in place of ``hosts``.
-        start_timeout: for how many seconds to wait for enough slots, and for all ranks to call ``init()``.
-        ssh_port: of the other hosts.
+        start_timeout: seconds to wait for enough slots, and for all ranks to call ``init()``.
+        ssh_port: port of sshd on the other hosts.
         ssh_identity_file, disable_cache, use_gloo: taken for Horovod's sake; a warning says why they mean nothing here.
-        output_filename: a folder for a file of what each rank writes.
+        output_filename: folder for the output of each rank, a file each.
         verbose: whether to write the command to standard error.
         use_mpi: taken for Horovod's sake: it is always MPI.
         mpi_args: more options for mpirun, as in a shell.
-        network_interface: names of those for messages, separated by commas.
-        executable: the python to run; None: the one that runs this.
+        network_interface: names of interfaces for messages, separated by commas.
+        executable: path of the Python to run; None: that of this process.
         np, min_np, max_np: other names of ``num_proc``, ``min_num_proc``, ``max_num_proc``.
         options: more options of ``ringreduce run``, as ``["-H", "h1:2,h2:2"]``.
-        env: the environment of the ranks on this host; None: that of this process.
+        env: environment of the ranks on this host; None: that of this process.
 
     Returns:
-        What the ranks returned, in their order; of an elastic job those that have reached the end.
+        The results of the ranks, in their order; of an elastic job those of ranks that have reached the end.
 
     Raises:
         ConfigError: an argument is wrong, mpirun is missing, or the function cannot be pickled.
@@ -165,12 +165,12 @@ def _warn_of_no_meaning(*given: object) -> None:
 
 
 def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: Mapping[str, str] | None) -> list[Any]:
-    """Start a job in which each rank makes a call; return what they returned.
+    """Start a job in which each rank makes a call; return their results.
 
     Args:
-        command: of ``ringreduce run``: its options and what it starts, but for a folder behind it.
-        call: what a worker needs.
-        size: how many ranks there are; None: the job goes on when some fail.
+        command: options of ``ringreduce run``, and the program; a folder is appended.
+        call: pickled call, as a worker reads it.
+        size: number of ranks; None if the job may go on without some.
         env: as for `run`.
     """
     # Readable by this user alone, as it must be: pickles are programs.
@@ -181,7 +181,7 @@ def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: M
 
 
 def _find_pickle() -> Any:
-    """Return cloudpickle if it is installed, else pickle: what calls and their results go by."""
+    """Return cloudpickle if it is installed, else pickle."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
@@ -189,7 +189,7 @@ def _find_pickle() -> Any:
 
 
 def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return what a worker needs: modules to import, what `multiprocessing.spawn.prepare` takes, and then the call."""
+    """Return the input of a worker: modules to import, the data for `multiprocessing.spawn.prepare`, and the call."""
     import multiprocessing  # which would make the import of ringreduce slower
 
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -202,7 +202,7 @@ def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     if pickler is pickle:  # the other takes along what the script defines
         main = _main_module()
         if not main and getattr(func, "__module__", None) == "__main__":
-            raise ConfigError(f"run can send {func!r}, which is not defined in a file, only by cloudpickle: install it")
+            raise ConfigError(f"run needs cloudpickle for {func!r}, which no file defines: pip install cloudpickle")
         preparation |= main
     try:
         modules = [name for name in (_HOROVOD,) if name in sys.modules]
@@ -223,13 +223,13 @@ def _main_module() -> dict[str, str]:
 
 
 def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Path, size: int | None) -> int:
-    """Run a job until it ends, or until its time is over once a rank has failed or all have returned.
+    """Run a job until it ends; for some seconds more at most once a rank has failed or all have returned.
 
     Args:
         command: the launcher and its arguments.
         env: its environment.
-        folder: where the ranks put what they return.
-        size: how many there are; None: the job goes on when some fail.
+        folder: folder for the results of the ranks.
+        size: number of ranks; None if the job may go on without some.
 
     Returns:
         Its status.
@@ -266,12 +266,12 @@ def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pa
 
 
 def _results(folder: Path, size: int | None, status: int) -> list[Any]:
-    """Return what the ranks wrote to the folder, or raise the error of the first that failed.
+    """Return the results in the folder, or raise the error of the first rank that failed.
 
     Args:
-        folder: where they are; files begin with the number of the job, as one that grows is several, and the rank.
-        size: how many ranks had to return; None: those that did count, if the job has ended well.
-        status: of the job.
+        folder: folder of the results; names of files begin with the number of the job, if it grew, and the rank.
+        size: number of ranks that had to return; None if any may, once the job has ended well.
+        status: exit status of the job.
     """
     paths = sorted(folder.glob("*.result"), key=_job_and_rank)
     if size is None and status == 0 and paths:
@@ -301,7 +301,7 @@ def _job_and_rank(path: Path) -> tuple[int, int]:
 
 
 def work() -> None:
-    """Make the call that the folder holds which the command line names, and leave there its result or the traceback.
+    """Make the call in the folder that the command line names, and write its result or the traceback there.
 
     In a process of its own: one rank. A host that does not see the folder is named.
     """

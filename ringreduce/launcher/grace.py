@@ -1,4 +1,4 @@
-"""What ranks get to end by SIGTERM, in place of the quarter of a second that mpirun gives them before it kills them."""
+"""The time that ranks have to end after SIGTERM, in place of the quarter of a second that mpirun gives them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _CONTINUE = ("sh", "-c", 'trap "" TERM HUP INT; read -r _; kill -CONT "$0"')
 
 
 class Grace:
-    """Asks the ranks of this host to end, and kills those that have not after some time.
+    """Asks the ranks of this host to end, and kills after some time those that have not.
 
     mpirun is stopped meanwhile where ranks do not survive others: it would kill all as soon as the first has ended.
 
     Args:
-        pid: of mpirun.
-        seconds: how long ranks have.
+        pid: process id of mpirun.
+        seconds: time that ranks have.
         holds: whether to stop mpirun.
-        known: the processes that mpirun has started as ranks, as far as they are its descendants.
+        known: processes that mpirun has started as ranks, if they are its descendants.
 
     Attributes:
         has_killed: whether ranks had not ended after that.
@@ -66,7 +66,7 @@ class Grace:
                     (os.killpg if os.getpgid(rank.pid) == rank.pid else os.kill)(rank.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Let mpirun go on, which passes on what ranks have written."""
+        """Let mpirun go on, which passes on the output of the ranks."""
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGCONT)
         if self._waker is not None and self._waker.stdin is not None:
@@ -82,7 +82,7 @@ def _continues_later(pid: int) -> subprocess.Popen[bytes]:
 
 
 def programs(rank: SeenProcess) -> Iterator[SeenProcess]:
-    """Yield a rank, and what a shell over it has started. What it starts itself, to load data, is its own to end."""
+    """Yield a rank, and the children of a shell over it. A rank ends its own children, which load data, itself."""
     yield rank
     if rank.is_shell:
         for each in rank.children():

@@ -1,6 +1,6 @@
-"""Which hosts a job may use, how many ranks it starts there, and when it should restart on others.
+"""The hosts that a job may use, the number of ranks there, and the reasons to restart on others.
 
-These are pure functions of what was observed and of the time, and of what users list.
+These are pure functions of the hosts that users list, of events, and of the time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Cooldown:
     """How long a host counts as failing after a death, in seconds: doubled by each further death of it.
 
     Attributes:
-        least_s: after the first.
-        most_s: at most.
+        least_s: seconds after the first death.
+        most_s: seconds at most.
     """
 
     least_s: float
@@ -60,16 +60,16 @@ class Cooldown:
         return cls(numbers[0], numbers[-1])
 
     def after(self, deaths: int) -> float:
-        """Return how long it is after so many deaths, at least one."""
+        """Return the seconds after a number of deaths, at least one."""
         return float(min(self.least_s * 2 ** min(deaths - 1, _MOST_DOUBLINGS), self.most_s))
 
 
 @dataclass(frozen=True, slots=True)
 class SizePolicy:
-    """What was asked for.
+    """The sizes of the job that users allow, and for how long hosts fail.
 
     Attributes:
-        least, most: how many ranks a job has.
+        least, most: numbers of ranks of a job.
         cooldown: how long a host counts as failing; None: for ever.
         forgives: whether hosts of which ranks have died are used again once the job has failed.
     """
@@ -82,15 +82,15 @@ class SizePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """What is known of the hosts of a job. Slots and ranks are counted by host, in the order in which they are used.
+    """The hosts of a job. Slots and ranks are counted by host, in the order of their use.
 
     Attributes:
-        listed: how many slots there are.
-        living: how many ranks live.
-        deaths: when ranks have died, in seconds of the clock.
-        places: the hosts of the ranks of the job, as mpirun fills them: in their order.
-        lost: the hosts that cannot be reached.
-        losses: how often a host was lost.
+        listed: number of slots.
+        living: number of living ranks.
+        deaths: times of deaths of ranks, in seconds of the clock.
+        places: hosts of the ranks of the job, as mpirun fills them: in their order.
+        lost: hosts that cannot be reached.
+        losses: number of losses of a host.
     """
 
     listed: Mapping[str, int] = field(default_factory=dict)
@@ -147,14 +147,14 @@ class Hosts:
         return None if short.isdigit() else next((each for each in known if each.partition(".")[0] == short), None)
 
     def fails_for(self, host: str, policy: SizePolicy, now: float) -> float:
-        """Return for how many seconds no rank is to be started on a host: not above 0 if one may be; infinity."""
+        """Return the seconds for which no rank starts on a host: 0 or less if one may; infinity if never."""
         deaths = self.deaths.get(host)
         if not deaths:
             return 0.0
         return math.inf if policy.cooldown is None else deaths[-1] + policy.cooldown.after(len(deaths)) - now
 
     def usable(self, policy: SizePolicy, now: float) -> dict[str, int]:
-        """Return how many slots can be used: none of a lost host; of one that fails, those whose ranks live."""
+        """Return the usable slots by host: none of a lost host; of one that fails, those whose ranks live."""
         found = {}
         for host, slots in self.listed.items():
             if host in self.lost:
@@ -164,12 +164,12 @@ class Hosts:
         return {host: slots for host, slots in found.items() if slots}
 
     def next_ranks(self, policy: SizePolicy, now: float) -> dict[str, int]:
-        """Return how many ranks a job would have that starts now; none, if there are too few slots for one."""
+        """Return the ranks by host of a job that starts now; empty if there are too few slots for one."""
         ranks = fill(self.usable(policy, now), policy.most)
         return ranks if sum(ranks.values()) >= policy.least else {}
 
     def reason_to_change(self, policy: SizePolicy, now: float) -> str:
-        """Return why the ranks that live should begin again on other hosts; empty: they should not."""
+        """Return the reason to begin again on other hosts; empty if there is none."""
         then = sum(self.next_ranks(policy, now).values())
         lives = sum(self.living.values())
         if not then or not lives:
@@ -195,11 +195,11 @@ class Hosts:
         return ", ".join(lost + failing)
 
     def host_of(self, rank: int, name: str) -> str:
-        """Return the host of a rank: that of its name there, or where it is not listed so, that of its number.
+        """Return the host of a rank: by its own name if that is listed, else by the number of the rank.
 
         Args:
-            rank: its number.
-            name: of its host, as the operating system there has it.
+            rank: number of the rank.
+            name: name of its host, in the operating system there.
         """
         return name if name in self.listed or rank >= len(self.places) else self.places[rank]
 
@@ -209,12 +209,12 @@ def _all(hosts: list[str], does: str, do: str) -> str:
 
 
 def is_here(host: str, here: Collection[str]) -> bool:
-    """Return whether a host is this machine, given the names of this one."""
+    """Return whether a host is this machine, by the names of this machine."""
     return host in _LOCAL or host in here
 
 
 def fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return how many ranks each host gets, if they are filled in their order."""
+    """Return the ranks by host, if hosts are filled in their order."""
     filled = {}
     left = ranks
     for host, count in slots.items():
@@ -227,11 +227,11 @@ def parse_hosts(text: str, slots: int) -> dict[str, int]:
     """Return the slots by host of ``host`` or ``host:slots``, separated by commas or line ends.
 
     Args:
-        text: of a person or a script.
-        slots: of hosts that come without a number.
+        text: option, or output of a script.
+        slots: slots of hosts without a number.
 
     Raises:
-        ConfigError: that is something else.
+        ConfigError: the text is something else.
     """
     found: dict[str, int] = {}
     for each in filter(None, map(str.strip, re.split("[,\n]", text))):
@@ -248,8 +248,8 @@ def parse_host_file(text: str, slots: int) -> dict[str, int]:
     """Return the slots by host of a file for mpirun: lines of ``host slots=4``; ``max_slots=8`` does not matter here.
 
     Args:
-        text: of the file.
-        slots: of hosts that come without a number.
+        text: content of the file.
+        slots: slots of hosts without a number.
 
     Raises:
         ConfigError: a line is something else.

@@ -75,7 +75,7 @@ _READ_NBYTES = 1 << 16
 
 
 class Mark(NamedTuple):
-    """What a rank, or the shell that has started it, says to the launcher.
+    """A message of a rank, or of the shell that has started it, to the launcher.
 
     Attributes:
         what: of the shell: ``"has ended well"``, ``"has stopped"``: with the status of a job that is to be run again;
@@ -94,13 +94,13 @@ class Mark(NamedTuple):
 
 
 class Output:
-    """What a job writes to standard error, without the marks of its ranks.
+    """The standard error of a job, without the marks of its ranks.
 
     And without the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it. Those of another
     mpirun, which a rank may have started, pass if it names itself in there.
 
     Args:
-        pid: of mpirun; None: all boxes pass.
+        pid: process id of mpirun; None: all boxes pass.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -108,17 +108,17 @@ class Output:
         self._held = b"\n"  # the last byte that has passed, and what may be the beginning of a mark or a box
 
     def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
-        """Return what passes, and the marks; what may be the beginning of one, or of a box, waits."""
+        """Return the output that passes, and the marks; the beginning of a possible mark or box waits."""
         return self._pass(
             chunk, _BOX + rb"(?=[^\0])", _HALF_MARK if self._pid is None else _HALF_MARK + b"|" + _HALF_BOX
         )
 
     def idle(self) -> bytes:
-        """Return what waits as a box may follow, as nothing does for long."""
+        """Return the lines that wait for a box, since none has followed for long."""
         return self._pass(b"", _BOX, _HALF_MARK)[0]
 
     def rest(self) -> bytes:
-        """Return all that still waits, as nothing follows."""
+        """Return all lines that still wait, since nothing follows."""
         return self._pass(b"", _BOX, rb"(?!)")[0]
 
     def _pass(self, chunk: bytes, boxes: bytes, waiting: bytes) -> tuple[bytes, list[Mark]]:
@@ -139,13 +139,13 @@ class Output:
 
 
 def say(text: str) -> None:
-    """Write a line of this command's own to standard error; nothing, if nobody reads it any more."""
+    """Write a line of this command's own to standard error, unless nobody reads that any more."""
     with suppress(OSError):
         print(f"ringreduce: {text}", file=sys.stderr, flush=True)
 
 
 def _ranks_of(line: Sequence[str]) -> int | None:
-    """Return how many ranks a command line of mpirun starts; None: it does not say so, as with one without mpirun."""
+    """Return the number of ranks that a command line of mpirun starts; None if it names none."""
     number = line[line.index("-np") + 1] if "-np" in line[:-1] else ""
     return int(number) if number.isdigit() else None
 
@@ -207,18 +207,18 @@ class Job:
 
     Args:
         line: its command line.
-        environment: of its ranks.
+        environment: environment of its ranks.
         on_mark: called with each mark.
         verbose: whether mpirun's own notices of failures are shown.
-        grace_s: how long ranks of this host have to end by SIGTERM.
+        grace_s: seconds that ranks of this host have to end after SIGTERM.
         grows: whether SIGUSR2 asks ranks to begin again, so that users' own are not passed on.
         shielded: whether SIGTERM is kept from mpirun, and one that is sent to it counts as sent to this process: Open
             MPI's kills its ranks a quarter of a second after it. (It unblocks signals in these.)
-        stdin: what mpirun reads, as for `subprocess.Popen`; None: what this process does.
+        stdin: standard input of mpirun, as for `subprocess.Popen`; None: that of this process.
 
     Attributes:
         stopped: whether it ends because this process got SIGTERM, SIGHUP or an interrupt.
-        written: the end of what it has written to standard error.
+        written: the end of its standard error.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Job:
         self._starters: dict[int, SeenProcess] = {}  # of daemons on hosts of Slurm
 
     def wait(self, look: Callable[[], object] = lambda: None) -> int:
-        """Return its status, once it has ended; that of an interrupted program, if this is interrupted meanwhile.
+        """Return its status when it has ended; that of an interrupted program, if this process was interrupted.
 
         Args:
             look: is called every second meanwhile.
@@ -368,7 +368,7 @@ class Job:
             self._process.send_signal(number)
 
     def ask_to_stop(self) -> bool:
-        """Ask the ranks of this host to stop that listen, who tell the others; return whether one does.
+        """Ask the listening ranks of this host to stop, which pass it on to all; return whether one listens.
 
         Each is asked once. Where no rank is on this host, mpirun passes it on.
         """
@@ -395,7 +395,7 @@ class Job:
             self._on_mark(Mark("has died", rank, os.environ.get("PMIX_HOSTNAME") or os.uname().nodename))
 
     def _look(self) -> bool:
-        """Look after the processes of this host, every second; return whether it has."""
+        """Look after the processes of this host, every second; return whether this was done now."""
         self._kill_if_late()
         if self._shielded and math.isinf(self._heard_by_mpirun) and is_pending(self._process.pid, signal.SIGTERM):
             self._heard_by_mpirun = time.monotonic()
@@ -422,7 +422,7 @@ class Job:
 
     @property
     def _look_again_s(self) -> float:
-        """How long to wait for something else until the next look: little, until the processes of ranks are known."""
+        """Seconds until the next look: few, until the processes of ranks are known."""
         return _LOOK_EVERY_S if self._chains.known and self._grace is None else _FIRST_LOOKS_S
 
     def _wait_for_end(self) -> int:
@@ -432,7 +432,7 @@ class Job:
                 return self._process.wait(self._look_again_s)
 
     def _kill_if_late(self) -> None:
-        """Kill mpirun, and its ranks on this host, if it was asked to end long ago; those of other hosts end by it."""
+        """Kill mpirun, and its ranks on this host, if it was asked to end long ago; ranks of other hosts then end."""
         if time.monotonic() < self._killed_at or self._process.poll() is not None:
             return
         ranks: list[int] = []

@@ -1,4 +1,4 @@
-"""Files of jobs for schedulers: those of ``jobs/``, which are whole jobs, with other numbers and another command."""
+"""Files of jobs for schedulers, made from the complete ones in ``jobs/`` by other numbers and another command."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["KINDS", "Asked", "JobFile", "submit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a job is to be.
+    """The numbers and the command of a job.
 
     Attributes:
-        name: of the job.
-        nodes: how many hosts.
-        ranks: on each.
-        cores: of each rank.
-        time_s: after which the scheduler ends it.
-        image: of its containers.
-        command: that starts the ranks.
+        name: name of the job.
+        nodes: number of hosts.
+        ranks: ranks on each host.
+        cores: cores of each rank.
+        time_s: seconds after which the scheduler ends it.
+        image: image of its containers.
+        command: command that starts the ranks.
     """
 
     name: str
@@ -43,10 +43,10 @@ class JobFile:
     """A kind of file.
 
     Attributes:
-        file: in ``jobs/``.
-        elastic: the one of elastic jobs.
-        submit: the command that takes such a file on its standard input.
-        values: by pattern: what is found of it in the file becomes this text.
+        file: its name in ``jobs/``.
+        elastic: the file for elastic jobs.
+        submit: command that reads such a file from standard input.
+        values: texts by the pattern that they replace in the file.
     """
 
     file: str

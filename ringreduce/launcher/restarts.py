@@ -40,12 +40,12 @@ _ANSWER_S = 30.0
 class Discovery:
     """Runs a script, once or every second, and keeps its last good answer.
 
-    A run fails that takes more than 10 s, ends with another status than 0, or prints what is no host. That is said, and
-    what the last good one has printed counts.
+    A run fails if it takes more than 10 s, ends with another status than 0, or prints no hosts. Users see that, and
+    the last good answer counts.
 
     Args:
         script: prints a line ``host`` or ``host:slots`` for each host.
-        slots: of hosts that come without a number.
+        slots: slots of hosts without a number.
     """
 
     def __init__(self, script: str, slots: int) -> None:
@@ -98,16 +98,16 @@ def _output(script: str) -> str:
 
 @dataclass
 class _JobRanks:
-    """What is known of the ranks of the job that runs.
+    """The ranks of the running job.
 
     Attributes:
         are_connected: whether all have begun, and MPI reports deaths to them.
         any_ended_well: whether one has.
         has_no_start: whether one died before all came to `init`, which ends the job.
-        leaving: when the first has said that the job begins again; None: none has.
-        asked: when they were first asked to begin again; None: they were not, or need not any more.
-        said: the reason that users saw last.
-        without_package: the hosts that do not have ringreduce where this one has it.
+        leaving: time of the first mark that the job begins again; None if there was none.
+        asked: time when they were first asked to begin again; None if they were not, or need not any more.
+        said: reason that users saw last.
+        without_package: hosts that do not have ringreduce in the folder where this one has it.
         has_commit: whether one has written a commit to disk.
     """
 
@@ -130,12 +130,12 @@ class Restarts:
     """Starts jobs until one has ended for good.
 
     Args:
-        start: what starts each.
-        listed: returns the slots by host that there are now; None: as ``start`` has them, or its script.
+        start: starts each job.
+        listed: returns the present slots by host; None: those of ``start``, or of its script.
         clock: returns seconds.
 
     Raises:
-        ConfigError: ranks are to be asked to stop before the end of an allocation, and nobody knows that.
+        ConfigError: ranks are to stop before the end of an allocation, and that is unknown.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Restarts:
         return status, job.stopped
 
     def _report_failure(self, written: str, status: int) -> None:
-        """Say which rank has failed; what it has said only if that is in a file, and so was not shown."""
+        """Name the rank that has failed; show its last output only if that is in a file, and so was not shown."""
         ended = f"and the job has ended with status {status}"
         killed = failures.find_killed(written)
         if killed is not None:
@@ -283,7 +283,7 @@ class Restarts:
         if self._ranks.without_package and failures.lacks_package(written):
             say(
                 f"there is no ringreduce on {' and '.join(sorted(self._ranks.without_package))}; here it is in "
-                f"{Path(__file__).parents[1]}: install it there in the same way, or share the folder"
+                f"{Path(__file__).parents[1]}: install it there, too, or share that folder"
             )
         if failures.lacks_horovod(written):
             say("the program imports horovod: start it by `horovodrun`, which gives it ringreduce by that name")
@@ -304,7 +304,7 @@ class Restarts:
             unused = f"; {unused}" if unused else ""
             if now - begin > limit_s:
                 raise ConfigError(
-                    f"there are {there} slots that can be used after {limit_s:g} s, and a job takes "
+                    f"after {limit_s:g} s there are {there} slots to use, and the job needs "
                     f"{policy.least} (--min-np){unused}; add hosts, or wait longer with --start-timeout"
                 )
             if not said and now - begin > _LOOK_EVERY_S:
@@ -387,7 +387,7 @@ class Restarts:
 
 
 def _discovery(start: Start) -> Discovery | None:
-    """Return what asks a script for hosts from now on; None if the hosts are those that were listed."""
+    """Return the script that names the hosts from now on; None if the listed hosts stay."""
     if start.spec.script is None:
         return None
     discovery = Discovery(start.spec.script, start.spec.slots or 1)

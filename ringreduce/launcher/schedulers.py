@@ -1,4 +1,4 @@
-"""The schedulers, by whose variables a job knows which hosts it was granted.
+"""The schedulers, and the variables in which they give a job its hosts.
 
 One table: adding a scheduler is a row, and a function from its variables to slots by host.
 """
@@ -31,9 +31,9 @@ class Scheduler:
     """A row of the table.
 
     Attributes:
-        name: as people write it.
-        components: by these names Open MPI has parts that read the allocation, or start daemons in it.
-        variables: any of these, set and not empty, says that there is an allocation.
+        name: its name, as people write it.
+        components: names of the parts of Open MPI that read the allocation, or start daemons in it.
+        variables: names; one that is set and not empty means that there is an allocation.
         read: returns the slots by host, given the variable that is set and all others.
         library: whose variables they are, of the MPI libraries; empty: of none.
     """
@@ -47,12 +47,12 @@ class Scheduler:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a scheduler has granted.
+    """The hosts that a scheduler has granted.
 
     Attributes:
-        scheduler: which.
-        variable: that says so.
-        slots: by host, in the scheduler's order.
+        scheduler: its row of the table.
+        variable: name of the variable that has them.
+        slots: slots by host, in the scheduler's order.
     """
 
     scheduler: Scheduler
@@ -132,7 +132,7 @@ def expand(text: str) -> list[str]:
         text: names, each with any number of brackets, separated by commas.
 
     Raises:
-        ConfigError: that is something else.
+        ConfigError: the text is something else.
     """
     hosts: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):

@@ -12,8 +12,8 @@ _OPEN = re.compile(r"([({&]|\b(do|then|else))\Z")
 def shell(name: str) -> tuple[str, ...]:
     """Return what runs the program ``sh/NAME.sh``, whose arguments follow; processes have it as ``ringreduce-NAME``.
 
-    Its text itself is what mpirun starts: other hosts need not have the file. It is one line, without the comments, for
-    whoever reads a command line in ``--verbose``, or in a list of processes.
+    mpirun starts its text itself: other hosts need not have the file. It is one line, without the comments, for people
+    who read a command line in ``--verbose``, or in a list of processes.
     """
     return "sh", "-c", _in_one_line((files(__package__) / "sh" / f"{name}.sh").read_text("ascii")), f"ringreduce-{name}"
 

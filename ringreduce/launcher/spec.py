@@ -1,4 +1,4 @@
-"""What users ask for of a job: the options of ``ringreduce run``."""
+"""The options of ``ringreduce run``."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ _EXAMPLE = ("a line is like: localhost slots=2", "give it as in -H localhost:2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """What a job is to be. What is None, or empty, was not asked for.
+    """The options of a job; None or empty: not given.
 
     Attributes:
-        program: what to start, with its arguments.
-        ranks: how many ranks.
-        hosts: with their slots, as in ``h1:2,h2:2``.
+        program: program to start, with its arguments.
+        ranks: number of ranks.
+        hosts: hosts with their slots, as in ``h1:2,h2:2``.
         hostfile: a file of hosts.
         exported: variables for all ranks, ``NAME`` or ``NAME=VALUE``.
-        folder: for a file of each rank; None: all is shown.
+        folder: folder for the output of each rank; None: all is shown.
         prefix: whether lines of output begin with the rank.
         elastic: whether ranks go on without others.
-        least, most: how few ranks go on, and to how many the job grows.
-        restarts: how often a job that has failed is started again.
-        script: prints which hosts there are.
-        slots: of hosts that are listed without a number.
-        cooldown: how long a host counts as failing; None: for ever.
-        reset_limit: how often at most the ranks change, in whatever way; None: as often as need be.
-        start_timeout_s: how long to wait for enough slots, and in `init` for the last rank.
-        host_timeout_s: after so long without a word from a host, it is lost; 0: never.
+        least, most: the fewest ranks that go on, and the number to which the job grows.
+        restarts: number of restarts after failures.
+        script: path of a program that prints the hosts.
+        slots: slots of hosts without a number.
+        cooldown: time for which a host counts as failing; None: for ever.
+        reset_limit: the most changes of the ranks, by deaths, restarts or growth; None: any number.
+        start_timeout_s: seconds to wait for enough slots, and in `init` for the last rank.
+        host_timeout_s: seconds without a mark after which a host is lost; 0: never.
         interfaces: names of networks for messages, separated by commas.
-        ssh_port: where other hosts are reached; None: the standard one.
+        ssh_port: port of sshd on other hosts; None: the standard one.
         more: options for mpirun.
         verbose: whether to show the command line, the variables that are set, and mpirun's own notices of failures.
-        grace_s: how long ranks have to end by SIGTERM before they are killed.
-        requeue: whether the scheduler is asked to run a job again that has stopped.
-        stop_before_s: so long before the allocation ends ranks are asked to stop; None: they are not.
+        grace_s: seconds that ranks have to end after SIGTERM before they are killed.
+        requeue: whether to ask the scheduler to run a stopped job again.
+        stop_before_s: seconds before the end of the allocation at which ranks are asked to stop; None: they are not.
         stdin: whether rank 0 reads this command's standard input.
         oversubscribe: whether there may be more ranks than slots.
-        env: what other hosts get of this environment: ``"all"`` that does not belong to this host, or what is
-            ``"named"``: here, and by the prefixes of ringreduce, Horovod and OpenMP.
-        horovod: whether ranks find Horovod's variables of their place, ``HOROVOD_RANK`` and so on.
+        env: variables that other hosts get: ``"all"`` that do not belong to this host, or those that are
+            ``"named"``: by ``exported``, and by the prefixes of ringreduce, Horovod and OpenMP.
+        horovod: whether ranks get Horovod's variables, ``HOROVOD_RANK`` and so on.
         ship: whether hosts get a copy of the environment and the program first.
         ship_paths: files and folders that they get, too.
         keep: whether the copies stay at the end, for the next job.
@@ -126,7 +126,7 @@ class LaunchSpec:
             raise ConfigError(f"--log-dir does not go with {self.growth[0]}: ranks would not hear of other hosts")
 
     def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
-        """Return the variables for all ranks, None for those that are as they are here.
+        """Return the variables for all ranks; None: the value of this process.
 
         Raises:
             ConfigError: one has no name, or no value.
@@ -142,10 +142,10 @@ class LaunchSpec:
         return found
 
     def named_hosts(self) -> dict[str, int]:
-        """Return the slots by host that users name; none if they name no hosts.
+        """Return the slots by host that users name; empty if they name no hosts.
 
         Raises:
-            ConfigError: there is no host in what they name, or something else.
+            ConfigError: they name no host with slots, or something else than hosts.
         """
         found: dict[str, int] = {}
         if self.hostfile is not None:

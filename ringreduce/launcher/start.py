@@ -1,4 +1,4 @@
-"""What starts a job: what users asked for, checked before any rank starts, as a command line and variables."""
+"""The start of a job: its options, checked before any rank starts, as a command line and variables."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ _OF_THIS_HOST = re.compile(
 
 @dataclass(frozen=True)
 class Start:
-    """What starts a job on the hosts that it is given.
+    """Makes the command line of a job for a number of ranks on each host.
 
     Attributes:
-        spec: what was asked for.
-        mpirun: of the job.
-        policy: how many ranks, on which hosts.
+        spec: options of the job.
+        mpirun: mpirun of the job.
+        policy: numbers of ranks, and for how long hosts fail.
         here: the names of this machine.
-        listed: slots by host at the start; of a job that a script finds hosts for, what is there without it.
+        listed: slots by host at the start; if a script finds the hosts, those without it.
         slots: by host, for mpirun, where these do not change; none: this machine, or what mpirun finds itself.
         remote: whether there may be other hosts.
         by_ssh: whether mpirun reaches these by ssh.
         grows: whether the job can begin again on other hosts, at a commit of its ranks.
-        allocation: what a scheduler has granted; None if users name the hosts, or there is this machine alone.
-        stdin: what ranks read.
+        allocation: hosts that a scheduler has granted; None if users name the hosts, or there is this machine alone.
+        stdin: standard input of the ranks.
         there: returns a word of the command line as other hosts, and this one, have it.
     """
 
@@ -93,7 +93,7 @@ class Start:
         return self.by_ssh and self.grows and not self.spec.ship
 
     def with_stdin(self) -> Start:
-        """Return this with what ranks read; see `StandardInput.take`, also for errors."""
+        """Return this with the standard input of the ranks; see `StandardInput.take`, also for errors."""
         first = next(iter(self.listed), UNNAMED)
         stdin = StandardInput.take(self.spec, rank_0_is_here=is_here(first, self.here))
         if stdin.passes or self.mpirun.kind != "Open MPI":
@@ -105,8 +105,8 @@ class Start:
         """Return the command line and the environment of a job.
 
         Args:
-            ranks: by host.
-            more: variables of this job.
+            ranks: ranks by host.
+            more: more variables of this job.
         """
         line, settings = self.line_and_settings(ranks, more)
         if self.spec.verbose:
@@ -157,7 +157,7 @@ class Start:
         return [self.there(word) for word in line], settings
 
     def _program(self, count: int, ranks: Mapping[str, int], *, remote: bool) -> list[str]:
-        """Return what mpirun starts as each rank, given how many there are, also by host, and if there are others."""
+        """Return the command that mpirun starts as each rank, for a number of ranks in all and by host."""
         spec = self.spec
         return [
             *(SUPERVISOR if spec.elastic else ()),
@@ -171,7 +171,7 @@ class Start:
         ]
 
     def _found_here(self) -> list[str]:
-        """Return what a rank has to find on its host: see the program ``sh/host.sh``."""
+        """Return the files that a rank needs on its host: see the program ``sh/host.sh``."""
         spec = self.spec
         program = shutil.which(spec.program[0])
         folder = os.path.dirname(os.path.abspath(program)) if program and os.sep not in spec.program[0] else ""
@@ -189,10 +189,10 @@ class Start:
 
 
 def prepare(spec: LaunchSpec) -> Start:
-    """Return what starts a job.
+    """Return the start of a job.
 
     Raises:
-        ConfigError: options contradict each other, or what they ask for is not here.
+        ConfigError: options contradict each other, or something that they need is missing here.
     """
     spec.require_sense()
     variables = spec.variables()
@@ -239,12 +239,12 @@ def prepare(spec: LaunchSpec) -> Start:
 
 
 def _has_agent(spec: LaunchSpec, kind: str) -> bool:
-    """Return whether users have chosen what reaches other hosts in place of ssh: it may take other options."""
+    """Return whether users have chosen another agent in place of ssh, which may take other options."""
     return any(name in os.environ for name in _AGENTS.get(kind, ())) or any("agent" in word for word in spec.more)
 
 
 def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
-    """Return how many ranks a job starts with, given the slots by host that there are."""
+    """Return the number of ranks that a job starts with, by the slots of the hosts."""
     ranks = spec.ranks
     most = spec.most
     if ranks is None:
@@ -285,11 +285,11 @@ def _require_slots(spec: LaunchSpec, ranks: int, slots: Mapping[str, int], alloc
 
 
 def _startable(program: tuple[str, ...], *, checks: bool) -> tuple[str, ...]:
-    """Return what mpirun is to start; a script of Python that is here and no command runs under this Python.
+    """Return the program for mpirun; a script of Python that is no command runs under this Python.
 
     Args:
-        program: with its arguments.
-        checks: whether mpirun looks for it here, as this does.
+        program: program and its arguments.
+        checks: whether mpirun, too, looks for the program on this host.
 
     Raises:
         ConfigError: there is no such program.
@@ -302,7 +302,7 @@ def _startable(program: tuple[str, ...], *, checks: bool) -> tuple[str, ...]:
     if not checks or shutil.which(name) is not None:
         return program
     if is_here:
-        raise ConfigError(f"{name} can be read, but not run; chmod +x {name}, or put what runs it in front")
+        raise ConfigError(f"{name} can be read, but not run: chmod +x {name}, or put its interpreter in front")
     raise ConfigError(f"{name} is a folder, and no program" if os.path.isdir(name) else f"there is no program {name}")
 
 
@@ -315,7 +315,7 @@ def _names_interpreter(name: str) -> bool:
 
 
 def make_folder(spec: LaunchSpec) -> None:
-    """Make the folder of the ranks' files, so that what is wrong with it is said once.
+    """Make the folder of the ranks' files here, so that users see an error of it once.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -344,7 +344,7 @@ def _require_room(ranks: int) -> None:
 
 def _require_open_mpi(mpirun: Mpirun) -> None:
     if mpirun.kind != "Open MPI" or mpirun.major < 5:
-        raise ConfigError(f"--elastic takes Open MPI 5, where ranks survive others; {mpirun.path} says {mpirun.said!r}")
+        raise ConfigError(f"--elastic needs Open MPI 5, where ranks survive others; {mpirun.path} says {mpirun.said!r}")
 
 
 def _require_ob1(environ: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What ranks read as standard input: nothing, a program that all of them run, or on rank 0 what this command reads.
+"""The standard input of ranks: nothing, a program that all of them run, or on rank 0 that of this command.
 
 mpirun reads all of its standard input and passes it on to rank 0, but does not pass on its end. Other readers of the
 same input, such as a shell loop around the command, get nothing.
@@ -43,11 +43,11 @@ _MOST_NBYTES = 120_000
 
 @dataclass(frozen=True)
 class StandardInput:
-    """What ranks read.
+    """The standard input of the ranks.
 
     Attributes:
-        passes: whether mpirun reads what this command does, as at a terminal.
-        before: what stands before the program.
+        passes: whether mpirun reads the standard input of this command, as at a terminal.
+        before: words before the program.
     """
 
     passes: bool = True
@@ -55,10 +55,10 @@ class StandardInput:
 
     @classmethod
     def take(cls, spec: LaunchSpec, *, rank_0_is_here: bool) -> StandardInput:
-        """Return what ranks read; a program that they are to run is read now, to its end.
+        """Return the standard input of the ranks; a program that they run is read now, to its end.
 
         Args:
-            spec: what was asked for.
+            spec: options of the job.
             rank_0_is_here: whether rank 0 runs on this host.
 
         Raises:
@@ -97,7 +97,7 @@ def _packed(text: bytes) -> str:
 
 
 def reads_program(program: tuple[str, ...]) -> bool:
-    """Return whether a command line starts Python with a program that comes by standard input."""
+    """Return whether a command line starts Python with a program on standard input."""
     if not re.fullmatch(r"(python|pypy)[0-9.t]*", Path(program[0]).name):
         return False
     words = iter(program[1:])

@@ -26,13 +26,13 @@ _TOGETHER_S = 5.0
 
 @dataclass(eq=False)
 class _Shown:
-    """A traceback that was shown.
+    """A traceback that users have seen.
 
     Attributes:
-        begun: when (seconds of the clock).
-        lines: of it, so far.
-        ranks: that have written it, as far as these are known.
-        count: how often it was written.
+        begun: time of its first line, in seconds of the clock.
+        lines: its lines so far.
+        ranks: ranks that have written it, if they are known.
+        count: number of copies of it.
     """
 
     begun: float
@@ -43,12 +43,12 @@ class _Shown:
 
 @dataclass(eq=False)
 class _Repeated:
-    """One that is not shown, as it has been the same so far.
+    """A copy that is not shown, as it has been the same so far.
 
     Attributes:
-        like: the tracebacks that it may be.
-        lines: of it, so far.
-        rank: which has written it, if that is known.
+        like: tracebacks that it may be a copy of.
+        lines: its lines so far.
+        rank: rank that has written it; None if unknown.
     """
 
     like: list[_Shown]
@@ -65,7 +65,7 @@ class Tracebacks:
     """Leaves out tracebacks that other ranks have written a moment before.
 
     Args:
-        ranks: how many ranks there are; None: that is not known.
+        ranks: number of ranks; None if unknown.
         clock: returns seconds.
     """
 
@@ -79,7 +79,7 @@ class Tracebacks:
         self._rank: int | None = None  # that has said, in the last line, that it fails
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return what passes of some output."""
+        """Return the lines of some output that users see."""
         lines = _LINES.findall(self._held + chunk)
         self._held = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
         text = b"".join(map(self._pass, lines))
@@ -90,11 +90,11 @@ class Tracebacks:
         return text
 
     def idle(self) -> bytes:
-        """Return what is held, as nothing comes for a while; and a line about each copy, once there will be no more."""
+        """Return the lines that are held, as nothing comes for a while; and a line about each copy if all have come."""
         return self._release(self._clock() - _TOGETHER_S)
 
     def rest(self) -> bytes:
-        """Return what is held, and a line about each copy, as nothing follows."""
+        """Return the lines that are held, and a line about each copy, as nothing follows."""
         return self._release(math.inf)
 
     def _release(self, until: float) -> bytes:

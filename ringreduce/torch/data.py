@@ -55,8 +55,8 @@ class DistributedSampler(Sampler[Any]):
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise ConfigError(
-                f"a sampler divides what has a length, not a {type(dataset).__name__}; for what can only be iterated "
-                "there is Shard"
+                f"DistributedSampler needs a dataset with a length, got a {type(dataset).__name__}; for data that can "
+                "only be iterated use Shard"
             )
         self.dataset = dataset
         self.shuffle = shuffle

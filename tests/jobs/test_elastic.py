@@ -36,7 +36,7 @@ def test_a_job_that_begins_again_ends_in_the_same_bits(tmp_path: Path) -> None:
         *("--folder", tmp_path / "commits", "--fail", "0@33"),
     )
     assert weights(again) == weights(undisturbed)
-    assert "too few ranks survive, 1 where RINGREDUCE_MIN_NP=2" in again.stderr
+    assert "too few ranks survive: 1, and --min-np (RINGREDUCE_MIN_NP) is 2" in again.stderr
     assert "starting it again (1 of 1)" in again.stderr
     assert re.search("going on from commit (25|30) on disk", again.stdout)
 

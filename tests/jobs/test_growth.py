@@ -149,7 +149,7 @@ def test_a_job_ends_when_its_ranks_would_change_too_often(tmp_path: Path) -> Non
     """By an error that says so, and it is not started again."""
     done = run(tmp_path, ["-np", 2, "--reset-limit", 0, "--max-restarts", 3], "a death", 1)
     assert done.returncode == 1
-    assert "TransportError: ranks have failed more often than the job may continue without them" in done.stderr
+    assert "TransportError: ranks have failed more often than --reset-limit allows" in done.stderr
     assert "where --reset-limit is 0: it is not started again" in done.stderr
     assert done.stdout == "2 ranks from step 0\n"
 
@@ -170,7 +170,7 @@ def test_too_few_slots_for_too_long(tmp_path: Path) -> None:
     arguments = ["-np", 2, "--min-np", 2, "--host-discovery-script", script, "--start-timeout", 0.5]
     done = run(tmp_path, arguments, "nothing", 2)
     assert done.returncode == 2
-    assert "Error: there are 1 slots that can be used after 0.5 s, and a job takes 2 (--min-np)" in done.stderr
+    assert "Error: after 0.5 s there are 1 slots to use, and the job needs 2 (--min-np)" in done.stderr
     assert done.stdout == ""
 
 

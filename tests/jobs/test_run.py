@@ -539,7 +539,7 @@ def test_a_library_that_survives_nothing_is_refused(tmp_path: Path) -> None:
     program = "import sys; sys.executable = sys.argv.pop(1); from ringreduce.cli import main; main()"
     done = launching.run(sys.executable, "-c", program, tmp_path / "python", "run", "--elastic", "-np", 2, "true")
     assert done.returncode == 2
-    assert "--elastic takes Open MPI 5" in done.stderr
+    assert "--elastic needs Open MPI 5" in done.stderr
 
 
 # ---- horovodrun ----

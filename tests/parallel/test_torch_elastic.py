@@ -605,7 +605,7 @@ def test_how_much_of_an_epoch_is_processed(world: rr.Communicator) -> None:
             lambda sampler: sampler.load_state_dict({"epoch": 1, "processed_num": -1}),
             "processed_num must be at least 0",
         ),
-        (lambda sampler: type(sampler)(7), "has a length, not a int"),
+        (lambda sampler: type(sampler)(7), "needs a dataset with a length, got a int"),
         (lambda sampler: type(sampler)(Indices(), seed=0.5), "seed must be a whole number"),
     ],
     ids=["range", "index", "batch", "no batch", "no size", "epoch", "state", "no epoch", "negative", "dataset", "seed"],

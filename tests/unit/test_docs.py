@@ -227,7 +227,7 @@ def test_the_messages_of_errors_are_those_of_the_code() -> None:
 
 
 def test_the_pictures_show_the_figures_of_the_page() -> None:
-    """docs/speed.svg and docs/local.svg are drawn from docs/benchmarks.md; docs/site/speed.py draws."""
+    """docs/speed.svg and docs/local.svg are drawn from the pages of benchmarks; docs/site/speed.py draws."""
     command = [sys.executable, str(ROOT / "docs" / "site" / "speed.py"), "--check"]
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
 
@@ -326,3 +326,25 @@ def test_tests_that_documents_name_exist(page: str) -> None:
         path = file or path
         source = (ROOT / path).read_text(encoding="utf-8")
         assert not test or f"def {test}(" in source, (path, test)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_hold_words(page: Path) -> None:
+    """No cell of a table is a paragraph: it has at most 40 words."""
+    rows = re.findall(r"^\|.*", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    assert [cell for row in rows for cell in row.split("|") if len(cell.split()) > 40] == []
+
+
+def test_the_architecture_names_what_there_is() -> None:
+    """The files, classes and methods in docs/architecture.md are those of the code."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    paths = [*ROOT.glob("*.py"), *(ROOT / "ringreduce").rglob("*.py"), *(ROOT / "tests" / "unit").glob("*.py")]
+    files = [f"/{path.relative_to(ROOT)}" for path in paths]
+    named = re.findall(r"`([\w/]+\.py)`", page)
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    known = {each.name for each in classes} | {
+        f"{each.name}.{method.name}" for each in classes for method in each.body if isinstance(method, ast.FunctionDef)
+    }
+    assert set(re.findall(r"`([A-Z][a-z]\w*(?:\.\w+)?)`", page)) <= known

@@ -238,7 +238,7 @@ def test_srun_is_told_from_what_lets_ranks_go_on(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "0")
     run(lambda state: None)(Recorded())
-    assert "srun ends this job with any of its ranks" in caplog.text
+    assert "srun ends this job when one of its ranks dies" in caplog.text
     assert "ringreduce run --elastic" in caplog.text
     caplog.clear()
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
@@ -363,5 +363,5 @@ def test_ranks_that_cannot_meet_anew_end_the_loop() -> None:
 @pytest.mark.parametrize("name", ["_hidden", "commit", "sync", "on_reset"])
 def test_a_state_refuses_names_that_it_needs(name: str) -> None:
     """A value under such a name would not be kept, or would take a method's place."""
-    with pytest.raises(rr.ConfigError, match=f"cannot keep what is called {name}"):
+    with pytest.raises(rr.ConfigError, match=f"cannot have a value of the name {name}"):
         ObjectState(**{name: 1})

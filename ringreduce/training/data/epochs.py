@@ -36,7 +36,7 @@ class EpochDivision:
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         if not hasattr(dataset, "__len__"):
-            raise ConfigError(f"a sampler divides what has a length, not a {type(dataset).__name__}")
+            raise ConfigError(f"ElasticSampler needs a dataset with a length, got a {type(dataset).__name__}")
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = whole_number("seed", seed)
