@@ -65,6 +65,10 @@ def end_of(cluster: Cluster, name: str, job: str, queued: bool) -> list[str]:
     """Return what rank 0 has printed in all runs of a job, which ends well; let it begin at once if it is queued."""
     if queued:
         wait_for(cluster, job, "JobState=PENDING.*Restarts=1 ")
+        # In the second in which its last run ended, Slurm refuses the credential of a job: it has just been revoked.
+        ended = int(time.time())
+        while int(time.time()) <= ended + 1:
+            time.sleep(0.2)  # a later time to start is looked at twice a minute
         cluster.run(0, "scontrol", "update", f"jobid={job}", "starttime=now")
     said = wait_for(cluster, job, "JobState=(COMPLETED|FAILED|TIMEOUT|CANCELLED|PREEMPTED) ")
     output = (cluster.shared / f"{name}.out").read_text()
