@@ -18,6 +18,8 @@ def train(folder: Path, way: str, ranks: int, local: int, doomed: str) -> Job:
     """Train on so many ranks of hosts of ``local`` ranks each; ``doomed``: who dies when, as in 1@7."""
     folder.mkdir(exist_ok=True)
     settings = {"RINGREDUCE_NODE_SIZE": str(local)}
+    if way == "torch-all":  # the first step of a job adds up in another order than later ones
+        settings["RINGREDUCE_DETERMINISTIC"] = "1"
     return launching.run_job(ranks, PROGRAM, folder, way, doomed, **settings)
 
 
