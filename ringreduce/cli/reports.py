@@ -191,7 +191,8 @@ def _chosen(store: CommitStore, number: int | None) -> int:
         raise ConfigError(f"there is no commit {number} in {store.folder} that can be used; {there}")
     if not whole:
         raise ConfigError(f"of the commits in {store.folder}, {there}")
-    return whole[-1]
+    # On a host that was away, a commit of an earlier run may have a higher number.
+    return max(whole, key=lambda each: (store.description(each).get("run", ""), each))
 
 
 def _state(store: CommitStore, number: int, name: str) -> Any:

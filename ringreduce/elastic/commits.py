@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,7 @@ from ringreduce.elastic.copies import Copies
 from ringreduce.runtime import rank, size
 from ringreduce.training.calls.objects import allgather_object, alltoall_object, broadcast_object
 
-__all__ = ["CommitStore", "DiskCommits", "choose", "require_seen_by_all"]
+__all__ = ["CommitStore", "DiskCommits", "LostCommitsError", "choose", "require_seen_by_all"]
 
 _log = logging.getLogger(__name__)
 
@@ -212,11 +213,13 @@ class CommitStore:
             self._has_said = True
             notify_launcher("has a commit")
         # Those of higher numbers, which were there and could not be used, do not count.
-        kept = sorted(each for each in self._numbers(part) if each <= number)[-self._keep :]
+        kept = [each for each in self._numbers(part) if each <= number]
+        if len(kept) <= self._keep:  # a part that is new here says nothing of which commits are whole
+            return
         for each in self.folder.iterdir():
             found = _NAME.fullmatch(each.name)
             # A part takes along those of all ranks, which may have died, and what is common to the ranks everything.
-            if found and (found[2] or not part) and int(found[1]) < kept[0]:
+            if found and (found[2] or not part) and int(found[1]) < kept[-self._keep]:
                 each.unlink(missing_ok=True)
 
 
@@ -238,6 +241,10 @@ def _digest(path: Path) -> str:
 
 
 # ---- what all ranks do together ----
+
+
+class LostCommitsError(ConfigError):
+    """What was committed is on none of the disks."""
 
 
 class _Commit(NamedTuple):
@@ -294,6 +301,7 @@ class DiskCommits(CommitStore):
         self._run = ""
         self._stored = self._known = _NONE  # the last commit that this rank has written; that was on some disk
         self._parts: list[str] = []  # that this rank has written last
+        self._skipped: tuple[int, Callable[[], Mapping[str, Any]], Mapping[str, Any], Mapping[str, Any]] | None = None
         self.number: int | None = None
 
     def open(self, values: Mapping[str, Any], *, has_own: bool, reason: str = "") -> None:
@@ -305,7 +313,8 @@ class DiskCommits(CommitStore):
             reason: reason why this rank cannot keep commits here; empty if the caller knows none.
 
         Raises:
-            ConfigError: on all ranks, if a rank cannot use the folder or write a value, or commits are lost.
+            ConfigError: on all ranks, if a rank cannot use the folder or write a value.
+            LostCommitsError: likewise, if no host has a commit that was made.
         """
         try:
             self._require_storable(values)
@@ -319,10 +328,7 @@ class DiskCommits(CommitStore):
         self._refuse(
             {number: f"{said} and not {wanted}" for number, (_, said) in enumerate(everyone) if said != wanted}
         )
-        self._copies = Copies(self.folder, self._replicas)
-        if rank() == 0 and self._copies.count < self._replicas:
-            said = "replicas=%d, but commits are on %d disk: there are no more hosts, or they share this folder"
-            _log.warning(said, self._replicas, self._copies.count)
+        self._place_copies()
         found = allgather_object(self._examined(has_own=has_own))
         held: dict[tuple[_Commit, str], list[int]] = {}  # by what is whole, on whose disks
         for holder, pieces in enumerate(found):
@@ -335,7 +341,8 @@ class DiskCommits(CommitStore):
         chosen = choose(sorted(sizes), with_parts, sizes)
         known = max((piece.known for pieces in found for piece in pieces), default=_NONE)
         lacks_parts = has_own and chosen is not None and chosen not in with_parts and sizes[chosen] == size()
-        self._require_none_lost(chosen, known, lacks_parts=lacks_parts)
+        has_parts = any((chosen, _part_of(each)) in held for each in range(size()))
+        self._require_none_lost(chosen, known, lacks_parts=lacks_parts and has_parts)
         if chosen is not None:
             self.number = chosen.number
             self._known = chosen
@@ -382,11 +389,13 @@ class DiskCommits(CommitStore):
             common: returns saved states of objects, by name.
             own: saved states of objects, by name; the same names on all ranks.
             values: values by name.
-            forced: write it even if a rank still writes the one before; where copies are made, others are skipped then.
-                Thus all ranks write the same commits, and remove none before a later one is whole.
+            forced: wait until the one before is written. Without copies, a commit waits for its turn, unless a later
+                one comes. With copies, all ranks skip a commit while one of them still writes, unless few are due: so
+                all write the same commits, and remove none before a later one is whole.
         """
+        arguments = number, common, own, values
         if not self._copies.holds:
-            self._copies = Copies(self.folder, self._replicas)
+            self._place_copies()
             self._begin_run(self._run)
         copies = self._copies
         keeps_common = rank() in copies.keepers(None)
@@ -394,11 +403,14 @@ class DiskCommits(CommitStore):
         if own or (copies.speaks and not keeps_common):  # without any, a host could not tell that commits are lost
             parts[_part_of(rank())] = {"objects": own, "values": {}, "size": size()}
         if copies.count > 1:
+            forced |= self._every > 1
             if forced:
                 self.settle()
             everyone = allgather_object((self.is_idle, max(self._known, self._stored)))
             self._known = max(known for _, known in everyone)
+            self._skipped = None
             if not (forced or all(is_idle for is_idle, _ in everyone)):
+                self._skipped = arguments
                 return
         if copies.count > 1 and own:
             others = copies.keepers(rank())[1:]
@@ -410,6 +422,11 @@ class DiskCommits(CommitStore):
         for part, content in parts.items():
             self.put(number, content, part, said=said)
         self._parts = list(parts)
+
+    def put_last(self, number: int) -> None:
+        """Have the last commit of a training written, if it was skipped. Collective."""
+        if self._skipped is not None and self._skipped[0] == number:
+            self.put_all(*self._skipped, forced=True)
 
     def is_whole(self, number: int) -> bool:
         """Wait until all is written; return whether a commit is there on all ranks. Collective."""
@@ -425,6 +442,12 @@ class DiskCommits(CommitStore):
             self._stored = _Commit(said["run"], number)
 
     # ---- which commit to begin with ----
+
+    def _place_copies(self) -> None:
+        self._copies = Copies(self.folder, self._replicas)
+        if rank() == 0 and self._copies.count < self._replicas:
+            said = "replicas=%d, but commits are on %d disk: there are no more hosts, or they share this folder"
+            _log.warning(said, self._replicas, self._copies.count)
 
     def _examined(self, *, has_own: bool) -> list[_WholePart]:
         """Return which parts are whole, of those at which this rank looks: all together look at each once."""
@@ -446,7 +469,7 @@ class DiskCommits(CommitStore):
     def _require_none_lost(self, chosen: _Commit | None, known: _Commit, *, lacks_parts: bool) -> None:
         """Raise, or log, that a commit which was on a disk is on none; or that only parts of ranks are."""
         if chosen is None and known > _NONE:
-            raise ConfigError(
+            raise LostCommitsError(
                 f"commit {known.number} is on none of these hosts: more were lost than replicas={self._replicas} makes "
                 f"up for. Begin again with a host that has it, or remove {self.folder} on each host to train from the "
                 "beginning"
@@ -471,11 +494,12 @@ class DiskCommits(CommitStore):
         reason = ""
         while missing:
             now = {(source, keeper): part for source, keeper, part in missing}  # one at a time, from one to another
-            sent = {
-                keeper: (part, self.parcel(commit.number, part))
-                for (source, keeper), part in now.items()
-                if source == rank()
-            }
+            sent = {}
+            for keeper, part in ((keeper, part) for (source, keeper), part in now.items() if source == rank()):
+                try:
+                    sent[keeper] = part, self.parcel(commit.number, part)
+                except OSError as error:  # the others wait for this rank; all learn the reason at the end
+                    reason = str(error)
             for part, parcel in alltoall_object(sent).values():
                 try:
                     self.accept(commit.number, part, parcel)
@@ -485,7 +509,9 @@ class DiskCommits(CommitStore):
         self._refuse({number: said for number, said in enumerate(allgather_object(reason)) if said})
 
     def _begin_run(self, last: str) -> None:
-        self._run = broadcast_object(f"{int(last[:8] or 0) + 1:08}-{secrets.token_hex(4)}")
+        # Of two runs that have begun from the same commit, as hosts came and went, the later one counts.
+        name = f"{int(last[:8] or 0) + 1:08}-{time.time_ns():020}-{secrets.token_hex(4)}"
+        self._run = broadcast_object(name)
 
     def _require_storable(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():

@@ -80,7 +80,8 @@ def _seen(folder: Path) -> list[int]:
     names = allgather_object(probe.name)
     disk = next((each for each, name in enumerate(names) if os.path.exists(folder / name)), rank())
     disks = allgather_object(disk)  # all have looked
-    probe.unlink(missing_ok=True)
+    with suppress(OSError):
+        probe.unlink()
     return disks
 
 

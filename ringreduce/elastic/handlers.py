@@ -16,7 +16,7 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
-from ringreduce.elastic.commits import DiskCommits, require_seen_by_all
+from ringreduce.elastic.commits import DiskCommits, LostCommitsError, require_seen_by_all
 from ringreduce.observe.audit import fingerprint
 from ringreduce.runtime import audited, rank, record
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
@@ -191,7 +191,7 @@ class HandlingState(ObjectState):
             folder: the same on the ranks of a host; made if need be. With one replica, it is the same on all ranks, and
                 those of all machines see it, if parts of their own count.
             every: one of so many commits is written. A commit is skipped while the one before is still being written.
-            keep: number of commits that stay on disk.
+            keep: number of commits that stay on disk; at least 2 with replicas.
             replicas: the disks of so many hosts hold each commit: hosts need no folder in common, and fewer than these
                 may be lost. What the ranks have in common, the first ranks of so many hosts write; what is a rank's own
                 goes to the next hosts in each commit that is written. A job that begins again takes each part from a
@@ -231,6 +231,8 @@ class HandlingState(ObjectState):
             require_seen_by_all(folder)
         try:
             HandlingState.keep_on_disk(self, folder, replicas=replicas)
+        except LostCommitsError:
+            raise
         except ConfigError as error:  # on all ranks; the program trains on as one that does not grow
             if rank() == 0:
                 _log.error("the job cannot grow: %s", error)
@@ -350,7 +352,7 @@ class HandlingState(ObjectState):
         self._check_hosts()
 
     def _commit_here(self, *, to_disk: bool = False) -> None:
-        """Do what this rank does by itself in a commit; ``to_disk``: write it, whether or not that is due."""
+        """Make a commit that the ranks have agreed on; ``to_disk``: write it, whether or not that is due."""
         number = self._commits + 1
         disk = self._disk
         if disk is not None and not (to_disk or disk.is_due(number)):

@@ -340,6 +340,8 @@ def _repeated(
                     state.sync()
                     commits = state._commits  # the same on all ranks by now
                 result = _until_other_hosts(func, state, *args, **kwargs)
+                if state._disk is not None:
+                    state._disk.put_last(state._commits)
                 _part()
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,9 @@ def test_any_host_may_be_lost(base: Path) -> None:
 
 
 @pytest.mark.sizes(3, 4)
-def test_what_more_hosts_had_is_not_made_up(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_more_hosts_had_is_not_made_up(
+    base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where both copies of what is common are lost, the job does not begin, and says so on all ranks; where one is,
     and both of a rank's own, an error says it, and the weights are those of the commit.
     """
@@ -103,6 +106,10 @@ def test_what_more_hosts_had_is_not_made_up(base: Path, caplog: pytest.LogCaptur
         on_rank_0(disk(base, lost).rename, base / f"away-{lost}")
     with pytest.raises(rr.ConfigError, match=r"commit 2 is on none of these hosts: .* replicas=2 .* Begin again with"):
         kept(disk(base))
+    monkeypatch.setenv("RINGREDUCE_COMMITS", str(disk(base)))
+    monkeypatch.setenv("RINGREDUCE_COMMIT_REPLICAS", "2")
+    with pytest.raises(rr.ConfigError, match="commit 2 is on none"):
+        rr.elastic.run(train)(HandlingState(matrix=np.zeros(SHAPE), step=0))
     for lost in (0, 1):
         on_rank_0((base / f"away-{lost}").rename, disk(base, lost))
     for lost in (1, 2):
@@ -145,6 +152,42 @@ def test_a_host_that_was_away_brings_back_nothing(base: Path) -> None:
     on_rank_0(shutil.copytree, base / "away", disk(base, 1))
     begin(disk(base), 4, 40)
     assert float(np.random.rand()) == drawn
+
+
+class Slow(HandlingState):
+    """A state whose first commit is not written, on rank 0, before this is set."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self._disk_is_free = threading.Event()
+
+    def _write(self, content: Any, file: Any) -> None:
+        if rr.rank() == 0 and isinstance(content, dict) and content["values"].get("step") == 1:
+            assert self._disk_is_free.wait(60)
+        super()._write(content, file)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_last_commit_of_a_training_is_on_disk(base: Path, every: int) -> None:
+    """Also if it was skipped, as a rank was still writing the one before."""
+    state = Slow(matrix=np.zeros(SHAPE), step=0)
+    state.keep_on_disk(disk(base), every=every, replicas=2)
+
+    def training(state: Any) -> None:
+        for number in range(1, 2 * every + 1):
+            state.matrix = np.full(SHAPE, number, float)
+            state.step = -(-number // every)
+            if number == 2 * every and every > 1:  # this one waits
+                state._disk_is_free.set()
+            state.commit()
+        state._disk_is_free.set()
+
+    rr.elastic.run(training)(state)
+    rr.barrier()
+    again = HandlingState(matrix=np.zeros(SHAPE), step=0)
+    assert again.keep_on_disk(disk(base), replicas=2) == 2 * every
+    assert (again.matrix == 2 * every).all()
 
 
 def test_a_shared_folder_holds_each_part_once(base: Path, caplog: pytest.LogCaptureFixture) -> None:

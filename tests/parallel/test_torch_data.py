@@ -82,7 +82,7 @@ def test_shards_of_what_can_only_be_iterated(world: rr.Communicator, ends: str, 
 
 def test_mistakes_with_data() -> None:
     """What cannot be divided is refused with the remedy."""
-    with pytest.raises(ConfigError, match="there is Shard"):
+    with pytest.raises(ConfigError, match="use Shard"):
         hvd.DistributedSampler(iter([1]))
     with pytest.raises(ConfigError, match='"repeat", "drop" or "uneven"'):
         hvd.DistributedSampler([1], ends="pad")

@@ -189,6 +189,7 @@ class CudaTensor(torch.Tensor):
     """A tensor that says it is on GPU 1."""
 
     is_cuda = True
+    is_cpu = False
     device = SimpleNamespace(index=1, type="cuda")
 
 

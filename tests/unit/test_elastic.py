@@ -39,6 +39,9 @@ class Recorded(State):
 class Disk:
     """Where another job would find commits."""
 
+    def put_last(self, number: int) -> None:
+        """It was not skipped."""
+
     def settle(self) -> None:
         """All is written."""
 

@@ -55,6 +55,14 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
     assert store.whole(".rank-3") == [4, 5]
 
 
+def test_a_part_that_is_new_removes_none_of_other_ranks(tmp_path: Path) -> None:
+    """As after growth: until the commit is whole, the one before is what a job begins with."""
+    store = store_in(tmp_path, keep=2)
+    put(store, 1, part=".rank-0")
+    put(store, 2, part=".rank-1")
+    assert store.whole(".rank-0") == [1]
+
+
 @pytest.mark.parametrize("harm", ["truncated", "flipped", "gone", "foreign", "not described"])
 def test_a_commit_that_is_not_whole_is_refused_by_name(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
