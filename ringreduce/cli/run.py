@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -228,6 +229,9 @@ def command(dry_run: bool, **options: Any) -> int:
     make_folder(spec)
     with shipped(start, bytes_bar) as start:
         status = Restarts(start.with_stdin()).run()
+        if status == os.EX_TEMPFAIL:  # a second warning must not keep the job from being run again
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with suppress(ConfigError):  # then there is no trace
         given = {name: value for name, value in spec.variables().items() if value is not None}
         if trace := Config.from_environ({**os.environ, **given}).timeline:

@@ -236,6 +236,7 @@ class Job:
         self.stopped = False
         self._has_stopped = False  # a rank, by what its shell has said
         self._to_stop: set[int] = set()  # the ranks that have agreed to, and have not ended yet
+        self._asks_later = False  # to stop: the signal to came before mpirun had ranks
         self._asked: set[tuple[int, int]] = set()  # the processes that were asked to stop; 0: those of other hosts
         self._grace: Grace | None = None
         self._grace_s = grace_s
@@ -347,6 +348,7 @@ class Job:
         ranks = self._chains.ranks()
         mpirun = SeenProcess.look(self._process.pid)
         passes_on = mpirun is not None and is_launcher(mpirun.name) and handles(mpirun.pid, signal.SIGUSR1)
+        passes_on &= self._chains.known  # before, there are no ranks that could save anything
         if number != signal.SIGTERM or self.stopped or not self._grace_s or not (ranks or passes_on):
             if self._grace is not None:
                 self._has_killed = True
@@ -363,9 +365,12 @@ class Job:
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Have mpirun send a signal to all ranks; not before it is ready, as it would end by that."""
-        is_ours = self._grows and number == signal.SIGUSR2
-        if not is_ours and self._grace is None and handles(self._process.pid, number):
+        if self._grace is not None or (self._grows and number == signal.SIGUSR2):
+            return
+        if handles(self._process.pid, number):
             self._process.send_signal(number)
+        elif number == signal.SIGUSR1:
+            self._asks_later = True
 
     def ask_to_stop(self) -> bool:
         """Ask the listening ranks of this host to stop, which pass it on to all; return whether one listens.
@@ -380,7 +385,7 @@ class Job:
                 send(each, signal.SIGUSR1)
                 self._asked.add(key)
                 asked = True
-        if not ranks and self._chains.known and not self._asked:
+        if not ranks and self._chains.known and not self._asked and handles(self._process.pid, signal.SIGUSR1):
             self._asked.add((0, 0))
             asked = True
             self._process.send_signal(signal.SIGUSR1)
@@ -415,6 +420,7 @@ class Job:
             return False
         self._looked = time.monotonic()
         self._chains.look()
+        self._asks_later = self._asks_later and not self.ask_to_stop()
         mpirun = SeenProcess.look(self._process.pid)
         if mpirun is not None:
             self._starters |= {each.pid: each for each in mpirun.children() if each.name == "srun"}

@@ -244,7 +244,10 @@ class Restarts:
             shielded=self._start.mpirun.kind == "Open MPI",
             stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
         )
-        self._signals.go_to(job.take)
+        # Ranks that end for a new start hear nothing any more: a warning to stop is for the run then.
+        self._signals.go_to(
+            lambda number: job.take(number) and not (number == signal.SIGUSR1 and ranks.leaving is not None)
+        )
         status = job.wait(lambda: self._look(job))
         written = job.written.decode(errors="replace")
         # mpirun may end with status 0 though it has lost ranks.

@@ -29,6 +29,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import unpack
 from ringreduce.launcher.hosts import is_here
 from ringreduce.launcher.job import say
+from ringreduce.launcher.schedulers import Allocation
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import UNNAMED, Start
 
@@ -229,7 +230,12 @@ def _program(spec: LaunchSpec) -> list[str]:
     if not script or not os.path.isfile(file) or _is_within(file, sys.prefix) or file == _base_python():
         file = ""
     folder = Path(file).parent if file else Path.cwd()
-    beside = [str(each) for each in folder.iterdir() if each.suffix == ".py" or (each / "__init__.py").is_file()]
+    # Neither a link that leads nowhere, as editors make them, nor what is in another user's folder.
+    beside = [
+        str(each)
+        for each in folder.iterdir()
+        if (each.suffix == ".py" and each.exists()) or os.path.isfile(each / "__init__.py")
+    ]
     return [*([file] if file else []), *beside]
 
 
@@ -259,11 +265,12 @@ def _line(start: Start, host: str, command: Sequence[str]) -> list[str]:
     """
     if start.by_ssh:
         return [*start.mpirun.ssh_to(host, start.spec, os.environ), shlex.join(command)]
+    scheduler = Allocation.scheduler_here(os.environ)
+    if scheduler is not None and scheduler.name == "Slurm":  # also where users name hosts of the allocation
+        return ["srun", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", *command]
     chosen = next((os.environ[name] for name in _AGENTS if name in os.environ), "")
     if chosen:
         return [*shlex.split(chosen), host, shlex.join(command)]
-    if start.allocation is not None and start.allocation.scheduler.name == "Slurm":
-        return ["srun", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", *command]
     raise ConfigError(f"--ship reaches hosts by ssh, by srun, or by the agent that {_AGENTS[0]} names; set that")
 
 
@@ -322,7 +329,7 @@ class _Host:
             self.process.wait(_REMOVE_S)
         self._errors.seek(0)
         said = " ".join(self._errors.read().decode(errors="replace").split())[-400:]
-        if self.process.returncode == 127 or "No such file" in said:
+        if self.process.returncode == 127 or (_base_python() in said and "No such file" in said):
             python = _base_python()
             return (
                 f"{self.name} has no {python}, the Python that this environment was made by; install it there ({said})"

@@ -41,9 +41,12 @@ def _answer(what: str, text: str = "") -> None:
 
 def _require_own(folder: str) -> None:
     """Make a folder that this user alone can use, unless it is there."""
-    with suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    found = os.lstat(folder)
+    found = None
+    while found is None:
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        with suppress(FileNotFoundError):  # another job has just removed it, as it was empty
+            found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise _NoPlaceError(f"{folder} is no folder of this user alone; remove it, or set TMPDIR to another folder")
 
@@ -98,7 +101,10 @@ def _remove(base: str, folder: str, lock: int) -> None:
 def _remove_others(base: str, name: str) -> None:
     """Remove other versions of the same environment that were kept, and that no job uses."""
     kind = name.partition("-")[0]
-    for other in os.listdir(base):
+    others: list[str] = []
+    with suppress(FileNotFoundError):  # another job has just removed the last of them
+        others = os.listdir(base)
+    for other in others:
         if other.startswith(f"{kind}-") and other != name:
             folder = os.path.join(base, other)
             with suppress(OSError):
@@ -160,8 +166,15 @@ def hold(request: dict[str, Any]) -> None:
             other = file.read()
         if other != host:
             keeps = True
-            raise _NoPlaceError(f"it shares {base} with {other}; set TMPDIR to a folder that each host has for itself")
-        fcntl.flock(lock, fcntl.LOCK_SH)
+            raise _NoPlaceError(
+                f"it shares {base} with {other}; set TMPDIR to a folder that each host has for itself, or remove "
+                f"{folder} if that was this host's name"
+            )
+        fcntl.flock(lock, fcntl.LOCK_SH)  # which lets go first
+        if not (_is_at(lock, folder) and _is_whole(folder)):
+            raise _NoPlaceError("another job has removed the copy meanwhile; start this one again")
+        # Ranks may be saving when all processes of a job get SIGTERM. They have the copy until the input ends.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _answer("has")
         while sys.stdin.buffer.read(_PIECE_NBYTES):
             pass

@@ -13,6 +13,8 @@ import launching
 import pytest
 from launching import LIMIT_S, RINGREDUCE, job_environment
 
+from ringreduce.common import processes
+
 PROGRAM = launching.PROGRAMS / "stopped_training.py"
 STEPS = 12
 STOPPED = os.EX_TEMPFAIL
@@ -112,6 +114,22 @@ def test_a_plain_loop_saves_before_the_job_ends(tmp_path: Path, command: tuple[s
     start = RINGREDUCE if name == "ringreduce" else name
     done = launching.run(start, *words, sys.executable, "-c", PLAIN, tmp_path / "first")
     assert (done.returncode, done.stdout) == (STOPPED, "saved 4\n"), done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--elastic",)])
+def test_a_warning_that_comes_before_the_ranks_stops_them(options: tuple[str, ...]) -> None:
+    """Schedulers send one, whenever that is: in the same moment as the launcher can take it."""
+    program = "import ringreduce as rr, sys; rr.init()\nwhile not rr.stopping(): rr.barrier()\nsys.exit(75)"
+    line = [RINGREDUCE, "run", "-np", "2", *options, sys.executable, "-c", program]
+    with job_environment() as environment, subprocess.Popen(line, stderr=subprocess.PIPE, env=environment) as job:
+        try:
+            while not processes.handles(job.pid, signal.SIGUSR1):
+                assert job.poll() is None
+            job.send_signal(signal.SIGUSR1)
+            _, said = job.communicate(timeout=LIMIT_S)
+        finally:
+            job.terminate()
+    assert job.returncode == STOPPED, said
 
 
 NEVER_ASKS = """
