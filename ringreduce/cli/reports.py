@@ -16,7 +16,7 @@ from ringreduce.common.quantities import format_nbytes
 from ringreduce.doctor import doctor as machine
 from ringreduce.doctor import dumps, trace_report
 from ringreduce.doctor import top as jobs
-from ringreduce.elastic.commits import CommitStore
+from ringreduce.elastic.commit_store import CommitStore
 
 __all__ = ["doctor", "export", "timeline", "top"]
 

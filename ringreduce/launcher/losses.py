@@ -16,7 +16,8 @@ from functools import partial
 
 from ringreduce.common.processes import end_with_parent
 from ringreduce.launcher.hosts import Hosts, is_here
-from ringreduce.launcher.job import Mark, say
+from ringreduce.launcher.job import say
+from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.start import UNNAMED, Start
 
 __all__ = ["Losses"]

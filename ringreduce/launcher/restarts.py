@@ -16,8 +16,9 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures
 from ringreduce.launcher.allocations_end import StopBefore
 from ringreduce.launcher.hosts import Hosts, parse_hosts
-from ringreduce.launcher.job import Job, Mark, Signals, say
+from ringreduce.launcher.job import Job, Signals, say
 from ringreduce.launcher.losses import Losses
+from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.start import Start
 
 __all__ = ["Discovery", "Restarts"]

@@ -12,7 +12,7 @@ import pytest
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import Cooldown, SizePolicy
-from ringreduce.launcher.job import Mark
+from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.mpirun import Mpirun
 from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.spec import LaunchSpec

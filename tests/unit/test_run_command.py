@@ -17,7 +17,8 @@ from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import job, mpirun, restarts, start
 from ringreduce.launcher.hosts import SizePolicy
-from ringreduce.launcher.job import HEARING, SUPERVISOR, Mark, Output
+from ringreduce.launcher.job import HEARING, SUPERVISOR
+from ringreduce.launcher.marks import Mark, Output
 from ringreduce.launcher.mpirun import Mpirun
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import UNNAMED, Start

@@ -1,0 +1,231 @@
+"""The files of commits: whole or not at all, the last few, and never one that was changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.common.config import VERSION
+from ringreduce.common.files import create_file, own_folder, replace_file
+from ringreduce.common.launch import notify_launcher
+
+__all__ = ["CommitStore"]
+
+_log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"commit-([0-9]{12})((?:\.rank-[0-9]+)?)\.(json|pt)")
+_CHUNK_NBYTES = 1 << 20
+
+
+class CommitStore:
+    """The last commits of a training, in a folder, for a job that begins again.
+
+    Each is a file of content, ``commit-000000000012.pt``, and one with its length and SHA-256,
+    ``commit-000000000012.json``. Both are written under other names, flushed to the disk and renamed, the second last:
+    a commit without it does not count. A rank's own part goes into a file of its own beside it, ``.rank-3.pt``.
+
+    Commits are written beside the training, on one thread. While it writes, a new commit waits, and the next one
+    takes its place: no more than two commits are in memory.
+
+    Args:
+        folder: path of the folder; `prepare` makes it if need be, for this user alone.
+        keep: number of commits that stay; older ones are removed, with the parts of all ranks.
+        write: writes content to an open file.
+        read: reads it from one.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int,
+        write: Callable[[Any, BinaryIO], None],
+        read: Callable[[BinaryIO], Any],
+    ) -> None:
+        self.folder = Path(folder)
+        self._keep = keep
+        self._write = write
+        self._read = read
+        self._waiting: dict[str, tuple[int, Any, Mapping[str, Any]]] = {}  # by part, what is to be written
+        self._writer = ThreadPoolExecutor(1, "ringreduce writes commits")
+        self._last: Future[None] | None = None
+        self._has_said = False  # to the launcher that there is a commit of this job
+
+    def put(self, number: int, content: Any, part: str = "", said: Mapping[str, Any] | None = None) -> None:
+        """Have a commit written; returns at once.
+
+        Args:
+            number: number of the commit.
+            content: content, which nobody changes from now on.
+            part: suffix of a rank, ``".rank-3"``; empty: the part of all ranks.
+            said: further entries of its description.
+        """
+        self._waiting[part] = number, content, said or {}
+        self._last = self._writer.submit(self._write_waiting, part)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is written."""
+        return self._last is None or self._last.done()
+
+    def settle(self) -> None:
+        """Return when everything is written."""
+        settled: Future[None] | None = None
+        while settled is not self._last:  # what is written may have more written
+            settled = self._last
+            if settled is not None:
+                settled.result()  # one thread does one thing after the other
+
+    def prepare(self) -> None:
+        """Make the folder, and remove the partial commits of writers that have died.
+
+        Raises:
+            OSError: the folder cannot be used, belongs to another user, or others may write to it.
+        """
+        own_folder(self.folder)
+        for each in self.folder.glob(".commit-*"):
+            if not os.path.exists(f"/proc/{each.suffix[1:]}"):
+                each.unlink(missing_ok=True)
+        probe = self.folder / f".probe.{os.getpid()}"
+        create_file(probe).close()
+        probe.unlink()
+
+    def whole(self, part: str = "") -> list[int]:
+        """Return the numbers of the commits that have a whole part, ascending.
+
+        Args:
+            part: as for `put`.
+        """
+        return [number for number in self._numbers(part) if self.has(number, part)]
+
+    def has(self, number: int, part: str = "") -> bool:
+        """Return whether a part of a commit is whole; log the reason if it is not."""
+        why = self._flaw(number, part)
+        if why:
+            _log.error("%s cannot be used: %s", self._path(number, part), why)
+        return not why
+
+    def examine(self, part: str = "") -> dict[int, str]:
+        """Return the numbers of all commits, ascending, each with the reason why it cannot be used; empty: it can.
+
+        Args:
+            part: as for `put`.
+        """
+        return {number: self._flaw(number, part) for number in self._numbers(part)}
+
+    def load(self, number: int, part: str = "") -> Any:
+        """Return the content of a whole part."""
+        with _open(self._path(number, part)) as file:
+            return self._read(file)
+
+    def description(self, number: int, part: str = "") -> dict[str, Any]:
+        """Return what is said of a part: its length, its SHA-256, and what `put` was given to say."""
+        with _open(self._path(number, part, "json")) as file:
+            said: dict[str, Any] = json.loads(file.read())
+        return said
+
+    def parcel(self, number: int, part: str) -> tuple[bytes, npt.NDArray[np.uint8]]:
+        """Return the description and the content of a part that is whole, as files have them, for `accept`."""
+        with _open(self._path(number, part, "json")) as described, _open(self._path(number, part)) as file:
+            return described.read(), np.asarray(np.memmap(file, np.uint8, "r"))
+
+    def accept(self, number: int, part: str, parcel: tuple[bytes, npt.NDArray[np.uint8]]) -> None:
+        """Store what `parcel` has returned on another host.
+
+        Raises:
+            OSError, ValueError: it cannot be stored; it is not as it was.
+        """
+        said, content = parcel
+        replace_file(self._path(number, part), lambda file: file.write(content.data))
+        replace_file(self._path(number, part, "json"), lambda file: file.write(said))
+        self._require_whole(number, part)
+
+    # ---- files ----
+
+    def _path(self, number: int, part: str = "", suffix: str = "pt") -> Path:
+        return self.folder / f"commit-{number:012}{part}.{suffix}"
+
+    def _pieces(self) -> list[tuple[int, str]]:
+        """Return the numbers and parts of all that has a description, ascending."""
+        if not self.folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(each.name) for each in self.folder.iterdir())
+        return sorted((int(each[1]), each[2]) for each in found if each and each[3] == "json")
+
+    def _numbers(self, part: str) -> list[int]:
+        return [number for number, each in self._pieces() if each == part]
+
+    def _flaw(self, number: int, part: str) -> str:
+        """Return the reason why a part of a commit cannot be used; empty if it can."""
+        try:
+            self._require_whole(number, part)
+        except Exception as error:  # whatever a truncated or foreign file leads to
+            return str(error) or type(error).__name__
+        return ""
+
+    def _require_whole(self, number: int, part: str) -> None:
+        said = self.description(number, part)
+        path = self._path(number, part)
+        found = {"nbytes": path.stat().st_size, "sha256": _digest(path)}
+        for what, value in found.items():
+            if said[what] != value:
+                raise ValueError(f"its {what} is {value}, not {said[what]}")
+
+    def _write_waiting(self, part: str) -> None:
+        if part not in self._waiting:
+            return  # what came later was written in its place
+        number, content, said = self._waiting.pop(part)
+        try:
+            self._store(number, content, part, said)
+        except Exception:  # a full disk, or what cannot be pickled: the training goes on
+            _log.exception("commit %d was not written to %s", number, self.folder)
+
+    def _store(self, number: int, content: Any, part: str, said: Mapping[str, Any]) -> None:
+        path = self._path(number, part)
+        replace_file(path, lambda file: self._write(content, file))
+        try:
+            self.load(number, part)  # what cannot be read again is no commit
+        except Exception:
+            path.unlink()
+            raise
+        said = {**said, "nbytes": path.stat().st_size, "sha256": _digest(path), "ringreduce": VERSION}
+        replace_file(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
+        if not part and not self._has_said:
+            self._has_said = True
+            notify_launcher("has a commit")
+        # Those of higher numbers, which were there and could not be used, do not count.
+        kept = [each for each in self._numbers(part) if each <= number]
+        if len(kept) <= self._keep:  # a part that is new here says nothing of which commits are whole
+            return
+        for each in self.folder.iterdir():
+            found = _NAME.fullmatch(each.name)
+            # A part takes along those of all ranks, which may have died, and what is common to the ranks everything.
+            if found and (found[2] or not part) and int(found[1]) < kept[-self._keep]:
+                each.unlink(missing_ok=True)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a regular file for reading, without following links or waiting for FIFOs."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("it is no regular file")
+    return file
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with _open(path) as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,93 @@
+"""What ranks write to standard error for the launcher, and what Open MPI does: users see neither."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = ["Mark", "Output"]
+
+_MARK = re.compile(rb"\x1eringreduce: rank ([0-9]{1,9}) on ([^\s\x1e]{1,255}) ([a-z ]{1,20})\n")
+#: What may become one.
+_HALF_MARK = rb"\x1e[^\n]{0,320}\Z"
+#: How the boxes begin in which Open MPI says that a rank has failed, under a line of dashes.
+_FAILURES = (
+    b"MPI_ABORT was invoked on rank ",
+    b"prterun detected that one or more processes ",
+    b"prterun has exited due to process rank ",
+    b"prterun noticed that process rank ",
+    b"PRTE has lost communication with a remote daemon.",
+)
+_OPENING = rb"(?<=[\n\0])-{70,99}\n"
+_BODY = b"(?:" + b"|".join(map(re.escape, _FAILURES)) + rb")(?:(?!\n-{70,99}\n)[^\0]){0,4096}"
+_END = rb"\n-{70,99}\n\0*"  # prterun writes NUL bytes behind it
+_BOX = _OPENING + _BODY + _END
+#: The mpirun, in the name that it gives a process.
+_NAMED = re.compile(rb"Process name: +\[prterun-[^\s@]{1,255}-([0-9]+)@")
+#: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
+_BEGUN = b"|".join(re.escape(each[:count]) for each in _FAILURES for count in range(len(each)))
+_HALF_BOX = rb"(?<=[\n\0])-{1,99}\Z|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?)\Z"
+
+
+class Mark(NamedTuple):
+    """A message of a rank, or of the shell that has started it, to the launcher.
+
+    Attributes:
+        what: of the shell: ``"has ended well"``, ``"has stopped"``: with the status of a job that is to be run again;
+            ``"has died"``; ``"has no package there"``: its host does not have ringreduce where the launcher has it;
+            ``"lives"``, every few seconds, for its host. Of the rank: ``"is connected"``, to all others by MPI, which
+            reports deaths to it; ``"has a commit"``: it has written one to disk; ``"begins again"``: its commit is on
+            disk, and it ends for a job on other hosts; ``"has gone on"`` after some of the others have failed;
+            ``"agrees to stop"``, as all ranks of its world do.
+        rank: which.
+        host: on which it runs, by its name there.
+    """
+
+    what: str
+    rank: int
+    host: str
+
+
+class Output:
+    """The standard error of a job, without the marks of its ranks.
+
+    And without the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it. Those of another
+    mpirun, which a rank may have started, pass if it names itself in there.
+
+    Args:
+        pid: process id of mpirun; None: all boxes pass.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self._pid = None if pid is None else b"%d" % pid
+        self._held = b"\n"  # the last byte that has passed, and what may be the beginning of a mark or a box
+
+    def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
+        """Return the output that passes, and the marks; the beginning of a possible mark or box waits."""
+        return self._pass(
+            chunk, _BOX + rb"(?=[^\0])", _HALF_MARK if self._pid is None else _HALF_MARK + b"|" + _HALF_BOX
+        )
+
+    def idle(self) -> bytes:
+        """Return the lines that wait for a box, since none has followed for long."""
+        return self._pass(b"", _BOX, _HALF_MARK)[0]
+
+    def rest(self) -> bytes:
+        """Return all lines that still wait, since nothing follows."""
+        return self._pass(b"", _BOX, rb"(?!)")[0]
+
+    def _pass(self, chunk: bytes, boxes: bytes, waiting: bytes) -> tuple[bytes, list[Mark]]:
+        text = self._held + chunk
+        found = _MARK.findall(text)
+        text = _MARK.sub(b"", text)
+        if self._pid is not None:
+            text = re.sub(boxes, self._kept, text)
+        half = re.search(waiting, text)
+        end = len(text) if half is None else half.start()
+        self._held = text[end - 1 :]
+        marks = [Mark(what.decode(), int(rank), host.decode(errors="replace")) for rank, host, what in found]
+        return text[1:end], marks
+
+    def _kept(self, box: re.Match[bytes]) -> bytes:
+        named = _NAMED.search(box[0])
+        return box[0] if named is not None and named[1] != self._pid else b""
