@@ -41,6 +41,7 @@ ELSEWHERE = {
     "docs/observe.md: ringreduce top": "ends when it is told to; tests/unit/test_top_command.py",
     "docs/observe.md: ringreduce top --prometheus 9400": "ends when it is told to; tests/unit/test_top_command.py",
     "docs/observe.md: mpirun -np 2 python -m ringreduce doctor": "tests/jobs/test_doctor_job.py",
+    "docs/endings.md: srun": "takes Slurm; tests/clusters/test_slurm.py",
     "docs/speed.md: mpirun -np 2 python -m ringreduce bench async": "tests/jobs/test_bench_job.py",
     "docs/tuning.md: mpirun -np 2 python -m ringreduce bench async": "tests/jobs/test_bench_job.py",
     "docs/tuning.md: mpirun -np 2 python -m ringreduce bench all --report": "tests/jobs/test_bench_job.py",
