@@ -40,7 +40,7 @@ _NONE = _Commit("", 0)
 
 
 class _WholePart(NamedTuple):
-    """A part of a commit of so many ranks; and the last commit that was on some disk when it was made."""
+    """A part of a commit of so many ranks; and the last commit that any rank had on disk when this was made."""
 
     commit: _Commit
     part: str
@@ -51,8 +51,8 @@ class _WholePart(NamedTuple):
 class DiskCommits(CommitStore):
     """Commits in a folder: rank 0 writes the part of all ranks, each rank its own part, and others copies.
 
-    A commit is known by its number and its run: what a job writes from when it begins until its ranks change. Runs have
-    texts that sort in their order, so that what an earlier one has left, on a host that was away, counts less.
+    A commit is known by its number and its run: what a job writes from when it begins until its ranks change. The
+    names of runs sort by time: what an earlier run has left on a host that was away does not count as the last commit.
 
     Args:
         folder: path of the folder, the same for the ranks of a host.
@@ -182,7 +182,7 @@ class DiskCommits(CommitStore):
         copies = self._copies
         keeps_common = rank() in copies.keepers(None)
         parts: dict[str, Any] = {}
-        if own or (copies.speaks and not keeps_common):  # without any, a host could not tell that commits are lost
+        if own or (copies.speaks and not keeps_common):  # a host that keeps nothing else knows by it of lost commits
             parts[_part_of(rank())] = {"objects": own, "values": {}, "size": size()}
         if copies.count > 1:
             forced |= self._every > 1
@@ -232,7 +232,7 @@ class DiskCommits(CommitStore):
             _log.warning(said, self._replicas, self._copies.count)
 
     def _examined(self, *, has_own: bool) -> list[_WholePart]:
-        """Return which parts are whole, of those at which this rank looks: all together look at each once."""
+        """Return the whole parts among those that this rank checks; of each disk, every part is checked by one rank."""
         own = {*([_part_of(rank())] if has_own else []), *([""] if rank() == 0 else [])}
         place, count = self._copies.shares()
         return [

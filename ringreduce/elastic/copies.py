@@ -52,7 +52,7 @@ class Copies:
         """Return which ranks write a part, one on each of `count` disks.
 
         Args:
-            owner: of the part, who is the first of them; None: what is common to the ranks.
+            owner: rank whose part it is, and the first that keeps it; None: the part of all ranks.
         """
         nodes = self._hosts.nodes
         home = self._hosts.home_of(owner or 0)

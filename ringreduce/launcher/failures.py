@@ -66,6 +66,11 @@ def find_killed(text: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
+def has_ended_job(text: str) -> bool:
+    """Return whether a rank of a job that is not elastic has said that it ends the job by an error."""
+    return _ENDING.search(text) is not None
+
+
 def find_unfinished(text: str) -> int | None:
     """Return the rank that has ended with status 0, but without `init` or the end of MPI; None if there is none."""
     found = None if _ENDING.search(text) or _TRACEBACK in text else _UNFINISHED.search(text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import math
 import os
-import re
 import select
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import end_with_parent, handles, is_launcher, is_pending
 from ringreduce.launcher.chains import Chains, SeenProcess, send
-from ringreduce.launcher.failures import KEPT_NBYTES
+from ringreduce.launcher.failures import KEPT_NBYTES, has_ended_job
 from ringreduce.launcher.grace import Grace, programs
 from ringreduce.launcher.marks import Mark, Output
 from ringreduce.launcher.shells import shell
@@ -49,8 +48,6 @@ HEARING = (
     "os.execvp(sys.argv[1], sys.argv[1:])",
 )
 
-#: What a rank of a job that is not elastic says when it ends that by an error.
-_FAILED = re.compile(rb"ringreduce: rank [0-9]+ of [0-9]+ .*; ending the job\n")
 _READ_NBYTES = 1 << 16
 
 
@@ -115,7 +112,7 @@ class Signals:
         """Wait for some time, by a clock that returns seconds, or until a signal comes."""
         until = clock() + seconds
         while self.missed is None and (left_s := until - clock()) > 0:
-            time.sleep(min(left_s, _FIRST_LOOKS_S))
+            time.sleep(min(left_s, _FIRST_LOOKS_S))  # a signal does not end it, as its handler returns
 
 
 class Job:
@@ -227,7 +224,8 @@ class Job:
         """Return whether the ranks have stopped, and none of those that were to has ended in another way."""
         if self._has_shells:
             return self._has_stopped and not self._to_stop
-        return status == os.EX_TEMPFAIL and not self._has_killed and _FAILED.search(self.written) is None
+        has_failed = self._has_killed or has_ended_job(self.written.decode(errors="replace"))
+        return status == os.EX_TEMPFAIL and not has_failed
 
     def signal_ranks(self) -> None:
         """Have mpirun signal to all ranks that the hosts have changed; not before all are connected."""

@@ -30,9 +30,9 @@ _ANSWER_S = "30"  # that a host has to answer: a login may hang
 class Losses:
     """Notices hosts that are lost, and those that answer again, and says so.
 
-    Silence is counted in looks, not in time: a launcher that was stopped, and could not hear, blames nobody. Nor does
-    one whose mpirun is stopped, or the output of that: its own host, which lives, is then silent, too. Where no rank
-    speaks for that, others count as silent only while one of them is heard.
+    Silence is counted in looks, not in time: a launcher that was stopped could not hear, and loses no host. If mpirun
+    or its output is stopped, the launcher's own host is silent, too, and no host is lost. Where no rank speaks for the
+    launcher's host, others count as silent only while one of them is heard.
 
     Args:
         start: of the jobs, whose mpirun reaches hosts in the same manner.

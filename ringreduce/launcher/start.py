@@ -23,7 +23,7 @@ from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.stdin import StandardInput
 
-__all__ = ["UNNAMED", "Start", "make_folder", "prepare"]
+__all__ = ["AGENTS", "UNNAMED", "Start", "make_folder", "prepare"]
 
 #: So often a host says that it lives within the time after which it is lost.
 _PULSES = 5
@@ -43,7 +43,7 @@ _IN_HOROVODS_WORDS = shell("horovod")
 #: Lets a rank of another host find its program; takes what `Start._found_here` returns.
 _ON_ITS_HOST = shell("host")
 #: By these, each launcher reaches hosts in another manner than by the ssh on the path.
-_AGENTS = {
+AGENTS = {
     "Open MPI": ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"),
     "MPICH": ("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC"),
     "Intel MPI": ("I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC"),
@@ -89,7 +89,7 @@ class Start:
 
     @property
     def asks_lost_hosts(self) -> bool:
-        """Whether a host that was lost is used again once it answers: not one that may have lost its copy."""
+        """Whether a host that was lost is used again once it answers; with --ship it may have lost its copy."""
         return self.by_ssh and self.grows and not self.spec.ship
 
     def with_stdin(self) -> Start:
@@ -240,7 +240,7 @@ def prepare(spec: LaunchSpec) -> Start:
 
 def _has_agent(spec: LaunchSpec, kind: str) -> bool:
     """Return whether users have chosen another agent in place of ssh, which may take other options."""
-    return any(name in os.environ for name in _AGENTS.get(kind, ())) or any("agent" in word for word in spec.more)
+    return any(name in os.environ for name in AGENTS.get(kind, ())) or any("agent" in word for word in spec.more)
 
 
 def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:

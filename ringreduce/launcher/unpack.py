@@ -20,13 +20,13 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["MARK", "hold"]
+__all__ = ["MARK", "TREE", "hold"]
 
 #: Begins the lines of answers; what the shells of a host write as well does not count.
 MARK = "ringreduce-ship "
 #: In the folder of a copy: written last, with the name of the host; and the copy itself.
 _WHOLE = "whole"
-_TREE = "root"
+TREE = "root"
 _PIECE_NBYTES = 1 << 20
 
 
@@ -145,7 +145,7 @@ def hold(request: dict[str, Any]) -> None:
     """
     base = request["base"]
     folder = os.path.join(base, request["name"])
-    tree = os.path.join(folder, _TREE)
+    tree = os.path.join(folder, TREE)
     _require_own(base)
     _remove_others(base, request["name"])
     lock = _lock(base, folder)

@@ -58,7 +58,7 @@ def train(state):
             pathlib.Path(commits, "waits").touch()
             while not pause_s:
                 signal.pause()
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # steps take as long as a host needs to be lost in the midst of them
         optimizer.zero_grad()
         model(torch.full((1, 3), float(state.step + 1), dtype=torch.float64)).sum().backward()
         optimizer.step()

@@ -60,7 +60,7 @@ def ready(cluster: Cluster) -> Cluster:
         f"""{BASE_PYTHON} -m venv --without-pip /tmp/small
         cd {sys.prefix} && xargs cp -a --parents --target-directory=/tmp/small <{cluster.shared}/files
         echo {CHECKOUT} >$(echo /tmp/small/lib/python*/site-packages)/checkout.pth
-        mkdir /tmp/work && cp {cluster.shared}/sums.py /tmp/work/ && echo "WORD = 'one'" >/tmp/work/beside.py
+        mkdir /tmp/program && cp {cluster.shared}/sums.py /tmp/program/ && echo "WORD = 'one'" >/tmp/program/beside.py
         mkdir /tmp/data && echo 1 2 3 >/tmp/data/numbers.txt""",
     )
     for number in (1, 2):
@@ -74,7 +74,7 @@ def run(cluster: Cluster, *words: str, hosts: int = 3) -> Done:
     options = [word for word in words if word.startswith("-")]
     arguments = [word for word in words if not word.startswith("-")]
     line = ["/tmp/small/bin/python", "-m", "ringreduce", "run", "-H", listed, "--ship", "--ship-path", "/tmp/data"]
-    text = 'cd /tmp/work && exec "$@"'
+    text = 'cd /tmp/program && exec "$@"'
     return cluster.run(0, "sh", "-c", text, "sh", *line, *options, "sums.py", "/tmp/data/numbers.txt", *arguments)
 
 
@@ -101,7 +101,7 @@ def test_hosts_get_what_they_do_not_have(ready: Cluster) -> None:
     assert copied not in again.text
     assert f"{ready.host(1)} and {ready.host(2)} have this version already" in again.text
 
-    shell(ready, 0, "echo \"WORD = 'another'\" >/tmp/work/beside.py")
+    shell(ready, 0, "echo \"WORD = 'another'\" >/tmp/program/beside.py")
     ended = run(ready, "terminate")
     assert (ended.status, ended.ranks()) == (143, said(ready, "another")), ended.text
     assert copied in ended.text

@@ -273,7 +273,7 @@ def test_hosts_that_are_named_in_an_allocation_are_reached_by_its_scheduler(
     monkeypatch.setattr(start.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(start, "find", lambda required=True: Mpirun("mpiexec", kind, 5))
     spec = LaunchSpec(program=("true",), hosts="a:1,b:1")
-    strangers = [name for library, names in start._AGENTS.items() if library != kind for name in names]
+    strangers = [name for library, names in start.AGENTS.items() if library != kind for name in names]
     for name in strangers:
         monkeypatch.setenv(name, "x")
     _, settings = start.prepare(spec).line_and_settings({UNNAMED: 2}, {})

@@ -16,7 +16,7 @@ import pytest
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import unpack
-from ringreduce.launcher.ship import Cargo
+from ringreduce.launcher.cargo import Cargo
 from ringreduce.launcher.spec import LaunchSpec
 
 VERSION = sys.version.partition("(")[0].strip()

@@ -206,7 +206,7 @@ class Checks:
             )
 
     def data_checksum(self, gradients: Sequence[Any]) -> int:
-        """Return a checksum of 32 bits of this rank's gradients, which `heed_data` is about."""
+        """Return a checksum of 32 bits of this rank's gradients, which `heed_data` compares."""
         if self.model is not None:
             gradients = [*gradients, *(each for _, each in self.model.sparse)]
         return self._memory.checksum_of_gradients(gradients)
