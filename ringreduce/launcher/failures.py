@@ -12,6 +12,7 @@ __all__ = [
     "find_killed",
     "find_lost_hosts",
     "find_unfinished",
+    "has_ended_job",
     "has_lost_daemon",
     "is_told",
     "lacks_horovod",
