@@ -65,8 +65,8 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
         num_groups, groups: lists of variables, or a number of lists; gradients of a list are reduced together.
         process_set: the ranks that train together.
         scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
-        staleness: by how many steps averages are applied late; must agree. For optimizers of Keras. See
-            docs/recipes/staleness.md.
+        staleness: by how many steps averages are applied late; must agree. The first steps apply zeros. For optimizers
+            of Keras. See docs/recipes/staleness.md.
 
     Raises:
         ConfigError: an argument is wrong, or two do not go together.

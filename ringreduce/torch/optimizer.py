@@ -104,7 +104,8 @@ class DistributedOptimizer(wrapper.Wrapper):
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
         shard: ``"node"``: a node has parameters and state once; ``"all"``: it has parameters once, and all ranks have
             state once; see docs/recipes/sharding.md.
-        staleness: how many steps late averages are applied; see docs/recipes/staleness.md.
+        staleness: how many steps late averages are applied; the first steps change nothing. See
+            docs/recipes/staleness.md.
 
     All arguments from ``compression`` on must be equal on all ranks.
 

@@ -264,7 +264,7 @@ def _load(source: Operand, task: Task, work: Array) -> None:
 
 
 def _store(context: Context, work: Array, task: Task, target: Operand) -> None:
-    """Copy a result to its array; averages of integers are still sums, and are divided here."""
+    """Copy a result to its array; averages of integers of up to 32 bits are still sums, and are divided here."""
     if task.is_wide:
         if task.op is not task.kind.op:
             divide_toward_zero(work, context.topology.size)

@@ -474,7 +474,7 @@ class Buckets:
                 self.memory.scale(flat, factor)
 
     def divisor(self, active: int) -> int:
-        """Return by which number the sum over the active ranks is divided."""
+        """Return by which number the sum over the active ranks is divided; dense gradients, by their collective."""
         if self.options.op is not AVERAGE:
             return 1
         return self.ranks.engine.communicator.config.conventions.averaged_over(active, self.ranks.size)

@@ -1,4 +1,4 @@
-"""Which options of optimizers, and which uses of them, go together: one table, which docs/recipes/methods.md prints.
+"""Which options of optimizers, and which uses of them, go together: one table, which docs/recipes/methods.md repeats.
 
 `REFUSED` has each pair that is refused, and why. All other pairs work: tests/parallel/test_combinations.py proves each.
 `REFUSED_IN_KERAS` has pairs of what only TensorFlow and Keras have.

@@ -109,7 +109,7 @@ class LateAverages(Strategy, PendingAverages):
             self._agreement.agree(contribution._replace(samples=error))
         self._count.add()  # a step that this rank alone refuses counts, too, as it does on the others
         self._pending.append(self._submitted(contribution, error))
-        if len(self._pending) <= self._staleness:
+        if len(self._pending) <= self._staleness:  # torch's optimizers skip None; `ListTraining` makes it zeros
             return [None] * len(contribution.parameters)
         return self.next()
 
