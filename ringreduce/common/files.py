@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from ringreduce.common import processes
+
 
 def create_file(path: Path) -> BinaryIO:
     """Open a new file for its owner alone, in place of what a process of the same number has left there."""
@@ -22,13 +24,13 @@ def replace_file(
     Args:
         path: of the file.
         write: writes what it is to hold.
-        new: where that is written first; None: to a hidden file beside it.
+        new: where that is written first; None: to its `partial_path`.
         durable: whether it is so whenever the machine stops, too.
 
     Raises:
         OSError: it cannot be written.
     """
-    new = new or path.with_name(f".{path.name}.{os.getpid()}")
+    new = new or partial_path(path)
     try:
         with create_file(new) as file:
             write(file)
@@ -44,6 +46,17 @@ def replace_file(
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def partial_path(path: Path) -> Path:
+    """Return a hidden path beside another one, where this process alone writes, among those of all hosts."""
+    return path.with_name(f".{path.name}.{processes.place()}.{os.getpid()}")
+
+
+def is_abandoned(partial: Path) -> bool:
+    """Return whether a `partial_path` is that of a process of this host which has ended."""
+    place, _, pid = partial.name.rpartition(".")
+    return place.endswith(f".{processes.place()}") and not os.path.exists(f"/proc/{pid}")
 
 
 def own_folder(folder: Path) -> None:

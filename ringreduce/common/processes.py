@@ -1,18 +1,22 @@
-"""Which processes this one belongs to: the launcher above it, and the rank that has started it, if it is none."""
+"""Which processes this one belongs to: its host, the launcher above it, and the rank that has started it, if it is none."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
 import importlib
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 from ringreduce.common.launch import LAUNCHERS
 
@@ -22,6 +26,29 @@ _ANNOUNCED = "ringreduce-rank"
 _LOOK_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec
+
+
+@cache
+def place() -> str:
+    """Return eight letters that processes of one host have in common, to which a pid means the same."""
+    return hashlib.sha256(f"{host_name()} {pid_namespace()}".encode()).hexdigest()[:8]
+
+
+def host_name() -> str:
+    """Return what is equal for two processes if and only if they run on one machine (or one of its containers)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def pid_namespace() -> str:
+    """Return what is equal for two processes of a machine if and only if a pid means the same to both."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def announce(text: bytes) -> int | None:

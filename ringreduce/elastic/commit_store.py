@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.config import VERSION
-from ringreduce.common.files import create_file, own_folder, replace_file
+from ringreduce.common.files import create_file, is_abandoned, own_folder, partial_path, replace_file
 from ringreduce.common.launch import notify_launcher
 
 __all__ = ["CommitStore"]
@@ -25,6 +25,7 @@ __all__ = ["CommitStore"]
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"commit-([0-9]{12})((?:\.rank-[0-9]+)?)\.(json|pt)")
+_PARTIAL = re.compile(r"\.commit-([0-9]{12})\..*")
 _CHUNK_NBYTES = 1 << 20
 
 
@@ -94,9 +95,9 @@ class CommitStore:
         """
         own_folder(self.folder)
         for each in self.folder.glob(".commit-*"):
-            if not os.path.exists(f"/proc/{each.suffix[1:]}"):
+            if is_abandoned(each):
                 each.unlink(missing_ok=True)
-        probe = self.folder / f".probe.{os.getpid()}"
+        probe = partial_path(self.folder / "commit-probe")  # ranks of other hosts may have the same pid
         create_file(probe).close()
         probe.unlink()
 
@@ -211,6 +212,10 @@ class CommitStore:
             found = _NAME.fullmatch(each.name)
             # A part takes along those of all ranks, which may have died, and what is common to the ranks everything.
             if found and (found[2] or not part) and int(found[1]) < kept[-self._keep]:
+                each.unlink(missing_ok=True)
+            # So old a partial one is that of a host that was lost: nobody there can tell that its writer has ended.
+            partial = _PARTIAL.fullmatch(each.name)
+            if partial and not part and int(partial[1]) < kept[-self._keep]:
                 each.unlink(missing_ok=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.files import create_file, own_folder
+from ringreduce.common.files import create_file, own_folder, partial_path
 from ringreduce.elastic.commit_store import CommitStore
 from ringreduce.elastic.copies import Copies
 from ringreduce.runtime import rank, size
@@ -336,7 +336,7 @@ def choose(common: Sequence[T], with_parts: Sequence[T], sizes: Mapping[T, int])
 
 def require_seen_by_all(folder: str) -> None:
     """Raise a `ConfigError` on all ranks unless all see the folder, which rank 0 makes if need be. Collective."""
-    probe = Path(folder) / f".shared.{os.getpid()}"
+    probe = partial_path(Path(folder) / "commit-seen")
     reason = ""
     if rank() == 0:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ringreduce.common.files import create_file
+from ringreduce.common.files import create_file, partial_path
 from ringreduce.common.topology import Topology
 from ringreduce.runtime import rank, size, world
 from ringreduce.training.calls.objects import allgather_object
@@ -74,7 +74,7 @@ class Copies:
 def _seen(folder: Path) -> list[int]:
     """Return, by rank, the first rank whose file it sees in its folder; itself, if it cannot make one."""
     # As a partial commit, which `CommitStore.prepare` removes if this process dies.
-    probe = folder / f".commit-{secrets.token_hex(8)}.{os.getpid()}"
+    probe = partial_path(folder / f"commit-{secrets.token_hex(8)}")
     with suppress(OSError):
         create_file(probe).close()
     names = allgather_object(probe.name)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ringreduce.common.files import replace_file
+from ringreduce.common.files import partial_path, replace_file
 
 __all__ = ["TraceFile", "collect"]
 
@@ -112,7 +112,7 @@ class TraceFile:
         Raises:
             OSError: that does not work; the file and the parts are as they were.
         """
-        new = Path(f"{self._part}.{os.getpid()}")
+        new = partial_path(Path(self._part))
         replace_file(Path(self._path), self._write_all, new=new, durable=False)
 
     def _write_all(self, file: BinaryIO) -> None:

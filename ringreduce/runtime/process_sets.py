@@ -13,6 +13,7 @@ from ringreduce.common.call_sites import CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.lifetime import Lifetime, close_all
+from ringreduce.common.processes import host_name
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.snapshots import Observed
@@ -20,7 +21,7 @@ from ringreduce.transport.checked import checked
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
-from ringreduce.transport.shared.node import host_name, join
+from ringreduce.transport.shared.node import join
 from ringreduce.transport.shared.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 

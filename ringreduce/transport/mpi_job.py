@@ -23,7 +23,6 @@ from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, Transp
 from ringreduce.common.launch import launch
 from ringreduce.transport.messages import exchange_json
 from ringreduce.transport.mpi_messages import MpiMessages, revoke_all
-from ringreduce.transport.shared.node import host_name, pid_namespace
 from ringreduce.transport.waiting import Waiter
 
 _log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class MpiRanks:
     def messages(self, waiter: Waiter) -> MpiMessages:
         messages = MpiMessages(self._comm, waiter)
         if launch().survives_deaths and not self._processes:
-            namespace = f"{host_name()} {pid_namespace()}"
+            namespace = f"{processes.host_name()} {processes.pid_namespace()}"
             given = self._given.Get_group()
             numbers = self._comm.Get_group().Translate_ranks(list(range(self._comm.size)), given)
             introduced = zip(numbers, exchange_json(messages, (namespace, os.getpid())), strict=True)

@@ -10,10 +10,11 @@ from whole_numbers import check_averages
 import ringreduce as rr
 from ringreduce.collectives import Context
 from ringreduce.common.config import Config
+from ringreduce.common.processes import host_name
 from ringreduce.testing import check_choices, check_collectives, check_messages, expected, sample
 from ringreduce.transport.checked import checked
 from ringreduce.transport.mpi_messages import MpiMessages
-from ringreduce.transport.shared.node import host_name, join
+from ringreduce.transport.shared.node import join
 from ringreduce.transport.shared.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 

@@ -12,9 +12,10 @@ from mpi4py import MPI
 import ringreduce as rr
 from ringreduce.collectives import Context
 from ringreduce.common.config import Config
+from ringreduce.common.processes import host_name
 from ringreduce.testing import caught
 from ringreduce.transport.mpi_messages import MpiMessages
-from ringreduce.transport.shared.node import host_name, join
+from ringreduce.transport.shared.node import join
 from ringreduce.transport.shared.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 

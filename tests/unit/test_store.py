@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from ringreduce.common import processes
+from ringreduce.common.files import partial_path
 from ringreduce.elastic import CommitStore
 
 
@@ -167,15 +169,33 @@ def test_a_ranks_own_part_is_written_before_the_common_one(tmp_path: Path) -> No
 
 
 def test_what_dead_writers_have_left_is_removed(tmp_path: Path) -> None:
-    """Half of a file, of a process that is gone."""
-    left = tmp_path / "commits" / ".commit-000000000001.pt.999999999"
-    left.parent.mkdir()
-    left.touch()
-    store_in(tmp_path)
-    assert not left.exists()
+    """Half of a file, of a process that is gone; of another host's processes, a pid says nothing."""
+    folder = tmp_path / "commits"
+    folder.mkdir()
+    mine = folder / f".commit-000000000001.pt.{processes.place()}.999999999"
+    others = folder / ".commit-000000000002.pt.01234567.999999999"
+    for each in (mine, others):
+        each.touch()
+    store = store_in(tmp_path, keep=2)
+    assert not mine.exists()
+    put(store, 1, 2, 3)
+    assert others.exists()
+    put(store, 4)  # after which nobody is to write commit 2
+    assert not others.exists()
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         store_in(tmp_path / "file")
+
+
+def test_processes_of_two_hosts_with_one_pid_write_to_different_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that the hosts share."""
+    mine = partial_path(tmp_path / "commit")
+    monkeypatch.setattr(processes, "place", lambda: "01234567")
+    others = partial_path(tmp_path / "commit")
+    assert mine.name.rpartition(".")[2] == others.name.rpartition(".")[2]
+    assert mine != others
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +230,8 @@ def test_links_in_place_of_temporary_files_are_not_followed(tmp_path: Path) -> N
     """Neither to a file that would be overwritten, nor to one that would be made."""
     store, other = store_in(tmp_path), tmp_path / "other"
     other.write_text("keep")
-    names = [f".commit-{1:012}.{part}.{os.getpid()}" for part in ("pt", "json")] + [f".probe.{os.getpid()}"]
-    for name in names:
-        (store.folder / name).symlink_to(other)
+    for name in (f"commit-{1:012}.pt", f"commit-{1:012}.json", "commit-probe"):
+        partial_path(store.folder / name).symlink_to(other)
     put(store_in(tmp_path), 1)
     assert store.whole() == [1]
     assert other.read_text() == "keep"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from ringreduce.buffers import Bytes, address_of
 from ringreduce.common.config import Config
 from ringreduce.common.errors import TransportError
+from ringreduce.common.processes import pid_namespace
 from ringreduce.common.topology import Topology
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.shared.arena import Arena, Block, memory_nbytes
@@ -45,15 +44,6 @@ class Node:
     hosts: Topology
     arena: Arena
     board: Board
-
-
-def host_name() -> str:
-    """Return what is equal for two processes if and only if they run on one machine (or one of its containers)."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
 
 
 def join(
@@ -107,14 +97,6 @@ def join(
     board = Board(arena, members, places, rank=messages.rank, waiter=waiter)
     messages.exchange(b"")  # nobody may flag before everyone looks
     return Node(topology, hosts, arena, board=board)
-
-
-def pid_namespace() -> str:
-    """Return what is equal for two processes of a machine if and only if a pid means the same to both."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def _share(
