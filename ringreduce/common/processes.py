@@ -1,4 +1,4 @@
-"""Which processes this one belongs to: its host, the launcher above it, and the rank that has started it, if it is none."""
+"""Which processes this one belongs to: its host, the launcher, and the rank that has started it, if it is none."""
 
 from __future__ import annotations
 
