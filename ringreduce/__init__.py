@@ -32,7 +32,7 @@ from ringreduce.common.instruments import Instrument
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.common.topology import Topology
 from ringreduce.launcher.function import run
-from ringreduce.observe.audit import fingerprint
+from ringreduce.observe.fingerprints import fingerprint
 from ringreduce.observe.metrics import Metrics
 from ringreduce.runtime import (
     Recovery,

@@ -58,6 +58,16 @@ TORCHRUN = Launcher("torchrun (or what sets its variables)", "WORLD_SIZE", "RANK
 #: Has no variable for the size, but where a rank is not 0 there are others.
 _PMIX_RANK = "PMIX_RANK"
 
+#: Schedulers: the variable with the number of the job, one that only jobs of it have, the one that says which hosts it
+#: has granted, in words, if there is one, and the one that counts how often the job was run again.
+_SCHEDULERS = {
+    "Slurm": ("SLURM_JOB_ID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
+    "PBS": ("PBS_JOBID", "PBS_JOBID", "", ""),
+    "LSF": ("LSB_JOBID", "LSB_JOBID", "LSB_MCPU_HOSTS", ""),
+    "Grid Engine": ("JOB_ID", "PE_HOSTFILE", "", ""),
+    "flux": ("FLUX_JOB_ID", "FLUX_JOB_ID", "", ""),
+}
+
 #: What `ringreduce run` sets, and `horovodrun` (the folder of commits).
 VARIABLES = {
     f"RINGREDUCE_{name}"
@@ -165,6 +175,24 @@ def _several(number: Callable[[str], int | None]) -> tuple[Launcher | None, str]
 def launch() -> Launch:
     """Return what the launcher of this process says."""
     return Launch.from_environ(os.environ)
+
+
+def allocation(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """Return what a scheduler says of the job that this process is in; None: there is no scheduler.
+
+    Returns:
+        scheduler, job (its number) and, where the scheduler says so, hosts and restarts (how often it was run again).
+    """
+    for name, (job, only, hosts, restarts) in _SCHEDULERS.items():
+        if environ.get(job) and environ.get(only):
+            found = {
+                "scheduler": name,
+                "job": environ[job],
+                "hosts": environ.get(hosts),
+                "restarts": environ.get(restarts),
+            }
+            return {key: value for key, value in found.items() if value}
+    return None
 
 
 def notify_launcher(what: str) -> None:

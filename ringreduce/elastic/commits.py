@@ -15,7 +15,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file, own_folder, partial_path
 from ringreduce.elastic.commit_store import CommitStore
 from ringreduce.elastic.copies import Copies
-from ringreduce.runtime import rank, size
+from ringreduce.runtime import audited, rank, record, record_refusal, size
 from ringreduce.training.calls.objects import allgather_object, alltoall_object, broadcast_object
 
 __all__ = ["DiskCommits", "LostCommitsError", "choose", "require_seen_by_all"]
@@ -222,6 +222,9 @@ class DiskCommits(CommitStore):
         super()._store(number, content, part, said)
         if not part:
             self._stored = _Commit(said["run"], number)
+            if audited():
+                file = os.path.abspath(self._path(number))
+                record("written", {"number": number, "file": file, "sha256": self.description(number)["sha256"]})
 
     # ---- which commit to begin with ----
 
@@ -311,7 +314,9 @@ class DiskCommits(CommitStore):
     def _refuse(self, reasons: Mapping[int, str]) -> None:
         if reasons:
             said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-            raise ConfigError(f"commits cannot be kept in {self.folder}: {said}")
+            error = ConfigError(f"commits cannot be kept in {self.folder}: {said}")
+            record_refusal("keep_on_disk", error)
+            raise error
 
 
 def _part_of(owner: int | None) -> str:

@@ -17,8 +17,8 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
 from ringreduce.elastic.commits import DiskCommits, LostCommitsError, require_seen_by_all
-from ringreduce.observe.audit import fingerprint
-from ringreduce.runtime import audited, rank, record
+from ringreduce.observe.fingerprints import fingerprint
+from ringreduce.runtime import audited, collect_records, rank, record
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.data.epochs import EpochDivision
 from ringreduce.training.data.generators import Generators
@@ -371,6 +371,8 @@ class HandlingState(ObjectState):
             self._commits = number
         if audited() and self._small is None:
             _audit(self._commits, self._handlers)
+        if number % self._whole_every == 0 or disk is not None:  # which is so on all ranks
+            collect_records(allgather_object)
         if disk is not None:
             objects = {name: each for name, each in self._handlers.items() if each._saved is not None}
             common = {name: each for name, each in objects.items() if not each.own}

@@ -1,70 +1,79 @@
-"""The audit record of a run: a file to which rank 0 appends a line of JSON for each thing that happens.
+"""The audit record of a run: a file with a line of JSON for each thing that happens, in a chain of hashes.
 
-Each line has: event, world (a token that all lines of one world have), time (ISO 8601, UTC), host, pid, facts. Events:
+Each line has the entries of `ringreduce.observe.audit_chain`, and event, world (a token that all lines of one world
+have), time (ISO 8601, UTC), ranks (a list), host, pid, facts. Events:
 
-    begin     of a world; facts: command (a list), versions, settings, size, hosts (host -> ranks)
+    begin     of a world; facts: command (a list), versions, settings, size, hosts (host -> ranks), restart (how often
+              the launcher has started the job before), allocation (the scheduler's), and what
+              `ringreduce.observe.origins` finds: script, repository, packages
     commit    of an elastic training, one that copies the weights; facts: number, and sha256 of models, optimizers and
               the like, by name, or why there is none
+    written   of a commit, to disk; facts: number, file, sha256
+    exported  a model, by ``ringreduce export``; facts: file, sha256, name, commit, folder
+    refused   facts: what, and the error
     any       what the program says itself (`ringreduce.audit`)
-    end       of a world; facts: error, null if it was shut down, or its only process has ended with an exit code
+    failed    of another rank than 0; facts: error
+    end       of a world, by rank 0; facts: error, null if it was shut down, or its only process has ended with an exit
+              code
+
+Rank 0 appends its lines at once. Other ranks keep theirs until the next commit, in which rank 0 gets and appends them;
+what they have left at their end, those of rank 0's host append themselves. Of what several ranks say, there is one
+line, or a second one of a rank that ends before rank 0 has said it. No rank waits for another because of the record.
 
 A world without an end was cut off: by SIGKILL, or with its machine. After the death of rank 0 the new one appends to
-the same path, on its machine.
+the same path, on its machine; so does a job that is started again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import platform
 import secrets
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import datetime, timezone
-from enum import Enum
 from typing import Any
 
-import numpy as np
-
-from ringreduce.buffers import Operand
-from ringreduce.common.arguments import shape_text
 from ringreduce.common.config import VERSION, Config
-from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import allocation, launch
+from ringreduce.observe.audit_chain import ChainedFile, plain
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 
-__all__ = ["AuditRecord", "fingerprint", "loaded_versions", "require_facts"]
+__all__ = ["AuditRecord", "loaded_versions", "require_facts"]
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_NBYTES = 1 << 20
-#: Types of which `repr` says the whole value, on all machines.
-_PLAIN = {type(None), bool, int, float, complex, str, bytes}
+_MOST_KEPT = 1000  # lines of a rank, until the next commit
+#: Events that programs do not name.
+_OWN = {"", "begin", "commit", "written", "exported", "refused", "failed", "end", "signed"}
 
 
 class AuditRecord:
-    """The lines of one world, the first of which is appended at once.
+    """The lines of one world that a rank has to say.
 
     Args:
-        path: the file; made if need be, for this user alone. A link is refused, and so is a pipe that nobody reads.
-        facts: what the first line says.
-
-    Raises:
-        OSError: it cannot be appended.
+        path: the file; made if need be, for this user alone. A link is refused, and so is what is no file.
+        world: the token of the world.
+        rank: of this process.
+        with_rank_0: whether it runs on rank 0's host.
     """
 
-    def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
-        self._path = path
-        self._world = secrets.token_hex(8)
-        self._append("begin", facts)
+    def __init__(self, path: str, world: str, rank: int = 0, *, with_rank_0: bool = True) -> None:
+        self._file = ChainedFile(path, alone=rank == 0)
+        self._world = world
+        self._rank = rank
+        self._with_rank_0 = with_rank_0
+        self._kept: deque[dict[str, Any]] = deque(maxlen=_MOST_KEPT)
         self._running = True
 
     @classmethod
     def of_world(cls, config: Config, messages: Messages, library: str) -> AuditRecord | None:
-        """Begin the record that the settings ask for; None: another rank keeps it, or none does. Collective.
+        """Begin the record that the settings ask for; None: they ask for none. Collective.
 
         Args:
             config: the settings in force.
@@ -76,9 +85,29 @@ class AuditRecord:
         """
         if config.audit is None:
             return None
+        everyone = exchange_json(messages, [platform.node(), secrets.token_hex(8)])
+        host, world = everyone[0]
+        record = cls(config.audit, world, messages.rank, with_rank_0=everyone[messages.rank][0] == host)
         hosts: dict[str, list[int]] = {}
-        for rank, host in enumerate(exchange_json(messages, platform.node())):
-            hosts.setdefault(host, []).append(rank)
+        for rank, (name, _) in enumerate(everyone):
+            hosts.setdefault(name, []).append(rank)
+        try:
+            together(messages, lambda: record._begin(config, library, hosts))
+        except StepFailedError as error:
+            raise ConfigError(f"RINGREDUCE_AUDIT={config.audit} cannot be written: {error}") from None
+        return record
+
+    @staticmethod
+    def add_alone(config: Config, event: str, facts: Mapping[str, Any]) -> None:
+        """Append a line of no world to the record that the settings ask for, if they do; an error is logged."""
+        if config.audit is not None:
+            AuditRecord(config.audit, secrets.token_hex(8)).append(event, facts)
+
+    def _begin(self, config: Config, library: str, hosts: Mapping[str, list[int]]) -> None:
+        if self._rank:
+            return
+        from ringreduce.observe.origins import origins  # reads all packages' versions: what needs no record is without
+
         facts = {
             "command": sys.orig_argv,
             "versions": {
@@ -88,47 +117,82 @@ class AuditRecord:
                 "MPI": library,
             },
             "settings": {each.name: getattr(config, each.name) for each in fields(Config)},
-            "size": messages.size,
+            "size": sum(map(len, hosts.values())),
             "hosts": hosts,
+            "restart": launch().restarts,
+            "allocation": allocation(),
+            **origins(),
         }
-        path = config.audit
-        try:
-            return together(messages, lambda: cls(path, facts) if messages.rank == 0 else None)
-        except StepFailedError as error:
-            raise ConfigError(f"RINGREDUCE_AUDIT={config.audit} cannot be written: {error}") from None
+        self._file.append([self._entry("begin", facts)])
 
-    def _append(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Append a line, in one piece, as other jobs may append to the same file.
-
-        Raises:
-            OSError: that does not work.
-        """
-        line = {
+    def _entry(self, event: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+        return {
             "event": event,
             "world": self._world,
             "time": datetime.now(timezone.utc).isoformat(),
+            "ranks": [self._rank],
             "host": platform.node(),
             "pid": os.getpid(),
-            "facts": facts,
+            "facts": json.loads(json.dumps(facts, default=plain)),  # as they are now
         }
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(self._path, flags, 0o600), "ab", buffering=0) as file:
-            data = json.dumps(line, default=_plain).encode() + b"\n"
-            if file.write(data) != len(data):
-                raise OSError("a line was cut off, as the disk is full")
 
     def append(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Append a line; an error is logged, as the training shall not fail for it."""
+        """Record; an error is logged, as the training shall not fail for it."""
+        entry = self._entry(event, facts)
+        if self._rank:
+            self._kept.append(entry)
+            return
         try:
-            self._append(event, facts)
+            self._file.append([entry])
         except OSError as error:
-            _log.error("the audit record %s lacks a line (%s): %s", self._path, event, error.strerror or error)
+            self._log_lack(event, error)
+
+    def collect(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Let rank 0 append what other ranks have kept; an error of the file is logged. Collective.
+
+        Args:
+            gather: gives a value to all ranks and returns everyone's, in rank order.
+        """
+        kept = list(self._kept)
+        try:
+            everyone = gather(kept)
+        except ConfigError as error:  # on all ranks: the lines are larger than the limit for objects
+            _log.error("the audit record %s lacks lines of other ranks: %s", self._file.path, error)
+            everyone = []
+        for _ in kept:
+            self._kept.popleft()
+        merged: dict[str, dict[str, Any]] = {}
+        for entry in (entry for entries in everyone for entry in entries):
+            first = merged.setdefault(json.dumps([entry["event"], entry["facts"]], sort_keys=True), entry)
+            if entry["ranks"][0] not in first["ranks"]:
+                first["ranks"] += entry["ranks"]
+        if merged and not self._rank:
+            try:
+                self._file.append_new(list(merged.values()), self._world)
+            except OSError as error:
+                self._log_lack("of other ranks", error)
 
     def end(self, error: str | None) -> None:
-        """Append that the world has ended; does nothing the second time."""
-        if self._running:
-            self._running = False
+        """Record that the world has ended; does nothing the second time."""
+        if not self._running:
+            return
+        self._running = False
+        if not self._rank:
             self.append("end", {"error": error})
+            return
+        if error is not None:
+            self.append("failed", {"error": error})
+        if not self._kept:
+            return
+        try:
+            if not self._with_rank_0:
+                raise OSError("rank 0, which keeps it, is on another host, and no commit has come since")
+            self._file.append_new(self._kept, self._world)
+        except OSError as why:
+            self._log_lack(" and ".join(dict.fromkeys(each["event"] for each in self._kept)), why)
+
+    def _log_lack(self, events: str, error: OSError) -> None:
+        _log.error("the audit record %s lacks a line (%s): %s", self._file.path, events, error.strerror or error)
 
 
 def loaded_versions() -> dict[str, str]:
@@ -144,7 +208,7 @@ def require_facts(event: Any, facts: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: JSON cannot say it, or the event is one of ringreduce's own.
     """
-    if type(event) is not str or event in ("", "begin", "commit", "end"):
+    if type(event) is not str or event in _OWN:
         raise ConfigError(f"the event of an audit is a word of the program's own, got {event!r}")
     for name, fact in facts.items():
         try:
@@ -154,73 +218,3 @@ def require_facts(event: Any, facts: Mapping[str, Any]) -> None:
                 f"{name} cannot be recorded as JSON ({error}); give numbers, texts, lists and dicts, and of arrays and "
                 "files ringreduce.fingerprint(...)"
             ) from None
-
-
-def fingerprint(value: Any) -> str:
-    """Return the SHA-256, in hexadecimal, of a file or of values; equal on all machines.
-
-    Of a file it is what ``sha256sum`` says. Of values it is that of these lines. Each begins with where the value is:
-    keys and places with ``/`` in between; in a key, ``~`` is written as ``~0`` and ``/`` as ``~1``, as in RFC 6901, and
-    before one that is no text comes ``~`` and its type. Then, on a line of its own,
-
-    - of an array its dtype and shape (``float32 2x3``), and after the line's end its bytes in C order;
-    - of a dict, list, tuple or set which of these it is, and its length; what is in it follows, a dict in the order of
-      its keys as text, a set in that of its elements as text;
-    - of a number, a text, bytes or None its type and `repr`.
-
-    Args:
-        value: a path (``pathlib.Path``), an array or a tensor, a state dict, or dicts and lists of these.
-
-    Raises:
-        ConfigError: there is something that has no value to be seen, or an array that is not supported.
-        OSError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
-    if isinstance(value, os.PathLike):
-        with open(value, "rb") as file:
-            while chunk := file.read(_CHUNK_NBYTES):
-                digest.update(chunk)
-    else:
-        _add(digest, "", value)
-    return digest.hexdigest()
-
-
-def _add(digest: Any, place: str, value: Any) -> None:
-    inside = f"{place}/" if place else ""
-    if isinstance(value, Mapping):
-        digest.update(f"{place}\ndict {len(value)}\n".encode())
-        for key in sorted(value, key=lambda each: (str(each), type(each).__name__)):
-            _add(digest, f"{inside}{_named(key)}", value[key])
-    elif isinstance(value, (set, frozenset, list, tuple)):
-        kind = next(each for each in (set, frozenset, list, tuple) if isinstance(value, each))
-        digest.update(f"{place}\n{kind.__name__} {len(value)}\n".encode())
-        for number, each in enumerate(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value):
-            _add(digest, f"{inside}{number}", each)
-    elif hasattr(value, "dtype") and hasattr(value, "shape"):
-        try:
-            operand = Operand.of(_in_host_memory(value))
-        except UnsupportedBufferError as error:
-            raise ConfigError(f"{place or 'this'} has no fingerprint: {error}") from None
-        digest.update(f"{place}\n{operand.dtype.name} {shape_text(operand.shape)}\n".encode())
-        digest.update(operand.flat().view(np.uint8).data)
-    elif type(value) in _PLAIN:
-        digest.update(f"{place}\n{type(value).__name__} {value!r}\n".encode())
-    else:
-        raise ConfigError(f"{place or 'this'} has no fingerprint: nobody knows the value of a {type(value).__name__}")
-
-
-def _named(key: Any) -> str:
-    text = str(key).replace("~", "~0").replace("/", "~1")
-    return text if type(key) is str else f"~{type(key).__name__} {text}"
-
-
-def _in_host_memory(array: Any) -> Any:
-    for copy in ("cpu", "get"):  # torch's and CuPy's names
-        with suppress(AttributeError):
-            return getattr(array, copy)()
-    return array
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting as JSON says it."""
-    return value.value if isinstance(value, Enum) else str(value)

@@ -38,7 +38,7 @@ class Observer:
 
     Attributes:
         recorder: what this rank does, and has done last; `ringreduce top` reads it, unless the settings turn that off.
-        audit: the record of this run; on rank 0, if the settings ask for one.
+        audit: the record of this run, if the settings ask for one.
     """
 
     def __init__(

@@ -60,6 +60,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_init",
+    "collect_records",
     "config",
     "count",
     "cross_rank",
@@ -84,6 +85,7 @@ __all__ = [
     "rank",
     "rank_and_size",
     "record",
+    "record_refusal",
     "recoveries",
     "recv",
     "reduce",
@@ -360,11 +362,13 @@ def audit(event: str, /, **facts: Any) -> None:
     """Have facts of the program's own recorded: which data it reads, which choices it has made. Local.
 
     Rank 0 appends a line to the file that ``RINGREDUCE_AUDIT`` names; see `ringreduce.observe.audit` for what that
-    holds. On other ranks, and without that setting, the facts are checked and nothing is done.
+    holds. What another rank says, and no other one has said, gets a line at the next commit of an elastic state, or
+    when that rank ends, if it runs on rank 0's host; of 1000 lines that wait, the last ones stay. Without that setting,
+    the facts are checked and nothing is done.
 
     Args:
-        event: a word for it.
-        **facts: what JSON can say; of arrays and files `ringreduce.fingerprint`.
+        event: a word for it. ``ringreduce reproduce`` shows ``configuration`` and ``data``.
+        **facts: what JSON can say; of arrays, files and folders `ringreduce.fingerprint`.
 
     Raises:
         ConfigError: JSON cannot say it, or the event is one of ringreduce's own.
@@ -380,10 +384,26 @@ def record(event: str, facts: Mapping[str, Any]) -> None:
         own.observer.audit.append(event, facts)
 
 
-def audited() -> bool:
-    """Return whether this rank keeps an audit record: whether it is worth while to find out what goes into it."""
+def record_refusal(what: str, error: Exception) -> None:
+    """Have recorded that ringreduce has refused something; see `audit`."""
+    record("refused", {"what": what, "error": f"{type(error).__name__}: {error}"})
+
+
+def collect_records(gather: Callable[[Any], list[Any]]) -> None:
+    """Let rank 0 record what other ranks have said; does nothing in a world without a record. Collective.
+
+    Args:
+        gather: gives an object to all ranks and returns everyone's, in rank order.
+    """
     own = _process.own()
-    return own is not None and own.observer.audit is not None
+    if own is not None and own.observer.audit is not None:
+        own.observer.audit.collect(gather)
+
+
+def audited() -> bool:
+    """Return whether this rank, rank 0, keeps an audit record: whether to find out what is the same on all ranks."""
+    own = _process.own()
+    return own is not None and own.rank == 0 and own.observer.audit is not None
 
 
 def dump(folder: str | os.PathLike[str]) -> Path:

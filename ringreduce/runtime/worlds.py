@@ -31,6 +31,7 @@ from ringreduce.common.launch import announce_stop, launch
 from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.common.topology import Topology
+from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observer
 from ringreduce.observe.timeline import JobClock, Program
@@ -225,7 +226,9 @@ class OwnWorld(World):
             world._log_choices()
             world._use_table()
             world.observer.begin(messages, world.communicator.library, world.metrics)
-        except Exception:
+        except Exception as error:
+            if messages.rank == 0 and isinstance(error, (ConfigError, MismatchError)):
+                AuditRecord.add_alone(config, "refused", {"what": "init", "error": f"{type(error).__name__}: {error}"})
             with suppress(Exception):  # the first error is the one that is reported
                 close_all(*undo)
             raise

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import RINGREDUCE, run
+
+from ringreduce.observe.audit_chain import examine
 
 FAILING = """
 import os, signal, sys
@@ -39,10 +40,14 @@ def test_a_job_that_fails_has_an_end_with_the_reason(
     path = tmp_path / "audit"
     job = run_job(2, source=FAILING.format(rank=rank, end=end), RINGREDUCE_AUDIT=str(path))
     assert job.returncode != 0
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [each["event"] for each in lines] == ["begin", "end"]
-    error = lines[1]["facts"]["error"]
+    found = examine(path.read_bytes())
+    assert found.wrong is None
+    assert [each["event"] for each in found.lines if each["ranks"] == [0]] == ["begin", "end"]
+    (error,) = [each["facts"]["error"] for each in found.lines if each["event"] == "end"]
     assert error == said if said else "rank 1" in error or "SIGTERM" in error
+    failed = [each["facts"]["error"] for each in found.lines if each["event"] == "failed"]
+    if (rank, said) == (1, "") and "ValueError" in end:
+        assert failed == ["it failed: ValueError: no"]
 
 
 SURVIVING = """
@@ -57,16 +62,48 @@ try:
 except rr.PeerLostError as error:
     rr.go_on(error)
 rr.audit("alive", ranks=rr.size())
+rr.barrier()  # what rank 0 has said, others do not repeat
 """
 
 
 def test_who_goes_on_after_a_death_appends_to_the_same_file(tmp_path: Path) -> None:
-    """A world that lost its rank 0 has no end; that of the others is recorded by the new rank 0."""
+    """A world that lost its rank 0 has no end, another rank says why; the next one is recorded by the new rank 0."""
     path = tmp_path / "audit"
     job = (RINGREDUCE, "run", "--elastic", "-np", 3, sys.executable, "-c", SURVIVING)
     done = run(*job, RINGREDUCE_AUDIT=str(path))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [each["event"] for each in lines] == ["begin", "begin", "alive", "end"], done.stderr
-    assert [each["facts"]["size"] for each in lines[:2]] == [3, 2]
-    assert lines[2]["facts"] == {"ranks": 2}
-    assert lines[3]["facts"] == {"error": None}
+    found = examine(path.read_bytes())
+    assert found.wrong is None
+    first, *failed = [each for each in found.lines if each["world"] == found.lines[0]["world"]]
+    assert (first["event"], first["facts"]["size"]) == ("begin", 3)
+    assert {each["event"] for each in failed} == {"failed"}
+    assert all("rank 0" in each["facts"]["error"] for each in failed)
+    lines = [each for each in found.lines if each["world"] != first["world"]]
+    assert [each["event"] for each in lines] == ["begin", "alive", "end"], done.stderr
+    assert [each["facts"] for each in lines[1:]] == [{"ranks": 2}, {"error": None}]
+    assert lines[0]["facts"]["size"] == 2
+
+
+RESTARTING = """
+import os, signal
+import ringreduce as rr
+
+rr.init()
+rr.audit("mine", restart=int(os.environ.get("RINGREDUCE_RESTART", 0)))
+if "RINGREDUCE_RESTART" not in os.environ and rr.rank() == 0:
+    with open(os.environ["RINGREDUCE_AUDIT"], "ab") as file:
+        file.write(b'{"line": 3, "before')  # as a rank leaves that is killed in the midst of a line
+    os.kill(os.getpid(), signal.SIGKILL)
+rr.barrier()
+"""
+
+
+def test_a_job_that_is_started_again_continues_the_chain(tmp_path: Path) -> None:
+    """After half a line of a rank that was killed, which is named; the ranks of the second start say the same."""
+    path = tmp_path / "audit"
+    job = (RINGREDUCE, "run", "--max-restarts", 1, "-np", 2, sys.executable, "-c", RESTARTING)
+    done = run(*job, RINGREDUCE_AUDIT=str(path))
+    assert done.returncode == 0, done.stderr
+    found = examine(path.read_bytes())
+    assert (found.wrong, found.cut) == (None, [3])
+    said = [(each["event"], each["facts"].get("restart")) for each in found.lines if each["event"] != "failed"]
+    assert said == [("begin", 0), ("mine", 0), ("begin", 1), ("mine", 1), ("end", None)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 import ringreduce as rr
+from ringreduce.observe.audit_chain import examine
 
 torch = pytest.importorskip("torch")
 hvd: Any = pytest.importorskip("ringreduce.torch")
@@ -45,16 +45,87 @@ def test_commits_are_recorded_with_the_fingerprints_of_what_they_hold(recorded: 
         with torch.no_grad():
             model.weight += 1
     rr.audit("data", of=rr.rank())
+    rr.audit("configuration", seed=7)
     assert rr.audited() == (rr.rank() == 0)
     assert rr.fingerprint(state._handlers["model"]._saved) == expected[1]["sha256"]["model"]
     size = rr.size()
+    rr.barrier()  # what rank 0 has said, others do not repeat
     rr.shutdown()
     rr.init()
-    lines = [json.loads(line) for line in recorded.read_text().splitlines()]
-    assert [each["event"] for each in lines] == ["begin", "commit", "commit", "data", "end", "begin"]
+    found = examine(recorded.read_bytes())
+    assert (found.wrong, found.cut) == (None, [])
+    # Other ranks end when they like.
+    late = [each for each in found.lines if each["ranks"] != [0]]
+    assert sorted((each["event"], each["facts"]["of"], each["ranks"]) for each in late) == [
+        ("data", rank, [rank]) for rank in range(1, size)
+    ]
+    lines = [each for each in found.lines if each["ranks"] == [0]]
+    assert [each["event"] for each in lines] == ["begin", "commit", "commit", "data", "configuration", "end", "begin"]
     assert (lines[0]["facts"]["size"], lines[0]["facts"]["hosts"]) == (size, {platform.node(): list(range(size))})
     assert lines[0]["facts"]["settings"]["audit"] == str(recorded)
     assert ("mpi4py" in lines[0]["facts"]["versions"]) or size == 1
     assert lines[0]["facts"]["versions"]["torch"] == torch.__version__
     assert [each["facts"] for each in lines[1:3]] == expected
-    assert [each["facts"] for each in lines[3:5]] == [{"of": 0}, {"error": None}]
+    assert [each["facts"] for each in lines[3:6]] == [{"of": 0}, {"seed": 7}, {"error": None}]
+
+
+def test_what_ranks_say_is_recorded_with_the_next_commit(recorded: Path) -> None:
+    """By rank 0, one line for what several say alike."""
+    state = hvd.elastic.TorchState(torch.nn.Linear(3, 2), epoch=0)
+    rr.audit("data", odd=rr.rank() % 2)
+    state.commit()
+    rr.barrier()
+    found = examine(recorded.read_bytes())
+    said = {each["facts"]["odd"]: each["ranks"] for each in found.lines if each["event"] == "data"}
+    assert said == {0: [0], **({1: list(range(1, rr.size(), 2))} if rr.size() > 1 else {})}
+    rr.barrier()
+
+
+def test_what_is_refused_is_recorded(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object over the limit, a folder of commits that others may write to, and settings that differ, at init."""
+    size, rank = rr.size(), rr.rank()
+    folder = recorded.parent / "commits"
+    if rank == 0:
+        folder.mkdir()
+        folder.chmod(0o777)
+    rr.barrier()
+    state = hvd.elastic.TorchState(torch.nn.Linear(3, 2), epoch=0)
+    with pytest.raises(rr.ConfigError, match="chmod go-w"):
+        state.keep_on_disk(folder)
+    rr.barrier()
+    rr.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setenv("RINGREDUCE_OBJECT_LIMIT", "1000")
+        rr.init()
+        with pytest.raises(rr.ConfigError, match="RINGREDUCE_OBJECT_LIMIT"):
+            rr.broadcast_object(b"x" * 2000)
+        rr.barrier()
+        rr.shutdown()
+        patch.setenv("RINGREDUCE_FUSION", str(1000 + rank))
+        if size > 1:
+            with pytest.raises(rr.MismatchError):
+                rr.init()
+    rr.init()
+    rr.barrier()
+    found = examine(recorded.read_bytes())
+    refused = [each["facts"] for each in found.lines if each["event"] == "refused"]
+    assert [each["what"] for each in refused] == ["keep_on_disk", "broadcast_object", *["init"] * (size > 1)]
+    assert "chmod go-w" in refused[0]["error"]
+    assert "RINGREDUCE_OBJECT_LIMIT=1000" in refused[1]["error"]
+    assert all("RINGREDUCE_FUSION" in each["error"] for each in refused[2:])
+    assert found.wrong is None
+    rr.barrier()
+
+
+def test_commits_on_disk_are_recorded_with_the_hash_of_their_file(recorded: Path) -> None:
+    """Once they are written; what lies on a disk can be compared with the record."""
+    folder = recorded.parent / "commits"
+    state = hvd.elastic.TorchState(torch.nn.Linear(3, 2), epoch=0)
+    state.keep_on_disk(folder)
+    state.commit()
+    state._disk.settle()
+    rr.barrier()
+    (line,) = [each for each in examine(recorded.read_bytes()).lines if each["event"] == "written"]
+    (file,) = folder.glob("commit-*.pt")
+    assert line["facts"] == {"number": 1, "file": str(file), "sha256": rr.fingerprint(file)}
+    rr.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.common.launch import allocation
 from ringreduce.observe.audit import AuditRecord
+from ringreduce.observe.audit_chain import ChainedFile, examine
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -74,7 +77,7 @@ def test_what_json_cannot_say_is_refused_anywhere(fact: object) -> None:
     """Also on ranks, and in runs, that keep no record."""
     with pytest.raises(rr.ConfigError, match="data cannot be recorded as JSON"):
         rr.audit("mine", data=fact)
-    for event in ("begin", "commit", "end", "", 3):
+    for event in ("begin", "commit", "written", "exported", "refused", "failed", "end", "signed", "", 3):
         with pytest.raises(rr.ConfigError, match="the event of an audit"):
             rr.audit(event)  # type: ignore[arg-type]
     rr.audit("mine", data=[1, "a", None])
@@ -84,22 +87,19 @@ def test_what_json_cannot_say_is_refused_anywhere(fact: object) -> None:
 def test_lines_are_appended_for_the_user_alone(tmp_path: Path) -> None:
     """What is there stays; a link is not followed; a world ends once."""
     path = tmp_path / "audit"
-    path.touch(mode=0o600)
-    path.write_text('{"event": "of another job"}\n')
-    record = AuditRecord(str(path), {})
+    AuditRecord(str(path), "another").append("of another job", {})
+    record = AuditRecord(str(path), "world")
     record.end("first")
     record.end("second")
     lines = lines_of(path)
-    assert [each["event"] for each in lines] == ["of another job", "begin", "end"]
-    assert lines[2]["facts"] == {"error": "first"}
+    assert [each["event"] for each in lines] == ["of another job", "end"]
+    assert lines[1]["facts"] == {"error": "first"}
+    assert path.stat().st_mode & 0o777 == 0o600
     (tmp_path / "link").symlink_to(path)
-    with pytest.raises(OSError, match="link"):
-        AuditRecord(str(tmp_path / "link"), {})
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="pipe"):
-        AuditRecord(str(tmp_path / "pipe"), {})
-    AuditRecord(str(tmp_path / "new"), {})
-    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    for name, why in (("link", "link"), ("pipe", "is a pipe")):
+        with pytest.raises(OSError, match=why):
+            ChainedFile(str(tmp_path / name), alone=True).append([])
 
 
 def test_a_run_is_recorded_from_begin_to_end(tmp_path: Path) -> None:
@@ -133,3 +133,172 @@ def test_a_record_that_cannot_be_begun_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(rr.ConfigError, match=r"RINGREDUCE_AUDIT=.*/missing/audit cannot be written: .*No such file"):
         rr.init()
     assert not rr.is_initialized()
+
+
+# ---- files, folders, and a part of what is large ----
+
+
+def test_a_folder_has_the_fingerprint_that_the_shell_finds(tmp_path: Path) -> None:
+    """Of names and contents of all files, in folders within it and behind links too."""
+    (tmp_path / "data" / "b").mkdir(parents=True)
+    for name in ("z", "b/a b", "b.txt", "\u00e9"):
+        (tmp_path / "data" / name).write_text(name * 1000)
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "data" / "z")
+    script = "find -L . -type f -printf '%P\\0' | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum"
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path / "data", check=True, capture_output=True, text=True)
+    first = rr.fingerprint(tmp_path / "data")
+    assert done.stdout.split()[0] == first
+    (tmp_path / "data" / "z").rename(tmp_path / "data" / "y")
+    (tmp_path / "data" / "link").unlink()
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "data" / "y")
+    assert rr.fingerprint(tmp_path / "data") != first
+    (tmp_path / "data" / "loop").symlink_to(tmp_path / "data")
+    with pytest.raises(rr.ConfigError, match="loop' has no fingerprint"):
+        rr.fingerprint(tmp_path / "data")
+
+
+def test_a_sample_says_that_it_is_one(tmp_path: Path) -> None:
+    """Blocks of a file, a folder and an array; hashed here by hand. What is small is read as a whole."""
+    block = 64 << 10
+    content = np.random.default_rng(7).integers(0, 256, 10 * block + 5, np.uint8)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a").write_bytes(content[: 3 * block + 1].tobytes())
+    (tmp_path / "folder" / "b").write_bytes(b"")
+    (tmp_path / "folder" / "c").write_bytes(content[3 * block + 1 :].tobytes())
+    (tmp_path / "file").write_bytes(content.tobytes())
+    nbytes = content.size
+    said = f" (3 blocks of 64 KiB out of {nbytes} bytes)"
+    begins = [0, (nbytes - block) // 2, nbytes - block]
+    blocks = [content[begin : begin + block].tobytes() for begin in begins]
+    assert rr.fingerprint(tmp_path / "file", sample=3) == sha256(f"{nbytes} \n", *blocks) + said
+    assert rr.fingerprint(content, sample=3) == sha256(f"\nuint8 {nbytes}\n", *blocks) + said
+    head = f"{3 * block + 1} a\n0 b\n{nbytes - 3 * block - 1} c\n"
+    assert rr.fingerprint(tmp_path / "folder", sample=3) == sha256(head, *blocks) + said
+    # A block ends with its file.
+    ends = [begin * (nbytes - block) // 4 for begin in range(5)]
+    cut = [content[begin : min(begin + block, 3 * block + 1 if begin <= 3 * block else nbytes)] for begin in ends]
+    assert rr.fingerprint(tmp_path / "folder", sample=5).split()[0] == sha256(head, *(each.tobytes() for each in cut))
+    for each in (tmp_path / "file", tmp_path / "folder", content):
+        assert rr.fingerprint(each, sample=11) == rr.fingerprint(each)
+    for wrong in (1, 1.5):
+        with pytest.raises(rr.ConfigError, match="sample must be"):
+            rr.fingerprint(content, sample=wrong)  # type: ignore[arg-type]
+    with pytest.raises(rr.ConfigError, match="sample= is for a file, a folder or an array, got a dict"):
+        rr.fingerprint({"a": content}, sample=2)
+
+
+# ---- what the program is made of ----
+
+
+def recorded(path: Path, cwd: Path, *command: str, **environment: str) -> dict[str, Any]:
+    """Return what the record says of the begin of a program that was run as a command."""
+    subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": ":".join(sys.path),
+            "RINGREDUCE_AUDIT": str(path),
+            **environment,
+        },
+        check=True,
+        capture_output=True,
+    )
+    found = examine(path.read_bytes())
+    assert found.wrong is None
+    facts: dict[str, Any] = [each for each in found.lines if each["event"] == "begin"][-1]["facts"]
+    return facts
+
+
+PROGRAM = "import ringreduce as rr; rr.init()\n"
+
+
+def git(folder: Path, *words: str) -> bytes:
+    names = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    return subprocess.run(["git", *names, *words], cwd=folder, check=True, capture_output=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_checkout_is_recorded_and_whether_it_was_changed(tmp_path: Path) -> None:
+    """Of the script's repository, wherever it is run; the difference as git prints it, and files that git lacks."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    (folder / "train.py").write_text(PROGRAM)
+    (folder / ".gitignore").write_text("ignored\n")
+    (folder / "ignored").touch()
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "first")
+    git(folder, "remote", "add", "origin", "https://user:password@example.org/train.git")
+    path = tmp_path / "audit"
+    facts = recorded(path, tmp_path, "checkout/train.py")
+    commit = git(folder, "rev-parse", "HEAD").decode().strip()
+    url = "https://example.org/train.git"
+    clean = {"path": str(folder), "url": url, "commit": commit, "clean": True, "difference": None, "untracked": []}
+    assert facts["repository"] == clean
+    assert facts["script"] == {"path": str(folder / "train.py"), "sha256": sha256(PROGRAM)}
+    assert facts["folder"] == str(tmp_path)
+    (folder / "train.py").write_text(PROGRAM + "# changed\n")
+    (folder / "new.py").touch()
+    changed = {"clean": False, "difference": sha256(git(folder, "diff", "--binary", "HEAD")), "untracked": ["new.py"]}
+    assert recorded(path, folder, "train.py")["repository"] == {**clean, **changed}
+    assert b"password" not in path.read_bytes()
+
+
+def test_without_git_the_record_says_why(tmp_path: Path) -> None:
+    """Where there is no repository, no git, or no commit; and a program that is no file."""
+    path = tmp_path / "audit"
+    no_git = recorded(path, tmp_path, "-c", PROGRAM, PATH=str(tmp_path))
+    assert (no_git["repository"], no_git["script"]) == ({"unknown": "git is not installed"}, None)
+    if shutil.which("git") is not None:
+        nothing = recorded(path, tmp_path, "-c", PROGRAM, GIT_CEILING_DIRECTORIES=str(tmp_path.parent))
+        assert "not a git repository" in nothing["repository"]["unknown"]
+        git(tmp_path, "init", "--quiet")
+        assert "unknown" in recorded(path, tmp_path, "-c", PROGRAM)["repository"]
+
+
+def test_packages_and_the_allocation_are_recorded(tmp_path: Path) -> None:
+    """Versions by name, and which of them say little; and what the scheduler calls the job."""
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_RESTART_COUNT": "2"}
+    facts = recorded(tmp_path / "audit", tmp_path, "-c", PROGRAM, RINGREDUCE_RESTART="1", **slurm)
+    versions = facts["packages"]["versions"]
+    assert versions["numpy"] == np.__version__
+    assert facts["packages"]["sha256"] == sha256(*(f"{name}=={versions[name]}\n" for name in sorted(versions)))
+    assert set(facts["packages"]["elsewhere"]) <= set(versions)
+    assert facts["allocation"] == {"scheduler": "Slurm", "job": "77", "hosts": "gpu[1-2]", "restarts": "2"}
+    assert facts["restart"] == 1
+    assert allocation({"JOB_ID": "3"}) is None
+    assert allocation({"JOB_ID": "3", "PE_HOSTFILE": "file"}) == {"scheduler": "Grid Engine", "job": "3"}
+
+
+def test_without_the_setting_nothing_is_imported() -> None:
+    """Neither what asks git and reads packages, nor what shows records."""
+    source = f"{PROGRAM}rr.audit('data', rows=3); import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
+    assert {"ringreduce.observe.origins", "importlib.metadata", "rich"} & set(done.stdout.split()) == set()
+
+
+# ---- what other ranks say ----
+
+
+def test_other_ranks_have_one_line_for_what_they_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At a commit, or at their end; without what rank 0 has said; not from other hosts, and not in another file."""
+    path = tmp_path / "audit"
+    ranks = [AuditRecord(str(path), "world", rank, with_rank_0=rank != 3) for rank in range(4)]
+    for rank, each in enumerate(ranks):
+        each.append("same", {"a": 1})
+        each.append("own", {"rank is odd": rank % 2})
+    for kept in [[list(each._kept) for each in ranks]]:
+        for each in reversed(ranks):
+            each.collect(lambda mine, kept=kept: kept)  # type: ignore[misc]
+    said = [(each["event"], each["ranks"]) for each in lines_of(path)]
+    assert said == [("same", [0]), ("own", [0]), ("own", [1, 3])]
+    for rank in (1, 2, 3):
+        ranks[rank].append("late", {})
+        ranks[rank].end("no")
+    assert [(each["event"], each["ranks"]) for each in lines_of(path)[3:]] == [("late", [1]), ("failed", [1])]
+    assert examine(path.read_bytes()).wrong is None
+    assert "lacks a line (late and failed): rank 0, which keeps it, is on another host" in caplog.text
+    elsewhere = AuditRecord(str(tmp_path / "other"), "world", 1)
+    elsewhere.end("no")
+    assert "lacks a line (failed): the record of rank 0 is not there" in caplog.text

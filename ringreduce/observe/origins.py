@@ -1,0 +1,95 @@
+"""What a run is made of: its script, the repository that this is in, and the installed packages."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import distributions
+from typing import Any
+
+__all__ = ["origins"]
+
+_LIMIT_S = 30.0  # of each command of git
+_MOST_NAMES = 20
+
+
+@cache
+def origins() -> dict[str, Any]:
+    """Return what the audit record says of the program of this process, as it is at the first call.
+
+    Returns:
+        - folder: the working directory.
+        - script: path and sha256; None: the program is no file.
+        - repository: of the script, or of the working directory: path, url, commit, clean, difference (the SHA-256 of
+          what ``git diff --binary HEAD`` prints; None: nothing) and untracked (names of files that git neither has nor
+          ignores, the first 20); or unknown: why.
+        - packages: versions by name, their sha256 (of lines ``NAME==VERSION``), and elsewhere: names of those that were
+          installed from a folder or a repository, so that the version does not say what they are.
+    """
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    script: dict[str, Any] | None = None
+    folder = "."
+    if main is not None and os.path.isfile(main):
+        path = os.path.abspath(main)
+        folder = os.path.dirname(path)
+        with open(path, "rb") as file:
+            script = {"path": path, "sha256": hashlib.sha256(file.read()).hexdigest()}
+    return {"folder": _here(), "script": script, "repository": _repository(folder), "packages": _packages()}
+
+
+def _here() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+def _repository(folder: str) -> dict[str, Any]:
+    try:
+        root = os.fsdecode(_git(folder, "rev-parse", "--show-toplevel")).rstrip("\n")
+        commit = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
+        # Settings of the user are not to change what is printed.
+        difference = _git(root, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--binary", "HEAD")
+        listed = os.fsdecode(_git(root, "ls-files", "--others", "--exclude-standard", "-z"))
+        untracked = [each for each in listed.split("\0") if each]
+        url = _git(root, "config", "--default", "", "--get", "remote.origin.url").decode(errors="replace").strip()
+    except FileNotFoundError:
+        return {"unknown": "git is not installed"}
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        return {"unknown": said.partition("\n")[0] or str(error)}
+    return {
+        "path": root,
+        "url": re.sub(r"//[^/@]*@", "//", url) or None,  # without a password
+        "commit": commit,
+        "clean": not difference and not untracked,
+        "difference": hashlib.sha256(difference).hexdigest() if difference else None,
+        "untracked": untracked[:_MOST_NAMES],
+    }
+
+
+def _git(folder: str, *words: str) -> bytes:
+    command = ["git", "--no-optional-locks", "-C", folder, *words]
+    return subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LIMIT_S).stdout
+
+
+def _packages() -> dict[str, Any]:
+    versions: dict[str, str] = {}
+    elsewhere = set()
+    for each in distributions():
+        name = each.metadata["Name"]
+        if not name or name in versions:  # what is left of one, or what another folder hides
+            continue
+        versions[name] = each.version
+        if each.read_text("direct_url.json") is not None:
+            elsewhere.add(name)
+    lines = "".join(f"{name}=={versions[name]}\n" for name in sorted(versions))
+    return {
+        "sha256": hashlib.sha256(lines.encode()).hexdigest(),
+        "versions": {name: versions[name] for name in sorted(versions)},
+        "elsewhere": sorted(elsewhere),
+    }
