@@ -31,6 +31,7 @@ ASSETS = ("iframe-worker.js", "site.css")
 
 #: What readers search for, in other words than those of the page that is meant.
 SOUGHT = {
+    "audit.md": ["provenance", "tampering"],
     "algorithms.md": ["ring allreduce", "tree allreduce", "recursive doubling"],
     "errors.md": ["hang", "hangs", "deadlock", "timeout"],
     "start.md": ["oversubscribe", "more ranks than cores", "install"],

@@ -24,10 +24,12 @@ __all__ = ["main"]
 
 #: Where each command is. A module is imported when a command of it is asked for: `run` needs none of the others.
 _PLACES = {
+    "audit": "audits.audit",
     "bench": "commands.bench",
     "doctor": "reports.doctor",
     "explain": "commands.explain",
     "export": "reports.export",
+    "reproduce": "audits.reproduce",
     "run": "run.command",
     "simulate": "simulate.command",
     "submit": "submit.command",

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+import ringreduce
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file, require_own
 from ringreduce.common.launch import launch
@@ -17,6 +19,7 @@ from ringreduce.doctor import doctor as machine
 from ringreduce.doctor import dumps, trace_report
 from ringreduce.doctor import top as jobs
 from ringreduce.elastic.commit_store import CommitStore
+from ringreduce.observe.audit import AuditRecord
 
 __all__ = ["doctor", "export", "timeline", "top"]
 
@@ -140,6 +143,7 @@ def export(folder: str, out: str, name: str, number: int | None, force: bool) ->
     """
     if launch().rank:
         return 0  # rank 0 does it
+    config = Config.from_environ()
     target = Path(out)
     if target.exists() and not force:
         raise ConfigError(f"{out} is there already; --force overwrites it")
@@ -149,7 +153,9 @@ def export(folder: str, out: str, name: str, number: int | None, force: bool) ->
     try:
         require_own(Path(folder))
     except OSError as error:
-        raise ConfigError(f"the commits in {folder} are not used: {error}") from None
+        said = f"the commits in {folder} are not used: {error}"
+        AuditRecord.add_alone(config, "refused", {"what": "export", "error": said})
+        raise ConfigError(said) from None
     store = CommitStore(
         folder, 1, write=torch.save, read=lambda file: torch.load(file, map_location="cpu", weights_only=True)
     )
@@ -159,6 +165,9 @@ def export(folder: str, out: str, name: str, number: int | None, force: bool) ->
         replace_file(target, lambda file: torch.save(state, file))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
+    if config.audit is not None:
+        facts = {"file": os.path.abspath(out), "sha256": ringreduce.fingerprint(target), "name": name, "commit": number}
+        AuditRecord.add_alone(config, "exported", {**facts, "folder": os.path.abspath(folder)})
     click.echo(f"{out}: {name} of commit {number}, {format_nbytes(target.stat().st_size)}")
     return 0
 

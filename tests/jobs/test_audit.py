@@ -107,3 +107,6 @@ def test_a_job_that_is_started_again_continues_the_chain(tmp_path: Path) -> None
     assert (found.wrong, found.cut) == (None, [3])
     said = [(each["event"], each["facts"].get("restart")) for each in found.lines if each["event"] != "failed"]
     assert said == [("begin", 0), ("mine", 0), ("begin", 1), ("mine", 1), ("end", None)]
+    shown = run(RINGREDUCE, "audit", "show", path)
+    assert shown.returncode == 0
+    assert "line 3 was cut off: the process that wrote it was killed" in shown.stdout

@@ -106,6 +106,8 @@ NAMES["horovod.torch.elastic"] = NAMES["ringreduce.torch.elastic"]
 
 #: By command: its options and arguments.
 OPTIONS = {
+    "audit show": "file",
+    "audit verify": "--has file",
     "bench": """
         --agg_iters --algorithm --buffers --check --datatype --device --format --iters --maxbytes --minbytes
         --op --output_file --per_iter_timing --plot --report --results --root --run_cycles --stepbytes
@@ -114,6 +116,7 @@ OPTIONS = {
     "explain": "--datatype --device --json --maxbytes --minbytes --stepfactor -b -d -e -f collective",
     "doctor": "--dump --json --torch-traces",
     "export": "--commit --force --name folder out",
+    "reproduce": "--world file",
     "run": """
         --cooldown --dry-run --elastic --host-discovery-script --hostfile --hosts --keep --log-dir --max-np
         --max-restarts --min-np --mpi-args --network-interface --no-prefix --num-proc --prefix --reset-limit

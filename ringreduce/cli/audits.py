@@ -1,0 +1,84 @@
+"""Commands on audit records: whether one is whole, what it says, and how to make a run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import launch
+from ringreduce.doctor import audit_report
+from ringreduce.observe.audit_chain import Examination, examine
+
+__all__ = ["audit", "reproduce"]
+
+_FILE = click.Path(exists=True, dir_okay=False)
+
+
+@click.group("audit", short_help="Look at the record of a run.")
+def audit() -> None:
+    """Look at a record that RINGREDUCE_AUDIT=FILE has made."""
+
+
+@audit.command("verify", short_help="Say whether a record is whole.")
+@click.argument("file", type=_FILE)
+@click.option("--has", "known", metavar="HASH", help="Also say whether the line with this hash is still there.")
+def _verify(file: str, known: str | None) -> int:
+    """Say whether no line of FILE was changed, removed, inserted or moved; else which line is the first wrong one.
+
+    The exit status is 1 if one is wrong. The record is not signed: lines that were removed at its end, or a chain that
+    was made anew as a whole, are only found by the hash of a line that you have kept elsewhere, with --has.
+    """
+    if launch().rank:
+        return 0
+    found = _examined(file)
+    whole, said = audit_report.verdict(found, known)
+    click.echo("\n".join(f"{file}: {each}" for each in said))
+    return int(not whole)
+
+
+@audit.command("show", short_help="Print a record.")
+@click.argument("file", type=_FILE)
+def _show(file: str) -> int:
+    """Print the runs of FILE: what they were made of, what they did, what was refused, how they ended.
+
+    The exit status is 1 if a line is wrong; the lines before it are printed.
+    """
+    if launch().rank:
+        return 0
+    found = _examined(file)
+    audit_report.show(found)
+    return _complain(file, found)
+
+
+@click.command("reproduce", short_help="Print the commands that make a run again.")
+@click.argument("file", type=_FILE)
+@click.option(
+    "--world", help="The run whose token begins so, as `ringreduce audit show` prints it.", show_default="last"
+)
+def reproduce(file: str, world: str | None) -> int:
+    """Print a shell program that makes a run of FILE again, and in comments what cannot be had.
+
+    That is the checkout, the versions of packages, the settings and the command. The exit status is 1 if a line of the
+    record is wrong.
+    """
+    if launch().rank:
+        return 0
+    found = _examined(file)
+    click.echo("\n".join(audit_report.commands(found, world or "")))
+    return _complain(file, found)
+
+
+def _examined(file: str) -> Examination:
+    try:
+        return examine(Path(file).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _complain(file: str, found: Examination) -> int:
+    if found.wrong is None:
+        return 0
+    click.echo(f"{file}: {audit_report.verdict(found, None)[1][0]}", err=True)
+    return 1

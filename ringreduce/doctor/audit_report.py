@@ -1,0 +1,242 @@
+"""What an audit record says, for people: whether it is whole, its runs, and the commands that make one again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError, name_ranks
+from ringreduce.observe.audit_chain import Examination
+
+__all__ = ["commands", "show", "verdict"]
+
+T = TypeVar("T")
+
+_HASH_LENGTH = 64
+#: Events by which a program names its configuration and its data.
+_NAMED = ("configuration", "data")
+#: Settings that change no number of a training.
+_OF_THIS_RUN = {"audit", "dump", "launched_size", "log_level", "status", "timeline", "tuning"}
+
+
+def verdict(found: Examination, known: str | None) -> tuple[bool, list[str]]:
+    """Return whether a record is whole, and lines that say so, or which line is wrong, and what cannot be known.
+
+    Args:
+        found: what it holds.
+        known: the hash of a line that is to be there; None: none is known.
+
+    Raises:
+        ConfigError: that is no hash.
+    """
+    if known is not None and not re.fullmatch(f"[0-9a-f]{{{_HASH_LENGTH}}}", known):
+        raise ConfigError(f"a hash has {_HASH_LENGTH} characters, 0 to 9 and a to f, got {known!r}")
+    if found.wrong is not None:
+        return False, [f"line {found.wrong} is wrong: {found.reason}"]
+    worlds = {line["world"] for line in found.lines if line["event"] == "begin"}
+    ended = {line["world"] for line in found.lines if line["event"] == "end"}
+    place = next((line["line"] for line in found.lines if line["hash"] == known), None)
+    said = [f"whole: {len(found.lines)} lines, of {len(worlds)} run{'s' * (len(worlds) != 1)}"]
+    said += [f"line {each} was cut off: the process that wrote it was killed" for each in found.cut]
+    for line in found.lines:
+        if line["event"] == "begin" and line["world"] not in ended:
+            said.append(
+                f"run {_shown(line['world'])} has no end: it goes on, it was killed, or lines were removed at the end"
+            )
+    if known is not None and place is None:
+        return False, [
+            f"no line has the hash {known}: lines were removed at the end, or the chain was made anew",
+            *said,
+        ]
+    if place is not None:
+        said.append(f"line {place} has the hash {known}: all lines up to there are as they were when that was noted")
+    elif found.lines:
+        last = found.lines[-1]["hash"]
+        said.append(
+            "not known, as nothing is signed: whether lines were removed at the end, or all hashes were made anew. "
+            f"Keep the last hash elsewhere, and look for it later: --has {last}"
+        )
+    return True, said
+
+
+def show(found: Examination) -> None:
+    """Print the runs of a record."""
+    console = Console(highlight=False)
+    for world in dict.fromkeys(line["world"] for line in found.lines):
+        lines = [line for line in found.lines if line["world"] == world]
+        console.print(Text(f"run {_shown(world)}, {_shown(lines[0]['time'][:19])}", style="bold"), soft_wrap=True)
+        rows = [row for line in lines for row in _rows(line)]
+        width = max(len(name) for name, _ in rows)
+        for name, text in rows:
+            bad = name.partition(" ")[2] in ("refused", "failed")
+            console.print(Text(f"  {name:<{width}}  {text}", style="red" if bad else ""), soft_wrap=True)
+    for each in found.cut:
+        console.print(Text(f"line {each} was cut off: the process that wrote it was killed", style="red"))
+
+
+def _rows(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is shown of a line: a name, and a text."""
+    facts = line["facts"]
+    if line["event"] != "begin":
+        who = "" if line["ranks"] == [0] else f"{_ranks(line['ranks'])}: "
+        told = ", ".join(f"{_shown(name)}={_shown(value)}" for name, value in facts.items())
+        told = "well" if line["event"] == "end" and facts.get("error", "") is None else told
+        yield f"{_shown(line['time'][11:19])} {_shown(line['event'])}", f"{who}{told}"
+        return
+    hosts = _part(facts, "hosts", kind=dict)
+    placed = (f"{_shown(host)} ({_ranks(_part(hosts, host, kind=list))})" for host in hosts)
+    script = _part(facts, "script", kind=dict)
+    repository = _part(facts, "repository", kind=dict)
+    packages = _part(facts, "packages", kind=dict)
+    versions = _part(facts, "versions", kind=dict)
+    yield "command", shlex.join(map(_shown, _part(facts, "command", kind=list)))
+    yield "ranks", f"{_shown(facts.get('size'))} on {', '.join(placed)}"
+    if facts.get("restart"):
+        yield "restart", _shown(facts["restart"])
+    if facts.get("allocation"):
+        yield "allocation", _pairs(_part(facts, "allocation", kind=dict))
+    if script:
+        yield "script", f"{_shown(script.get('path'))}, sha256 {_shown(script.get('sha256'))}"
+    if "unknown" in repository:
+        yield "repository", f"unknown: {_shown(repository['unknown'])}"
+    else:
+        where = f"{_shown(repository.get('path'))}, commit {_shown(repository.get('commit'))}"
+        yield "repository", f"{where}, {'clean' if repository.get('clean') else 'changed'}"
+    if repository.get("difference"):
+        yield "difference", f"sha256 {_shown(repository['difference'])}"
+    if repository.get("untracked"):
+        yield "untracked", _shown(repository["untracked"])
+    yield "versions", _pairs(versions)
+    yield "packages", f"{len(_part(packages, 'versions', kind=dict))}, sha256 {_shown(packages.get('sha256'))}"
+    yield "settings", " ".join(_variables(_part(facts, "settings", kind=dict))) or "as they come"
+
+
+def commands(found: Examination, world: str) -> list[str]:
+    """Return the lines of a shell program that makes a run again.
+
+    Args:
+        found: what the record holds.
+        world: how the token of the run begins; empty: the last one.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    begins = [line for line in found.lines if line["event"] == "begin" and line["world"].startswith(world)]
+    if not begins:
+        which = f"whose token begins with {world!r}" if world else "at all"
+        raise ConfigError(f"the record has no run {which}")
+    begin = begins[-1]
+    facts = begin["facts"]
+    said = [line for line in found.lines if line["world"] == begin["world"] and line["event"] != "begin"]
+    made = [f"# run {_shown(begin['world'])} of {_shown(begin['time'])}", *_checkout(facts), *_environment(facts)]
+    made += filter(None, [_start(facts)])  # a record that was made by hand may name no command
+    made += [f"# {each['event']}: {_pairs(each['facts'])}" for each in said if each["event"] in _NAMED]
+    lacks = list(_lacks(facts))
+    if not any("seed" in name.lower() for each in said if each["event"] == _NAMED[0] for name in each["facts"]):
+        lacks.append("the seed: the program has not named it, as by rr.audit('configuration', seed=...)")
+    if facts.get("restart") or begin is not found.lines[0]:
+        lacks.append("the state that the run began with, if it went on from the commits of an earlier one")
+    return [*made, *(f"# cannot be had: {each}" for each in lacks)]
+
+
+def _checkout(facts: Mapping[str, Any]) -> Iterator[str]:
+    repository = _part(facts, "repository", kind=dict)
+    script = _part(facts, "script", kind=dict)
+    if "commit" in repository:
+        url = repository.get("url") or repository.get("path")
+        yield f"git clone {_word(url)} again && cd again"
+        yield f"git checkout {_word(repository['commit'])}"
+    if script:
+        path = _shown(script.get("path")).removeprefix(f"{_part(repository, 'path', kind=str)}/")
+        line = f"{_shown(script.get('sha256'))}  {path}"
+        yield f"echo {_word(line)} | sha256sum --check"
+    inside = f"{_part(facts, 'folder', kind=str)}/".partition(f"{_part(repository, 'path', kind=str)}/")[2]
+    if "commit" in repository and inside:
+        yield f"cd {_word(inside)}"
+
+
+def _environment(facts: Mapping[str, Any]) -> Iterator[str]:
+    packages = _part(facts, "packages", kind=dict)
+    python = _shown(_part(facts, "versions", kind=dict).get("Python"))
+    command = _word(f"python{'.'.join(python.split('.')[:2])}")
+    yield f"{command} -m venv venv && . venv/bin/activate  # it was Python {python}"
+    elsewhere = _part(packages, "elsewhere", kind=list)
+    versions = _part(packages, "versions", kind=dict).items()
+    listed = [_word(f"{_shown(name)}=={_shown(version)}") for name, version in versions if name not in elsewhere]
+    if listed:
+        yield f"pip install {' '.join(listed)}"
+
+
+def _start(facts: Mapping[str, Any]) -> str:
+    """Return the command that starts the program, with its settings."""
+    words = [_shown(each) for each in _part(facts, "command", kind=list)]
+    if words and re.fullmatch("python[0-9.]*", words[0].rpartition("/")[2]):
+        words[0] = "python"  # of the new environment
+    if facts.get("size") != 1:
+        hosts = _part(facts, "hosts", kind=dict)
+        counts = ",".join(f"{_shown(name)}:{len(_part(hosts, name, kind=list))}" for name in hosts)
+        words = ["ringreduce", "run", "-np", _shown(facts.get("size")), *(["-H", counts] * (len(hosts) > 1)), *words]
+    return " ".join([*_variables(_part(facts, "settings", kind=dict)), *map(shlex.quote, words)])
+
+
+def _lacks(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a record does not hold of the program."""
+    repository = _part(facts, "repository", kind=dict)
+    packages = _part(facts, "packages", kind=dict)
+    if "commit" not in repository:
+        yield f"the program's version: {_shown(repository.get('unknown', 'the record does not say it'))}"
+    if repository.get("difference"):
+        digest = _shown(repository["difference"])
+        yield f"changes that were not committed; git diff --binary HEAD | sha256sum said {digest}"
+    if untracked := _part(repository, "untracked", kind=list):
+        yield f"files that git does not have: {', '.join(map(_shown, untracked))}"
+    if elsewhere := _part(packages, "elsewhere", kind=list):
+        yield f"packages that came from a folder or a repository: {', '.join(map(_shown, elsewhere))}"
+    yield "the MPI library, drivers and the machine, unless packages bring them; secrets in the environment"
+
+
+def _variables(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings that are not as they come, as variables of the environment."""
+    standard = Config()
+    changed: dict[str, list[str]] = {}
+    for each in fields(Config):
+        usual = getattr(standard, each.name)
+        usual = usual.value if isinstance(usual, Enum) else usual
+        value = settings.get(each.name, usual)
+        if each.metadata and each.name not in _OF_THIS_RUN and value != usual:
+            variable, _, part = each.metadata["variable"].partition("=")
+            text = str(int(value)) if isinstance(value, bool) else "0" if value is None else _shown(value)
+            changed.setdefault(variable, []).append(f"{part}:{text}" if part else text)
+    return [f"{variable}={_word(','.join(texts))}" for variable, texts in changed.items()]
+
+
+def _part(facts: Any, name: str, kind: type[T]) -> T:
+    """Return an entry, or an empty one: who can write a record can make lines that say anything."""
+    value = facts.get(name) if isinstance(facts, dict) else None
+    return value if isinstance(value, kind) else kind()
+
+
+def _pairs(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{_shown(name)} {_shown(value)}" for name, value in facts.items())
+
+
+def _ranks(ranks: list[Any]) -> str:
+    return name_ranks(sorted(each for each in ranks if type(each) is int))
+
+
+def _shown(value: Any) -> str:
+    """Return a value of JSON in one line; what terminals would act on is escaped."""
+    return value if isinstance(value, str) and value.isprintable() else json.dumps(value)
+
+
+def _word(value: Any) -> str:
+    return shlex.quote(_shown(value))

@@ -1,0 +1,207 @@
+"""`ringreduce audit` and `ringreduce reproduce`: what they say of a record, and with which exit status."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringreduce.cli import main
+from ringreduce.elastic import CommitStore
+from ringreduce.observe.audit import AuditRecord
+from ringreduce.observe.audit_chain import examine
+
+BEGIN: dict[str, Any] = {
+    "command": ["/opt/venv/bin/python3", "train.py", "--name", "a b"],
+    "versions": {"ringreduce": "0.1.0", "Python": "3.11.4", "numpy": "2.1.0"},
+    "settings": {"timeout_s": 30.0, "check_weights_every": 100, "check_data": False, "fusion_nbytes": 1 << 20},
+    "size": 4,
+    "hosts": {"one": [0, 1], "two": [2, 3]},
+    "restart": 1,
+    "allocation": {"scheduler": "Slurm", "job": "77"},
+    "folder": "/home/a/train/src",
+    "script": {"path": "/home/a/train/src/train.py", "sha256": "e" * 64},
+    "repository": {
+        "path": "/home/a/train",
+        "url": "https://example.org/train.git",
+        "commit": "c" * 40,
+        "clean": False,
+        "difference": "d" * 64,
+        "untracked": ["new.py"],
+    },
+    "packages": {"sha256": "f" * 64, "versions": {"numpy": "2.1.0", "mine": "0.1"}, "elsewhere": ["mine"]},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A record of one run of rank 0 and another."""
+    path = tmp_path / "audit.jsonl"
+    first, second = (AuditRecord(str(path), "0123abcd", rank) for rank in range(2))
+    first.append("begin", BEGIN)
+    first.append("configuration", {"seed": 7, "name": "a\x1b[31m"})
+    first.append("data", {"train": "a" * 64})
+    first.append("commit", {"number": 1, "sha256": {"model": "b" * 64}})
+    second.append("refused", {"what": "broadcast_object", "error": "too large"})
+    second.end(None)
+    first.end(None)
+    return path
+
+
+def ringreduce(*words: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, words)])
+
+
+def test_verify_says_whether_a_record_is_whole_and_what_it_cannot_know(path: Path) -> None:
+    """A hash that was kept elsewhere shows that lines were removed at the end, or the chain made anew."""
+    lines = path.read_text().splitlines(keepends=True)
+    last = json.loads(lines[-1])["hash"]
+    done = ringreduce("audit", "verify", path)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{path}: whole: 6 lines, of 1 run\n{path}: not known, as nothing is signed")
+    assert f"--has {last}" in done.stdout
+    done = ringreduce("audit", "verify", path, "--has", last)
+    assert (done.exit_code, f"line 6 has the hash {last}" in done.stdout) == (0, True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:30])
+    done = ringreduce("audit", "verify", path)
+    assert done.exit_code == 0
+    assert "line 6 was cut off" in done.stdout
+    assert "run 0123abcd has no end" in done.stdout
+    done = ringreduce("audit", "verify", path, "--has", last)
+    assert (done.exit_code, f"no line has the hash {last}" in done.stdout) == (1, True)
+    assert ringreduce("audit", "verify", path, "--has", "abc").exit_code == 2
+    assert ringreduce("audit", "verify", path.parent / "missing").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "number", "why"),
+    [
+        (lambda lines: [*lines[:2], lines[2].replace("aaa", "abc"), *lines[3:]], 3, "it was changed"),
+        (lambda lines: [*lines[:2], *lines[4:]], 3, "lines 3 to 4 are missing before it"),
+        (lambda lines: [*lines[:4], lines[1], *lines[4:]], 5, "it is line 2 once more"),
+        (lambda lines: ["hello\n", *lines], 1, "is no line of an audit record"),
+    ],
+)
+def test_verify_names_the_first_wrong_line(path: Path, change: Any, number: int, why: str) -> None:
+    """With the reason; other commands say so, too, after what they know from the lines before it."""
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+    done = ringreduce("audit", "verify", path)
+    assert done.exit_code == 1
+    assert done.stdout.startswith(f"{path}: line {number} is wrong: ")
+    assert why in done.stdout
+    done = ringreduce("audit", "show", path)
+    assert (done.exit_code, f"line {number} is wrong" in done.stderr, "commit" in done.stdout) == (1, True, number > 1)
+    assert ringreduce("reproduce", path).exit_code == (1 if number > 1 else 2)
+
+
+def test_show_prints_a_run_as_people_read_it(path: Path) -> None:
+    """In order, with the rank where it is not rank 0; what a terminal would act on is escaped."""
+    done = ringreduce("audit", "show", path)
+    assert (done.exit_code, done.stderr) == (0, "")
+    rows = [line.split(None, 1) for line in done.stdout.splitlines()]
+    assert done.stdout.startswith("run 0123abcd, ")
+    said = {row[0]: row[1].strip() for row in rows[1:12]}
+    assert said["command"] == "/opt/venv/bin/python3 train.py --name 'a b'"
+    assert said["ranks"] == "4 on one (ranks 0-1), two (ranks 2-3)"
+    assert said["allocation"] == "scheduler Slurm, job 77"
+    assert said["script"] == f"/home/a/train/src/train.py, sha256 {'e' * 64}"
+    assert said["repository"] == f"/home/a/train, commit {'c' * 40}, changed"
+    assert said["difference"] == f"sha256 {'d' * 64}"
+    assert said["untracked"] == '["new.py"]'
+    assert said["packages"] == f"2, sha256 {'f' * 64}"
+    assert said["settings"] == "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100,data:0"
+    events = [row[1].strip().split(None, 1) for row in rows[12:]]
+    assert [each[0] for each in events] == ["configuration", "data", "commit", "refused", "end"]
+    assert events[0][1] == r'seed=7, name="a\u001b[31m"'
+    assert events[3][1] == "rank 1: what=broadcast_object, error=too large"
+    assert events[4][1] == "well"
+
+
+def test_reproduce_prints_a_shell_program_and_what_cannot_be_had(path: Path) -> None:
+    """All of its words are quoted."""
+    done = ringreduce("reproduce", path)
+    assert (done.exit_code, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    commands = [line for line in lines if not line.startswith("#")]
+    assert commands == [
+        "git clone https://example.org/train.git again && cd again",
+        f"git checkout {'c' * 40}",
+        f"echo '{'e' * 64}  src/train.py' | sha256sum --check",
+        "cd src/",
+        "python3.11 -m venv venv && . venv/bin/activate  # it was Python 3.11.4",
+        "pip install numpy==2.1.0",
+        "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100,data:0 "
+        "ringreduce run -np 4 -H one:2,two:2 python train.py --name 'a b'",
+    ]
+    said = [line for line in lines if line.startswith("#")]
+    assert said[0].startswith("# run 0123abcd of ")
+    assert said[1:3] == [r'# configuration: seed 7, name "a\u001b[31m"', f"# data: train {'a' * 64}"]
+    lacks = [line.removeprefix("# cannot be had: ") for line in said[3:]]
+    begins = (
+        "changes that were not committed",
+        "files that git",
+        "packages that came from",
+        "the MPI library",
+        "the state",
+    )
+    assert all(lack.startswith(begin) for lack, begin in zip(lacks, begins, strict=True))
+    done = ringreduce("reproduce", path, "--world", "ffff")
+    assert (done.exit_code, done.stderr) == (2, "Error: the record has no run whose token begins with 'ffff'\n")
+
+
+#: What somebody may write into a record, hashes included.
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inside: (
+        st.lists(inside, max_size=2) | st.dictionaries(st.text(max_size=3) | st.sampled_from(list(BEGIN)), inside)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(st.sampled_from([*BEGIN, "error"]), anything), st.sampled_from(["begin", "end", "data", "x"]))
+def test_what_a_record_says_is_printed_whatever_it_is(facts: dict[str, Any], event: str) -> None:
+    """By no traceback; and nothing of it gets out of a comment or a word of the shell."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "audit"
+        record = AuditRecord(str(path), "world")
+        record.append("begin", {**BEGIN, **(facts if event == "begin" else {})})
+        record.append(event, facts)
+        for words in (("audit", "show"), ("audit", "verify"), ("reproduce",)):
+            done = ringreduce(*words, path)
+            assert done.exit_code == 0, done.exception
+            assert done.stdout.replace("\n", "").isprintable()
+    for line in done.stdout.splitlines():
+        assert line.startswith("#") or shlex.split(line)
+
+
+def test_an_exported_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its hash and the commit that it comes from; and so is a folder that was refused."""
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "audit"
+    monkeypatch.setenv("RINGREDUCE_AUDIT", str(path))
+    store = CommitStore(tmp_path / "commits", 5, torch.save, torch.load)
+    store.prepare()
+    store.put(3, {"objects": {"model": {"a": torch.ones(2)}}, "values": {}, "size": 1})
+    store.settle()
+    assert ringreduce("export", store.folder, tmp_path / "model.pt").exit_code == 0
+    store.folder.chmod(0o770)
+    assert ringreduce("export", store.folder, tmp_path / "again.pt").exit_code == 2
+    found = examine(path.read_bytes())
+    assert found.wrong is None
+    exported, refused = [each for each in found.lines if each["event"] in ("exported", "refused")]
+    sha256 = hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest()
+    folder = str(store.folder)
+    expected = {"file": str(tmp_path / "model.pt"), "sha256": sha256, "name": "model", "commit": 3, "folder": folder}
+    assert (exported["event"], exported["facts"]) == ("exported", expected)
+    assert (refused["event"], refused["facts"]["what"]) == ("refused", "export")
+    assert "chmod go-w" in refused["facts"]["error"]
