@@ -88,9 +88,9 @@ def _rows(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     facts = line["facts"]
     if line["event"] != "begin":
         who = "" if line["ranks"] == [0] else f"{_ranks(line['ranks'])}: "
-        told = ", ".join(f"{_shown(name)}={_shown(value)}" for name, value in facts.items())
-        told = "well" if line["event"] == "end" and facts.get("error", "") is None else told
-        yield f"{_shown(line['time'][11:19])} {_shown(line['event'])}", f"{who}{told}"
+        text = ", ".join(f"{_shown(name)}={_shown(value)}" for name, value in facts.items())
+        text = "well" if line["event"] == "end" and facts.get("error", "") is None else text
+        yield f"{_shown(line['time'][11:19])} {_shown(line['event'])}", f"{who}{text}"
         return
     hosts = _part(facts, "hosts", kind=dict)
     placed = (f"{_shown(host)} ({_ranks(_part(hosts, host, kind=list))})" for host in hosts)

@@ -18,7 +18,7 @@ have), time (ISO 8601, UTC), ranks (a list), host, pid, facts. Events:
 
 Rank 0 appends its lines at once. Other ranks keep theirs until the next commit, in which rank 0 gets and appends them;
 what they have left at their end, those of rank 0's host append themselves. Of what several ranks say, there is one
-line, or a second one of a rank that ends before rank 0 has said it. No rank waits for another because of the record.
+line, or a second one of a rank that ends before rank 0 has said it. Ranks exchange lines in no other call.
 
 A world without an end was cut off: by SIGKILL, or with its machine. After the death of rank 0 the new one appends to
 the same path, on its machine; so does a job that is started again.

@@ -8,7 +8,7 @@ process that is killed while it writes may leave half a line; the next one has `
 the last whole line and itself.
 
 A signature is to be a line of its own, of the event ``signed``, over the ``hash`` of the line before it: no other line
-changes for that. Without one, whoever may write the file can make all hashes anew.
+changes for that. Without one, a user who may write the file can make all hashes anew.
 """
 
 from __future__ import annotations
