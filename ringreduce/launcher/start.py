@@ -18,6 +18,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
 from ringreduce.launcher.mpirun import Mpirun, find
+from ringreduce.launcher.python_line import PythonLine, script_of
 from ringreduce.launcher.schedulers import Allocation
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
@@ -175,8 +176,9 @@ class Start:
         spec = self.spec
         program = shutil.which(spec.program[0])
         folder = os.path.dirname(os.path.abspath(program)) if program and os.sep not in spec.program[0] else ""
-        script = next((word for word in spec.program[1:] if not word.startswith("-")), "")
-        reads = script.endswith(".py") and os.path.isfile(script)
+        script = script_of(spec.program)
+        # What another program reads may be its own business, and not a matter of every host.
+        reads = os.path.exists(script) and (script.endswith(".py") or PythonLine.of(spec.program) is not None)
         package = "" if spec.prefix else str(Path(__file__).parents[1])  # a prefix would be in front of what is said
         return [os.uname().nodename, spec.program[0], folder, os.path.abspath(script) if reads else "", package]
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 import sys
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.python_line import ProgramSource, PythonLine
 from ringreduce.launcher.spec import LaunchSpec
 
 _PYTHON = (sys.executable, "-I", "-S", "-c")
@@ -66,7 +65,8 @@ class StandardInput:
         """
         if any(word.lstrip("-") == "stdin" for word in spec.more) or _is_terminal():
             return cls()
-        if reads_program(spec.program):
+        line = PythonLine.of(spec.program)
+        if line is not None and line.source is ProgramSource.INPUT:
             return cls(False, (*_TEXT, _packed(sys.stdin.buffer.read() if sys.stdin is not None else b"")))
         if not spec.stdin:
             return cls(False)
@@ -94,18 +94,3 @@ def _packed(text: bytes) -> str:
     if len(packed) > _MOST_NBYTES:
         raise ConfigError(f"the program on standard input has {len(text)} bytes, which is too much; put it in a file")
     return packed
-
-
-def reads_program(program: tuple[str, ...]) -> bool:
-    """Return whether a command line starts Python with a program on standard input."""
-    if not re.fullmatch(r"(python|pypy)[0-9.t]*", Path(program[0]).name):
-        return False
-    words = iter(program[1:])
-    for word in words:
-        if word in ("-", "/dev/stdin"):
-            return True
-        if word in ("-W", "-X", "--check-hash-based-pycs"):
-            next(words, None)  # its value
-        elif not word.startswith("-") or re.match(r"-[A-VYZa-z]*[cmhV?]|--(help|version)", word):
-            return False
-    return True
