@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.python_line import PythonLine, script_of
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import Start
 from ringreduce.launcher.unpack import TREE
 
-__all__ = ["Cargo", "base_python"]
+__all__ = ["Cargo", "base_python", "with_modules"]
 
 _PIECE_NBYTES = 1 << 18
 _HEADER_NBYTES = 512  # of a file in an archive
@@ -45,18 +46,20 @@ class Cargo:
         base: the folder of all copies of this user.
         environment: the folder of the virtual environment.
         folder: the working directory, which hosts have, too, with what ``paths`` have of it.
-        logs: a folder that each host has by its own path; empty: there is none.
+        own: folders that each host has by its own path, for logs and results.
         files: all of ``paths``.
-        name: of this version.
+        name: of this version, the same on all hosts that start jobs of it.
+        job: what leads to this version in jobs that this host starts.
     """
 
     paths: tuple[str, ...]
     base: str
     environment: str
     folder: str
-    logs: str
+    own: frozenset[str]
     files: tuple[_File, ...]
     name: str
+    job: str
 
     @classmethod
     def of(cls, spec: LaunchSpec) -> Cargo:
@@ -84,29 +87,33 @@ class Cargo:
             files = tuple(each for path in paths for each in _files(path, os.path.realpath(path)))
         except OSError as error:
             raise ConfigError(f"--ship: {error.filename}: {error.strerror}") from None
-        host = os.uname().nodename
-        kind = hashlib.sha256(f"{host} {sys.prefix}".encode()).hexdigest()[:8]
         version = hashlib.sha256(os.getcwd().encode())
         for path, source, like in files:
             if _COMPILED not in path.split(os.sep) and not stat.S_ISDIR(like.st_mode):
                 link = os.readlink(source) if stat.S_ISLNK(like.st_mode) else ""
                 version.update(f"{path}\0{like.st_size} {like.st_mtime_ns} {like.st_mode} {link}\n".encode(
                     errors="surrogateescape"))  # fmt: skip
-        logs = os.path.abspath(spec.folder) if spec.folder is not None else ""
-        name = f"{kind}-{version.hexdigest()[:16]}"
+        own = frozenset(os.path.abspath(each) for each in (spec.folder, spec.results) if each is not None)
+        name = f"{_short(sys.prefix)}-{version.hexdigest()[:16]}"
         return cls(
             paths=tuple(paths),
             base=base,
             environment=sys.prefix,
             folder=os.getcwd(),
-            logs=logs,
+            own=own,
             files=files,
             name=name,
+            job=f"{name}-{_short(os.uname().nodename)}",
         )
 
     @property
     def root(self) -> str:
-        """The folder below which a host has the files by their paths."""
+        """The folder below which a job finds the files by their paths; on this host it leads to these themselves."""
+        return os.path.join(self.base, self.job, TREE)
+
+    @property
+    def store(self) -> str:
+        """The folder below which another host has the files by their paths."""
         return os.path.join(self.base, self.name, TREE)
 
     @property
@@ -117,10 +124,13 @@ class Cargo:
         )
 
     def there(self, word: str) -> str:
-        """Return a word of a command line as it is for the copies: a path in them, also in ``--option=PATH``."""
+        """Return a word of a command line as it is for the job: a path of a copy, also in ``--option=PATH``."""
+        return self._moved(word, self.root)
+
+    def _moved(self, word: str, root: str) -> str:
         option, equals, value = word.rpartition("=") if word.startswith("-") else ("", "", word)
-        inside = os.path.isabs(value) and value != self.logs and any(_is_within(value, path) for path in self.paths)
-        return f"{option}{equals}{self.root}{os.path.normpath(value)}" if inside else word
+        inside = os.path.isabs(value) and value not in self.own and any(_is_within(value, path) for path in self.paths)
+        return f"{option}{equals}{root}{os.path.normpath(value)}" if inside else word
 
     def start(self, start: Start) -> Start:
         """Return what starts the job on the copies."""
@@ -138,8 +148,13 @@ class Cargo:
         exported = (*spec.exported, *(f"{name}={value}" for name, value in variables.items() if value))
         more = ["--wdir", f"{self.root}{self.folder}"]
         mpirun = self.there(start.mpirun.path)
-        more += ["--prefix", os.path.dirname(os.path.dirname(mpirun))] if mpirun != start.mpirun.path else []
-        return replace(start, spec=replace(spec, exported=exported, more=(*more, *spec.more)), there=self.there)
+        if mpirun != start.mpirun.path:
+            prefix = os.path.dirname(os.path.dirname(mpirun))
+            more += ["--prefix", prefix]
+            # Or ranks would look for its files where mpirun finds itself, which is where the link of this host leads.
+            more += [word for name in ("OPAL_PREFIX", "PMIX_PREFIX") for word in ("-x", f"{name}={prefix}")]
+        spec = replace(spec, exported=exported, more=(*more, *spec.more))
+        return replace(start, spec=spec, there=self.there, has_copies=True)
 
     def write(self, stream: IO[bytes]) -> None:
         """Write an archive of tar.
@@ -162,7 +177,7 @@ class Cargo:
             archive.addfile(_member(file.path, stat.S_IMODE(mode) | 0o700, tarfile.DIRTYPE))
         elif stat.S_ISLNK(mode):
             member = _member(file.path, 0o777, tarfile.SYMTYPE)
-            member.linkname = self.there(os.readlink(file.source))
+            member.linkname = self._moved(os.readlink(file.source), self.store)
             archive.addfile(member)
         else:
             with open(file.source, "rb") as content:
@@ -174,7 +189,7 @@ class Cargo:
                 if begins != b"#!":
                     archive.addfile(member, content)
                     return
-                text = content.read().replace(self.environment.encode(), f"{self.root}{self.environment}".encode())
+                text = content.read().replace(self.environment.encode(), f"{self.store}{self.environment}".encode())
             member.size = len(text)
             archive.addfile(member, BytesIO(text))
 
@@ -184,6 +199,10 @@ def _member(path: str, mode: int, kind: bytes) -> tarfile.TarInfo:
     member.mode = mode
     member.type = kind
     return member
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def _is_within(path: str, folder: str) -> bool:
@@ -199,19 +218,33 @@ def _package() -> list[str]:
 
 def _program(spec: LaunchSpec) -> list[str]:
     """Return the script, and what Python finds beside it without any setting: modules and packages."""
-    words = [word for word in spec.program if not word.startswith("-")]
-    script = next((word for word in words[1:2] if os.path.isfile(word)), words[0] if os.sep in words[0] else "")
-    file = os.path.abspath(script)
-    if not script or not os.path.isfile(file) or _is_within(file, sys.prefix) or file == base_python():
-        file = ""
-    folder = Path(file).parent if file else Path.cwd()
-    # Neither a link that leads nowhere, as editors make them, nor what is in another user's folder.
-    beside = [
+    program = spec.program
+    script = script_of(program)
+    if script and os.path.isdir(script) and PythonLine.of(program) is not None:
+        return [os.path.abspath(script)]  # with a __main__.py; Python looks for modules in it
+    if not os.path.isfile(script):
+        script = program[0] if os.sep in program[0] else ""
+    return with_modules(script) or _importable(Path.cwd())
+
+
+def with_modules(script: str) -> list[str]:
+    """Return a script and what is beside it; nothing of a part of the environment, or where there is no such file."""
+    path = os.path.abspath(script)
+    if not os.path.isfile(script) or _is_within(path, sys.prefix) or path == base_python():
+        return []
+    return [path, *_importable(Path(path).parent)]
+
+
+def _importable(folder: Path) -> list[str]:
+    """Return the modules and packages in a folder.
+
+    Neither a link that leads nowhere, as editors make them, nor what is in another user's folder.
+    """
+    return [
         str(each)
         for each in folder.iterdir()
         if (each.suffix == ".py" and each.exists()) or os.path.isfile(each / "__init__.py")
     ]
-    return [*([file] if file else []), *beside]
 
 
 def base_python() -> str:

@@ -100,12 +100,14 @@ class Losses:
         host = hosts.known_as(name)
         if host is None:  # of another job, as a rank may write of it, unless this one's hosts have no names here
             if UNNAMED in hosts.listed:
+                self._start.lost.add(name)
                 say(f"{name} is lost: {why}")
             return hosts
         if host in hosts.lost:
             return hosts
         hosts = hosts.without(host)
         self.lost.append(host)
+        self._start.lost.add(host)
         again = "it is used again once it answers" if host in self._awaited(hosts) else "it is left out from now on"
         say(f"{host} is lost: {why}; {again}")
         return hosts
@@ -115,6 +117,7 @@ class Losses:
         for host in [host for host, process in self._asked.items() if process.poll() is not None]:
             if self._asked.pop(host).returncode == 0 and host in self._awaited(hosts):
                 hosts = hosts.returned(host)
+                self._start.lost.discard(host)
                 self.has_returned = True
                 say(f"{host} answers again")
         awaited = self._awaited(hosts)

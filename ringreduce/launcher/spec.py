@@ -53,6 +53,7 @@ class LaunchSpec:
         ship: whether hosts get a copy of the environment and the program first.
         ship_paths: files and folders that they get, too.
         keep: whether the copies stay at the end, for the next job.
+        results: a folder that other hosts get, too, and from which what ranks write there comes back.
     """
 
     program: tuple[str, ...]
@@ -86,6 +87,7 @@ class LaunchSpec:
     ship: bool = False
     ship_paths: tuple[str, ...] = ()
     keep: bool = False
+    results: str | None = None
 
     @property
     def growth(self) -> list[str]:

@@ -73,6 +73,8 @@ class Start:
         allocation: hosts that a scheduler has granted; None if users name the hosts, or there is this machine alone.
         stdin: standard input of the ranks.
         there: returns a word of the command line as other hosts, and this one, have it.
+        has_copies: whether hosts have files for this job alone, which a host that was lost may lack.
+        lost: hosts that were lost and have not answered again, by their names in the list, or their own if it has none.
     """
 
     spec: LaunchSpec
@@ -87,11 +89,17 @@ class Start:
     allocation: Allocation | None = None
     stdin: StandardInput = field(default_factory=StandardInput)
     there: Callable[[str], str] = str
+    has_copies: bool = False
+    lost: set[str] = field(default_factory=set)
 
     @property
     def asks_lost_hosts(self) -> bool:
-        """Whether a host that was lost is used again once it answers; with --ship it may have lost its copy."""
-        return self.by_ssh and self.grows and not self.spec.ship
+        """Whether a host that was lost is used again once it answers."""
+        return self.by_ssh and self.grows and not self.has_copies
+
+    def has_lost(self, host: str) -> bool:
+        """Return whether a host was lost, by its name in a list or without the domain."""
+        return host in self.lost or host.partition(".")[0] in self.lost
 
     def with_stdin(self) -> Start:
         """Return this with the standard input of the ranks; see `StandardInput.take`, also for errors."""

@@ -16,17 +16,18 @@ import stat
 import subprocess
 import sys
 import tarfile
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["MARK", "TREE", "hold"]
+__all__ = ["TREE", "hold"]
 
-#: Begins the lines of answers; what the shells of a host write as well does not count.
-MARK = "ringreduce-ship "
-#: In the folder of a copy: written last, with the name of the host; and the copy itself.
+#: In the folder of a copy: written last, with the name of the host; and the copy itself, or a link to it.
 _WHOLE = "whole"
 TREE = "root"
+#: To what the link leads on the host that starts a job: it has all files by their own paths.
+_ALL = "/"
 _PIECE_NBYTES = 1 << 20
 
 
@@ -34,9 +35,9 @@ class _NoPlaceError(Exception):
     """This host cannot take the copy."""
 
 
-def _answer(what: str, text: str = "") -> None:
+def _answer(request: dict[str, Any], what: str, text: str = "") -> None:
     with suppress(OSError):  # the launcher has ended
-        print(f"\n{MARK}{json.dumps([what, text])}", flush=True)
+        print(f"\n{request['mark']}{json.dumps([what, text])}", flush=True)
 
 
 def _require_own(folder: str) -> None:
@@ -135,31 +136,26 @@ def _receive(tree: str, expected: int, python: str, version: str) -> None:
         raise _NoPlaceError(f"the Python of the environment should be {version}, and here it is {said}")
 
 
-def hold(request: dict[str, Any]) -> None:
-    """Have a copy, until the input ends.
+@contextmanager
+def _place(base: str, name: str, make: Callable[[str], object], keep: bool) -> Iterator[str]:
+    """Have a folder with a tree, for this process and for other jobs of the same name on this host.
 
     Args:
-        request: ``base``, the folder of this user's copies; ``name``, of this one's; ``links``: this host has the files
-            and takes a link in place of a copy; ``count``: of the files in the archive; ``python``: the interpreter of
-            the copy; ``version``: what that should say; ``keep``: whether the copy stays.
+        base: the folder that it is in.
+        name: of the folder.
+        make: makes the tree, unless another job has.
+        keep: whether it stays at the end; else the last job removes it.
     """
-    base = request["base"]
-    folder = os.path.join(base, request["name"])
+    folder = os.path.join(base, name)
     tree = os.path.join(folder, TREE)
-    _require_own(base)
-    _remove_others(base, request["name"])
+    host = os.uname().nodename
     lock = _lock(base, folder)
     keeps = False
     try:
-        host = os.uname().nodename
         if not _is_whole(folder):
-            with suppress(FileNotFoundError):  # else a copy that was broken off
+            with suppress(FileNotFoundError):  # else one that was broken off
                 os.unlink(tree) if os.path.islink(tree) else shutil.rmtree(tree)
-            if request["links"]:
-                os.symlink("/", tree)
-            else:
-                _answer("wants")
-                _receive(tree, request["count"], python=request["python"], version=request["version"])
+            make(tree)
             with open(os.path.join(folder, _WHOLE), "x", encoding="utf-8") as file:
                 file.write(host)
         with open(os.path.join(folder, _WHOLE), encoding="utf-8") as file:
@@ -173,24 +169,51 @@ def hold(request: dict[str, Any]) -> None:
         fcntl.flock(lock, fcntl.LOCK_SH)  # which lets go first
         if not (_is_at(lock, folder) and _is_whole(folder)):
             raise _NoPlaceError("another job has removed the copy meanwhile; start this one again")
-        # Ranks may be saving when all processes of a job get SIGTERM. They have the copy until the input ends.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _answer("has")
-        while sys.stdin.buffer.read(_PIECE_NBYTES):
-            pass
-        keeps = request["keep"]
+        yield tree
+        keeps = keep
     finally:
         if not keeps:
             _remove(base, folder, lock)
 
 
+def hold(request: dict[str, Any]) -> None:
+    """Have a copy, until the input ends.
+
+    Args:
+        request: ``base``, the folder of this user's copies; ``name``, of this version; ``job``, of what leads to it for
+            jobs of the host that starts this one; ``links``: this is that host, which has the files and takes no copy;
+            ``count``: of the files in the archive; ``python``: the interpreter of the copy; ``version``: what that
+            should say; ``keep``: whether the copy stays; ``mark``: begins answers.
+    """
+    base = request["base"]
+    name = request["name"]
+    leads_to = _ALL if request["links"] else os.path.join(base, name, TREE)
+
+    def receive(tree: str) -> None:
+        _answer(request, "wants")
+        _receive(tree, request["count"], python=request["python"], version=request["version"])
+
+    _require_own(base)
+    _remove_others(base, name)
+    with ExitStack() as places:
+        tree = places.enter_context(_place(base, request["job"], lambda tree: os.symlink(leads_to, tree), keep=False))
+        if os.readlink(tree) != _ALL:  # else this is the host that starts the job, perhaps by another name
+            places.enter_context(_place(base, name, receive, keep=request["keep"]))
+        # Ranks may be saving when all processes of a job get SIGTERM. They have the copy until the input ends.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _answer(request, "has")
+        while sys.stdin.buffer.read(_PIECE_NBYTES):
+            pass
+
+
 def _main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    request = json.loads(sys.stdin.buffer.readline())
     try:
-        hold(json.loads(sys.stdin.buffer.readline()))
+        hold(request)
     except (OSError, tarfile.TarError, _NoPlaceError) as error:
-        _answer("failed", str(error))
+        _answer(request, "failed", str(error))
         sys.exit(1)
 
 

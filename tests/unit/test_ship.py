@@ -10,6 +10,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import unpack
 from ringreduce.launcher.cargo import Cargo
+from ringreduce.launcher.reach import MARK
 from ringreduce.launcher.spec import LaunchSpec
 
 VERSION = sys.version.partition("(")[0].strip()
@@ -77,9 +79,9 @@ def test_an_archive_leads_to_the_copies(folder: Path) -> None:
         deep = archive.extractfile(found[f"{folder}/project/package/deep.txt"])
         assert tool is not None
         assert deep is not None
-        assert tool.read().decode() == f"#!{wanted.root}{folder}/env/bin/python\n"
+        assert tool.read().decode() == f"#!{wanted.store}{folder}/env/bin/python\n"
         assert deep.read() == b"package/deep.txt"
-    assert found[f"{folder}/data/link"].linkname == f"{wanted.root}{folder}/project/beside.py"
+    assert found[f"{folder}/data/link"].linkname == f"{wanted.store}{folder}/project/beside.py"
     assert found[f"{folder}/env/bin/python"].linkname == sys.executable
     assert f"{folder}/project/notes.txt" not in found
     assert 0 < wanted.nbytes <= len(stream.getvalue())
@@ -107,6 +109,49 @@ def test_a_version_is_that_of_the_files(folder: Path) -> None:
     (folder / "env" / "added").touch()
     assert len({first, second, cargo().name}) == 3
     assert len({name.partition("-")[0] for name in (first, second)}) == 1
+
+
+def test_a_version_is_the_same_for_all_hosts_that_start_jobs_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies serve all of them, and name none; each has a folder of its own that leads there."""
+    one = cargo(folder / "data")
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
+    two = cargo(folder / "data")
+    assert one.store == two.store
+    assert one.root != two.root
+    archives = [io.BytesIO(), io.BytesIO()]
+    for each, stream in zip((one, two), archives, strict=True):
+        each.write(stream)
+    assert archives[0].getvalue() == archives[1].getvalue()
+
+
+@pytest.mark.parametrize(
+    ("line", "script"),
+    [
+        ("python -W ignore sub/x.py", "sub/x.py"),
+        ("python -Xdev -W ignore -u sub/x.py train.py", "sub/x.py"),
+        ("python --check-hash-based-pycs default sub/x.py", "sub/x.py"),
+        ("python -m cProfile -s time sub/x.py", "sub/x.py"),
+        ("bash -e sub/run.sh", "sub/run.sh"),
+        ("sub/run.sh package", "sub/run.sh"),
+        ("python package", "package"),
+        ("python -c pass sub/x.txt", ""),
+        ("python -m package sub/x.txt", ""),
+        ("ls package", ""),
+        ("python -", ""),
+    ],
+)
+def test_which_script_is_copied(folder: Path, line: str, script: str) -> None:
+    """That which the program runs, with the modules beside it; without one, those of the working directory."""
+    project = folder / "project"
+    (project / "sub").mkdir()
+    for name in ("x.py", "x.txt", "run.sh", "near.py"):
+        (project / "sub" / name).touch()
+    found = Cargo.of(LaunchSpec(program=tuple(line.split()), ship=True)).paths
+    mine = {os.path.relpath(path, project) for path in found if path.startswith(str(project))}
+    beside = {"sub/x.py", "sub/near.py"} if script.startswith("sub") else {"beside.py", "package", "train.py"}
+    assert mine == ({"package"} if script == "package" else {*beside, *filter(None, [script])})
 
 
 def test_a_python_of_the_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +183,10 @@ def holder(tmp_path: Path) -> Holder:
         asked = {
             "base": str(tmp_path / "own"),
             "name": name,
+            "job": f"{name}-one",
             "links": False,
             "keep": False,
+            "mark": MARK,
             "count": 1,
             "version": VERSION,
         }
@@ -157,8 +204,8 @@ def answer(process: subprocess.Popen[bytes]) -> list[str]:
     """Return the next answer; nothing once the process has ended."""
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith(unpack.MARK.encode()):
-            found: list[str] = json.loads(line[len(unpack.MARK) :])
+        if line.startswith(MARK.encode()):
+            found: list[str] = json.loads(line[len(MARK) :])
             return found
     return []
 
@@ -190,14 +237,20 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def test_a_copy_stays_as_long_as_a_job_uses_it(holder: Holder, tmp_path: Path) -> None:
-    """Jobs of one version share it, and the last one removes it; a kept one serves later jobs."""
+    """Jobs of one version share it, also of two hosts, and the last one removes it; a kept one serves later jobs."""
     one = holder()
     copied(one)
     two = holder()
     assert answer(two) == ["has", ""]
     assert end(one) == 0
-    assert (tmp_path / "own" / "e-1" / "root" / "python").exists()
+    other = holder(job="e-1-other")
+    assert answer(other) == ["has", ""]
+    for job in ("one", "other"):
+        tree = tmp_path / "own" / f"e-1-{job}" / "root"
+        assert tree.samefile(tmp_path / "own" / "e-1" / "root")
     assert end(two) == 0
+    assert {each.name for each in (tmp_path / "own").iterdir()} == {"e-1", "e-1-other"}
+    assert end(other) == 0
     assert not (tmp_path / "own").exists()
 
     kept = holder(keep=True)
@@ -241,14 +294,20 @@ def end_quietly(process: subprocess.Popen[bytes]) -> int:
     return process.wait(60)
 
 
-def test_a_host_that_has_the_files_gets_a_link(holder: Holder, tmp_path: Path) -> None:
-    """Which goes at the end, and not what it leads to."""
+def test_the_host_that_starts_a_job_gets_a_link(holder: Holder, tmp_path: Path) -> None:
+    """Which goes at the end, and not what it leads to. A job that another host starts has a copy there, too."""
     here = holder(links=True)
     assert answer(here) == ["has", ""]
-    root = tmp_path / "own" / "e-1" / "root"
-    assert root.is_symlink()
+    root = tmp_path / "own" / "e-1-one" / "root"
+    assert os.readlink(root) == "/"
     assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
-    assert end(here) == 0
+    by_another_name = holder()
+    assert answer(by_another_name) == ["has", ""]
+    of_another_host = holder(job="e-1-other")
+    copied(of_another_host)
+    assert not (tmp_path / "own" / "e-1" / "root").is_symlink()
+    for each in (by_another_name, of_another_host, here):
+        assert end(each) == 0
     assert not (tmp_path / "own").exists()
     assert tmp_path.exists()
 
