@@ -20,6 +20,7 @@ from ringreduce.launcher.allocations_end import run_again
 from ringreduce.launcher.hosts import Cooldown, Hosts
 from ringreduce.launcher.job import say
 from ringreduce.launcher.restarts import Restarts
+from ringreduce.launcher.result_folder import with_results
 from ringreduce.launcher.ship import shipped
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder, prepare
@@ -192,6 +193,7 @@ def _words(text: str) -> tuple[str, ...]:
     "--verbose", is_flag=True, help="Show the command line of mpirun, what is set for it, and what it says of failures."
 )
 @click.option("--horovod-variables", "horovod", is_flag=True, hidden=True, help="Set HOROVOD_RANK and its kin.")
+@click.option("--results", type=click.Path(exists=True, file_okay=False), hidden=True, help="Of `ringreduce.run`.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(dry_run: bool, **options: Any) -> int:
@@ -227,7 +229,7 @@ def command(dry_run: bool, **options: Any) -> int:
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
     make_folder(spec)
-    with shipped(start, bytes_bar) as start:
+    with shipped(start, bytes_bar) as start, with_results(start) as start:
         status = Restarts(start.with_stdin()).run()
         if status == os.EX_TEMPFAIL:  # a second warning must not keep the job from being run again
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

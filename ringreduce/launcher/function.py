@@ -101,8 +101,10 @@ def run(
         slots: slots of hosts without a number.
         reset_limit: how often the ranks may change.
         cooldown_range: seconds for which a host is not used after a death: after the first, and at most.
-        hosts: hosts and their ranks, ``"host1:2,host2:4"``; None: all here. They must share the folder for temporary
-            files (``TMPDIR``), and this installation.
+        hosts: hosts and their ranks, ``"host1:2,host2:4"``; None: all here. They must have this installation and the
+            script at the same paths, unless ``options`` has ``"--ship"``. What ranks return comes back over ssh, srun
+            or the agent that mpirun uses; where mpirun uses none of these, or a script finds the hosts, they must share
+            the folder for temporary files (``TMPDIR``).
         hostfile: the path of a file with a line ``host1 slots=2`` for each, in place of ``hosts``.
         start_timeout: seconds to wait for enough slots, and for all ranks to call ``init()``.
         ssh_port: port of sshd on the other hosts.
@@ -152,10 +154,20 @@ def run(
         "--horovod-variables": _HOROVOD in sys.modules or None,
     }
     words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
+    if "--ship" in options:
+        words += _ship_paths()
     command = [*words, *options, executable or sys.executable, *_WORK]
     return _call_on_ranks(
         command, _pickled_call(func, tuple(args), dict(kwargs or {})), size=None if elastic else size, env=env
     )
+
+
+def _ship_paths() -> list[str]:
+    """Return the options by which other hosts get the script of this process, and what is beside it."""
+    from ringreduce.launcher.cargo import with_modules  # which would make the import of ringreduce slower
+
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return [f"--ship-path={path}" for path in (with_modules(script) if script else ())]
 
 
 def _warn_of_no_meaning(*given: object) -> None:
@@ -177,7 +189,8 @@ def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: M
     with tempfile.TemporaryDirectory(prefix="ringreduce-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "call").write_bytes(call)
-        return _results(folder, size, _carry_out([*_RUN, *command, name], env, folder=folder, size=size))
+        line = [*_RUN, f"--results={name}", *command, name]
+        return _results(folder, size, _carry_out(line, env, folder=folder, size=size))
 
 
 def _find_pickle() -> Any:
@@ -189,7 +202,10 @@ def _find_pickle() -> Any:
 
 
 def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return the input of a worker: modules to import, the data for `multiprocessing.spawn.prepare`, and the call."""
+    """Return the input of a worker.
+
+    It has modules to import, the folder of this environment, data for `multiprocessing.spawn.prepare`, and the call.
+    """
     import multiprocessing  # which would make the import of ringreduce slower
 
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -206,7 +222,7 @@ def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         preparation |= main
     try:
         modules = [name for name in (_HOROVOD,) if name in sys.modules]
-        return pickle.dumps((modules, preparation, pickler.dumps((func, args, kwargs))))
+        return pickle.dumps((modules, sys.prefix, preparation, pickler.dumps((func, args, kwargs))))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         hint = "; cloudpickle, once installed, takes lambdas and local functions" if pickler is pickle else ""
         raise ConfigError(f"run cannot send {func!r} and its arguments to the ranks: {error}{hint}") from error
@@ -309,7 +325,7 @@ def work() -> None:
     if not folder.exists():
         sys.exit(
             f"ringreduce.run: {os.uname().nodename} does not see {folder}, where the call is; set TMPDIR to a folder "
-            "that all hosts share"
+            "that all hosts share, or name the hosts"
         )
     place = f"{launch().restarts}-{launch().rank}"
     try:
@@ -323,7 +339,7 @@ def work() -> None:
 def _call(pickled: bytes) -> bytes:
     import multiprocessing.spawn
 
-    modules, preparation, call = pickle.loads(pickled)
+    modules, prefix, preparation, call = pickle.loads(pickled)
     for name in modules:
         importlib.import_module(name)
     # As in multiprocessing's own children: the script, if it is needed, runs under another name than __main__, and what
@@ -331,12 +347,42 @@ def _call(pickled: bytes) -> bytes:
     process: Any = multiprocessing.current_process()
     process._inheriting = True
     try:
-        multiprocessing.spawn.prepare(preparation)
+        multiprocessing.spawn.prepare(_as_here(preparation, prefix))
     finally:
         del process._inheriting
     function, args, kwargs = pickle.loads(call)
     result: bytes = _find_pickle().dumps(function(*args, **kwargs))
     return result
+
+
+def _as_here(preparation: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the data of a preparation with the paths of this host, which may have copies of ``--ship``.
+
+    Args:
+        preparation: with the paths of the host where the call was made.
+        prefix: folder of the environment there.
+
+    Raises:
+        ConfigError: there is no script that defines the function.
+    """
+    root = sys.prefix.removesuffix(prefix)  # of the copies; all of it, if there are none
+    root = "" if root == sys.prefix else root
+
+    def here(path: str) -> str:
+        return root + path if root and path and os.path.exists(root + path) else path
+
+    found = {**preparation, "sys_path": [*map(here, preparation["sys_path"])], "dir": here(preparation["dir"])}
+    if not os.path.isdir(found["dir"]):  # mpirun has left this process elsewhere, too
+        del found["dir"]
+    script = here(preparation.get("init_main_from_path", ""))
+    if script:
+        found["init_main_from_path"] = script
+        if not os.path.isfile(script):
+            raise ConfigError(
+                f"{os.uname().nodename} has no {script}, which defines the function: copy it there, give "
+                'options=["--ship"], or install cloudpickle'
+            )
+    return found
 
 
 def _leave(path: Path, content: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import time
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ def test_a_host_that_lacks_what_a_rank_needs_is_named(cluster: Cluster) -> None:
     cluster.run(0, "sh", "-c", "mkdir -p /opt/own && cp who.py /opt/own/ && printf '#!/bin/sh\n' >/opt/own/tool && "
                 "chmod +x /opt/own/tool")  # fmt: skip
     cluster.run(1, "mkdir", "-p", "/opt/own")
-    done = cluster.run(0, "ringreduce", "run", *asked, "python", "/opt/own/who.py")
+    done = cluster.run(0, "ringreduce", "run", *asked, "python", "-W", "ignore", "/opt/own/who.py")
     assert done.status not in (0, 124), done.text
     assert f"rank 1 on {there} finds no who.py in /opt/own; on {here} it is there" in done.text
     done = cluster.run(0, "env", f"PATH=/opt/own:{os.environ['PATH']}", "ringreduce", "run", *asked, "tool")
@@ -173,22 +174,82 @@ def test_more_ranks_than_slots(cluster: Cluster) -> None:
         assert {line.rpartition(" ")[2] for line in done.ranks()} == {cluster.host(0), cluster.host(1)}
 
 
-@pytest.mark.thorough
-def test_a_function_on_hosts_that_share_no_temporary_folder(cluster: Cluster) -> None:
-    """Says so in one line; with a folder that all share, it runs."""
-    program = f"""
+#: Calls a function three times: each rank returns where it is, and 24 MB; rank 2 raises an error; it is killed.
+FUNCTION = """
+import os, signal, socket, sys
+import numpy as np
 import ringreduce as rr
-def where():
+
+def work(what):
     rr.init()
-    import socket
-    return socket.gethostname()
+    if rr.rank() == 2:
+        if what == "raises":
+            raise KeyError("the reason")
+        if what == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    rr.barrier()
+    return socket.gethostname(), np.full(3_000_001, float(rr.rank()))
+
 if __name__ == "__main__":
-    print("rank", *rr.run(where, num_proc=2, hosts="{hosts(cluster, 1, 1)}"))
+    hosts, *calls = sys.argv[1:]
+    for what in calls:
+        try:
+            for rank, (host, array) in enumerate(rr.run(work, (what,), num_proc=3, hosts=hosts)):
+                print("rank", rank, "on", host, array.sum() == rank * 3_000_001)
+        except (rr.CollectiveError, rr.ConfigError) as error:
+            print(f"{what}: {type(error).__name__}:", str(error).replace("\\n", " "))
 """
-    path = cluster.write("function.py", program)
-    done = cluster.run(0, "python", str(path))
-    assert done.status, done.text
-    assert f"{cluster.host(1)} does not see" in done.text
-    assert "set TMPDIR" in done.text
-    done = cluster.run(0, "python", str(path), variables={"TMPDIR": str(cluster.shared)})
-    assert done.ranks() == [f"rank {cluster.host(0)} {cluster.host(1)}"], done.text
+
+
+def call(cluster: Cluster, *calls: str, folder: str) -> Done:
+    """Call the function on three hosts, one rank each, with a folder for temporary files."""
+    path = cluster.write("function.py", FUNCTION)
+    return cluster.run(0, "python", str(path), hosts(cluster, 1, 1, 1), *calls, variables={"TMPDIR": folder})
+
+
+def of_calls(cluster: Cluster, folder: str) -> str:
+    """Return what calls have left on the hosts in a folder for temporary files."""
+    return "".join(cluster.run(number, "find", folder, "-name", "ringreduce-run-*").text for number in range(3))
+
+
+def returned(cluster: Cluster) -> list[str]:
+    """Return what the program says where each rank has returned."""
+    return [f"rank {rank} on {cluster.host(rank)} True" for rank in range(3)]
+
+
+def test_a_function_on_hosts_that_share_no_temporary_folder(cluster: Cluster) -> None:
+    """What ranks of all hosts return comes back, and so does an error of one. Nothing is left on the hosts."""
+    done = call(cluster, "returns", "raises", folder="/tmp")
+    assert done.ranks() == returned(cluster), done.text
+    assert "raises: CollectiveError: rank 2 of 3 failed: Traceback" in done.text
+    assert "KeyError: 'the reason'" in done.text
+    assert of_calls(cluster, "/tmp") == ""
+
+
+@pytest.mark.thorough
+def test_a_rank_of_a_function_that_dies_on_another_host(cluster: Cluster) -> None:
+    """Is named, and nothing is left."""
+    done = call(cluster, "is killed", folder="/tmp")
+    assert "rank 2 was ended by SIGKILL" in done.text
+    assert re.search("is killed: CollectiveError: .* of 3 ranks these had not returned: .*2", done.text), done.text
+    assert of_calls(cluster, "/tmp") == ""
+
+
+@pytest.mark.thorough
+def test_a_function_on_hosts_that_share_a_temporary_folder(cluster: Cluster) -> None:
+    """Its files are not copied."""
+    folder = str(cluster.shared)
+    done = call(cluster, "returns", "raises", folder=folder)
+    assert done.ranks() == returned(cluster), done.text
+    assert "raises: CollectiveError: rank 2 of 3 failed: Traceback" in done.text
+    assert of_calls(cluster, folder) == ""
+
+
+def test_a_function_on_a_host_that_has_no_temporary_folder(cluster: Cluster) -> None:
+    """Is refused in one line that says what is needed, before any rank starts."""
+    cluster.run(0, "mkdir", "-p", "/root/own")
+    done = call(cluster, "returns", folder="/root/own")
+    assert done.ranks() == [], done.text
+    assert re.search(f"Error: ringreduce.run: {cluster.host(1)}: /root/own/.*: No such file or directory", done.text)
+    assert "set TMPDIR to a folder that each host has" in done.text
+    assert "returns: ConfigError" in done.text

@@ -1,0 +1,147 @@
+"""What hosts send back of a call of `ringreduce.run`, and the processes on them: here, as on any other host."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher import result_sender
+from ringreduce.launcher.reach import MARK, Errand, HostProcess, ToAll, let_open
+from ringreduce.launcher.result_folder import Incoming
+
+CALL = bytes(range(256)) * 4000
+TOKEN = "shared-1"
+#: Of descriptors: that which `select` cannot take any more.
+MOST = 1024
+
+ERRAND = Errand("ringreduce.run", sys.executable, "the Python that ranks need", result_sender)
+
+
+def begin(folder: Path) -> HostProcess:
+    """Start the process of a host."""
+    return ERRAND.begin("there", {"folder": str(folder), "token": TOKEN, "nbytes": len(CALL)}, start=None)
+
+
+def give_call(host: HostProcess) -> None:
+    """Let a host have the call."""
+    assert host.answer() == "wants"
+    stream = ToAll(ERRAND, [host])
+    stream.write(CALL)
+    stream.flush()
+    assert host.answer() == "has"
+
+
+def pieces(host: HostProcess) -> Iterator[bytes]:
+    """Yield what a host sends, until it has ended."""
+    yield host.rest
+    while piece := os.read(host.output.fileno(), 4099):
+        yield piece
+
+
+def exchange(tmp_path: Path) -> None:
+    """Let a rank of a host leave results of awkward sizes; all come, each as soon as it is whole."""
+    there = tmp_path / "there"
+    here = tmp_path / "here"
+    here.mkdir()
+    host = begin(there)
+    give_call(host)
+    assert (there / "call").read_bytes() == CALL
+    assert there.stat().st_mode & 0o777 == 0o700
+    results = {"0-1.result": b"", "0-7.failure": b"\n" + MARK.encode() + b"\n", "12-3.result": os.urandom(3_000_001)}
+    (there / "0-2.unfinished").touch()
+    for name, content in results.items():
+        (there / "new").write_bytes(content)
+        (there / "new").rename(there / name)
+    incoming = Incoming(here)
+    for piece in pieces(host):
+        incoming.feed(piece)
+        if {*results} == {each.name for each in here.iterdir()}:
+            host.close_input()
+    assert {each.name: each.read_bytes() for each in here.iterdir()} == results
+    assert host.has_ended(60)
+    assert not there.exists()
+
+
+def test_what_ranks_leave_comes_back(tmp_path: Path) -> None:
+    """Before the job ends; then nothing is left on the host."""
+    exchange(tmp_path)
+
+
+def test_descriptors_above_1024(tmp_path: Path) -> None:
+    """Which a process has that reaches 350 hosts, each by three files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MOST, limits[1]))
+    held = []
+    try:
+        let_open(MOST)
+        while not held or held[-1] <= MOST:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        exchange(tmp_path)
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_more_hosts_than_there_may_be_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are refused, with the limit."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (MOST, MOST))
+    let_open(1)
+    with pytest.raises(ConfigError, match=rf"350 hosts take 1\d\d\d open files here, and there may be {MOST} "):
+        let_open(350)
+
+
+def test_a_folder_that_hosts_share(tmp_path: Path) -> None:
+    """Stays as it is; it is known by a file in it, not by its name."""
+    (tmp_path / TOKEN).touch()
+    host = begin(tmp_path)
+    assert host.answer() == "shares"
+    host.close_input()
+    assert host.has_ended(60)
+    assert [each.name for each in tmp_path.iterdir()] == [TOKEN]
+    (tmp_path / TOKEN).unlink()
+    host = begin(tmp_path)
+    with pytest.raises(ConfigError, match=r"ringreduce\.run: there: .*: File exists; set TMPDIR"):
+        host.answer()
+    assert host.has_ended(60)
+
+
+def test_a_host_that_cannot_have_the_folder(tmp_path: Path) -> None:
+    """Says so at once."""
+    host = begin(tmp_path / "no" / "there")
+    with pytest.raises(ConfigError, match=r"there: .*: No such file or directory; set TMPDIR to a folder that each"):
+        host.answer()
+    assert host.has_ended(60)
+
+
+def test_a_launcher_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
+    """Even before the host has the whole call."""
+    host = begin(tmp_path / "there")
+    assert host.answer() == "wants"
+    host.close_input()
+    assert host.has_ended(60)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("name", ["../0-1.result", "0-1.result/x", "call", "0-1.unfinished", ""])
+def test_only_results_come(tmp_path: Path, name: str) -> None:
+    """A host writes no other file."""
+    with pytest.raises(ValueError, match="is no result"):
+        Incoming(tmp_path).feed(f'{MARK}["file", ["{name}", 1]]\nx'.encode())
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_noise_of_shells_is_no_file(tmp_path: Path) -> None:
+    """Lines between files, as of a shell's greeting, do not count; a failure of the host does."""
+    incoming = Incoming(tmp_path)
+    incoming.feed(b"Welcome\n\n" + MARK.encode())
+    incoming.feed(b'["file", ["0-0.result", 2]]\nab\nbye\n')
+    assert (tmp_path / "0-0.result").read_bytes() == b"ab"
+    with pytest.raises(ValueError, match="disk full"):
+        incoming.feed(f'{MARK}["failed", "disk full"]\n'.encode())
