@@ -101,14 +101,6 @@ class CommitStore:
         create_file(probe).close()
         probe.unlink()
 
-    def whole(self, part: str = "") -> list[int]:
-        """Return the numbers of the commits that have a whole part, ascending.
-
-        Args:
-            part: as for `put`.
-        """
-        return [number for number in self._numbers(part) if self.has(number, part)]
-
     def has(self, number: int, part: str = "") -> bool:
         """Return whether a part of a commit is whole; log the reason if it is not."""
         why = self._flaw(number, part)
