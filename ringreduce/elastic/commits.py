@@ -40,12 +40,18 @@ _NONE = _Commit("", 0)
 
 
 class _WholePart(NamedTuple):
-    """A part of a commit of so many ranks; and the last commit that any rank had on disk when this was made."""
+    """A part of a commit of so many ranks.
+
+    Attributes:
+        known: the last commit that any rank had on disk when this was made.
+        begun: the commit with which its run began.
+    """
 
     commit: _Commit
     part: str
     size: int
     known: _Commit
+    begun: _Commit
 
 
 class DiskCommits(CommitStore):
@@ -82,6 +88,7 @@ class DiskCommits(CommitStore):
         self._begins_with_own = False
         self._run = ""
         self._stored = self._known = _NONE  # the last commit that this rank has written; that was on some disk
+        self._begun = _NONE  # the commit with which this run began
         self._parts: list[str] = []  # that this rank has written last
         self._skipped: tuple[int, Callable[[], Mapping[str, Any]], Mapping[str, Any], Mapping[str, Any]] | None = None
         self.number: int | None = None
@@ -117,17 +124,18 @@ class DiskCommits(CommitStore):
             for piece in pieces:
                 held.setdefault((piece.commit, piece.part), []).append(holder)
         sizes = {piece.commit: piece.size for pieces in found for piece in pieces if not piece.part}
+        line = _line(sorted(sizes), {piece.commit.run: piece.begun for pieces in found for piece in pieces})
         with_parts = [
-            commit for commit in sizes if has_own and all((commit, _part_of(each)) in held for each in range(size()))
+            commit for commit in line if has_own and all((commit, _part_of(each)) in held for each in range(size()))
         ]
-        chosen = choose(sorted(sizes), with_parts, sizes)
+        chosen = choose(line, with_parts, sizes)
         known = max((piece.known for pieces in found for piece in pieces), default=_NONE)
         lacks_parts = has_own and chosen is not None and chosen not in with_parts and sizes[chosen] == size()
         has_parts = any((chosen, _part_of(each)) in held for each in range(size()))
         self._require_none_lost(chosen, known, lacks_parts=lacks_parts and has_parts)
         if chosen is not None:
             self.number = chosen.number
-            self._known = chosen
+            self._known = self._begun = chosen
             self._begins_with_own = chosen in with_parts
             self._distribute(chosen, held)
         self._begin_run(max((commit.run for commit, _ in held), default=""))
@@ -178,6 +186,7 @@ class DiskCommits(CommitStore):
         arguments = number, common, own, values
         if not self._copies.holds:
             self._place_copies()
+            self._begun = _Commit(self._run, number - 1)
             self._begin_run(self._run)
         copies = self._copies
         keeps_common = rank() in copies.keepers(None)
@@ -200,7 +209,9 @@ class DiskCommits(CommitStore):
             parts.update({_part_of(source): part for source, part in came.items()})
         if keeps_common:
             parts[""] = {"objects": common(), "values": values, "size": size()}
-        said = {"run": self._run, "size": size(), **({"known": self._known} if copies.count > 1 else {})}
+        said: dict[str, Any] = {"run": self._run, "begun": self._begun, "size": size()}
+        if copies.count > 1:
+            said["known"] = self._known
         for part, content in parts.items():
             self.put(number, content, part, said=said)
         self._parts = list(parts)
@@ -247,9 +258,9 @@ class DiskCommits(CommitStore):
 
     def _piece(self, number: int, part: str) -> _WholePart:
         said = self.description(number, part)
-        known = _Commit(*said.get("known", _NONE))
+        known, begun = (_Commit(*said.get(name, _NONE)) for name in ("known", "begun"))
         ranks = said.get("size") or (0 if part else self.load(number)["size"])  # where the description has none
-        return _WholePart(_Commit(said.get("run", ""), number), part, size=ranks, known=known)
+        return _WholePart(_Commit(said.get("run", ""), number), part, size=ranks, known=known, begun=begun)
 
     def _require_none_lost(self, chosen: _Commit | None, known: _Commit, *, lacks_parts: bool) -> None:
         """Raise, or log, that a commit which was on a disk is on none; or that only parts of ranks are."""
@@ -325,6 +336,21 @@ def _part_of(owner: int | None) -> str:
 
 def _owner_of(part: str) -> int:
     return int(part.removeprefix(".rank-") or 0)
+
+
+def _line(commits: Sequence[_Commit], begun: Mapping[str, _Commit]) -> list[_Commit]:
+    """Return the last of some commits and those from which it has come, ascending, without those that were given up.
+
+    Args:
+        commits: all, ascending.
+        begun: by run, the commit with which it began.
+    """
+    last: dict[str, int] = {}  # by run, the last number in it that counts
+    commit = commits[-1] if commits else _NONE
+    while commit > _NONE and commit.run not in last:
+        last[commit.run] = commit.number
+        commit = begun.get(commit.run, _NONE)
+    return [each for each in commits if each.number <= last.get(each.run, -1)]
 
 
 def choose(common: Sequence[T], with_parts: Sequence[T], sizes: Mapping[T, int]) -> T | None:

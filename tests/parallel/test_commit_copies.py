@@ -154,6 +154,24 @@ def test_a_host_that_was_away_brings_back_nothing(base: Path) -> None:
     assert float(np.random.rand()) == drawn
 
 
+@pytest.mark.sizes(2)
+def test_a_host_that_was_away_completes_no_commit(base: Path) -> None:
+    """One of which a rank's part is lost gives way to that from which it has come, though a later one is whole."""
+    state, _ = kept(disk(base))
+    train(state, 1, 2, 3, 4, 5)
+    on_rank_0(shutil.copytree, disk(base, 1), base / "away")
+    for path in commits(base, 4, 5) if rr.rank() == 0 else ():
+        path.unlink()
+    rr.barrier()
+    train(begin(disk(base), 3, 3), 40)
+    on_rank_0(shutil.rmtree, disk(base, 1))
+    on_rank_0(shutil.copytree, base / "away", disk(base, 1))
+    for path in disk(base, 0).glob("commit-000000000004.rank-1.*") if rr.rank() == 0 else ():
+        path.unlink()
+    rr.barrier()
+    begin(disk(base), 3, 3)
+
+
 class Slow(HandlingState):
     """A state whose first commit is not written, on rank 0, before this is set."""
 
