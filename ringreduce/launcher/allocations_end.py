@@ -1,20 +1,28 @@
-"""The end of an allocation, before which ranks are asked to stop; and how a job that has stopped is run again."""
+"""What says that ranks are to stop: the end of an allocation, Slurm's signals; and how a stopped job is run again."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
+from functools import partial
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.processes import end_with_parent
+from ringreduce.launcher.schedulers import slurm_job, slurm_step
 
-__all__ = ["StopBefore", "end_of_allocation", "run_again"]
+__all__ = ["StepSignals", "StopBefore", "end_of_allocation", "run_again"]
 
 _ANSWER_S = 10.0  # that Slurm's commands get
 _ASK_AGAIN_S = 30.0  # after an answer
+_TO_END_S = 5.0  # that a step has
+#: What srun returns where one of these has ended the step.
+_WARNED = {128 + each for each in (signal.SIGUSR1, signal.SIGTERM)}
 
 
 class StopBefore:
@@ -63,10 +71,48 @@ class StopBefore:
         return self.left_s <= self._seconds
 
 
+class StepSignals:
+    """Hears the signals that Slurm sends to the steps of this job, and not to its batch script, where the launcher is.
+
+    These are all of ``sbatch --signal`` without ``B:`` and ``scancel --signal`` without ``--batch``. A job on one host
+    has no step of its own: here is one that sleeps until a signal ends it.
+    """
+
+    def __init__(self) -> None:
+        self._step: subprocess.Popen[bytes] | None = None
+        nowhere = subprocess.DEVNULL
+        with suppress(OSError):  # there is no srun
+            self._step = subprocess.Popen(
+                [*slurm_step(), "sleep", "infinity"],
+                stdin=nowhere,
+                stdout=nowhere,
+                stderr=nowhere,
+                start_new_session=True,
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+            )
+
+    @property
+    def have_come(self) -> bool:
+        """Whether SIGUSR1 or SIGTERM has."""
+        return self._step is not None and self._step.poll() in _WARNED
+
+    def close(self) -> None:
+        """End the step."""
+        if self._step is None:
+            return
+        self._step.terminate()
+        try:
+            self._step.wait(_TO_END_S)
+        except subprocess.TimeoutExpired:  # Slurm ends the step with the job
+            self._step.kill()
+            self._step.wait()
+
+
 def end_of_allocation(environ: Mapping[str, str]) -> float | None:
     """Return the end of this allocation in seconds since 1970, from Slurm or the environment; None if unknown."""
-    if _is_in_slurm(environ):
-        status, said = _ask_slurm("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%e")
+    job = slurm_job(environ)
+    if job:
+        status, said = _ask_slurm("squeue", "-h", "-j", job, "-o", "%e")
         if status == 0 and said:
             try:
                 return datetime.fromisoformat(said).timestamp()
@@ -78,17 +124,13 @@ def end_of_allocation(environ: Mapping[str, str]) -> float | None:
 
 def run_again(environ: Mapping[str, str]) -> str:
     """Ask the scheduler to run a stopped job again; return the outcome as a sentence for users."""
-    if not _is_in_slurm(environ):
+    job = slurm_job(environ)
+    if not job:
         return "--requeue: no scheduler is known here; status 75 says to the caller that the job is to be run again"
-    job = environ["SLURM_JOB_ID"]
     status, said = _ask_slurm("scontrol", "requeue", job)
     if status:
         return f"the job has stopped, and Slurm does not queue job {job} again; it says: {said}"
     return f"job {job} is queued again; to end it for good, scancel {job} once more"
-
-
-def _is_in_slurm(environ: Mapping[str, str]) -> bool:
-    return bool(environ.get("SLURM_JOB_ID"))
 
 
 def _ask_slurm(*command: str) -> tuple[int, str]:

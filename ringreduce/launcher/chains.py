@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ringreduce.common.processes import is_launcher
+
 #: So many looks are taken soon after each other at most, at the start.
 _FIRST_LOOKS = 100
 _SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "mksh", "zsh"}
@@ -41,13 +43,8 @@ class SeenProcess(NamedTuple):
     @classmethod
     def look(cls, pid: int) -> SeenProcess | None:
         """Return the present state of a process; None if there is no such process."""
-        try:
-            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
-        name, _, rest = text.partition("(")[2].rpartition(") ")
-        words = rest.split()
-        return cls(pid, name, state=words[0], parent=int(words[1]), began=int(words[19]))
+        name, words = _stat(pid)
+        return cls(pid, name, state=words[0], parent=int(words[1]), began=int(words[19])) if words else None
 
     @property
     def lives(self) -> bool:
@@ -58,6 +55,20 @@ class SeenProcess(NamedTuple):
     def is_shell(self) -> bool:
         """Whether it is a shell, which may be the parent of a rank."""
         return self.name in _SHELLS
+
+    @property
+    def program(self) -> str:
+        """The first 15 characters of the name of its file; that of the interpreter where it is a script."""
+        try:
+            return os.path.basename(os.readlink(f"/proc/{self.pid}/exe"))[:15]
+        except OSError:  # it has ended
+            return ""
+
+    @property
+    def wait_status(self) -> int | None:
+        """How it has ended, as `os.wait` says it, while that is kept for its parent; None: it runs on, or is gone."""
+        words = _stat(self.pid)[1]
+        return int(words[49]) if words and words[0] == "Z" and int(words[19]) == self.began else None
 
     def children(self) -> list[SeenProcess]:
         """Return its present children."""
@@ -99,7 +110,8 @@ class Chains:
     """Watches the processes of a job on this host: every second, and more often until they are `known`.
 
     Args:
-        pid: process id of mpirun.
+        pid: process id of mpirun, or of a script of the site in its place, which runs it.
+        has_mpirun: whether that is so; if not, the only rank runs without.
         on_death: called with a rank whose shell has died without a word. None: there is no shell over each rank, and
             mpirun notices the ends of ranks.
         say: tells users.
@@ -108,9 +120,17 @@ class Chains:
     """
 
     def __init__(
-        self, pid: int, on_death: Callable[[int], object] | None, say: Callable[[str], object], patience: float
+        self,
+        pid: int,
+        on_death: Callable[[int], object] | None,
+        say: Callable[[str], object],
+        patience: float,
+        *,
+        has_mpirun: bool = True,
     ) -> None:
         self._pid = pid
+        self._has_mpirun = has_mpirun
+        self._mpirun: SeenProcess | None = None  # once it is known
         self._on_death = on_death
         self._say = say
         self._patience = patience
@@ -126,10 +146,18 @@ class Chains:
         found = bool(chains) and all(each.under or not each.top.is_shell for each in chains)
         return found or self._looks >= _FIRST_LOOKS
 
+    @property
+    def mpirun(self) -> SeenProcess | None:
+        """The mpirun, also when it has ended; a script in its place until it has started it; None: that has ended."""
+        top = SeenProcess.look(self._pid) if self._mpirun is None else None
+        if top is not None and self._has_mpirun:
+            self._mpirun = _launcher_under(top)
+        return self._mpirun or top
+
     def ranks(self) -> list[SeenProcess]:
         """Return the processes that mpirun has started as ranks, now and below it."""
-        mpirun = SeenProcess.look(self._pid)
-        found = {} if mpirun is None else self._find(mpirun)
+        top = SeenProcess.look(self._pid)
+        found = {} if top is None else self._find(top)
         return [chain.top for chain in found.values() if chain.top.lives]
 
     def has_told(self, rank: int) -> None:
@@ -139,13 +167,15 @@ class Chains:
     def look(self) -> None:
         """Continue what is stopped and would keep the job from ending, and end what is left of a chain that is torn."""
         self._looks += 1
-        mpirun = SeenProcess.look(self._pid)
-        if mpirun is None or not mpirun.lives:
+        top = SeenProcess.look(self._pid)
+        if top is None or not top.lives:
             return
         stopped: dict[tuple[int, int], tuple[SeenProcess, str]] = {}
-        if mpirun.state == "T":  # then nothing of the ranks' output passes, and none of their ends is noticed
-            stopped[mpirun.pid, mpirun.began] = mpirun, "mpirun"
-        there = self._find(mpirun)
+        below = top if self.mpirun is None else SeenProcess.look(self.mpirun.pid)
+        for mpirun in filter(None, (top, below)):
+            if mpirun.state == "T":  # then nothing of the ranks' output passes, and none of their ends is noticed
+                stopped[mpirun.pid, mpirun.began] = mpirun, "mpirun"
+        there = self._find(top)
         for key, chain in self._chains.items():  # the kernel may leave out children while others end
             if key not in there and is_there(chain.top):
                 there[key] = chain
@@ -220,6 +250,27 @@ class Chains:
             del self._chains[key]
             if others:
                 self._on_death(chain.rank)
+
+
+def _stat(pid: int) -> tuple[str, list[str]]:
+    """Return the name of a process, and what the kernel says behind that; nothing if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", []
+    name, _, rest = text.partition("(")[2].rpartition(") ")
+    return name, rest.split()
+
+
+def _launcher_under(top: SeenProcess) -> SeenProcess | None:
+    """Return the first process, from one downwards, whose file is that of a launcher, and no script; None: none is."""
+    waiting = [top]
+    for each in waiting:
+        if is_launcher(each.program):
+            return each
+        if each.rank() is None:
+            waiting += each.children()
+    return None
 
 
 def is_there(process: SeenProcess) -> bool:

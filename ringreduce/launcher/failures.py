@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
     "KEPT_NBYTES",
+    "LogFiles",
     "find",
-    "find_in_files",
     "find_killed",
     "find_lost_hosts",
     "find_unfinished",
@@ -103,25 +104,46 @@ def is_told(text: str) -> bool:
     return _TRACEBACK in text or _NO_PROGRAM.search(text) is not None
 
 
-def find_in_files(folder: Path) -> tuple[int, str] | None:
-    """Return the rank that has failed and its traceback, or its last line; None if there is neither.
+class LogFiles:
+    """The files ``rank-N.log`` of a folder, as far as a job has written to them that begins now.
 
     Args:
-        folder: of the files ``rank-N.log``.
+        folder: their folder.
+        continues: whether the job adds to the files of one before it; else its ranks begin them anew.
     """
-    found = []
-    for path in folder.glob("rank-*.log"):
-        number = path.stem.removeprefix("rank-")
-        words = _words(_end(path))
-        if number.isdigit() and words:
-            found.append((not _ENDING.match(words), path.stat().st_mtime, int(number), words))
-    return min(found)[2:] if found else None
 
+    def __init__(self, folder: Path, *, continues: bool = False) -> None:
+        self._folder = folder
+        self._continues = continues
+        self._before = {path: path.stat() for path in self._paths()}
 
-def _end(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - KEPT_NBYTES, 0))
-        return file.read().decode(errors="replace")
+    def find(self) -> tuple[int, str] | None:
+        """Return the rank that has failed and its traceback, or its last line; None if there is neither."""
+        found = []
+        for path, text in self._ends():
+            words = _words(text)
+            if words:
+                number = int(path.stem.removeprefix("rank-"))
+                found.append((not _ENDING.match(words), path.stat().st_mtime, number, words))
+        return min(found)[2:] if found else None
+
+    def have_ended_job(self) -> bool:
+        """Return whether a rank has written that it ends the job by an error."""
+        return any(has_ended_job(text) for _, text in self._ends())
+
+    def _paths(self) -> list[Path]:
+        return [path for path in self._folder.glob("rank-*.log") if path.stem.removeprefix("rank-").isdigit()]
+
+    def _ends(self) -> Iterator[tuple[Path, str]]:
+        """Yield each file that the job has written to, with the end of what it has written."""
+        for path in self._paths():
+            now, before = path.stat(), self._before.get(path)
+            if before is not None and (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size):
+                continue  # of a rank of an earlier job with more ranks
+            first = before.st_size if before is not None and self._continues else 0
+            with path.open("rb") as file:
+                file.seek(max(now.st_size - KEPT_NBYTES, first))
+                yield path, file.read().decode(errors="replace")
 
 
 def _words(text: str) -> str:

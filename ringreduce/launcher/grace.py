@@ -30,13 +30,14 @@ class Grace:
         known: processes that mpirun has started as ranks, if they are its descendants.
 
     Attributes:
-        has_killed: whether ranks had not ended after that.
+        has_failed: whether ranks had not ended after that; or, if mpirun is stopped, whether one has ended neither well
+            nor with the status of a stop, of which mpirun may say nothing.
     """
 
     def __init__(self, pid: int, seconds: float, *, holds: bool, known: Iterable[SeenProcess]) -> None:
         self._until = time.monotonic() + seconds
         self._pid = pid
-        self.has_killed = False
+        self.has_failed = False
         self._waker = _continues_later(pid) if holds else None
         if holds:
             os.kill(pid, signal.SIGSTOP)
@@ -49,10 +50,12 @@ class Grace:
     def is_over(self) -> bool:
         """Return whether all ranks of this host have ended; those that have used up their time are killed."""
         if not any(map(is_there, self._ranks)):
+            good = (None, 0, os.EX_TEMPFAIL << 8)
+            self.has_failed = self._waker is not None and any(rank.wait_status not in good for rank in self._ranks)
             return True
         if time.monotonic() < self._until:
             return False
-        self.has_killed = True
+        self.has_failed = True
         self.kill()
         return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import math
 import os
 import select
@@ -155,7 +154,7 @@ class Job:
         self._grace_s = grace_s
         self._grows = grows
         self._had_grace = False
-        self._has_killed = False  # ranks that did not end within that
+        self._has_failed = False  # a rank did, or had to be killed
         self._shielded = shielded
         self._ending = signal.SIGINT if shielded else signal.SIGTERM  # by which mpirun ends its ranks
         self._heard_by_mpirun = -math.inf  # when that got a SIGTERM, and this process acted on it
@@ -175,7 +174,10 @@ class Job:
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
             preexec_fn=partial(_begin, os.getpid(), self._ending, shielded=shielded),
         )
-        self._output = Output(None if verbose else self._process.pid)
+        started = SeenProcess.look(self._process.pid)
+        assert started is not None, "nobody has waited for it"
+        self._started = started
+        self._output = Output(None if verbose else lambda: self._mpirun.pid)
         self._tracebacks = Tracebacks(_ranks_of(line))
         self._has_shells = SUPERVISOR[-1] in line
         self._chains = Chains(
@@ -183,6 +185,7 @@ class Job:
             self._on_unsaid_death if self._has_shells else None,
             say=self._say,
             patience=_timeout_s(environment) / _LOOK_EVERY_S,
+            has_mpirun=is_launcher(Path(line[0]).name),
         )
         self._looked = time.monotonic()
         self._starters: dict[int, SeenProcess] = {}  # of daemons on hosts of Slurm
@@ -209,6 +212,7 @@ class Job:
         finally:
             for each in self._starters.values():  # of a host that was lost: Slurm would keep them for minutes
                 send(each, signal.SIGKILL)
+            send(self._mpirun, self._ending)  # a script of the site in its place may have ended before it
             assert self._process.stderr is not None
             self._process.stderr.close()
         if self._is_to_run_again(status):
@@ -224,12 +228,17 @@ class Job:
         """Return whether the ranks have stopped, and none of those that were to has ended in another way."""
         if self._has_shells:
             return self._has_stopped and not self._to_stop
-        has_failed = self._has_killed or has_ended_job(self.written.decode(errors="replace"))
+        has_failed = self._has_failed or has_ended_job(self.written.decode(errors="replace"))
         return status == os.EX_TEMPFAIL and not has_failed
 
     def signal_ranks(self) -> None:
         """Have mpirun signal to all ranks that the hosts have changed; not before all are connected."""
-        self._process.send_signal(signal.SIGUSR2)
+        send(self._mpirun, signal.SIGUSR2)
+
+    @property
+    def _mpirun(self) -> SeenProcess:
+        """The mpirun, or what stands for it; see `Chains.mpirun`."""
+        return self._chains.mpirun or self._started
 
     def end(self) -> None:
         """Have mpirun end all ranks; it is killed if it does not."""
@@ -237,7 +246,7 @@ class Job:
         grace = self._grace
         self._grace = None
         self._ends_at = math.inf
-        self._process.send_signal(self._ending)
+        send(self._mpirun, self._ending)
         if grace is not None:
             grace.end()
 
@@ -260,30 +269,34 @@ class Job:
     def _end_by(self, number: signal.Signals) -> None:
         self._ended_by = number
         ranks = self._chains.ranks()
-        mpirun = SeenProcess.look(self._process.pid)
-        passes_on = mpirun is not None and is_launcher(mpirun.name) and handles(mpirun.pid, signal.SIGUSR1)
+        mpirun = self._mpirun
+        passes_on = is_launcher(mpirun.program) and handles(mpirun.pid, signal.SIGUSR1)
         if number != signal.SIGTERM or self.stopped or not self._grace_s or not (ranks or passes_on):
             if self._grace is not None:
-                self._has_killed = True
+                self._has_failed = True
                 self._grace.kill()
             self.stopped = True
             self.end()
             return
         self.stopped = self._had_grace = True
         if ranks:
-            self._grace = Grace(self._process.pid, self._grace_s, holds=not self._has_shells, known=ranks)
+            self._grace = Grace(mpirun.pid, self._grace_s, holds=not self._has_shells, known=ranks)
         else:  # they are on other hosts, and mpirun passes no SIGTERM on
             self._ends_at = time.monotonic() + self._grace_s
-            self._process.send_signal(signal.SIGUSR1)
+            send(mpirun, signal.SIGUSR1)
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Have mpirun send a signal to all ranks; not before it is ready, as it would end by that."""
         if self._grace is not None or (self._grows and number == signal.SIGUSR2):
             return
-        if handles(self._process.pid, number):
-            self._process.send_signal(number)
+        if handles(self._mpirun.pid, number):
+            send(self._mpirun, number)
         elif number == signal.SIGUSR1:
-            self._asks_later = True
+            self.ask_later()
+
+    def ask_later(self) -> None:
+        """Ask the ranks to stop once they listen."""
+        self._asks_later = True
 
     def ask_to_stop(self) -> bool:
         """Ask the listening ranks of this host to stop, which pass it on to all; return whether one listens.
@@ -298,10 +311,10 @@ class Job:
                 send(each, signal.SIGUSR1)
                 self._asked.add(key)
                 asked = True
-        if not ranks and self._chains.known and not self._asked and handles(self._process.pid, signal.SIGUSR1):
+        if not ranks and self._chains.known and not self._asked and handles(self._mpirun.pid, signal.SIGUSR1):
             self._asked.add((0, 0))
             asked = True
-            self._process.send_signal(signal.SIGUSR1)
+            send(self._mpirun, signal.SIGUSR1)
         return asked
 
     def _say(self, text: str) -> None:
@@ -315,7 +328,8 @@ class Job:
     def _look(self) -> bool:
         """Look after the processes of this host, every second; return whether this was done now."""
         self._kill_if_late()
-        if self._shielded and math.isinf(self._heard_by_mpirun) and is_pending(self._process.pid, signal.SIGTERM):
+        pids = {self._process.pid, self._mpirun.pid} if self._shielded else set()
+        if math.isinf(self._heard_by_mpirun) and any(is_pending(each, signal.SIGTERM) for each in pids):
             self._heard_by_mpirun = time.monotonic()
             if not self.stopped:
                 self._end_by(signal.SIGTERM)
@@ -323,7 +337,7 @@ class Job:
         if grace is not None:
             if grace.is_over() and self._grace is grace:  # else a second signal has ended it
                 self._grace = None
-                self._has_killed = grace.has_killed
+                self._has_failed = grace.has_failed
                 self._ends_at = time.monotonic() + _BY_ITSELF_S
                 grace.end()
             return False
@@ -334,9 +348,7 @@ class Job:
         self._looked = time.monotonic()
         self._chains.look()
         self._asks_later = self._asks_later and not self.ask_to_stop()
-        mpirun = SeenProcess.look(self._process.pid)
-        if mpirun is not None:
-            self._starters |= {each.pid: each for each in mpirun.children() if each.name == "srun"}
+        self._starters |= {each.pid: each for each in self._mpirun.children() if each.name == "srun"}
         return True
 
     @property
@@ -354,15 +366,13 @@ class Job:
         """Kill mpirun, and its ranks on this host, if it was asked to end long ago; ranks of other hosts then end."""
         if time.monotonic() < self._killed_at or self._process.poll() is not None:
             return
-        ranks: list[int] = []
-        for path in glob.glob(f"/proc/{self._process.pid}/task/*/children"):
-            with suppress(OSError):  # that thread has ended
-                ranks += map(int, Path(path).read_text(encoding="ascii").split())
+        ranks = self._mpirun.children()
+        send(self._mpirun, signal.SIGKILL)
         self._process.kill()
         for rank in ranks:
             with suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL)
-                os.killpg(rank, signal.SIGKILL)  # what it has started: mpirun gives each rank a group
+                os.kill(rank.pid, signal.SIGKILL)
+                os.killpg(rank.pid, signal.SIGKILL)  # what it has started: mpirun gives each rank a group
 
     def _forward_errors(self, look: Callable[[], object]) -> None:
         """Until mpirun closes it, or has ended: others, such as an ssh that stays for later, may hold it open."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = ["Mark", "Output"]
@@ -55,11 +56,11 @@ class Output:
     mpirun, which a rank may have started, pass if it names itself in there.
 
     Args:
-        pid: process id of mpirun; None: all boxes pass.
+        pid: returns the process id of mpirun; None: all boxes pass.
     """
 
-    def __init__(self, pid: int | None) -> None:
-        self._pid = None if pid is None else b"%d" % pid
+    def __init__(self, pid: Callable[[], int] | None) -> None:
+        self._pid = pid
         self._held = b"\n"  # the last byte that has passed, and what may be the beginning of a mark or a box
 
     def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
@@ -90,4 +91,5 @@ class Output:
 
     def _kept(self, box: re.Match[bytes]) -> bytes:
         named = _NAMED.search(box[0])
-        return box[0] if named is not None and named[1] != self._pid else b""
+        is_others = named is not None and self._pid is not None and int(named[1]) != self._pid()
+        return box[0] if is_others else b""

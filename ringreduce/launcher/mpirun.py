@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import fill
-from ringreduce.launcher.schedulers import Scheduler
+from ringreduce.launcher.schedulers import Scheduler, has_qrsh
 from ringreduce.launcher.spec import LaunchSpec
 
 __all__ = ["Mpirun", "clash", "family", "find", "output_of"]
@@ -25,7 +25,8 @@ _MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 #: A question that nobody answers, as of a password or an unknown key, is an error; so is a host that sends nothing.
 _SSH_OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "10"}
 #: Schedulers send SIGTERM to all that they have started, also to mpirun's daemons, who would kill the ranks at once.
-_SHIELD = ("env", "--block-signal=TERM")
+#: Slurm can send SIGUSR1 to all but the launcher, by which daemons would end.
+_SHIELD = ("env", "--block-signal=TERM,USR1")
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
 #: Loads the MPI library as mpi4py does, without starting MPI; prints what it calls itself, and its file.
 _LOAD = """
@@ -215,6 +216,8 @@ class Mpirun:
 
     def needs_ssh(self, scheduler: Scheduler | None) -> bool:
         """Return whether the launcher reaches other hosts by ssh, and not by the scheduler; None: there is none."""
+        if self.kind == "Open MPI" and has_qrsh(os.environ):
+            return False
         return scheduler is None or not self._has("plm", scheduler)
 
     def _has(self, framework: str, scheduler: Scheduler) -> bool:

@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import is_here
-from ringreduce.launcher.schedulers import Allocation
+from ringreduce.launcher.schedulers import slurm_job, slurm_step
 from ringreduce.launcher.start import AGENTS, UNNAMED, Start
 
 __all__ = [
@@ -107,12 +107,7 @@ def let_open(hosts: int) -> None:
 
 def reaches(start: Start) -> bool:
     """Return whether other hosts are reached by ssh, by srun, or by an agent that the environment names."""
-    return start.by_ssh or _by_srun() or bool(_agent())
-
-
-def _by_srun() -> bool:
-    scheduler = Allocation.scheduler_here(os.environ)
-    return scheduler is not None and scheduler.name == "Slurm"  # also where users name hosts of the allocation
+    return start.by_ssh or bool(slurm_job(os.environ)) or bool(_agent())
 
 
 def _agent() -> str:
@@ -123,8 +118,8 @@ def _line(errand: str, start: Start, host: str, command: Sequence[str]) -> list[
     """Return what runs a command on a host as mpirun starts its daemon there."""
     if start.by_ssh:
         return [*start.mpirun.ssh_to(host, start.spec, os.environ), shlex.join(command)]
-    if _by_srun():
-        return ["srun", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", *command]
+    if slurm_job(os.environ):  # also where users name hosts of the allocation
+        return [*slurm_step(), f"--nodelist={host}", *command]
     if agent := _agent():
         return [*shlex.split(agent), host, shlex.join(command)]
     names = AGENTS["Open MPI"]

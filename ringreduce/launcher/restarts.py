@@ -14,11 +14,13 @@ from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures
-from ringreduce.launcher.allocations_end import StopBefore
+from ringreduce.launcher.allocations_end import StepSignals, StopBefore
+from ringreduce.launcher.failures import LogFiles
 from ringreduce.launcher.hosts import Hosts, parse_hosts
 from ringreduce.launcher.job import Job, Signals, say
 from ringreduce.launcher.losses import Losses
 from ringreduce.launcher.marks import Mark
+from ringreduce.launcher.schedulers import slurm_job
 from ringreduce.launcher.start import Start
 
 __all__ = ["Discovery", "Restarts"]
@@ -108,6 +110,9 @@ class _JobRanks:
         leaving: time of the first mark that the job begins again; None if there was none.
         asked: time when they were first asked to begin again; None if they were not, or need not any more.
         said: reason that users saw last.
+        was_warned: whether this process got a SIGUSR1 for them or for those of a job before, which asks those to stop
+            that listen.
+        are_to_stop: whether one has said that they have agreed to stop.
         without_package: hosts that do not have ringreduce in the folder where this one has it.
         has_commit: whether one has written a commit to disk.
     """
@@ -118,6 +123,8 @@ class _JobRanks:
     leaving: float | None = None
     asked: float | None = None
     said: str = ""
+    was_warned: bool = False
+    are_to_stop: bool = False
     without_package: set[str] = field(default_factory=set)
     has_commit: bool = False
 
@@ -153,6 +160,7 @@ class Restarts:
         self._listed = listed or (self._discovery.hosts if self._discovery else lambda: start.listed)
         self._hosts = Hosts()
         self._end = None if self._spec.stop_before_s is None else StopBefore(self._spec.stop_before_s)
+        self._steps: StepSignals | None = None
         self._signals = Signals()
         self._changes = 0  # of ranks
         self._ranks = _JobRanks()
@@ -168,9 +176,13 @@ class Restarts:
         """
         try:
             with self._signals:
+                if self._spec.requeue and slurm_job(os.environ):
+                    self._steps = StepSignals()
                 return self._run()
         finally:
             self._losses.close()
+            if self._steps is not None:
+                self._steps.close()
 
     def _run(self) -> int:
         starts = failed = in_a_row = 0
@@ -188,6 +200,12 @@ class Restarts:
             goes_on = has_no_daemon or (bool(lost) and self._has_commit)
             if status in (0, os.EX_TEMPFAIL) or stopped or (failed == self._spec.restarts and not goes_on):
                 return status
+            if self._is_to_stop:  # a new job would begin in an allocation that ends
+                say(
+                    f"the job has ended with status {status} as it was asked to stop; it is not started again here. "
+                    "Run again, it goes on from its last commit"
+                )
+                return os.EX_TEMPFAIL
             if self._at_limit:
                 say(f"the job has ended with status {status}, {self._limit_said}: it is not started again")
                 return status
@@ -207,6 +225,13 @@ class Restarts:
             self._signals.pause(pause_s, self._clock)
             if self._discovery is not None:
                 self._discovery.ask()
+
+    @property
+    def _is_to_stop(self) -> bool:
+        """Whether the job that has ended was asked to stop: its ranks agreed to, or heard it if they keep commits."""
+        ranks = self._ranks
+        is_due = (self._end is not None and self._end.is_due()) or (self._steps is not None and self._steps.have_come)
+        return is_due or ranks.are_to_stop or (ranks.was_warned and self._has_commit)
 
     @property
     def _at_limit(self) -> bool:
@@ -234,7 +259,7 @@ class Restarts:
         line, environment = self._start.command(hosts, more)
         self._hosts = self._hosts.started(hosts)
         self._losses.begin()
-        ranks = self._ranks = _JobRanks()
+        ranks = self._ranks = _JobRanks(was_warned=self._ranks.was_warned)
         job = Job(
             line,
             environment,
@@ -245,11 +270,13 @@ class Restarts:
             shielded=self._start.mpirun.kind == "Open MPI",
             stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
         )
-        # Ranks that end for a new start hear nothing any more: a warning to stop is for the run then.
-        self._signals.go_to(
-            lambda number: job.take(number) and not (number == signal.SIGUSR1 and ranks.leaving is not None)
-        )
+        if ranks.was_warned:
+            job.ask_later()
+        self._signals.go_to(lambda number: self._hand_on(number, job, ranks))
+        logs = None if self._spec.folder is None else LogFiles(Path(self._spec.folder), continues=bool(starts))
         status = job.wait(lambda: self._look(job))
+        if status == os.EX_TEMPFAIL and logs is not None and logs.have_ended_job():
+            status = 1  # where the ranks are in files, mpirun says of the first end alone
         written = job.written.decode(errors="replace")
         # mpirun may end with status 0 though it has lost ranks.
         has_lost = self._start.remote and failures.has_lost_daemon(written)
@@ -258,10 +285,18 @@ class Restarts:
             job.end_line()
             for name in failures.find_lost_hosts(written) if self._start.remote else ():
                 self._hosts = self._losses.lose(self._hosts, name, "mpirun has no connection to it")
-            self._report_failure(written, status)
+            self._report_failure(written, status, logs)
         return status, job.stopped
 
-    def _report_failure(self, written: str, status: int) -> None:
+    def _hand_on(self, number: signal.Signals, job: Job, ranks: _JobRanks) -> bool:
+        """Give a signal to the job; return whether that takes it."""
+        takes = job.take(number)
+        if number != signal.SIGUSR1:
+            return takes
+        ranks.was_warned |= takes
+        return takes and ranks.leaving is None  # those that end for a new start hear nothing: the run is warned then
+
+    def _report_failure(self, written: str, status: int, logs: LogFiles | None) -> None:
         """Name the rank that has failed; show its last output only if that is in a file, and so was not shown."""
         ended = f"and the job has ended with status {status}"
         killed = failures.find_killed(written)
@@ -275,7 +310,7 @@ class Restarts:
                 f"rank {unfinished} has ended, with status 0, without init() or by os._exit(), {ended}: all ranks call "
                 "ringreduce.init(), and leave by the end of the program or sys.exit()"
             )
-        elif self._spec.folder is not None and (found := failures.find_in_files(Path(self._spec.folder))) is not None:
+        elif logs is not None and (found := logs.find()) is not None:
             failed, words = found
             shown = words.rpartition("\n")[2] in written
             say(f"rank {failed} failed, {ended}" + ("" if shown else f":\n{words}"))
@@ -330,6 +365,8 @@ class Restarts:
                 ranks.has_commit = True
             case "has ended well":
                 ranks.any_ended_well = True
+            case "agrees to stop":
+                ranks.are_to_stop = True
             case "begins again":
                 ranks.leaving = now if ranks.leaving is None else ranks.leaving
             case "has gone on" if ranks.leaving is not None:
@@ -358,6 +395,8 @@ class Restarts:
             return
         if self._end is not None and self._end.is_due() and job.ask_to_stop():
             self._ranks.say_once(f"the allocation ends in {self._end.left_s:.0f} s; the ranks are asked to stop")
+        if self._steps is not None and self._steps.have_come and job.ask_to_stop():
+            self._ranks.say_once("Slurm has sent a signal to the steps of this job; the ranks are asked to stop")
         if self._start.grows:
             self._look_for_hosts(job)
 

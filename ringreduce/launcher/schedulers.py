@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import parse_host_file
 
-__all__ = ["SCHEDULERS", "Allocation", "Scheduler", "expand"]
+__all__ = ["SCHEDULERS", "Allocation", "Scheduler", "expand", "has_qrsh", "slurm_job", "slurm_step"]
 
 _MOST_HOSTS = 1 << 17  # more are a mistake in a list, and would take all memory
 _SHOWN = 80  # of a text that is refused
@@ -92,6 +93,23 @@ class Allocation:
         """Return one line: the scheduler, the variable, and the slots by host."""
         listed = ",".join(f"{host}:{count}" for host, count in self.slots.items())
         return f"{self.scheduler.name}, from {self.variable}: {listed}"
+
+
+def slurm_job(environ: Mapping[str, str]) -> str:
+    """Return the number of the job of Slurm in which this process is, for Slurm's commands; empty: it is in none."""
+    return environ.get("SLURM_JOB_ID", "")
+
+
+def has_qrsh(environ: Mapping[str, str]) -> bool:
+    """Return whether Open MPI reaches the hosts of this job of Grid Engine by its qrsh, as it decides by these."""
+    if not all(map(environ.get, ("SGE_ROOT", "ARC", "PE_HOSTFILE", "JOB_ID"))):
+        return False
+    return os.access(Path(environ["SGE_ROOT"], "bin", environ["ARC"], "qrsh"), os.X_OK)
+
+
+def slurm_step() -> list[str]:
+    """Return the words before a command that runs once on a host of this job of Slurm, beside all that runs there."""
+    return ["srun", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1"]
 
 
 def _hostfile(variable: str, environ: Mapping[str, str]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ringreduce.launcher.hosts import SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
 from ringreduce.launcher.mpirun import Mpirun, find
 from ringreduce.launcher.python_line import PythonLine, script_of
-from ringreduce.launcher.schedulers import Allocation
+from ringreduce.launcher.schedulers import Allocation, slurm_job
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.stdin import StandardInput
@@ -133,8 +133,7 @@ class Start:
         variables = {name: value for name, value in exported.items() if value is not None}
         environ = {**os.environ, **variables}
         settings = self.mpirun.settings(spec, count, environ, remote=remote, by_ssh=remote and self.by_ssh)
-        scheduler = Allocation.scheduler_here(os.environ)
-        if spec.elastic and scheduler is not None and scheduler.name == "Slurm":
+        if spec.elastic and slurm_job(os.environ):
             # Or the daemons of a new start would wait until Slurm knows that a lost host is down.
             settings["SLURM_OVERLAP"] = "1"
         if spec.least is not None:

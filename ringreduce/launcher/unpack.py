@@ -208,6 +208,7 @@ def hold(request: dict[str, Any]) -> None:
 
 def _main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as of Slurm to all steps, which is for the ranks
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     request = json.loads(sys.stdin.buffer.readline())
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import product
 
 import pytest
 from machines import Cluster, cluster_of
@@ -89,11 +90,27 @@ def undisturbed(cluster: Cluster) -> list[str]:
 
 CASES = [("main", "-N1", ""), ("patient", "-N2", ""), ("main", "-N2", "--elastic")]
 OTHERS = [("main", "-N2", ""), ("patient", "-N1", ""), ("main", "-N1", "--elastic"), ("patient", "-N2", "--elastic")]
+OTHERS += [("main", "-N2", "srun"), ("patient", "-N2", "srun")]
 
 
-def start(cluster: Cluster, name: str, options: tuple[str, ...], elastic: str) -> str:
-    """Submit a training and wait until it waits to be stopped; return the number of the job."""
-    line = f"exec ringreduce run --requeue {elastic} python stops.py waits commits-{name}"
+#: How ranks are started without the launcher, and run again, as in docs/endings.md.
+SRUN = """export PMIX_MCA_psec=native
+srun --mpi=pmix {program}
+[ $? -ne 75 ] || scontrol requeue "$SLURM_JOB_ID"
+"""
+
+
+def start(cluster: Cluster, name: str, options: tuple[str, ...], how: str) -> str:
+    """Submit a training and wait until it waits to be stopped; return the number of the job.
+
+    Args:
+        cluster: with Slurm.
+        name: of the job.
+        options: of sbatch.
+        how: "srun", or further options of the launcher.
+    """
+    program = f"python stops.py waits commits-{name}"
+    line = SRUN.format(program=program) if how == "srun" else f"exec ringreduce run --requeue {how} {program}"
     job = submit(cluster, name, (*options, "-n2", "--exclusive", "--requeue"), line)
     deadline = time.monotonic() + LIMIT_S
     output = cluster.shared / f"{name}.out"
@@ -104,15 +121,15 @@ def start(cluster: Cluster, name: str, options: tuple[str, ...], elastic: str) -
 
 
 @pytest.mark.parametrize(
-    ("partition", "nodes", "elastic"),
+    ("partition", "nodes", "how"),
     [*CASES, *(pytest.param(*each, marks=pytest.mark.thorough) for each in OTHERS)],
 )
 def test_a_job_that_is_preempted(
-    cluster: Cluster, undisturbed: list[str], partition: str, nodes: str, elastic: str
+    cluster: Cluster, undisturbed: list[str], partition: str, nodes: str, how: str
 ) -> None:
     """At once, or with a time of grace: whatever Slurm signals then counts as one warning."""
-    name = f"preempted-{partition}{nodes}{elastic}"
-    job = start(cluster, name, (nodes, "-p", partition), elastic)
+    name = f"preempted-{partition}{nodes}{how}"
+    job = start(cluster, name, (nodes, "-p", partition), how)
     urgent = cluster.run(0, "srun", "-p", "urgent", "-N2", "--exclusive", "true")
     assert urgent.status == 0, urgent.text
     assert end_of(cluster, name, job, queued=True) == undisturbed
@@ -126,12 +143,28 @@ def test_a_signal_to_the_batch_script(cluster: Cluster, undisturbed: list[str], 
     assert end_of(cluster, f"signal-{signal}", job, queued=True) == undisturbed
 
 
+@pytest.mark.parametrize(("nodes", "how"), [("-N1", ""), ("-N2", "--elastic"), ("-N2", ""), ("-N2", "srun")])
+def test_a_signal_to_the_steps(cluster: Cluster, undisturbed: list[str], nodes: str, how: str) -> None:
+    """And not to the batch script: on one host ranks are no step, on several mpirun's daemons are; by srun, ranks."""
+    name = f"steps{nodes}{how}"
+    job = start(cluster, name, (nodes,), how)
+    cluster.run(0, "scancel", "--signal=USR1", job)
+    assert end_of(cluster, name, job, queued=True) == undisturbed
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("elastic", ["", "--elastic"])
-def test_a_signal_before_the_limit(cluster: Cluster, undisturbed: list[str], elastic: str) -> None:
-    """Of `--signal`: 20 s before the limit, or up to a minute earlier, as Slurm looks."""
-    job = start(cluster, f"limit{elastic}", ("-N1", "--time=2", "--signal=B:USR1@20"), elastic)
-    assert end_of(cluster, f"limit{elastic}", job, queued=True) == undisturbed
+@pytest.mark.parametrize(
+    ("nodes", "how", "signal"),
+    [
+        ("-N2", "srun", "USR1@20"),  # the ranks are the step
+        *product(("-N1", "-N2"), ("", "--elastic"), ("B:USR1@20", "USR1@20")),
+    ],
+)
+def test_a_signal_before_the_limit(cluster: Cluster, undisturbed: list[str], nodes: str, how: str, signal: str) -> None:
+    """To the batch script or the steps: 20 s before the limit, or up to a minute earlier, as Slurm looks."""
+    name = f"limit{nodes}{how}{signal[0]}"
+    job = start(cluster, name, (nodes, "--time=2", f"--signal={signal}"), how)
+    assert end_of(cluster, name, job, queued=True) == undisturbed
 
 
 def test_stop_before(cluster: Cluster, undisturbed: list[str]) -> None:

@@ -85,6 +85,72 @@ def test_signals_from_outside_stop_a_job(tmp_path: Path, options: tuple[str, ...
     assert_nothing_is_lost(tmp_path / "stopped", tmp_path / "undisturbed", 2)
 
 
+IN_PLACE = """
+import sys
+from ringreduce.cli import main
+from ringreduce.launcher import start
+from ringreduce.launcher.mpirun import Mpirun
+found = Mpirun.ask(sys.argv.pop(1))
+start.find = lambda *, required=True: found
+main()
+"""
+
+
+def in_place_of_mpirun(folder: Path) -> tuple[object, ...]:
+    """Return the words of a launcher that finds a shell script, as sites and Intel MPI have it, which runs mpirun."""
+    script = folder / "mpirun"
+    script.write_text(f'#!/bin/sh\n"{RINGREDUCE.with_name("mpirun")}" "$@"\nexit $?\n')
+    script.chmod(0o755)
+    return sys.executable, "-c", IN_PLACE, script, "run"
+
+
+@pytest.mark.parametrize("how", ["launcher SIGUSR1", "mpirun SIGUSR1"])
+@pytest.mark.parametrize("options", [("--elastic",), ()], ids=["elastic", ""])
+def test_a_script_in_place_of_mpirun_stops_no_warning(tmp_path: Path, options: tuple[str, ...], how: str) -> None:
+    """Nor loses a step."""
+    command = (*in_place_of_mpirun(tmp_path), *options, "-np", 2)
+    assert train(tmp_path / "undisturbed", "numpy", 2) == 0
+    statuses = [train(tmp_path / "stopped", "numpy", 2, f"1@3:{how}", command=command) for _ in range(2)]
+    assert statuses == [STOPPED, 0]
+    assert_nothing_is_lost(tmp_path / "stopped", tmp_path / "undisturbed", 2)
+
+
+SENDS = """
+import os, signal, sys, threading, time
+import ringreduce as rr
+from ringreduce.common import processes
+heard = threading.Event()
+signal.signal(signal.SIGUSR2, lambda number, frame: heard.set())
+rr.init()
+rr.barrier()
+if rr.rank() == 0:
+    names = dict(processes.ancestors())
+    over = list(names)[list(names).index(processes.launcher()) + 1:]
+    launcher = next(pid for pid in over if names[pid] not in ("mpirun", "sh"))
+    os.kill(launcher, getattr(signal, sys.argv[1]))
+if sys.argv[1] == "SIGUSR2":
+    assert heard.wait(60)
+    print("heard", flush=True)
+else:
+    while not rr.stopping():
+        pass
+    if rr.rank() == 0:
+        time.sleep(2)  # mpirun, unless it is stopped, ends the others half a second after the first
+        print("saved", flush=True)
+    sys.exit(os.EX_TEMPFAIL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [("SIGUSR2", 0, "heard\nheard\n"), ("SIGTERM", STOPPED, "saved\n")]
+)
+def test_signals_act_on_the_mpirun_under_a_script(tmp_path: Path, number: str, status: int, said: str) -> None:
+    """It passes them on to all ranks, and is stopped while they save."""
+    command = (*in_place_of_mpirun(tmp_path), "-np", 2, sys.executable, "-c", SENDS, number)
+    done = launching.run(*command)
+    assert (done.returncode, done.stdout) == (status, said), done.stderr
+
+
 PLAIN = """
 import os, signal, sys
 import ringreduce as rr
@@ -159,23 +225,88 @@ def test_a_rank_that_alone_exits_with_the_status_of_a_stop_has_failed() -> None:
     assert "rank 1 of 2 exits with code 75" in done.stderr
 
 
+AGREED = "import time; rr.init(); rr.request_stop(); rr.stopping()\nif rank == 1: {}\nsys.exit(75)"
 NO_STOPS = {
     "before init": ("if rank == 1: sys.exit(75)\nrr.init()", ("--elastic",)),
     "unasked": ("rr.init(); sys.exit(75)", ()),
-    "one fails": ("rr.init(); rr.request_stop(); rr.stopping()\nif rank == 1: raise OSError\nsys.exit(75)", ()),
-    "one fails, elastic": (
-        "rr.init(); rr.request_stop(); rr.stopping()\nif rank == 1: raise OSError\nsys.exit(75)", ("--elastic",)
-    ),
-}  # fmt: skip
+    "one fails": (AGREED.format("raise OSError"), ()),
+    "one fails, elastic": (AGREED.format("raise OSError"), ("--elastic",)),
+    "one fails later": (AGREED.format("time.sleep(1); raise OSError"), ()),  # the other has ended by then
+    "one is killed": (AGREED.format("os.kill(os.getpid(), 9)"), ()),
+    "one is killed later": (AGREED.format("time.sleep(1); os.kill(os.getpid(), 9)"), ()),
+}
 
 
+@pytest.mark.parametrize("logs", [False, True], ids=["shown", "in files"])
 @pytest.mark.parametrize("case", NO_STOPS)
-def test_what_is_no_stop_has_failed(case: str) -> None:
-    """The status of a stop without an agreement to, or beside the failure of another rank."""
+def test_what_is_no_stop_has_failed(tmp_path: Path, case: str, logs: bool) -> None:
+    """The status of a stop without an agreement to, or beside the failure of another rank, wherever that says so."""
     program, options = NO_STOPS[case]
     source = f"import os, sys, ringreduce as rr; rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n{program}"
+    options += ("--log-dir", str(tmp_path)) if logs else ()
     done = launching.run(RINGREDUCE, "run", *options, "-np", 2, sys.executable, "-c", source)
     assert done.returncode not in (0, STOPPED), done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
+def test_files_of_an_earlier_job_hide_no_stop(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Though one of its ranks has failed there; this job has fewer."""
+    line = (RINGREDUCE, "run", *options, "--log-dir", tmp_path)
+    failing = "import ringreduce as rr; rr.init()\nif rr.rank() == 2: raise OSError\nrr.barrier()"
+    assert launching.run(*line, "-np", 3, sys.executable, "-c", failing).returncode not in (0, STOPPED)
+    stopping = "import sys, ringreduce as rr; rr.init(); rr.request_stop(); rr.stopping(); sys.exit(75)"
+    done = launching.run(*line, "-np", 2, sys.executable, "-c", stopping)
+    assert done.returncode == STOPPED, done.stderr
+
+
+FAILS_IN_GRACE = """
+import os, signal, sys, time
+import ringreduce as rr
+from ringreduce.common import processes
+rr.init()
+if rr.rank() == 0:
+    above = [pid for pid, _ in processes.ancestors()]
+    os.kill(above[above.index(processes.launcher()) + 1], signal.SIGTERM)
+while not rr.stopping():
+    pass
+if rr.rank() == {rank}:
+    time.sleep(0.5)  # the other has ended by then, in most runs
+    {fails}
+sys.exit(os.EX_TEMPFAIL)
+"""
+
+
+@pytest.mark.parametrize("fails", ["raise OSError", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_of_one_rank_hides_no_failure_of_another(tmp_path: Path, rank: int, fails: str) -> None:
+    """After SIGTERM, when mpirun is stopped and then returns the status of one of them; what they say is in files."""
+    program = FAILS_IN_GRACE.format(rank=rank, fails=fails)
+    line = (RINGREDUCE, "run", "--log-dir", tmp_path, "-np", 2, sys.executable, "-c", program)
+    done = launching.run(*line)
+    assert done.returncode not in (0, STOPPED), done.stderr
+
+
+DIES_LATE = """
+import os, signal, sys
+import ringreduce as rr
+rr.init()
+print("begun", flush=True)
+rr.request_stop()
+rr.stopping()
+if rr.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(os.EX_TEMPFAIL)
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_no_restart_is_begun_once_the_ranks_have_agreed_to_stop(restarts: int) -> None:
+    """Though one of them dies meanwhile: if the job were to begin again, it is to be run again; else it has failed."""
+    line = (RINGREDUCE, "run", "--elastic", "--max-restarts", restarts, "-np", 2, sys.executable, "-c", DIES_LATE)
+    done = launching.run(*line)
+    assert done.stdout.count("begun") == 2, done.stderr
+    assert (done.returncode == STOPPED) is bool(restarts), done.stderr
+    assert ("it is not started again here" in done.stderr) is bool(restarts)
 
 
 DEATH = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.launcher.failures import find, find_in_files, find_unfinished, is_told, lacks_horovod
+from ringreduce.launcher.failures import LogFiles, find, find_unfinished, is_told, lacks_horovod
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"t.py\", line 5, in <module>\n    f()\nKeyError: 'why'"
 NOISE = "-" * 74 + "\nMPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + "-" * 74
@@ -72,15 +72,33 @@ def test_a_rank_may_tell_why_though_nobody_names_it(text: str, told: bool) -> No
 )
 def test_what_a_rank_has_written_into_its_file_is_quoted(tmp_path: Path, text: str, words: str) -> None:
     """Its traceback with its causes, or why Python does not begin, and nothing of others."""
+    logs = LogFiles(tmp_path)
     (tmp_path / "rank-3.log").write_text(text)
-    assert find_in_files(tmp_path) == (3, words)
+    assert logs.find() == (3, words)
 
 
 def test_files_of_ranks_say_which_one_failed(tmp_path: Path) -> None:
     """The one that ends the job, not one with a handled error, nor one that Python is no part of."""
+    logs = LogFiles(tmp_path)
     (tmp_path / "rank-0.log").write_text(f"{TRACEBACK}\nhandled\n{LOST}\n")
     (tmp_path / "rank-12.log").write_text(f"step\n{ENDING}\n")
     (tmp_path / "rank-x.log").write_text(ENDING)
     (tmp_path / "rank-1.log").write_text(f"loading\n{MISSING}\n{NOISE}")  # of something else that it has started
-    assert find_in_files(tmp_path) == (12, ENDING)
-    assert find_in_files(tmp_path / "none") is None
+    assert logs.find() == (12, ENDING)
+    assert LogFiles(tmp_path / "none").find() is None
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_what_an_earlier_job_has_left_in_files_is_not_this_ones(tmp_path: Path, continues: bool) -> None:
+    """Neither in the file of a rank that there is no more, nor in front of what a job has added."""
+    for number in (0, 7):
+        (tmp_path / f"rank-{number}.log").write_text(ENDING)
+    logs = LogFiles(tmp_path, continues=continues)
+    with (tmp_path / "rank-0.log").open("a" if continues else "w") as file:
+        file.write("\nsaved\n")
+    assert logs.find() is None
+    assert not logs.have_ended_job()
+    with (tmp_path / "rank-0.log").open("a") as file:
+        file.write(ENDING)
+    assert logs.find() == (0, ENDING)
+    assert logs.have_ended_job()

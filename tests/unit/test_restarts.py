@@ -34,6 +34,8 @@ class Jobs:
         now: the time.
         ended: how often a job was ended.
         killed: how often one was killed.
+        takes: whether jobs take signals.
+        asked_to_stop: how many are to ask their ranks to stop once these listen.
         written: what each writes to standard error.
     """
 
@@ -43,6 +45,7 @@ class Jobs:
         self.listed: dict[str, int] = {"a": 2}
         self.written = b""
         self.now, self.ended, self.killed = 0.0, 0, 0
+        self.takes, self.asked_to_stop = False, 0
         jobs, left = self, list(tells)
 
         class FakeJob:
@@ -69,7 +72,10 @@ class Jobs:
                 jobs.killed += 1
 
             def take(self, number: signal.Signals) -> bool:
-                return False
+                return jobs.takes
+
+            def ask_later(self) -> None:
+                jobs.asked_to_stop += 1
 
             def end_line(self) -> None:
                 pass
@@ -168,6 +174,47 @@ def test_a_job_without_a_start_has_failed_though_a_rank_ended_well(monkeypatch: 
     jobs = Jobs(monkeypatch, job)
     assert jobs.run(1, 2) == 1
     assert jobs.ended == 1
+
+
+@pytest.mark.parametrize("why", ["agreed", "warned", "due"])
+def test_no_job_begins_where_one_has_failed_that_was_to_stop(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Whoever asked: its ranks agreed, or this process was warned and they listen, or the allocation ends."""
+
+    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        if why == "agreed":
+            on_mark(Mark("agrees to stop", 0, "a"))
+        elif why == "warned":
+            on_mark(Mark("has a commit", 0, "a"))
+            os.kill(os.getpid(), signal.SIGUSR1)
+        on_mark(Mark("has died", 1, "a"))
+        return 1
+
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    jobs = Jobs(monkeypatch, job)
+    jobs.takes = True
+    due = {"stop_before_s": 60.0} if why == "due" else {}
+    assert jobs.run(1, 2, restarts=1, **due) == os.EX_TEMPFAIL
+    assert len(jobs.started) == 1
+
+
+def test_the_job_after_one_that_failed_when_it_was_warned_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nobody knows whether SIGUSR1 was to stop it: it had made no commit, and its ranks had not agreed."""
+
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return 1
+
+    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
+        assert jobs.asked_to_stop == 1
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, second)
+    jobs.takes = True
+    assert jobs.run(1, 2, restarts=1) == 0
 
 
 def test_hosts_that_count_as_failing_are_named_where_slots_are_too_few(

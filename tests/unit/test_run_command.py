@@ -203,7 +203,7 @@ def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any)
         + b"\0"
         + own
     )
-    notices, passed = Output(77), b""
+    notices, passed = Output(lambda: 77), b""
     while text:
         count = int(rng.integers(1, most + 1))
         passed, text = passed + notices.feed(text[:count])[0], text[count:]
@@ -283,13 +283,30 @@ def test_hosts_that_are_named_in_an_allocation_are_reached_by_its_scheduler(
     assert variable not in settings
 
 
+def test_grid_engines_qrsh_gets_no_options_of_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Open MPI takes it in place of ssh, where it finds it; it knows none of them."""
+    monkeypatch.setattr(start, "find", lambda required=True: Mpirun("mpirun", "Open MPI", 5))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a 1 q@a UNDEFINED\nb 1 q@b UNDEFINED\n")
+    for name, value in {"SGE_ROOT": tmp_path, "ARC": "lx", "PE_HOSTFILE": hosts, "JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(start.shutil, "which", lambda name: f"/bin/{name}")
+    for has_qrsh in (False, True):
+        if has_qrsh:
+            (tmp_path / "bin" / "lx").mkdir(parents=True)
+            (tmp_path / "bin" / "lx" / "qrsh").touch(0o755)
+        _, settings = start.prepare(LaunchSpec(program=("true",))).line_and_settings({"a": 1, "b": 1}, {})
+        assert ("PRTE_MCA_plm_ssh_args" in settings) is not has_qrsh
+
+
 def test_a_daemon_of_named_hosts_in_an_allocation_is_as_one_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM of Slurm is kept from it, and a restart waits for no host that is lost."""
     monkeypatch.setattr(start, "find", lambda required=True: Mpirun("mpirun", "Open MPI", 5))
     monkeypatch.setattr(Mpirun, "_has", lambda self, framework, scheduler: "slurm" in scheduler.components)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a,b")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     made = start.prepare(LaunchSpec(program=("true",), hosts="a:1,b:1", elastic=True))
     _, settings = made.line_and_settings({"a": 1, "b": 1}, {})
     assert settings["SLURM_OVERLAP"] == "1"
-    assert "--block-signal=TERM" in settings["PRTE_MCA_prte_launch_agent"]
+    assert "--block-signal=TERM,USR1" in settings["PRTE_MCA_prte_launch_agent"]
     assert "PRTE_MCA_plm_ssh_args" not in settings

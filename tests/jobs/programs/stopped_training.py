@@ -53,9 +53,12 @@ def warn(how: str) -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: rr.request_stop())
     if how == "twice":
         os.kill(os.getpid(), signal.SIGTERM)
-    above = [pid for pid, _ in processes.ancestors()]
-    place = above.index(program.mpirun()) if who else 0
-    pids = {"": os.getpid(), "mpirun": above[place], "launcher": above[place + 1]}
+    pids = {"": os.getpid()}
+    if who:
+        above = dict(processes.ancestors())
+        pids["mpirun"] = program.mpirun()
+        over = list(above)[list(above).index(pids["mpirun"]) + 1 :]
+        pids["launcher"] = next(pid for pid in over if above[pid] not in ("mpirun", "sh"))  # a script in its place
     os.kill(pids[who], getattr(signal, name, signal.SIGTERM))
 
 
