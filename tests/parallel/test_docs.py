@@ -13,6 +13,7 @@ import ringreduce as rr
 @pytest.mark.sizes(2)
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # of Keras
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`:UserWarning")  # of Lightning
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # as well
 @pytest.mark.parametrize(("page", "name", "source"), EXAMPLES)
 def test_examples_run(
     page: Path,
