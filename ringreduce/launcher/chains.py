@@ -130,6 +130,9 @@ class Chains:
     ) -> None:
         self._pid = pid
         self._has_mpirun = has_mpirun
+        started = SeenProcess.look(pid)
+        assert started is not None, "nobody has waited for it"
+        self._started = started
         self._mpirun: SeenProcess | None = None  # once it is known
         self._on_death = on_death
         self._say = say
@@ -147,12 +150,11 @@ class Chains:
         return found or self._looks >= _FIRST_LOOKS
 
     @property
-    def mpirun(self) -> SeenProcess | None:
-        """The mpirun, also when it has ended; a script in its place until it has started it; None: that has ended."""
-        top = SeenProcess.look(self._pid) if self._mpirun is None else None
-        if top is not None and self._has_mpirun:
-            self._mpirun = _launcher_under(top)
-        return self._mpirun or top
+    def mpirun(self) -> SeenProcess:
+        """The mpirun, also when it has ended; until it is known, what was started: a script in its place."""
+        if self._mpirun is None and self._has_mpirun:
+            self._mpirun = _launcher_under(self._started)
+        return self._mpirun or self._started
 
     def ranks(self) -> list[SeenProcess]:
         """Return the processes that mpirun has started as ranks, now and below it."""
@@ -171,8 +173,7 @@ class Chains:
         if top is None or not top.lives:
             return
         stopped: dict[tuple[int, int], tuple[SeenProcess, str]] = {}
-        below = top if self.mpirun is None else SeenProcess.look(self.mpirun.pid)
-        for mpirun in filter(None, (top, below)):
+        for mpirun in filter(None, (top, SeenProcess.look(self.mpirun.pid))):
             if mpirun.state == "T":  # then nothing of the ranks' output passes, and none of their ends is noticed
                 stopped[mpirun.pid, mpirun.began] = mpirun, "mpirun"
         there = self._find(top)

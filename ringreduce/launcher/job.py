@@ -130,6 +130,7 @@ class Job:
 
     Attributes:
         stopped: whether it ends because this process got SIGTERM, SIGHUP or an interrupt.
+        asks_later: whether it will ask its ranks to stop once they listen.
         written: the end of its standard error.
     """
 
@@ -148,7 +149,7 @@ class Job:
         self.stopped = False
         self._has_stopped = False  # a rank, by what its shell has said
         self._to_stop: set[int] = set()  # the ranks that have agreed to, and have not ended yet
-        self._asks_later = False  # to stop: the signal to came before mpirun had ranks
+        self.asks_later = False
         self._asked: set[tuple[int, int]] = set()  # the processes that were asked to stop; 0: those of other hosts
         self._grace: Grace | None = None
         self._grace_s = grace_s
@@ -174,10 +175,7 @@ class Job:
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
             preexec_fn=partial(_begin, os.getpid(), self._ending, shielded=shielded),
         )
-        started = SeenProcess.look(self._process.pid)
-        assert started is not None, "nobody has waited for it"
-        self._started = started
-        self._output = Output(None if verbose else lambda: self._mpirun.pid)
+        self._output = Output(None if verbose else lambda: self._chains.mpirun.pid)
         self._tracebacks = Tracebacks(_ranks_of(line))
         self._has_shells = SUPERVISOR[-1] in line
         self._chains = Chains(
@@ -212,7 +210,7 @@ class Job:
         finally:
             for each in self._starters.values():  # of a host that was lost: Slurm would keep them for minutes
                 send(each, signal.SIGKILL)
-            send(self._mpirun, self._ending)  # a script of the site in its place may have ended before it
+            send(self._chains.mpirun, self._ending)  # a script of the site in its place may have ended before it
             assert self._process.stderr is not None
             self._process.stderr.close()
         if self._is_to_run_again(status):
@@ -233,12 +231,7 @@ class Job:
 
     def signal_ranks(self) -> None:
         """Have mpirun signal to all ranks that the hosts have changed; not before all are connected."""
-        send(self._mpirun, signal.SIGUSR2)
-
-    @property
-    def _mpirun(self) -> SeenProcess:
-        """The mpirun, or what stands for it; see `Chains.mpirun`."""
-        return self._chains.mpirun or self._started
+        send(self._chains.mpirun, signal.SIGUSR2)
 
     def end(self) -> None:
         """Have mpirun end all ranks; it is killed if it does not."""
@@ -246,7 +239,7 @@ class Job:
         grace = self._grace
         self._grace = None
         self._ends_at = math.inf
-        send(self._mpirun, self._ending)
+        send(self._chains.mpirun, self._ending)
         if grace is not None:
             grace.end()
 
@@ -269,7 +262,7 @@ class Job:
     def _end_by(self, number: signal.Signals) -> None:
         self._ended_by = number
         ranks = self._chains.ranks()
-        mpirun = self._mpirun
+        mpirun = self._chains.mpirun
         passes_on = is_launcher(mpirun.program) and handles(mpirun.pid, signal.SIGUSR1)
         if number != signal.SIGTERM or self.stopped or not self._grace_s or not (ranks or passes_on):
             if self._grace is not None:
@@ -289,14 +282,10 @@ class Job:
         """Have mpirun send a signal to all ranks; not before it is ready, as it would end by that."""
         if self._grace is not None or (self._grows and number == signal.SIGUSR2):
             return
-        if handles(self._mpirun.pid, number):
-            send(self._mpirun, number)
+        if handles(self._chains.mpirun.pid, number):
+            send(self._chains.mpirun, number)
         elif number == signal.SIGUSR1:
-            self.ask_later()
-
-    def ask_later(self) -> None:
-        """Ask the ranks to stop once they listen."""
-        self._asks_later = True
+            self.asks_later = True
 
     def ask_to_stop(self) -> bool:
         """Ask the listening ranks of this host to stop, which pass it on to all; return whether one listens.
@@ -311,10 +300,10 @@ class Job:
                 send(each, signal.SIGUSR1)
                 self._asked.add(key)
                 asked = True
-        if not ranks and self._chains.known and not self._asked and handles(self._mpirun.pid, signal.SIGUSR1):
+        if not ranks and self._chains.known and not self._asked and handles(self._chains.mpirun.pid, signal.SIGUSR1):
             self._asked.add((0, 0))
             asked = True
-            send(self._mpirun, signal.SIGUSR1)
+            send(self._chains.mpirun, signal.SIGUSR1)
         return asked
 
     def _say(self, text: str) -> None:
@@ -328,7 +317,7 @@ class Job:
     def _look(self) -> bool:
         """Look after the processes of this host, every second; return whether this was done now."""
         self._kill_if_late()
-        pids = {self._process.pid, self._mpirun.pid} if self._shielded else set()
+        pids = {self._process.pid, self._chains.mpirun.pid} if self._shielded else set()
         if math.isinf(self._heard_by_mpirun) and any(is_pending(each, signal.SIGTERM) for each in pids):
             self._heard_by_mpirun = time.monotonic()
             if not self.stopped:
@@ -347,8 +336,8 @@ class Job:
             return False
         self._looked = time.monotonic()
         self._chains.look()
-        self._asks_later = self._asks_later and not self.ask_to_stop()
-        self._starters |= {each.pid: each for each in self._mpirun.children() if each.name == "srun"}
+        self.asks_later = self.asks_later and not self.ask_to_stop()
+        self._starters |= {each.pid: each for each in self._chains.mpirun.children() if each.name == "srun"}
         return True
 
     @property
@@ -366,8 +355,8 @@ class Job:
         """Kill mpirun, and its ranks on this host, if it was asked to end long ago; ranks of other hosts then end."""
         if time.monotonic() < self._killed_at or self._process.poll() is not None:
             return
-        ranks = self._mpirun.children()
-        send(self._mpirun, signal.SIGKILL)
+        ranks = self._chains.mpirun.children()
+        send(self._chains.mpirun, signal.SIGKILL)
         self._process.kill()
         for rank in ranks:
             with suppress(ProcessLookupError):

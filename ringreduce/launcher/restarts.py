@@ -270,8 +270,7 @@ class Restarts:
             shielded=self._start.mpirun.kind == "Open MPI",
             stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
         )
-        if ranks.was_warned:
-            job.ask_later()
+        job.asks_later = ranks.was_warned
         self._signals.go_to(lambda number: self._hand_on(number, job, ranks))
         logs = None if self._spec.folder is None else LogFiles(Path(self._spec.folder), continues=bool(starts))
         status = job.wait(lambda: self._look(job))

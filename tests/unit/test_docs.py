@@ -64,6 +64,7 @@ def _world_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # of Keras
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`:UserWarning")  # of Lightning
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # as well
 @pytest.mark.parametrize(("page", "name", "source"), EXAMPLES)
 @pytest.mark.usefixtures("_world_of_one")
 def test_examples_run(page: Path, name: str, source: str, caplog: pytest.LogCaptureFixture) -> None:

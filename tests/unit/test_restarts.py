@@ -35,7 +35,7 @@ class Jobs:
         ended: how often a job was ended.
         killed: how often one was killed.
         takes: whether jobs take signals.
-        asked_to_stop: how many are to ask their ranks to stop once these listen.
+        asks_later: by job, whether it is to ask its ranks to stop once they listen.
         written: what each writes to standard error.
     """
 
@@ -45,11 +45,12 @@ class Jobs:
         self.listed: dict[str, int] = {"a": 2}
         self.written = b""
         self.now, self.ended, self.killed = 0.0, 0, 0
-        self.takes, self.asked_to_stop = False, 0
+        self.takes = False
+        self.asks_later: list[bool] = []
         jobs, left = self, list(tells)
 
         class FakeJob:
-            stopped = False
+            stopped = asks_later = False
 
             @property
             def written(self) -> bytes:
@@ -60,6 +61,7 @@ class Jobs:
                 jobs.asked.append(0)
 
             def wait(self, look: Callable[[], None]) -> int:
+                jobs.asks_later.append(self.asks_later)
                 return self._tell(self._on_mark, look)
 
             def signal_ranks(self) -> None:
@@ -73,9 +75,6 @@ class Jobs:
 
             def take(self, number: signal.Signals) -> bool:
                 return jobs.takes
-
-            def ask_later(self) -> None:
-                jobs.asked_to_stop += 1
 
             def end_line(self) -> None:
                 pass
@@ -208,13 +207,13 @@ def test_the_job_after_one_that_failed_when_it_was_warned_is_warned(monkeypatch:
         return 1
 
     def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        assert jobs.asked_to_stop == 1
         on_mark(Mark("has ended well", 0, "a"))
         return 0
 
     jobs = Jobs(monkeypatch, first, second)
     jobs.takes = True
     assert jobs.run(1, 2, restarts=1) == 0
+    assert jobs.asks_later == [False, True]
 
 
 def test_hosts_that_count_as_failing_are_named_where_slots_are_too_few(
