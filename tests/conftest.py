@@ -38,25 +38,27 @@ class Watchdog:
         self._timer: threading.Timer | None = None
         faulthandler.register(signal.SIGTERM, file=self._stream, chain=True)
 
-    def arm(self, activity: str) -> None:
-        """Start to count anew; ``activity`` is what the report says took too long."""
+    def arm(self, activity: str, limit_s: float = 0.0) -> None:
+        """Start to count anew; ``activity`` is what the report says took too long, if it takes more than the limits."""
+        limit_s = max(limit_s, self._limit_s)
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = threading.Timer(self._limit_s, self._end, [activity])
+        self._timer = threading.Timer(limit_s, self._end, [activity, limit_s])
         self._timer.daemon = True
         self._timer.start()
         # The timer needs the interpreter, this does not: it is for code that hangs without giving it back.
-        faulthandler.dump_traceback_later(self._limit_s + 5, file=self._stream, exit=True)
+        faulthandler.dump_traceback_later(limit_s + 5, file=self._stream, exit=True)
 
-    def _end(self, activity: str) -> None:
-        self._stream.write(f"\n{self.who}: more than {self._limit_s:g} s in {activity}; all stacks:\n")
+    def _end(self, activity: str, limit_s: float) -> None:
+        self._stream.write(f"\n{self.who}: more than {limit_s:g} s in {activity}; all stacks:\n")
         self._stream.flush()
         faulthandler.dump_traceback(self._stream)
         os._exit(1)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        self.arm(item.nodeid)
+        marker = item.get_closest_marker("limit")
+        self.arm(item.nodeid, *(marker.args if marker else ()))
         try:
             return (yield)
         finally:

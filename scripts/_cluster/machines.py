@@ -15,7 +15,18 @@ from pathlib import Path
 
 from _cluster.links import ClusterError, address, call, host_name, hosts_of, pids_of, require_hosts, set_link
 
-__all__ = ["boot", "die", "entering", "folder_of", "forget", "give", "provide", "set_environment", "shared_of"]
+__all__ = [
+    "boot",
+    "die",
+    "entering",
+    "folder_of",
+    "forget",
+    "give",
+    "provide",
+    "set_environment",
+    "set_user",
+    "shared_of",
+]
 
 _BOOT = Path(__file__).with_name("boot.sh")
 _BOOT_S = 20.0
@@ -88,6 +99,11 @@ def set_environment(name: str, number: int, variables: dict[str, str]) -> None:
     lines = (f"{key}={value}\n" for key, value in variables.items())
     path = folder_of(name) / host_name(name, number) / "environment"
     path.write_text("".join(lines))
+
+
+def set_user(name: str, number: int, user: int) -> None:
+    """Let the programs that `exec` starts on a host run as a user with a group of the same number; not as root."""
+    (folder_of(name) / host_name(name, number) / "user").write_text(str(user))
 
 
 def boot(name: str, numbers: Iterable[int]) -> None:
@@ -170,10 +186,12 @@ def entering(name: str, number: int, command: Sequence[str]) -> list[str]:
         raise ClusterError(f"{host} has no power; `boot {number}` starts it")
     environment = folder / "environment"
     variables = ["-i", *environment.read_text().splitlines()] if environment.exists() else []
+    user = (folder / "user").read_text() if (folder / "user").exists() else ""
+    become = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups"] if user else []
     here = 'cd "$0" 2>/dev/null || cd /; exec env "$@"'
     return [
         *("nsenter", "-t", first, "--net", "--mount", "--uts", "--pid", "--ipc", "--root"),
-        *("sh", "-c", here, os.getcwd(), *variables, *command),
+        *("sh", "-c", here, os.getcwd(), *variables, *become, *command),
     ]
 
 

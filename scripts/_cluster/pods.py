@@ -1,8 +1,7 @@
-"""Pods of an MPI job, played by machines: what kubelet and Kubeflow's MPI operator (v2beta1) or Trainer (v2) give them.
+"""Pods of an MPI job, played by machines, with what kubelet and Kubeflow give them (`kubeflow.py`).
 
-The first machine is the launcher, the others are workers. Nothing of Kubernetes runs: mounts, variables and modes of
-files are those that the containers of an MPIJob, or of a TrainJob, get for Open MPI. There is no image: the programs of
-/usr/local/bin are those of the environment of Python that has started the cluster.
+The first machine is the launcher, the others are workers. Nothing of Kubernetes runs. There is no image: the programs
+of /usr/local/bin are those of the environment of Python that has started the cluster, and sshd runs as root.
 """
 
 from __future__ import annotations
@@ -11,60 +10,66 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from _cluster.links import address, call, host_name, hosts_of
-from _cluster.machines import entering, folder_of, give, set_environment
+from _cluster.kubeflow import USER, Job
+from _cluster.links import ClusterError, address, host_name, hosts_of
+from _cluster.machines import entering, folder_of, give, set_environment, set_user, shared_of
 
 __all__ = ["list_workers", "provide"]
 
 _PROGRAMS = ("python", "python3", "mpirun", "mpiexec", "prterun", "prted", "prte", "ringreduce", "horovodrun")
-# Kubelet's folders of secrets are open to all, and sshd would refuse them; Kubeflow's own image sets the same.
-_IMAGE_SSHD = """HostKey /etc/ssh/host_key
-PermitRootLogin yes
-UsePAM no
-StrictModes no
-MaxStartups 100
-"""
-#: What containers of the image, of the launcher, and of one that the operator makes find in their environment.
-_IMAGE = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
-_LAUNCHER = {
-    "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
-    "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
-    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
-}
-_OPERATOR = {"K_MPI_JOB_ROLE": "launcher", "NVIDIA_VISIBLE_DEVICES": "", "NVIDIA_DRIVER_CAPABILITIES": ""}
-_IMAGE_SSH = "Host *\n    StrictHostKeyChecking no\n    UserKnownHostsFile /dev/null\n    LogLevel ERROR\n"
+_DOCKER = Path(__file__).resolve().parents[2] / "docker"
+_SSHD = "HostKey /etc/ssh/host_key\nUsePAM no\n"
 
 
-def provide(name: str, slots: int, kind: str) -> None:
-    """Make pods of a cluster's machines, before they boot.
-
-    Args:
-        name: of the cluster.
-        slots: of each worker.
-        kind: ``"mpijob"`` or ``"trainjob"``.
-    """
-    hosts = hosts_of(name)
-    pods = _pods(len(hosts), kind)
-    lines = [f"{address(number)} {pod} {pod.partition('.')[0]}\n" for number, pod in enumerate(pods)]
-    secret = _secret(folder_of(name))
+def provide(name: str, job: Job) -> None:
+    """Make pods of a cluster's machines, before they boot."""
+    pods = job.names()
+    lines = (f"{at} {pod}\n" for pod, at in job.hosts_lines([address(number) for number in range(len(pods))]))
+    hosts = "127.0.0.1 localhost\n" + "".join(lines)
+    if job.user:
+        _require_readable(Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix))
+        shared_of(name).chmod(0o1777)
     for number, pod in enumerate(pods):
-        home = folder_of(name) / host_name(name, number) / "files" / "root"
-        shutil.rmtree(home / ".ssh")
-        _mount(home / ".ssh", secret, mode=0o1777, file_mode=0o600)
-        give(name, number, "etc/hosts", "127.0.0.1 localhost\n" + "".join(lines))
+        files = folder_of(name) / host_name(name, number) / "files"
+        shutil.rmtree(files / "root" / ".ssh")
+        home = files / job.home.lstrip("/")
+        home.mkdir(parents=True, exist_ok=True)
+        os.chown(home, job.user, job.user)
+        job.mount_keys(home / ".ssh", folder_of(name) / "job_key")
+        give(name, number, "etc/hosts", hosts)
         give(name, number, "etc/hostname", pod.partition(".")[0])
-        give(name, number, "etc/ssh/sshd_config", _IMAGE_SSHD)
-        give(name, number, "etc/ssh/ssh_config", _IMAGE_SSH)
+        give(name, number, "etc/ssh/sshd_config", _SSHD + (_DOCKER / "sshd.conf").read_text())
+        give(name, number, "etc/ssh/ssh_config", (_DOCKER / "ssh.conf").read_text())
+        if job.user:
+            (files / "root").chmod(0o755)
+            _add_user(name, number)
         _install(name, number)
-        set_environment(name, number, {**_IMAGE, **({"K_MPI_JOB_ROLE": "worker"} if kind == "mpijob" else {})})
-    listed = _listed(pods[1:], slots)
-    _mount(folder_of(name) / host_name(name, 0) / "files" / "etc" / "mpi", listed, mode=0o755, file_mode=0o444)
-    own = _OPERATOR if kind == "mpijob" else {}
-    slots_said = {"OMPI_MCA_orte_set_default_slots": str(slots)}
-    set_environment(name, 0, {**_IMAGE, **_LAUNCHER, **slots_said, **own})
+        image = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": job.home}
+        set_environment(name, number, {**image, **job.variables(launcher=number == 0)})
+    job.mount_hosts(folder_of(name) / host_name(name, 0) / "files" / "etc" / "mpi")
+
+
+def _require_readable(*folders: Path) -> None:
+    """Raise a `ClusterError` if the user of the pods cannot reach a folder. /root is open to all in such pods."""
+    for folder in map(Path.resolve, folders):
+        for each in (folder, *folder.parents):
+            if each != Path("/root") and each.stat().st_mode & 0o005 != 0o005:
+                raise ClusterError(f"the pods' user, {USER}, may not read {each}")
+
+
+def _add_user(name: str, number: int) -> None:
+    """Let a host have the user of the image, whose sshd listens where that user's may."""
+    for file, entry in (
+        ("passwd", f"mpiuser:x:{USER}:{USER}::/home/mpiuser:/bin/bash"),
+        ("group", f"mpiuser:x:{USER}:"),
+    ):
+        others = [line for line in Path("/etc", file).read_text().splitlines() if line.split(":")[2] != str(USER)]
+        give(name, number, f"etc/{file}", "\n".join([*others, entry, ""]))
+    config = folder_of(name) / host_name(name, number) / "files" / "etc" / "ssh" / "sshd_config"
+    config.write_text(f"Port 2222\n{config.read_text()}")
+    set_user(name, number, USER)
 
 
 def _install(name: str, number: int) -> None:
@@ -76,41 +81,6 @@ def _install(name: str, number: int) -> None:
             give(name, number, f"usr/local/bin/{program}", f'#!/bin/sh\n{path}exec {file} "$@"\n', mode=0o755)
     for file_name in (".bashrc", ".profile", ".bash_profile"):
         give(name, number, f"root/{file_name}", "")
-
-
-def _pods(count: int, kind: str) -> list[str]:
-    """Return the names of the pods in the network: the launcher's, then those of the workers."""
-    if kind == "mpijob":
-        return ["train-launcher", *(f"train-worker-{each}.train.default.svc" for each in range(count - 1))]
-    return ["train-launcher-0-0.train", *(f"train-node-0-{each}.train" for each in range(count - 1))]
-
-
-def _secret(folder: Path) -> dict[str, str]:
-    key = folder / "job_key"
-    call("ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-m", "PEM", "-N", "", "-C", "", "-f", str(key))
-    public = key.with_suffix(".pub").read_text()
-    return {"id_rsa": key.read_text(), "id_rsa.pub": public, "authorized_keys": public}
-
-
-def _listed(workers: list[str], slots: int) -> dict[str, str]:
-    return {
-        "hostfile": "".join(f"{worker} slots={slots}\n" for worker in workers),
-        "discover_hosts.sh": "#!/bin/sh\n" + "".join(f"echo {worker}:{slots}\n" for worker in workers),
-    }
-
-
-def _mount(folder: Path, files: dict[str, str], mode: int, file_mode: int) -> None:
-    """Write files as kubelet does: in a new folder, to which one link points that all files' links go through."""
-    dated = f"..{time.strftime('%Y_%m_%d_%H_%M_%S')}.{time.monotonic_ns()}"
-    (folder / dated).mkdir(parents=True, mode=0o755)
-    for file, text in files.items():
-        path = folder / dated / file
-        path.write_text(text)
-        path.chmod(file_mode | (0o111 if text.startswith("#!") else 0))
-    os.symlink(dated, folder / "..data")
-    for file in files:
-        os.symlink(f"..data/{file}", folder / file)
-    folder.chmod(mode)
 
 
 #: Exchanges the files of a mounted folder as kubelet's AtomicWriter does. Arguments: the folder with the new files.
@@ -127,11 +97,13 @@ rm -rf "$before"
 
 def list_workers(name: str, count: int, slots: int) -> None:
     """Let the launcher's files name the first so many workers from now on, as when an MPIJob's replicas change."""
-    kind = "mpijob" if (folder_of(name) / "kind").read_text() == "pods" else "trainjob"
+    if (folder_of(name) / "kind").read_text() != "pods":
+        raise ClusterError("only the workers of an MPIJob change while it runs; see `up pods`")
+    job = Job("mpijob", len(hosts_of(name)) - 1, slots)
     new = folder_of(name) / "shared" / "new-hosts"
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
-    for file, text in _listed(_pods(len(hosts_of(name)), kind)[1 : 1 + count], slots).items():
+    for file, text in job.listed(count).items():
         (new / file).write_text(text)
         (new / file).chmod(0o555 if text.startswith("#!") else 0o444)
     subprocess.run(entering(name, 0, ["sh", "-c", _EXCHANGE, str(new)]), check=True)

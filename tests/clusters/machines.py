@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,11 +47,12 @@ class Cluster:
         kind: ``"ssh"``, ``"slurm"``, ``"pods"`` or ``"trainjob"``.
         hosts: how many.
         slots: of each.
+        options: for ``scripts/cluster up``.
     """
 
-    def __init__(self, kind: str, hosts: int, slots: int = 2) -> None:
+    def __init__(self, kind: str, hosts: int, slots: int = 2, options: Sequence[str] = ()) -> None:
         self.name = f"{kind[:2]}{os.getpid() % 10_000}"  # names of network devices are short
-        self._call("up", kind, str(hosts), "--slots", str(slots), "--rate", "10gbit")
+        self._call("up", kind, str(hosts), "--slots", str(slots), "--rate", "10gbit", *options)
         self.shared = Path(self._call("shared").strip())
 
     def _call(self, *words: str) -> str:
@@ -93,9 +94,8 @@ class Cluster:
     ) -> Done:
         """Run a command on a host, within a time limit that nothing survives."""
         begin = time.monotonic()
-        limited = ("timeout", "--kill-after=5", str(timeout_s), *words)
         done = subprocess.run(
-            self.line(number, *limited),
+            self._limited(number, ["timeout", "--kill-after=5", str(timeout_s)], words),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -106,6 +106,10 @@ class Cluster:
             env={**environ(), **(variables or {})},
         )
         return Done(done.returncode, done.stdout, time.monotonic() - begin)
+
+    def _limited(self, number: int, limit: Sequence[str], words: Sequence[str]) -> list[str]:
+        """Return the command line that runs a command on a host, below one there that ends it."""
+        return self.line(number, *limit, *words)
 
     def write(self, name: str, text: str) -> Path:
         """Write a file into the folder that all hosts share."""
@@ -129,7 +133,19 @@ def why_not(kind: str) -> str:
     programs = ["ip", "tc", "unshare", "nsenter", "ssh", "sshd", "mpirun"]
     programs += ["slurmctld", "munged"] if kind == "slurm" else []
     missing = [program for program in programs if shutil.which(program) is None]
-    return f"there is no {' and no '.join(missing)}" if missing else _refusal()
+    if missing:
+        return f"there is no {' and no '.join(missing)}"
+    if kind == "trainjob":
+        hidden = [each for each in (SCRIPT.parent, Path(sys.prefix), Path(sys.base_prefix)) if not _is_for_all(each)]
+        if hidden:
+            return f"such pods do not run as root, and {hidden[0]} is not for all users"
+    return _refusal()
+
+
+def _is_for_all(path: Path) -> bool:
+    """Return whether all users may read a folder, and go there; in such pods they may go through /root."""
+    there = path.resolve()
+    return all(each.stat().st_mode & 0o005 == 0o005 for each in (there, *there.parents) if each != Path("/root"))
 
 
 @cache

@@ -15,8 +15,9 @@ def test_ranks_run_in_the_workers(kind: str, request: pytest.FixtureRequest) -> 
     cluster: Cluster = request.getfixturevalue(kind)
     workers = ["train-worker-0", "train-worker-1"] if kind == "operator" else ["train-node-0-0", "train-node-0-1"]
     expected = [f"rank {rank} of 4 on {workers[rank // 2]}" for rank in range(4)]
+    port = () if kind == "operator" else ("--ssh-port", "2222")  # where sshd of a user who is not root listens
     for asked in ((), ("-np", "4")):
-        done = cluster.run(0, "ringreduce", "run", *asked, "python", "who.py")
+        done = cluster.run(0, "ringreduce", "run", *port, *asked, "python", "who.py")
         assert (done.status, done.ranks()) == (0, expected), done.text
 
 
@@ -42,7 +43,8 @@ rr.init()
 print("rank", rr.rank(), "of", rr.size(), flush=True)
 """
     operator.write("size.py", program)
-    asked = ("--elastic", "-np", "2", "--max-np", "4", "--host-discovery-script", "/etc/mpi/discover_hosts.sh")
+    asked = ("--elastic", "-np", "2", "--max-np", "4", "--slots", "2")
+    asked += ("--host-discovery-script", "/etc/mpi/discover_hosts.sh")
     operator.list_workers(1, 2)
     operator.list_workers(2, 2)
     done = operator.run(0, "ringreduce", "run", *asked, "python", "size.py")
