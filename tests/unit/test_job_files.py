@@ -71,7 +71,11 @@ def test_a_job_of_kubernetes_has_what_was_asked_for() -> None:
 
 
 def test_a_trainjob_has_the_fields_of_a_runtime_for_mpi() -> None:
-    """Its launcher waits for the workers; the job uses the runtime of the same file."""
+    """Its launcher waits for the workers; the job uses the runtime of the same file.
+
+    Trainer mounts keys and hosts in containers that are called node alone, and gives their files modes that ssh takes
+    from a user who is not root, by the group of the pods.
+    """
     runtime, job = documents((FILES / "trainjob.yaml").read_text())
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
@@ -81,6 +85,74 @@ def test_a_trainjob_has_the_fields_of_a_runtime_for_mpi() -> None:
     workers, launcher = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert launcher["dependsOn"] == [{"name": workers["name"], "status": "Ready"}]
     assert runtime["spec"]["template"]["spec"]["successPolicy"]["targetReplicatedJobs"] == [launcher["name"]]
+    assert (workers["name"], launcher["name"]) == ("node", "launcher")
+    assert runtime["spec"]["mlPolicy"]["mpi"]["sshAuthMountPath"] == "/home/mpiuser/.ssh"
+    for job in (workers, launcher):
+        pod = job["template"]["spec"]["template"]["spec"]
+        assert pod["securityContext"] == {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
+        assert [each["name"] for each in pod["containers"]] == ["node"]
+
+
+def parts_of(text: str) -> list[dict[str, Any]]:
+    """Return what Kubernetes itself makes of the jobs in a text, as documents of its own kinds."""
+    found: list[dict[str, Any]] = []
+    for document in documents(text):
+        spec, name = document["spec"], {"name": document["metadata"]["name"]}
+        if document["kind"] == "MPIJob":
+            templates = (each["template"] for each in spec["mpiReplicaSpecs"].values())
+            found += [
+                {"apiVersion": "v1", "kind": "PodTemplate", "metadata": name, "template": each} for each in templates
+            ]
+        if document["kind"] == "TrainingRuntime":
+            jobs = spec["template"]["spec"]["replicatedJobs"]
+            found += [{"apiVersion": "batch/v1", "kind": "Job", "metadata": name, **each["template"]} for each in jobs]
+    return found
+
+
+@pytest.mark.parametrize("name", ["mpijob.yaml", "trainjob.yaml", "submit"])
+def test_pods_are_as_kubernetes_wants_them(name: str) -> None:
+    """By its own schemas: no field is unknown, none has another type; one that does not exist is found."""
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    asked = (
+        "k8s",
+        "--image",
+        "a.b/c:1",
+        "--cores-per-rank",
+        "3",
+        "--elastic",
+        "--max-np",
+        "8",
+        "python",
+        "a b.py",
+        "-n",
+    )
+    text = printed(*asked) if name == "submit" else (FILES / name).read_text()
+    assert len(parts_of(text)) == 2
+    for part in parts_of(text):
+        kubernetes.validate(part, kubernetes.latest_version(), strict=True)
+    for wrong, right in (("imag:", "image:"), ("args: sshd #", "args:")):
+        for part in parts_of(text.replace(right, wrong)):
+            with pytest.raises(kubernetes.ValidationError):
+                kubernetes.validate(part, kubernetes.latest_version(), strict=True)
+
+
+def fields_of(value: Any, path: str = "") -> set[str]:
+    """Return the paths of all fields of a document."""
+    if isinstance(value, dict):
+        return {path}.union(*(fields_of(each, f"{path}.{key}") for key, each in value.items()))
+    if isinstance(value, list):
+        return {path}.union(*(fields_of(each, f"{path}[{at}]") for at, each in enumerate(value)))
+    return {path}
+
+
+def test_trainer_knows_all_fields_of_its_files() -> None:
+    """By its own models, which drop fields that they do not know."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    for document in documents((FILES / "trainjob.yaml").read_text()):
+        model = getattr(models, f"TrainerV1alpha1{document['kind']}")
+        assert fields_of(model.from_dict(document).to_dict()) == fields_of(document)
+        wrong = {**document, "spec": {**document["spec"], "unknown": 1}}
+        assert fields_of(model.from_dict(wrong).to_dict()) < fields_of(wrong)
 
 
 @pytest.mark.parametrize(
