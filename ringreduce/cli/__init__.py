@@ -29,6 +29,7 @@ _PLACES = {
     "doctor": "reports.doctor",
     "explain": "commands.explain",
     "export": "reports.export",
+    "keygen": "keygen.command",
     "reproduce": "audits.reproduce",
     "run": "run.command",
     "simulate": "simulate.command",

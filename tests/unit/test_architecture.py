@@ -38,6 +38,7 @@ HOMES = {
         library: {place for places, libraries in LAYERS if library in libraries for place in places}
         for library in (
             "click",
+            "cryptography",
             "cupy",
             "jax",
             "keras",

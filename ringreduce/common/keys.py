@@ -1,0 +1,143 @@
+"""Secrets in files: what is sealed on its way or on disk is sealed by keys that are derived from one of them.
+
+The library `cryptography` does what is cryptography here, and is imported only where there is a secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import NoReturn
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.files import create_file
+from ringreduce.common.libraries import require_library
+
+__all__ = ["KEY_NBYTES", "Secret", "read_secret", "write_secret"]
+
+#: Of a secret, and of each key that is derived from it: AES-256 takes so many.
+KEY_NBYTES = 32
+_HEADER = b"ringreduce key 1\n"
+_MOST_NBYTES = 1024  # of a file; what is longer is no key, and is not read whole
+
+
+class Secret:
+    """The secret of a file. It shows itself in no text, and cannot be pickled.
+
+    Args:
+        raw: 32 bytes.
+    """
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        if len(raw) != KEY_NBYTES:
+            raise ValueError(f"a secret has {KEY_NBYTES} bytes, and these are {len(raw)}")
+        require_library("cryptography", "cryptography", needed_by="encryption", remedy="pip install cryptography")
+        self._raw = raw
+
+    def derive(self, purpose: str, salt: bytes = b"", nbytes: int = KEY_NBYTES) -> bytes:
+        """Return a key for one purpose, by HKDF-SHA256 (RFC 5869); who has it can compute neither the secret nor others.
+
+        Args:
+            purpose: what it is for, with all that the two sides have to agree on: HKDF's info.
+            salt: not secret; another one gives another key.
+            nbytes: of the key.
+        """
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        return HKDF(algorithm=SHA256(), length=nbytes, salt=salt, info=purpose.encode()).derive(self._raw)
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight hexadecimal digits by which people tell secrets apart; it may be printed."""
+        return self.derive("fingerprint", nbytes=4).hex()
+
+    def __repr__(self) -> str:
+        return f"<Secret {self.fingerprint}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and secrets.compare_digest(self._raw, other._raw)
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a secret is not pickled: it stays in its file")
+
+
+def write_secret(path: Path) -> Secret:
+    """Make a new secret in a new file, which this user alone may read.
+
+    Args:
+        path: of the file; its folder is made, if there is none.
+
+    Returns:
+        The secret.
+
+    Raises:
+        ConfigError: there is such a file: whatever it is, it stays as it is.
+        OSError: it cannot be written.
+    """
+    raw = secrets.token_bytes(KEY_NBYTES)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with create_file(new) as file:
+            file.write(_HEADER + base64.b64encode(raw) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(new, path)  # which fails where there is a file, and leaves no half of one
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already, and a key is not overwritten: name another file") from None
+    finally:
+        new.unlink(missing_ok=True)
+    return Secret(raw)
+
+
+def read_secret(path: str | Path, variable: str) -> Secret:
+    """Read a file that `write_secret` has made.
+
+    Args:
+        path: of the file. Links are followed, as those of a mounted Kubernetes secret.
+        variable: the setting that names it, for errors.
+
+    Raises:
+        ConfigError: it cannot be read, belongs to another user, others may read or write it, or it is no key.
+    """
+    try:
+        # Not to wait for a writer, if it is a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        remedy = f"; `ringreduce keygen {path}` makes one" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{variable}={path}: {error.strerror}{remedy}") from None
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)  # of what was opened, so that nobody can exchange it in between
+        _require_private(found, path, variable)
+        text = file.read(_MOST_NBYTES)
+    try:
+        if not text.startswith(_HEADER):
+            raise ValueError
+        return Secret(base64.b64decode(text.removeprefix(_HEADER).strip(), validate=True))
+    except ValueError:  # of base64, too
+        raise ConfigError(f"{variable}={path} is no key that `ringreduce keygen` has made") from None
+
+
+def _require_private(found: os.stat_result, path: str | Path, variable: str) -> None:
+    """Raise a ConfigError unless a file is this user's own, and no other's to read or write."""
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{variable}={path} is no file")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{variable}={path} belongs to user {found.st_uid}, and this is user {os.geteuid()}: who owns it can read and"
+            f" change it; chown {os.geteuid()} {path}, or make a key of your own"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"{variable}={path}: other users may read or write it (mode {stat.S_IMODE(found.st_mode):03o});"
+            f" chmod 600 {path}, and make a new key if others have had access"
+        )
