@@ -40,7 +40,7 @@ class Secret:
         self._raw = raw
 
     def derive(self, purpose: str, salt: bytes = b"", nbytes: int = KEY_NBYTES) -> bytes:
-        """Return a key for one purpose, by HKDF-SHA256 (RFC 5869); who has it can compute neither the secret nor others.
+        """Return a key for one purpose, by HKDF-SHA256 (RFC 5869). It reveals neither the secret nor other keys.
 
         Args:
             purpose: what it is for, with all that the two sides have to agree on: HKDF's info.
@@ -133,8 +133,8 @@ def _require_private(found: os.stat_result, path: str | Path, variable: str) -> 
         raise ConfigError(f"{variable}={path} is no file")
     if found.st_uid != os.geteuid():
         raise ConfigError(
-            f"{variable}={path} belongs to user {found.st_uid}, and this is user {os.geteuid()}: who owns it can read and"
-            f" change it; chown {os.geteuid()} {path}, or make a key of your own"
+            f"{variable}={path} belongs to user {found.st_uid}, and this is user {os.geteuid()}: who owns it can read "
+            f"and change it; chown {os.geteuid()} {path}, or make a key of your own"
         )
     if found.st_mode & 0o077:
         raise ConfigError(
