@@ -1,130 +1,242 @@
-"""Messages that are compared with what was sent: for networks, memories and libraries that are not to be trusted."""
+"""Messages that carry a few bytes more, by which the receiver knows that they are what was sent: checksums here.
+
+`ringreduce.transport.sealed` has those that are encrypted.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ringreduce.buffers import Array
+from ringreduce.buffers import Array, Bytes
 from ringreduce.common.errors import TransportError
 from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.waiting import Waiter
 
 
-@dataclass(slots=True)
-class _CheckedTransfer:
-    """A message and the one behind it, which holds its checksum.
+class _Route(NamedTuple):
+    """What must agree for one buffer to serve two messages.
 
     Attributes:
-        data: what is sent, or where it is received.
-        note: its CRC-32, as the sender has computed it.
+        is_send: whether this rank sends.
         peer: the other rank.
-        is_send: which of the two.
-        parts: both, as the transport knows them.
-        nopen: how many of them are not known to be complete.
+        tag: of the message.
+        nbytes: of the data.
     """
 
-    data: Array
-    note: Array
-    peer: int
     is_send: bool
-    parts: tuple[Prequest, Prequest]
-    nopen: int = field(default=0)
+    peer: int
+    tag: int
+    nbytes: int
 
-    def checksum(self) -> int:
-        return zlib.crc32(self.data.view(np.uint8).data)
 
-    def end(self) -> None:
-        """Compare what has come."""
-        self.nopen = 0
-        if not self.is_send and self.checksum() != int(self.note[0]):
-            raise TransportError(
-                f"{self.data.nbytes} bytes from rank {self.peer} have changed on their way: their CRC-32 is "
-                f"{self.checksum():08x}, and was {int(self.note[0]):08x}; look for a faulty network, memory or driver"
-            )
+class _StagedMessage(NamedTuple):
+    """A buffer from which a message travels, or into which it does, and the request of the transport for that."""
+
+    room: Bytes
+    request: Prequest
+
+
+@dataclass(slots=True, eq=False)
+class GuardedTransfer:
+    """A message that was described.
+
+    Attributes:
+        data: what is sent, or where it is received, as bytes.
+        route: where it goes.
+        number: which message it is of its route's peer and tag; for those who count them.
+        staged: the buffer that it was started with last.
+        under_way: whether it was started, and is not known to be complete.
+    """
+
+    data: Bytes
+    route: _Route
+    number: int = 0
+    staged: _StagedMessage | None = None
+    under_way: bool = field(default=False)
+
+
+class GuardedMessages:
+    """Messages like others, but that some travel with more bytes behind them; what is not here the others do.
+
+    The data of such a message is copied into a buffer and out of it. Buffers are used again by messages of the same
+    peer, tag and length, so there are as many as travel at once.
+
+    Args:
+        inner: what moves the bytes.
+        more: how many bytes a message has behind it.
+    """
+
+    offers_allreduce = None  # as nobody sees what the library's own allreduce moves
+
+    def __init__(self, inner: Messages, more: int) -> None:
+        self._inner = inner
+        self._more = more
+        self._users: Counter[_Route] = Counter()  # transfers that were described, and not given back
+        self._spare: dict[_Route, list[_StagedMessage]] = {}
+        self._given_up: list[tuple[_Route, _StagedMessage]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def covers(self, peer: int) -> bool:
+        """Return whether messages from and to a rank carry these bytes."""
+        raise NotImplementedError
+
+    def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
+        """Lay out in ``room`` what travels for the data of a send that starts."""
+        raise NotImplementedError
+
+    def expect(self, transfer: GuardedTransfer) -> None:
+        """Take note that a receive starts."""
+
+    def unpack(self, transfer: GuardedTransfer, room: Bytes) -> None:
+        """Move what has come in ``room`` to its place, or raise a `TransportError` if it is not what was sent."""
+        raise NotImplementedError
+
+    # ---- messages ----
+
+    def send(self, data: Array, peer: int, tag: int) -> Prequest:
+        if not self.covers(peer):
+            return self._inner.send(data, peer, tag)
+        return self._described(data, peer, tag, is_send=True)
+
+    def recv(self, data: Array, peer: int, tag: int) -> Prequest:
+        if not self.covers(peer):
+            return self._inner.recv(data, peer, tag)
+        return self._described(data, peer, tag, is_send=False)
+
+    def _described(self, data: Array, peer: int, tag: int, *, is_send: bool) -> Prequest:
+        route = _Route(is_send, peer, tag, data.nbytes)
+        self._users[route] += 1
+        return GuardedTransfer(data.reshape(-1).view(np.uint8), route)
+
+    def start(self, requests: Sequence[Prequest]) -> None:
+        for each in requests:
+            if isinstance(each, GuardedTransfer):
+                spare = self._spare.get(each.route)
+                each.staged = spare.pop() if spare else self._new_buffer(each.route)
+                if each.route.is_send:
+                    self.pack(each, each.staged.room)
+                else:
+                    self.expect(each)
+                each.under_way = True
+        self._inner.start(_inner(requests))
+
+    def _new_buffer(self, route: _Route) -> _StagedMessage:
+        room = np.empty(route.nbytes + self._more, np.uint8)
+        describe = self._inner.send if route.is_send else self._inner.recv
+        return _StagedMessage(room, describe(room, route.peer, route.tag))
+
+    def test_all(self, requests: Sequence[Prequest]) -> bool:
+        left = [each for each in requests if not (isinstance(each, GuardedTransfer) and not each.under_way)]
+        if not self._inner.test_all(_inner(left)):
+            return False
+        for each in left:
+            self._end(each)
+        return True
+
+    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
+        left = [
+            position
+            for position, each in enumerate(requests)
+            if not (isinstance(each, GuardedTransfer) and not each.under_way)
+        ]
+        ended = [left[position] for position in self._inner.test_some(_inner([requests[each] for each in left]))]
+        for position in ended:
+            self._end(requests[position])
+        return ended
+
+    def _end(self, request: Prequest) -> None:
+        """Take note that a message is complete for the transport."""
+        if isinstance(request, GuardedTransfer):
+            assert request.staged is not None
+            request.under_way = False
+            self._spare.setdefault(request.route, []).append(request.staged)
+            if not request.route.is_send:
+                self.unpack(request, request.staged.room)
+
+    def free(self, requests: Sequence[Prequest]) -> None:
+        freed = [each for each in requests if not isinstance(each, GuardedTransfer)]
+        for each in requests:
+            if isinstance(each, GuardedTransfer):
+                if each.under_way and each.staged is not None:
+                    each.under_way = False
+                    freed.append(each.staged.request)
+                self._users[each.route] -= 1
+                if not self._users[each.route]:
+                    freed += self._buffers_of(each.route)
+        self._inner.free(freed)
+
+    def _buffers_of(self, route: _Route) -> list[Prequest]:
+        """Forget the buffers of a route that nobody uses any more; return their requests."""
+        del self._users[route]
+        buffers = self._spare.pop(route, [])
+        buffers += [staged for other, staged in self._given_up if other == route]
+        self._given_up = [each for each in self._given_up if each[0] != route]
+        return [each.request for each in buffers]
+
+    def give_up(self, requests: Sequence[Prequest]) -> None:
+        self._inner.give_up(_inner(requests))
+        for each in requests:
+            if isinstance(each, GuardedTransfer) and each.under_way and each.staged is not None:
+                each.under_way = False
+                self._given_up.append((each.route, each.staged))
+
+    def renew(self) -> None:
+        self._inner.renew()
+        for route, staged in self._given_up:
+            self._spare.setdefault(route, []).append(staged)
+        self._given_up = []
+
+
+def _inner(requests: Sequence[Prequest]) -> list[Prequest]:
+    """Return what the transport underneath knows of requests, in their order."""
+    found = (each.staged and each.staged.request if isinstance(each, GuardedTransfer) else each for each in requests)
+    return [each for each in found if each is not None]
+
+
+_CHECKSUM_NBYTES = 4
 
 
 def checked(inner: Messages) -> Messages:
     """Return messages like others, but that each carries a checksum, and one that has changed is an error.
 
-    The rank that gets it raises a `TransportError`. The library's own allreduce is not offered, as nobody sees what
-    that moves. Control notes and exchanges travel as they are.
+    For networks, memories and libraries that are not to be trusted. The rank that gets a changed message raises a
+    `TransportError`. Control notes and exchanges travel as they are.
 
     Args:
         inner: what moves the bytes.
     """
-    return cast("Messages", _CheckedMessages(inner))
+    return cast("Messages", _CheckedMessages(inner, _CHECKSUM_NBYTES))
 
 
-class _CheckedMessages:
-    """See `checked`; everything that is not here is done by the inner messages."""
+class _CheckedMessages(GuardedMessages):
+    """See `checked`."""
 
-    offers_allreduce = None
-
-    def __init__(self, inner: Messages) -> None:
-        self._inner = inner
-        self.max_tag = (inner.max_tag - 1) // 2  # checksums have tags above those
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def send(self, data: Array, peer: int, tag: int) -> Prequest:
-        return self._described(self._inner.send, data, peer, tag=tag, is_send=True)
-
-    def recv(self, data: Array, peer: int, tag: int) -> Prequest:
-        return self._described(self._inner.recv, data, peer, tag=tag, is_send=False)
-
-    def _described(
-        self, describe: Callable[[Array, int, int], Prequest], data: Array, peer: int, tag: int, *, is_send: bool
-    ) -> Prequest:
-        note = np.zeros(1, np.uint32)
-        parts = describe(data, peer, tag), describe(note, peer, tag + self.max_tag + 1)
-        return _CheckedTransfer(data, note, peer, is_send=is_send, parts=parts)
-
-    def start(self, requests: Sequence[Prequest]) -> None:
-        for each in _transfers(requests):
-            each.nopen = 2
-            if each.is_send:
-                each.note[0] = each.checksum()
-        self._inner.start(_parts(requests))
-
-    def test_all(self, requests: Sequence[Prequest]) -> bool:
-        if not self._inner.test_all(_parts(requests)):
-            return False
-        for each in _transfers(requests):
-            if each.nopen:
-                each.end()
+    def covers(self, peer: int) -> bool:
         return True
 
-    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
-        ended = []
-        for position in self._inner.test_some(_parts(requests)):
-            each = _transfers(requests)[position // 2]
-            each.nopen -= 1
-            if not each.nopen:
-                each.end()
-                ended.append(position // 2)
-        return ended
+    def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
+        room[:-_CHECKSUM_NBYTES] = transfer.data
+        checksum = zlib.crc32(transfer.data.data)
+        room[-_CHECKSUM_NBYTES:] = np.frombuffer(checksum.to_bytes(_CHECKSUM_NBYTES, "big"), np.uint8)
 
-    def free(self, requests: Sequence[Prequest]) -> None:
-        self._inner.free(_parts(requests))
-
-    def give_up(self, requests: Sequence[Prequest]) -> None:
-        self._inner.give_up(_parts(requests))
+    def unpack(self, transfer: GuardedTransfer, room: Bytes) -> None:
+        np.copyto(transfer.data, room[:-_CHECKSUM_NBYTES])
+        found = zlib.crc32(transfer.data.data)
+        sent = int.from_bytes(room[-_CHECKSUM_NBYTES:].tobytes(), "big")
+        if found != sent:
+            raise TransportError(
+                f"{transfer.data.nbytes} bytes from rank {transfer.route.peer} have changed on their way: their CRC-32 "
+                f"is {found:08x}, and was {sent:08x}; look for a faulty network, memory or driver"
+            )
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:
         part = self._inner.subset(ranks, waiter)
         return None if part is None else checked(part)
-
-
-def _transfers(requests: Sequence[Prequest]) -> Sequence[_CheckedTransfer]:
-    return cast("Sequence[_CheckedTransfer]", requests)
-
-
-def _parts(requests: Sequence[Prequest]) -> list[Prequest]:
-    """Return what the transport underneath knows of them, in their order."""
-    return [part for each in _transfers(requests) for part in each.parts]

@@ -175,7 +175,8 @@ class MpiMessages:
         for each in given_up:
             if not each.is_send:
                 receives[each.peer, each.tag].append(each.request)
-        left: list[MPI.Request] = [each.request for each in given_up]
+        # A request may have been started twice, after its first message was complete.
+        left: list[MPI.Request] = list({id(each.request): each.request for each in given_up}.values())
         with translated(self._data):
             for source, mine in receives.items():
                 for request in mine[len(coming[source]) :]:
