@@ -32,6 +32,7 @@ __all__ = [
     "ShutdownError",
     "TransportError",
     "UnsupportedBufferError",
+    "during",
     "name_ranks",
     "since",
 ]
@@ -132,6 +133,15 @@ class PeerLostError(TransportError):
 
     def __reduce__(self) -> tuple[type[PeerLostError], tuple[int, str, bool]]:
         return type(self), (self.rank, self.reason, self.ends_job)
+
+
+def during(error: TransportError, call: str) -> TransportError:
+    """Return an error that also says in which call it came; the same, if it does so, or if a rank has failed."""
+    if isinstance(error, PeerLostError) or call in str(error):
+        return error
+    named = TransportError(f"{error}, in {call}")
+    named.__cause__ = error.__cause__
+    return named
 
 
 def since(failure: BaseException, what: str) -> TransportError:

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import NoReturn
 
 from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
+from ringreduce.common.errors import TransportError, during
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 
@@ -161,7 +162,7 @@ class Agreement:
                 self._messages.post(note, peer)
 
     def _listen(self) -> None:
-        while (arrived := self._messages.poll()) is not None:
+        while (arrived := self._poll()) is not None:
             peer, note = arrived
             content = json.loads(note)
             if "detached_after" in content:
@@ -175,6 +176,12 @@ class Agreement:
             # One that gave up may have done so in the very call that this rank is in.
             if self._settled_up_to <= last < self.number + bool(why.reason):
                 raise why.error(peer, f"this rank called {self._mine[self.number]}")
+
+    def _poll(self) -> tuple[int, bytes] | None:
+        try:
+            return self._messages.poll()
+        except TransportError as error:
+            raise during(error, self._mine.get(self.number, "no call yet")) from error.__cause__
 
     def _record(self, number: int, rank: int, called: CallSite, refused: bool) -> None:
         if refused:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ringreduce.buffers import Array
-from ringreduce.common.errors import RingReduceError
+from ringreduce.common.errors import RingReduceError, TransportError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.waiting import Waiter
 
@@ -99,7 +99,14 @@ class Messages(Protocol):
 
 def exchange_json(messages: Messages, value: Any) -> list[Any]:
     """Give a value of JSON to all ranks and return everyone's, in rank order. Collective; see `Messages.exchange`."""
-    return [json.loads(each) for each in messages.exchange(json.dumps(value).encode())]
+    return [_value(rank, text) for rank, text in enumerate(messages.exchange(json.dumps(value).encode()))]
+
+
+def _value(rank: int, text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise TransportError(f"what rank {rank} gives to all cannot be read: it has changed on its way") from None
 
 
 class StepFailedError(Exception):

@@ -18,7 +18,7 @@ import numpy as np
 
 from ringreduce.algorithms.schedule import Schedule, Step, Transfer
 from ringreduce.buffers import Array, Bytes, Call, Kernels
-from ringreduce.common.errors import name_ranks
+from ringreduce.common.errors import TransportError, during, name_ranks
 from ringreduce.common.instruments import Instruments
 from ringreduce.common.partition import Segment
 from ringreduce.transport.messages import Messages, Prequest
@@ -187,6 +187,7 @@ class BoundSchedule:
         self._rank = link.rank
         self._messages = link.messages
         self._waiter = link.waiter
+        self._signature = link.signature
         self._instruments = link.instruments or Instruments()
         largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
         self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES  # encoded, messages are small
@@ -225,8 +226,10 @@ class BoundSchedule:
                     requests = needed + kept
                     if not messages.test_all(requests):
                         self._waiter.until(partial(messages.test_all, requests), self._waiting_for)
-        except BaseException:
+        except BaseException as error:
             messages.give_up(started)
+            if isinstance(error, TransportError):
+                raise during(error, self._signature) from error.__cause__
             raise
 
     def close(self) -> None:
