@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ringreduce.cli.keygen import default_key_file
 from ringreduce.cli.progress_bar import bytes_bar
 from ringreduce.cli.wrong_options import ProgramCommand
 from ringreduce.common.config import Config
@@ -59,13 +60,28 @@ class Parsed(click.ParamType[Any]):
             self.fail(self._complaint.format(value, error), param, ctx)
 
 
+class _RunCommand(ProgramCommand):
+    """``--encrypt`` may have a value, but only as in ``--encrypt=FILE``: what follows it else is the program."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = [*args]
+        rest = super().parse_args(ctx, [f"{word}=" if word == "--encrypt" else word for word in args])
+        if program := ctx.params.get("program"):
+            ctx.params["program"] = (*given[-len(program) :],)  # which may have such an option, too
+        return rest
+
+
+def _key_file(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path or default_key_file())
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(shlex.split(text))
 
 
 @click.command(
     "run",
-    cls=ProgramCommand,
+    cls=_RunCommand,
     epilog=_EXAMPLES,
     short_help="Start a job.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -91,6 +107,13 @@ def _words(text: str) -> tuple[str, ...]:
     help="Write rank-0.log and so on; show rank 0 alone.",
 )
 @click.option("--prefix/--no-prefix", help="Begin each line of output with its rank, in mpirun's own format.")
+@click.option(
+    "--encrypt",
+    "key_file",
+    metavar="[=FILE]",
+    callback=_key_file,
+    help="Encrypt what goes to other hosts; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.",
+)
 @click.option("--elastic", is_flag=True, help="Go on when ranks die; for programs that use ringreduce.elastic.")
 @click.option("--min-np", "least", type=click.IntRange(1), show_default="1", help="End once fewer ranks survive.")
 @click.option("--max-np", "most", type=click.IntRange(1), show_default="-np", help="Start or grow to so many.")

@@ -168,6 +168,8 @@ class Config:
         check_data: whether the ranks compare checksums of their gradients in the first three steps of an optimizer, to
             warn if all train on the same data. ``RINGREDUCE_CHECK=data:0``
         checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
+        key_file: the file with the secret by which messages between hosts are sealed; None: they are not.
+            ``RINGREDUCE_KEY_FILE``
         status: whether `ringreduce top` sees the ranks. ``RINGREDUCE_STATUS``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
             SIGUSR1; None: none. ``RINGREDUCE_DUMP``
@@ -202,6 +204,7 @@ class Config:
     check_finite_every: int | None = _setting("RINGREDUCE_CHECK=finite", _positive_int, None)
     check_data: bool = _setting("RINGREDUCE_CHECK=data", _switch, True)
     checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
+    key_file: str | None = _setting("RINGREDUCE_KEY_FILE", str, None)
     status: bool = _setting("RINGREDUCE_STATUS", _switch, True)
     dump: str | None = _setting("RINGREDUCE_DUMP", _or_zero(str, None), None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)

@@ -87,6 +87,7 @@ class Launch:
         proof: the variable that says so, with its value.
         rank: which of the launcher's processes this is; 0 without a launcher.
         size: how many ranks it has started; None: no launcher.
+        job: the launcher's name for the job, equal in all its processes; empty where that is not known.
         local_size: how many of them on this host, as Open MPI or torchrun says it; None: that is not known.
         job_folder: on this host, removed when the job ends, however it does; None: there is none.
         survives_deaths: whether the job goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm``.
@@ -106,6 +107,7 @@ class Launch:
     proof: str = ""
     rank: int = 0
     size: int | None = None
+    job: str = ""
     local_size: int | None = None
     job_folder: str | None = None
     survives_deaths: bool = False
@@ -143,6 +145,7 @@ class Launch:
             proof,
             rank=number(*(each.rank for each in LAUNCHERS)) or 0,
             size=number(*(each.size for each in LAUNCHERS)),
+            job=_job(environ, launcher),
             local_size=number("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
             job_folder=folder if os.access(folder, os.W_OK | os.X_OK) else None,
             survives_deaths=environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true"),
@@ -155,6 +158,13 @@ class Launch:
             commits=environ.get("RINGREDUCE_COMMITS") or None,
             commit_replicas=number("RINGREDUCE_COMMIT_REPLICAS") or 1,
         )
+
+
+def _job(environ: Mapping[str, str], launcher: Launcher | None) -> str:
+    """Return what the launcher calls the job; ranks that ranks have started belong to the same one."""
+    if launcher is SRUN:  # with another launcher, each host may be a step of its own
+        return ".".join(environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return environ.get("PMIX_NAMESPACE", "").partition("@")[0]
 
 
 def _several(number: Callable[[str], int | None]) -> tuple[Launcher | None, str]:

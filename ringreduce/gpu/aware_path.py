@@ -77,6 +77,8 @@ class AwareAllreduce(OnDevice):
             found = ask()
             if context.config.checksum:
                 raise TransportError("RINGREDUCE_CHECKSUM has the host read what is sent")
+            if context.seals:
+                raise TransportError("RINGREDUCE_KEY_FILE has the host seal what is sent")
             if found.aware is False:
                 raise TransportError(found.reason)
             return found.reason

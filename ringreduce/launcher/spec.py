@@ -29,6 +29,7 @@ class LaunchSpec:
         exported: variables for all ranks, ``NAME`` or ``NAME=VALUE``.
         folder: folder for the output of each rank; None: all is shown.
         prefix: whether lines of output begin with the rank.
+        key_file: path, on all hosts, of the file with the secret by which messages between hosts are sealed.
         elastic: whether ranks go on without others.
         least, most: the fewest ranks that go on, and the number to which the job grows.
         restarts: number of restarts after failures.
@@ -63,6 +64,7 @@ class LaunchSpec:
     exported: tuple[str, ...] = ()
     folder: str | None = None
     prefix: bool = False
+    key_file: str | None = None
     elastic: bool = False
     least: int | None = None
     most: int | None = None

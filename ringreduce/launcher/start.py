@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.keys import read_secret
 from ringreduce.launcher.hosts import SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
 from ringreduce.launcher.mpirun import Mpirun, find
@@ -138,6 +139,8 @@ class Start:
             settings["SLURM_OVERLAP"] = "1"
         if spec.least is not None:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
+        if spec.key_file is not None:
+            settings["RINGREDUCE_KEY_FILE"] = spec.key_file
         if self.grows:
             settings["RINGREDUCE_RESTARTABLE"] = "1"
         if remote and spec.elastic and spec.host_timeout_s:
@@ -204,6 +207,8 @@ def prepare(spec: LaunchSpec) -> Start:
         ConfigError: options contradict each other, or something that they need is missing here.
     """
     spec.require_sense()
+    if spec.key_file is not None:
+        read_secret(spec.key_file, "--encrypt")
     variables = spec.variables()
     named = spec.named_hosts()
     mpirun = find(required=False)

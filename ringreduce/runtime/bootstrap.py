@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 from ringreduce.algorithms import Collective, names
 from ringreduce.collectives import NCCL, VENDOR
 from ringreduce.common import processes
 from ringreduce.common.config import VERSION, Config, ignored_variables
-from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, TransportError, name_ranks
 from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, notify_launcher
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, exchange_json
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 #: Settings that each rank may have of its own.
-_OWN_SETTINGS = {"dump", "launched_size", "log_level", "status", "timeline", "tuning"}
+_OWN_SETTINGS = {"dump", "key_file", "launched_size", "log_level", "status", "timeline", "tuning"}
 _STANDARD_ERROR = 2
 _LOOK_EVERY_S = 1.0
 _SAME_JOB_S = 60.0  # within which the ranks of a host start
@@ -61,6 +61,13 @@ class Connection(Protocol):
         Args:
             ranks: in any order, this one among them; the first becomes rank 0.
             waiters: how the collective calls of each wait.
+        """
+
+    def introduce(self, messages: Messages) -> None:
+        """Let the ranks know each other's processes, as far as `reconfigure` needs that. Collective.
+
+        Args:
+            messages: between all ranks.
         """
 
     def abort(self, code: int) -> None:
@@ -196,6 +203,9 @@ class _Alone:
     def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[Messages]:
         return [self.messages(each) for each in waiters]
 
+    def introduce(self, messages: Messages) -> None:
+        """There is no other rank."""
+
     def abort(self, code: int) -> None:
         os._exit(code)
 
@@ -304,11 +314,25 @@ def _unconnected(launched: Launch, launcher: Launcher, library: str | None) -> s
     )
 
 
-def check_versions(messages: Messages) -> None:
-    """Ranks of different versions do not speak the same language."""
-    everyone = exchange_json(messages, [VERSION, platform.node()])
-    if len({version for version, _ in everyone}) > 1:
-        raise MismatchError({rank: f"ringreduce {version} on {host}" for rank, (version, host) in enumerate(everyone)})
+def check_versions(messages: Messages, greeting: Any) -> list[Any]:
+    """Return what all ranks give to all in their first exchange; ranks of different versions speak other languages.
+
+    Args:
+        messages: the ranks.
+        greeting: of this one; None: it has no key, and may say more about itself.
+
+    Returns:
+        Of each rank its version, its host, and its greeting.
+    """
+    everyone = exchange_json(messages, [VERSION, platform.node() if greeting is None else "a host", greeting])
+    for rank, each in enumerate(everyone):
+        if not isinstance(each, list) or len(each) != 3:
+            raise TransportError(f"what rank {rank} gives to all cannot be read: it has changed on its way")
+    if len({version for version, _, _ in everyone}) > 1:
+        raise MismatchError(
+            {rank: f"ringreduce {version} on {host}" for rank, (version, host, _) in enumerate(everyone)}
+        )
+    return everyone
 
 
 def check_settings(messages: Messages, settings: Config) -> None:

@@ -38,6 +38,7 @@ from ringreduce.observe.timeline import JobClock, Program
 from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, check_settings, check_versions
 from ringreduce.runtime.groups import Group
 from ringreduce.runtime.process_sets import Membership, ProcessSet, connect
+from ringreduce.runtime.sealing import Handshake, SealedConnection
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
 
@@ -208,7 +209,12 @@ class OwnWorld(World):
         waiter.timeout_s = config.timeout_s
         undo: list[Callable[[], None]] = [messages.close]
         try:
-            check_versions(messages)
+            handshake = Handshake(config, messages.rank, messages.size)
+            agreed = handshake.conclude(messages, check_versions(messages, handshake.greeting))
+            if agreed is not None:
+                connection = SealedConnection(connection, *agreed)
+                messages = connection.seal(messages)
+            connection.introduce(messages)
             check_settings(messages, config)
             parts = connect(connection.messages, config, lifetime)
             undo.insert(0, parts.close)

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from ringreduce.common import processes
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, TransportError, name_ranks
 from ringreduce.common.launch import launch
-from ringreduce.transport.messages import exchange_json
+from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.mpi_messages import MpiMessages, revoke_all
 from ringreduce.transport.waiting import Waiter
 
@@ -67,14 +67,15 @@ class MpiRanks:
         return f"{self.name} of {self._comm.size}{in_job}"
 
     def messages(self, waiter: Waiter) -> MpiMessages:
-        messages = MpiMessages(self._comm, waiter)
+        return MpiMessages(self._comm, waiter)
+
+    def introduce(self, messages: Messages) -> None:
         if launch().survives_deaths and not self._processes:
             namespace = f"{processes.host_name()} {processes.pid_namespace()}"
             given = self._given.Get_group()
             numbers = self._comm.Get_group().Translate_ranks(list(range(self._comm.size)), given)
             introduced = zip(numbers, exchange_json(messages, (namespace, os.getpid())), strict=True)
             self._processes = {rank: pid for rank, (where, pid) in introduced if where == namespace}
-        return messages
 
     def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[MpiMessages]:
         comm = _part(self._comm, ranks, waiters[0], purpose="make a group with this rank")

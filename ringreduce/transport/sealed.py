@@ -1,0 +1,211 @@
+"""Messages that are encrypted between hosts, so that nobody else can read them, change them or send some of his own.
+
+docs/encryption.md describes the construction, and has its sources.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+from ringreduce.buffers import Array, Bytes
+from ringreduce.common.errors import TransportError
+from ringreduce.common.keys import KEY_NBYTES, Secret
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.transport.checked import GuardedMessages, GuardedTransfer
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.waiting import Waiter
+
+_Buffer = Any  # bytes, or an array of bytes
+
+_SEAL_NBYTES = 16
+_NONCE = struct.Struct(">IQ")  # a tag, and a counter: 96 bits
+_MOST = (1 << 64) - 1
+
+
+class TagCounts:
+    """Counts messages by tag, from 0; takes little memory for tags that are used one after the other, once each."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._below = 0  # all smaller tags were used once, but for those that have a count of their own
+
+    def next(self, tag: int) -> int:
+        """Return how many messages of a tag there were before this one.
+
+        Raises:
+            TransportError: as many as can be counted.
+        """
+        number = self._counts.get(tag, int(tag < self._below))
+        if number > _MOST:
+            raise TransportError(f"there were {number} messages of tag {tag}, and no more can be sealed")
+        self._counts[tag] = number + 1
+        while self._below in self._counts:
+            if self._counts[self._below] == 1:
+                del self._counts[self._below]
+            self._below += 1
+        return number
+
+
+class Cipher:
+    """AES-256-GCM with one key, in one direction: who seals with it never opens with it.
+
+    Args:
+        key: 32 bytes, of nothing else.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher = AESGCM(key)
+        self._invalid = InvalidTag
+
+    def seal(self, nonce: tuple[int, int], plain: _Buffer, sealed: _Buffer) -> None:
+        """Encrypt.
+
+        Args:
+            nonce: a tag and a number, which this key must not have seen before.
+            plain: what to encrypt.
+            sealed: where to, 16 bytes more.
+        """
+        self._cipher.encrypt_into(_NONCE.pack(*nonce), plain, None, sealed)
+
+    def open(self, nonce: tuple[int, int], sealed: _Buffer, plain: _Buffer) -> bool:
+        """Decrypt; return whether it is what was sealed with this key and nonce. If not, ``plain`` is undefined.
+
+        Args:
+            nonce: of what is to come.
+            sealed: what has come.
+            plain: where to, 16 bytes less.
+        """
+        if len(sealed) < _SEAL_NBYTES:
+            return False
+        try:
+            self._cipher.decrypt_into(_NONCE.pack(*nonce), sealed, None, plain)
+        except self._invalid:
+            return False
+        return True
+
+
+class _SealedStream(NamedTuple):
+    """What one rank sends another, or all others: its cipher, and how many messages there were, by tag."""
+
+    cipher: Cipher
+    counts: TagCounts
+
+
+def sealed(inner: Messages, key: Secret, hosts: Sequence[str], name: str) -> Messages:
+    """Return messages like others, but that all between hosts are encrypted; the others, if all are one. Collective.
+
+    Args:
+        inner: what moves the bytes.
+        key: that all ranks have, and nobody else.
+        hosts: of the ranks, in words that are equal for ranks of one host.
+        name: of these messages, among all that are made of this key.
+    """
+    if len(set(hosts)) == 1:
+        return inner
+    # Each rank's part makes the key a new one for this rank, whatever has come in place of the other parts.
+    fresh = inner.exchange(os.urandom(KEY_NBYTES))
+    return cast("Messages", SealedMessages(inner, Secret(key.derive(name, b"".join(fresh))), hosts))
+
+
+class SealedMessages(GuardedMessages):
+    """See `sealed`, and there for the arguments; but the key belongs to these messages alone."""
+
+    def __init__(self, inner: Messages, key: Secret, hosts: Sequence[str]) -> None:
+        super().__init__(inner, _SEAL_NBYTES)
+        self._key = key
+        self._hosts = hosts
+        self._host = hosts[inner.rank]
+        self._streams: dict[tuple[str, int, bool], _SealedStream] = {}
+        self._renewals = 0
+        self._data = "data 0"  # the kind of messages until the next renewal
+        self._subsets = 0
+
+    def covers(self, peer: int) -> bool:
+        return self._hosts[peer] != self._host
+
+    def _stream(self, kind: str, peer: int, *, is_send: bool) -> _SealedStream:
+        """Return what is under way of a kind, to a peer or from it. Each has a key of its own."""
+        found = self._streams.get((kind, peer, is_send))
+        if found is None:
+            sender, receiver = (self._inner.rank, peer) if is_send else (peer, self._inner.rank)
+            to = "all" if kind == "exchange" else str(receiver)
+            cipher = Cipher(self._key.derive(f"{kind} from {sender} to {to} of {len(self._hosts)}"))
+            found = self._streams[kind, peer, is_send] = _SealedStream(cipher, TagCounts())
+        return found
+
+    # ---- messages ----
+
+    def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
+        _, peer, tag, _ = transfer.route
+        stream = self._stream(self._data, peer, is_send=True)
+        stream.cipher.seal((tag, stream.counts.next(tag)), transfer.data, room)
+
+    def expect(self, transfer: GuardedTransfer) -> None:
+        _, peer, tag, _ = transfer.route
+        transfer.number = self._stream(self._data, peer, is_send=False).counts.next(tag)
+
+    def unpack(self, transfer: GuardedTransfer, room: Bytes) -> None:
+        _, peer, tag, nbytes = transfer.route
+        if not self._stream(self._data, peer, is_send=False).cipher.open((tag, transfer.number), room, transfer.data):
+            raise _not_opened(f"message {transfer.number} of tag {tag} from rank {peer} ({nbytes} bytes)")
+
+    def renew(self) -> None:
+        """See `Messages.renew`; as ranks may have counted different messages by now, they go on with new keys."""
+        super().renew()
+        for peer in range(len(self._hosts)):
+            for is_send in (True, False):
+                self._streams.pop((self._data, peer, is_send), None)
+        self._renewals += 1
+        self._data = f"data {self._renewals}"
+
+    def allreduce(self, data: Array, op: ReduceOp) -> NoReturn:
+        raise AssertionError("not offered")
+
+    # ---- control notes and exchanges ----
+
+    def post(self, note: bytes, peer: int) -> None:
+        self._inner.post(self._sealed("notes", peer, note) if self.covers(peer) else note, peer)
+
+    def poll(self) -> tuple[int, bytes] | None:
+        arrived = self._inner.poll()
+        if arrived is None or not self.covers(arrived[0]):
+            return arrived
+        return arrived[0], self._opened("notes", *arrived)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        rank = self._inner.rank
+        arrived = self._inner.exchange(self._sealed("exchange", rank, payload))
+        return [payload if peer == rank else self._opened("exchange", peer, each) for peer, each in enumerate(arrived)]
+
+    def _sealed(self, kind: str, peer: int, plain: bytes) -> bytes:
+        stream = self._stream(kind, peer, is_send=True)
+        room = bytearray(len(plain) + _SEAL_NBYTES)
+        stream.cipher.seal((0, stream.counts.next(0)), plain, room)
+        return bytes(room)
+
+    def _opened(self, kind: str, peer: int, arrived: bytes) -> bytes:
+        stream = self._stream(kind, peer, is_send=False)
+        number = stream.counts.next(0)
+        room = bytearray(max(0, len(arrived) - _SEAL_NBYTES))
+        if not stream.cipher.open((0, number), arrived, room):
+            what = "control note" if kind == "notes" else "part of exchange"
+            raise _not_opened(f"{what} {number} from rank {peer} ({len(room)} bytes)")
+        return bytes(room)
+
+    def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:
+        part = self._inner.subset(ranks, waiter)
+        self._subsets += 1
+        if part is None:
+            return None
+        hosts = [self._hosts[rank] for rank in ranks]
+        return sealed(part, self._key, hosts, f"subset {self._subsets} of ranks {list(ranks)}")
+
+
+def _not_opened(what: str) -> TransportError:
+    return TransportError(f"{what} does not open: it has changed on its way, or something else has come in its place")

@@ -1,0 +1,549 @@
+"""Sealed messages: what somebody changes, repeats, drops, swaps or cuts off is an error, and never a result."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringreduce.buffers import Array, Operand
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.config import Config
+from ringreduce.common.errors import RingReduceError, TransportError
+from ringreduce.common.keys import Secret
+from ringreduce.common.lifetime import Lifetime
+from ringreduce.testing import check_collectives, check_messages, run_ranks, run_threads
+from ringreduce.transport import sealed as module
+from ringreduce.transport.checked import checked
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.messages import Messages, Prequest
+from ringreduce.transport.point_to_point import PointToPoint
+from ringreduce.transport.sealed import Cipher, TagCounts, sealed
+from ringreduce.transport.waiting import Waiter
+
+KEY = Secret(bytes(range(32)))
+APART = [f"host {rank}" for rank in range(8)]
+PAIRS = [f"host {rank // 2}" for rank in range(8)]
+CONFIG = Config(timeout_s=30.0, segment_nbytes=64 << 10)
+
+
+def seal(inner: Messages, hosts: Sequence[str] = APART) -> Messages:
+    return sealed(inner, KEY, hosts[: inner.size], "test")
+
+
+# ---- the primitives ----
+
+
+def test_the_vector_of_the_cipher():
+    """Test case 14 of McGrew and Viega, "The Galois/Counter Mode of Operation"; the nonce is a tag and a counter."""
+    room = bytearray(32)
+    Cipher(bytes(32)).seal((0, 0), bytes(16), room)
+    assert room.hex() == "cea7403d4d606b6e074ec5d3baf39d18" + "d0d1c8a799996bf0265b98b5d48ab919"
+    plain = bytearray(16)
+    assert Cipher(bytes(32)).open((0, 0), bytes(room), plain)
+    for nonce in ((1, 0), (0, 1)):
+        assert not Cipher(bytes(32)).open(nonce, bytes(room), plain)
+
+
+@given(st.lists(st.integers(0, 6), max_size=60))
+def test_tags_are_counted(tags: list[int]):
+    """Each one by itself, whatever the order."""
+    counts = TagCounts()
+    seen = defaultdict[int, int](int)
+    for tag in tags:
+        assert counts.next(tag) == seen[tag]
+        seen[tag] += 1
+
+
+def test_tags_in_a_row_take_no_memory():
+    """As messages from one rank to another have, for as long as a job runs."""
+    counts = TagCounts()
+    for tag in range(1000):
+        assert counts.next(tag) == 0
+    assert len(counts._counts) == 0
+    assert [counts.next(5), counts.next(999), counts.next(1000)] == [1, 1, 0]
+
+
+def test_a_counter_does_not_run_over():
+    """The last number is used; the next message is an error."""
+    counts = TagCounts()
+    counts._counts[3] = (1 << 64) - 1
+    assert counts.next(3) == (1 << 64) - 1
+    with pytest.raises(TransportError, match="no more can be sealed"):
+        counts.next(3)
+
+
+# ---- what is not touched arrives ----
+
+
+@pytest.mark.parametrize("hosts", [APART, PAIRS])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sealed_messages_conform(size: int, hosts: list[str]):
+    """Between hosts, and where some ranks share one; also with checksums inside."""
+    world = MemoryWorld(size)
+    run_threads(size, lambda rank: check_messages(seal(world.messages(rank), hosts)), on_error=world.meeting.abort)
+    run_threads(
+        size, lambda rank: check_messages(checked(seal(world.messages(rank), hosts))), on_error=world.meeting.abort
+    )
+
+
+@pytest.mark.parametrize(("size", "node_size", "hosts"), [(3, 1, APART), (4, 2, PAIRS)])
+def test_collectives_conform(size: int, node_size: int, hosts: list[str]):
+    """Every collective, dtype and op gives the known answer; where each rank has a host, every algorithm does."""
+    check = partial(check_collectives, algorithms=hosts is APART)
+    run_ranks(size, check, node_size=node_size, config=CONFIG, wrap=lambda inner: seal(inner, hosts))
+
+
+def test_messages_on_one_host_are_those_of_others():
+    """Nothing is put around them."""
+    inner = MemoryWorld(1).messages(0)
+    assert seal(inner) is inner
+    everyone = [world.messages(0) for world in [MemoryWorld(3)]]
+    assert seal(everyone[0], ["one host"] * 3) is everyone[0]
+
+
+class Watched:
+    """A transport that keeps all that goes through."""
+
+    def __init__(self, inner: Messages, seen: list[bytes]) -> None:
+        self._inner = inner
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send(self, data: Array, peer: int, tag: int) -> Prequest:
+        request = self._inner.send(data, peer, tag)
+        self._sends[id(request)] = (request, data)
+        return request
+
+    def start(self, requests: Sequence[Prequest]) -> None:
+        self._seen += [self._sends[id(each)][1].tobytes() for each in requests if id(each) in self._sends]
+        self._inner.start(requests)
+
+    def post(self, note: bytes, peer: int) -> None:
+        self._seen.append(note)
+        self._inner.post(note, peer)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        self._seen.append(payload)
+        return self._inner.exchange(payload)
+
+    @property
+    def _sends(self) -> dict[int, tuple[Prequest, Array]]:
+        return self.__dict__.setdefault("sends", {})
+
+
+@pytest.mark.parametrize("sealing", [False, True])
+def test_nothing_can_be_read(sealing: bool):
+    """What is known of arrays, notes and exchanges is found on the wire without the seal, and not with it."""
+    seen: list[bytes] = []
+    known = np.frombuffer(b"what nobody else may know" * 41, np.uint8)
+
+    def wrap(inner: Messages) -> Messages:
+        watched: Any = Watched(inner, seen)
+        return seal(watched) if sealing else watched
+
+    def broadcast(communicator: Communicator) -> None:
+        array = known.copy() if communicator.rank == 0 else np.zeros_like(known)
+        communicator.broadcast(array, 0, out=array)
+        assert np.array_equal(array, known)
+
+    run_ranks(3, broadcast, node_size=1, config=CONFIG, wrap=wrap)
+    wire = b"".join(seen)
+    found = [text in wire for text in (b"nobody else may know", b"broadcast(", b'"pid"')]
+    assert found == [not sealing] * 3
+
+
+# ---- somebody on the network ----
+
+ACTIONS = ["change", "cut", "repeat", "drop", "swap"]
+
+
+class Attacker:
+    """A transport in which somebody does something to one message that a rank receives.
+
+    Args:
+        inner: what carries the messages.
+        kind: which messages: "data", "note" or "exchange".
+        action: what is done to it.
+        after: how many are left alone before it.
+
+    Attributes:
+        seen: how many messages of the kind have come.
+    """
+
+    def __init__(self, inner: Messages, kind: str, action: str, after: int) -> None:
+        self._inner = inner
+        self._kind = kind
+        self._action = action
+        self._after = after
+        self.seen = 0
+        self._places: dict[int, tuple[Prequest, tuple[int, int, int], Array]] = {}
+        self._before: dict[int, bytes] = {}  # what is there as a receive starts
+        self._open: set[int] = set()
+        self._last: dict[Any, bytes] = {}
+        self._held: dict[Any, bytes] = {}
+        self._notes: list[tuple[int, bytes]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _strikes(self, kind: str) -> bool:
+        if kind != self._kind:
+            return False
+        self.seen += 1
+        return self.seen == self._after + 1
+
+    def recv(self, data: Array, peer: int, tag: int) -> Prequest:
+        request = self._inner.recv(data, peer, tag)
+        self._places[id(request)] = (request, (peer, tag, data.nbytes), data.reshape(-1).view(np.uint8))
+        return request
+
+    def start(self, requests: Sequence[Prequest]) -> None:
+        for each in requests:
+            self._open.add(id(each))
+            if id(each) in self._places:
+                self._before[id(each)] = self._places[id(each)][2].tobytes()
+        self._inner.start(requests)
+
+    def test_all(self, requests: Sequence[Prequest]) -> bool:
+        self.test_some(requests)
+        return not any(id(each) in self._open for each in requests)
+
+    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
+        came = [place for place, each in enumerate(requests) if self._misfits(each)]
+        came += [place for place in self._inner.test_some(requests) if self._arrives(requests[place])]
+        self._open.difference_update(id(requests[place]) for place in came)
+        return came
+
+    @staticmethod
+    def _misfits(request: Any) -> bool:
+        """Receive a message of another length, which has come as one before it was dropped, as MPI does."""
+        if request.is_send or request.done or not request.queue:
+            return False
+        sent = request.queue[0]
+        if sent.copy.nbytes == request.data.nbytes:
+            return False
+        request.queue.popleft()
+        if sent.copy.nbytes > request.data.nbytes:
+            raise TransportError("MPI reports MPI_ERR_TRUNCATE")
+        request.data[: sent.copy.nbytes] = sent.copy
+        sent.copy = None
+        request.done = True
+        return True
+
+    def _arrives(self, request: Prequest) -> bool:
+        """Return whether a message has come now, as far as the attacker lets it."""
+        if id(request) not in self._places:
+            return True
+        _, route, place = self._places[id(request)]
+        came = place.tobytes()
+        if route in self._held:
+            place[:] = np.frombuffer(self._held.pop(route), np.uint8)
+        elif self._strikes("data"):
+            if self._action in ("drop", "swap"):
+                if self._action == "swap":
+                    self._held[route] = came
+                self._inner.start([request])  # the next one comes in its place, if there is one
+                return False
+            if self._action == "change":
+                place[place.size // 2] ^= 4
+            elif self._action == "cut":
+                place[-1:] = np.frombuffer(self._before[id(request)], np.uint8)[-1:] ^ 1
+            else:
+                earlier = self._last.get(route) or next(iter(self._last.values()), bytes(1))
+                place[:] = np.resize(np.frombuffer(earlier, np.uint8), place.size)
+        self._last[route] = came
+        return True
+
+    def poll(self) -> tuple[int, bytes] | None:
+        if self._notes:
+            return self._notes.pop()
+        arrived = self._inner.poll()
+        if arrived is None:
+            return None
+        peer, note = arrived
+        if peer in self._held:
+            self._notes.append((peer, self._held.pop(peer)))
+            return arrived
+        if self._strikes("note"):
+            if self._action == "change":
+                return peer, note[:3] + bytes([note[3] ^ 1]) + note[4:]
+            if self._action == "cut":
+                return peer, note[:-1]
+            if self._action == "repeat":
+                self._notes.append(arrived)
+                return arrived
+            if self._action == "swap":
+                self._held[peer] = note
+            return None
+        return arrived
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        arrived = self._inner.exchange(payload)
+        if self._strikes("exchange"):
+            victim = (self._inner.rank + 1) % self._inner.size
+            theirs = arrived[victim]
+            arrived[victim] = {
+                "change": theirs[:1] + bytes([theirs[1] ^ 1]) + theirs[2:],
+                "cut": theirs[:-1],
+                "repeat": self._last.get("exchange", bytes(len(theirs))),
+                "drop": b"",
+                "swap": arrived[self._inner.rank],
+            }[self._action]
+        self._last["exchange"] = arrived[(self._inner.rank + 1) % self._inner.size]
+        return arrived
+
+
+def rows(rank: int) -> Array:
+    """Return what a rank gives."""
+    return np.arange(24.0).reshape(12, 2) * (rank + 1)
+
+
+def everyone(size: int) -> list[Array]:
+    return [rows(rank) for rank in range(size)]
+
+
+#: By name, what each rank calls, and what it must get.
+CALLS: dict[str, tuple[Callable[[Communicator], Any], Callable[[int, int], Any]]] = {
+    "allreduce": (
+        lambda ranks: ranks.allreduce(rows(ranks.rank), algorithm="ring"),
+        lambda rank, size: sum(everyone(size)),
+    ),
+    "reduce": (
+        lambda ranks: ranks.reduce(rows(ranks.rank), 0),
+        lambda rank, size: sum(everyone(size)) if rank == 0 else None,
+    ),
+    "reduce_scatter": (
+        lambda ranks: ranks.reduce_scatter(rows(ranks.rank)),
+        lambda rank, size: np.array_split(sum(everyone(size)), size)[rank],
+    ),
+    "allgather": (lambda ranks: ranks.allgather(rows(ranks.rank)), lambda rank, size: np.concatenate(everyone(size))),
+    "gather": (
+        lambda ranks: ranks.gather(rows(ranks.rank), 0),
+        lambda rank, size: np.concatenate(everyone(size)) if rank == 0 else None,
+    ),
+    "scatter": (
+        lambda ranks: ranks.scatter(rows(0) if ranks.rank == 0 else None, 0),
+        lambda rank, size: np.split(rows(0), size)[rank],
+    ),
+    "broadcast": (lambda ranks: ranks.broadcast(rows(ranks.rank), 0), lambda rank, size: rows(0)),
+    "alltoall": (
+        lambda ranks: ranks.alltoall(rows(ranks.rank), [12 // ranks.size] * ranks.size)[0],
+        lambda rank, size: np.concatenate([np.split(each, size)[rank] for each in everyone(size)]),
+    ),
+}
+
+
+def attacked(size: int, name: str, victim: int, attacker: Callable[[Messages], Any], timeout_s: float) -> list[Any]:
+    """Make a call twice; return for each rank the error that it got, or None after results that were right.
+
+    A wrong result fails the test.
+    """
+    call, wanted = CALLS[name]
+    found: list[Any] = [None] * size
+
+    def wrap(inner: Messages) -> Messages:
+        return seal(attacker(inner) if inner.rank == victim else inner)
+
+    def run(communicator: Communicator) -> None:
+        rank = communicator.rank
+        communicator._context.waiter.timeout_s = timeout_s
+        try:
+            for _ in range(2):
+                result = call(communicator)
+                np.testing.assert_array_equal(result, wanted(rank, size))
+        except RingReduceError as error:
+            found[rank] = error
+
+    run_ranks(size, run, node_size=1, config=Config(timeout_s=30.0), wrap=wrap)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", ["data", "note"])
+def test_what_is_done_to_a_message_is_an_error(kind: str, name: str, size: int):
+    """In every collective, at its first, middle and last message; on the rank that gets it. No number is wrong.
+
+    The error names the sender and the call, unless nothing has come in place of what was dropped or held back.
+    """
+    victim = 0 if name in ("reduce", "gather") else size - 1
+    counting: list[Attacker] = []
+    assert attacked(size, name, victim, partial(watch, counting, kind=kind), timeout_s=30.0) == [None] * size
+    count = counting[0].seen if kind == "data" else size - 1  # of notes there may be more, as ranks wait
+    assert count > 0
+    for place in sorted({0, count // 2, count - 1}):
+        for action in ACTIONS:
+            made: list[Attacker] = []
+            waits = action in ("drop", "swap")
+            errors = attacked(
+                size,
+                name,
+                victim,
+                partial(watch, made, kind=kind, action=action, after=place),
+                timeout_s=0.3 if waits else 30.0,
+            )
+            assert made[0].seen > place or waits  # another rank may have given up before
+            if kind == "note" and action == "repeat" and errors == [None] * size:
+                continue  # the second one has come after the calls, in which nobody looked for notes
+            error = errors[victim]
+            assert isinstance(error, RingReduceError), (action, place, errors)
+            if not waits:
+                assert isinstance(error, TransportError)
+                assert "does not open" in str(error)
+                assert "from rank" in str(error)
+                assert f"{name}(" in str(error)
+
+
+def watch(made: list[Attacker], inner: Messages, *, kind: str, action: str = "", after: int = 1 << 30) -> Attacker:
+    made.append(Attacker(inner, kind, action, after))
+    return made[-1]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_what_is_done_to_an_exchange_is_an_error(action: str, size: int):
+    """The first of all, in which the ranks agree on the key of these messages, and later ones."""
+    for place in range(3):
+        world = MemoryWorld(size, timeout_s=30.0)
+        errors: dict[int, TransportError] = {}
+
+        def run(rank: int, world: MemoryWorld = world, place: int = place, errors: Any = errors) -> None:
+            inner: Any = world.messages(rank)
+            if rank == 0:
+                inner = Attacker(inner, "exchange", action, place)
+            try:
+                messages = seal(inner)
+                for number in range(3):
+                    given = [f"{number} of {each}".encode() for each in range(size)]
+                    assert messages.exchange(given[rank]) == given
+            except TransportError as error:
+                errors[rank] = error
+                world.meeting.abort()
+            except RingReduceError:  # the others do not come any more
+                pass
+
+        run_threads(size, run, on_error=world.meeting.abort)
+        assert errors
+        assert all("does not open" in str(each) for each in errors.values())
+        assert place == 0 or "from rank 1" in str(errors[0])
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("nbytes", [100, 100_000])
+@pytest.mark.parametrize("kind", ["data", "note"])
+def test_what_is_done_to_a_message_between_two_ranks_is_an_error(kind: str, nbytes: int, action: str):
+    """Small arrays travel in notes, others as data."""
+    if kind == "data" and nbytes == 100:
+        return
+    world = MemoryWorld(2)
+
+    def run(rank: int) -> None:
+        inner: Any = world.messages(rank)
+        if rank == 1:
+            inner = Attacker(inner, kind, action, 1)
+        # Rank 0 waits in vain for the other, after that has raised its error.
+        limit_s = 0.5 if rank == 0 or action in ("drop", "swap") else 30.0
+        side = PointToPoint(seal(inner), Waiter(limit_s), lambda doing: None, Lifetime())
+        if rank == 0:
+            sent = [side.send(Operand.of(np.full(nbytes, number, np.uint8)), 1, 0) for number in range(4)]
+            try:
+                for each in sent:
+                    side.wait(each)
+            except RingReduceError:
+                pass  # the other rank takes no more
+            return
+
+        def receive() -> None:
+            room = np.zeros(nbytes, np.uint8)
+            for number in range(4):
+                side.wait(side.recv(Operand.of(room), 0, 0))
+                assert (room == number).all()
+            side.wait(side.recv(Operand.of(room), 0, 0))  # where all four have come, there is another note
+
+        with pytest.raises(RingReduceError) as error:
+            receive()
+        if action not in ("drop", "swap"):
+            assert "does not open" in str(error.value)
+
+    run_threads(2, run)
+
+
+# ---- no key and nonce are used twice ----
+
+
+class Recording(Cipher):
+    """Keeps each pair of a key and a nonce that something was sealed with."""
+
+    used: list[tuple[bytes, tuple[int, int]]]
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(key)
+        self._bytes = key
+
+    def seal(self, nonce: tuple[int, int], plain: Any, sealed: Any) -> None:
+        Recording.used.append((self._bytes, nonce))
+        super().seal(nonce, plain, sealed)
+
+
+def use(messages: Messages, steps: Sequence[str]) -> None:
+    """Do what a program may do with messages; all ranks the same."""
+    size = messages.size
+    ahead, behind = (messages.rank + 1) % size, (messages.rank - 1) % size
+    waiter = Waiter(30.0, crowded=True)
+    room = np.zeros(3)
+    requests = {tag: [messages.send(np.ones(3), ahead, tag), messages.recv(room, behind, tag)] for tag in (1, 2)}
+    for step in steps:
+        if step == "notes":
+            messages.post(b"note", ahead)
+            waiter.until(messages.poll, str)
+        elif step == "exchange":
+            messages.exchange(b"payload")
+        elif step in ("1", "2"):
+            messages.start(requests[int(step)])
+            waiter.until(lambda step=step: messages.test_all(requests[int(step)]), str)
+        elif step == "give up":
+            if messages.rank == 0:  # the others have not come to it
+                messages.start(requests[1])
+                messages.give_up(requests[1])
+            messages.renew()
+        elif step == "subset":
+            part = messages.subset([0, size - 1], waiter)
+            if part is not None:
+                use(part, ["1", "notes", "exchange"])
+
+
+STEPS = st.lists(st.sampled_from(["notes", "exchange", "1", "2", "give up", "subset"]), max_size=8)
+
+
+@settings(max_examples=15)
+@given(st.lists(STEPS, min_size=1, max_size=3), st.sampled_from([2, 3]))
+def test_no_nonce_is_used_twice(channels: list[list[str]], size: int):
+    """With one key: over several channels of each rank on threads of their own, renewals, subsets and worlds."""
+    Recording.used = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "Cipher", Recording)
+        for _ in range(2):  # worlds, by chance with one key
+            worlds = [MemoryWorld(size) for _ in channels]
+
+            def run(rank: int, worlds: list[MemoryWorld] = worlds) -> None:
+                threads = [
+                    threading.Thread(target=lambda w=world, s=steps: use(seal(w.messages(rank)), s), daemon=True)
+                    for world, steps in zip(worlds, channels, strict=True)
+                ]
+                for each in threads:
+                    each.start()
+                for each in threads:
+                    each.join()
+
+            run_threads(size, run)
+    assert len(Recording.used) == len(set(Recording.used))
