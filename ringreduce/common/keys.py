@@ -36,11 +36,14 @@ class Secret:
     def __init__(self, raw: bytes) -> None:
         if len(raw) != KEY_NBYTES:
             raise ValueError(f"a secret has {KEY_NBYTES} bytes, and these are {len(raw)}")
-        require_library("cryptography", "cryptography", needed_by="encryption", remedy="pip install cryptography")
+        try:
+            require_library("cryptography", "cryptography", needed_by="a key", remedy="pip install cryptography")
+        except ImportError as error:  # of a setting: it is to reach all ranks as such an error does
+            raise ConfigError(str(error)) from None
         self._raw = raw
 
     def derive(self, purpose: str, salt: bytes = b"", nbytes: int = KEY_NBYTES) -> bytes:
-        """Return a key for one purpose, by HKDF-SHA256 (RFC 5869). It reveals neither the secret nor other keys.
+        """Return a key for one purpose, by HKDF-SHA256 (RFC 5869); it gives away neither the secret nor other keys.
 
         Args:
             purpose: what it is for, with all that the two sides have to agree on: HKDF's info.
@@ -115,16 +118,18 @@ def read_secret(path: str | Path, variable: str) -> Secret:
     except OSError as error:
         remedy = f"; `ringreduce keygen {path}` makes one" if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{variable}={path}: {error.strerror}{remedy}") from None
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)  # of what was opened, so that nobody can exchange it in between
-        _require_private(found, path, variable)
-        text = file.read(_MOST_NBYTES)
     try:
-        if not text.startswith(_HEADER):
-            raise ValueError
-        return Secret(base64.b64decode(text.removeprefix(_HEADER).strip(), validate=True))
-    except ValueError:  # of base64, too
-        raise ConfigError(f"{variable}={path} is no key that `ringreduce keygen` has made") from None
+        _require_private(os.fstat(descriptor), path, variable)  # of what was opened: nobody can exchange it in between
+        text = os.read(descriptor, _MOST_NBYTES)
+    finally:
+        os.close(descriptor)
+    try:
+        raw = base64.b64decode(text.removeprefix(_HEADER).strip(), validate=True)
+    except ValueError:
+        raw = b""
+    if not text.startswith(_HEADER) or len(raw) != KEY_NBYTES:
+        raise ConfigError(f"{variable}={path} is no key that `ringreduce keygen` has made")
+    return Secret(raw)
 
 
 def _require_private(found: os.stat_result, path: str | Path, variable: str) -> None:
@@ -133,8 +138,8 @@ def _require_private(found: os.stat_result, path: str | Path, variable: str) -> 
         raise ConfigError(f"{variable}={path} is no file")
     if found.st_uid != os.geteuid():
         raise ConfigError(
-            f"{variable}={path} belongs to user {found.st_uid}, and this is user {os.geteuid()}: who owns it can read "
-            f"and change it; chown {os.geteuid()} {path}, or make a key of your own"
+            f"{variable}={path} belongs to user {found.st_uid}, and this is user {os.geteuid()}: its owner can read and"
+            f" change it; chown {os.geteuid()} {path}, or make a key of your own"
         )
     if found.st_mode & 0o077:
         raise ConfigError(
