@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 
 from ringreduce.buffers import Array, Operand
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.call_sites import CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import RingReduceError, TransportError
 from ringreduce.common.keys import Secret
 from ringreduce.common.lifetime import Lifetime
+from ringreduce.common.reduce_ops import SUM
+from ringreduce.engine import Engine, Reduction
 from ringreduce.testing import check_collectives, check_messages, run_ranks, run_threads
 from ringreduce.transport import sealed as module
 from ringreduce.transport.checked import checked
@@ -476,6 +479,35 @@ def test_what_is_done_to_a_message_between_two_ranks_is_an_error(kind: str, nbyt
             assert "does not open" in str(error.value)
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_what_is_done_to_a_note_of_the_engine_is_an_error(action: str, victim: int):
+    """To those by which rank 0 learns what was submitted, or by which it says what runs."""
+    waits = action in ("drop", "swap")
+    for place in (1,) if waits else (0, 2):
+        notes = MemoryWorld(3)
+        found: list[Any] = [None] * 3
+
+        def run(communicator: Communicator, place: int = place, notes: Any = notes, found: Any = found) -> None:
+            rank = communicator.rank
+            inner = notes.messages(rank)
+            engine = Engine(communicator, seal(Attacker(inner, "note", action, place) if rank == victim else inner))
+            try:
+                for number in range(4):
+                    given = np.full(5, float(number + rank))
+                    operation = Reduction(f"{number}", "five", SUM, [given], [np.empty(5)])
+                    np.testing.assert_array_equal(engine.run(operation)[0], np.full(5, 3.0 * number + 3))
+            except RingReduceError as error:
+                found[rank] = error
+            finally:
+                engine.close()
+
+        run_ranks(3, run, config=Config(timeout_s=3.0 if waits else 30.0), called=CallSite, counts_decide=True)
+        assert isinstance(found[victim], RingReduceError), (place, found)
+        if not waits:
+            assert "control note" in str(found[victim])
 
 
 # ---- no key and nonce are used twice ----
