@@ -138,6 +138,9 @@ class SealedConnection:
         inner: the other one.
         key: of the world.
         hosts: of its ranks.
+
+    Attributes:
+        count: how many hosts there are.
     """
 
     def __init__(self, inner: Connection, key: Secret, hosts: Sequence[str]) -> None:
@@ -145,6 +148,7 @@ class SealedConnection:
         self._key = key
         self._hosts = hosts
         self._made = 0
+        self.count = len(set(hosts))
         self.name = inner.name
         self.who = inner.who
         self.introduce = inner.introduce

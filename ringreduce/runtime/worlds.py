@@ -363,6 +363,8 @@ class OwnWorld(World):
         shares = "shared memory" if max(map(len, self.communicator.topology.nodes)) > 1 else "no shared memory"
         _log.info("%s", versions)
         between = self.communicator.library if self.size > 1 else "nothing"
+        if isinstance(self._connection, SealedConnection):
+            between += f" (sealed between {self._connection.count} hosts)"
         ranks = f"{self.hosts.describe()}, started by {'no launcher' if launcher is None else launcher.name}"
         _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
         standard = Config(launched_size=self.config.launched_size, tuning=self.config.tuning)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,17 +36,24 @@ def key_file(no_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def seals(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Returns how often this rank has sealed something."""
-    count = [0]
-    original = Cipher.seal
+def seals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """Returns how often this rank has sealed something; afterwards, no key and nonce were used twice by any ranks."""
+    used: list[tuple[bytes, object]] = []
 
-    def seal(self: Cipher, *arguments: object) -> None:
-        count[0] += 1
-        original(self, *arguments)  # type: ignore[arg-type]
+    class Recording(Cipher):
+        def __init__(self, key: bytes) -> None:
+            super().__init__(key)
+            self._bytes = key
 
-    monkeypatch.setattr(Cipher, "seal", seal)
-    return lambda: count[0]
+        def seal(self, nonce: tuple[int, int], *data: object) -> None:
+            used.append((self._bytes, nonce))
+            super().seal(nonce, *data)
+
+    monkeypatch.setattr("ringreduce.transport.sealed.Cipher", Recording)
+    yield lambda: len(used)
+    assert len(used) == len(set(used))
+    keys = MPI.COMM_WORLD.allgather({key for key, _ in used})
+    assert sum(map(len, keys)) == len(set().union(*keys))
 
 
 def test_sealed_messages_over_mpi_conform(key_file: Path) -> None:
@@ -91,15 +98,17 @@ def test_collectives_conform(
     rr.shutdown()
 
 
-def test_worlds_follow_each_other(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a key of its own; and one without a key, or of one host, comes in between."""
+def test_worlds_follow_each_other(key_file: Path, monkeypatch: pytest.MonkeyPatch, seals: Callable[[], int]) -> None:
+    """Each has a key of its own; and one of one host comes in between."""
     for node_size in ("1", None, "1"):
         if node_size is None:
             monkeypatch.delenv("RINGREDUCE_NODE_SIZE")
         else:
             monkeypatch.setenv("RINGREDUCE_NODE_SIZE", node_size)
         rr.init()
+        before = seals()
         assert (rr.allreduce(np.ones(5), rr.SUM) == rr.size()).all()
+        assert (seals() > before) == (node_size is not None)
         rr.shutdown()
 
 
