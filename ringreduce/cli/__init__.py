@@ -37,6 +37,7 @@ _PLACES = {
     "timeline": "reports.timeline",
     "top": "reports.top",
     "tune": "commands.tune",
+    "unseal": "unseal.command",
 }
 
 

@@ -15,6 +15,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file, require_own
 from ringreduce.common.launch import launch
 from ringreduce.common.quantities import format_nbytes
+from ringreduce.common.sealed_files import PLAIN, KeyFile, disk_keys
 from ringreduce.doctor import doctor as machine
 from ringreduce.doctor import dumps, trace_report
 from ringreduce.doctor import top as jobs
@@ -51,7 +52,7 @@ def doctor(as_json: bool, folder: str | None, traces: str | None) -> int:
     if traces is not None and folder is None:
         raise click.UsageError("--torch-traces writes what --dump FOLDER has found; give both")
     if folder is not None:
-        found_there = dumps.load(folder)
+        found_there = dumps.load(folder, _keys())
         if traces is not None:
             dumps.write_torch_traces(found_there, traces)
         said = dumps.diagnose(found_there)
@@ -116,7 +117,7 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> None:
     reduction or another collective; "late" is by how much it came after the first one, on average over all steps.
     Without steps, as of programs without torch, the collectives are listed.
     """
-    found = trace_report.report(trace_report.load(trace), skip)
+    found = trace_report.report(trace_report.load(trace, _keys()), skip)
     if page is not None:
         try:
             Path(page).write_text(trace_report.to_html(found, trace), encoding="utf-8")
@@ -134,12 +135,14 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> None:
 @click.option("--name", default="model", help="What the state of the training calls it.")
 @click.option("--commit", "number", type=click.IntRange(0), show_default="the last whole one", help="Which commit.")
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
-def export(folder: str, out: str, name: str, number: int | None, force: bool) -> int:
+@click.option("--plain", is_flag=True, help="Do not seal OUT, though RINGREDUCE_DISK_KEY_FILE is set.")
+def export(folder: str, out: str, name: str, number: int | None, force: bool, plain: bool) -> int:
     """Write the model of a commit in FOLDER (see keep_on_disk) to OUT, as a plain state dict.
 
     torch.load(OUT, weights_only=True) reads it, without ringreduce. Commits that are truncated or were changed are
     named and not used, nor is a folder that other users may write to. OUT is there whole or not at all, readable by its
-    owner alone.
+    owner alone. With RINGREDUCE_DISK_KEY_FILE sealed commits are opened, and OUT is sealed; `ringreduce unseal` opens
+    it.
     """
     if launch().rank:
         return 0  # rank 0 does it
@@ -156,13 +159,20 @@ def export(folder: str, out: str, name: str, number: int | None, force: bool) ->
         said = f"the commits in {folder} are not used: {error}"
         AuditRecord.add_alone(config, "refused", {"what": "export", "error": said})
         raise ConfigError(said) from None
+    keys = _keys()
     store = CommitStore(
-        folder, 1, write=torch.save, read=lambda file: torch.load(file, map_location="cpu", weights_only=True)
+        folder,
+        1,
+        write=torch.save,
+        read=lambda file: torch.load(file, map_location="cpu", weights_only=True),
+        keys=keys,
     )
+    store.require_our_keys()
     number = _chosen(store, number)
     state = _state(store, number, name)
     try:
-        replace_file(target, lambda file: torch.save(state, file))
+        seal = PLAIN if plain else keys
+        replace_file(target, lambda file: seal.write(file, "a model", lambda inner: torch.save(state, inner)))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     if config.audit is not None:
@@ -170,6 +180,10 @@ def export(folder: str, out: str, name: str, number: int | None, force: bool) ->
         AuditRecord.add_alone(config, "exported", {**facts, "folder": os.path.abspath(folder)})
     click.echo(f"{out}: {name} of commit {number}, {format_nbytes(target.stat().st_size)}")
     return 0
+
+
+def _keys() -> KeyFile:
+    return disk_keys(Config.from_environ().disk_key_file)
 
 
 def _torch() -> Any:

@@ -17,6 +17,7 @@ from ringreduce.cli.wrong_options import ProgramCommand
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import parse_seconds
+from ringreduce.common.sealed_files import disk_keys
 from ringreduce.launcher.allocations_end import run_again
 from ringreduce.launcher.hosts import Cooldown, Hosts
 from ringreduce.launcher.job import say
@@ -259,8 +260,9 @@ def command(dry_run: bool, **options: Any) -> int:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with suppress(ConfigError):  # then there is no trace
         given = {name: value for name, value in spec.variables().items() if value is not None}
-        if trace := Config.from_environ({**os.environ, **given}).timeline:
-            collect(trace)  # ranks that were killed have left their parts
+        settings_there = Config.from_environ({**os.environ, **given})
+        if settings_there.timeline:  # ranks that were killed have left their parts
+            collect(settings_there.timeline, disk_keys(settings_there.disk_key_file))
     if status == os.EX_TEMPFAIL and spec.requeue:
         say(run_again(os.environ))
     return status

@@ -175,6 +175,8 @@ class Config:
             SIGUSR1; None: none. ``RINGREDUCE_DUMP``
         audit: the file to which rank 0 appends a record of the run (see `ringreduce.observe.audit`); None: none.
             ``RINGREDUCE_AUDIT``
+        disk_key_file: the file with the secret by which commits, checkpoints, exported models, traces and dumps are
+            sealed; None: they are not. ``RINGREDUCE_DISK_KEY_FILE``
         object_limit_nbytes: the most bytes that the objects of one call, of all ranks together, may take once they are
             pickled. ``RINGREDUCE_OBJECT_LIMIT``
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
@@ -208,6 +210,7 @@ class Config:
     status: bool = _setting("RINGREDUCE_STATUS", _switch, True)
     dump: str | None = _setting("RINGREDUCE_DUMP", _or_zero(str, None), None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
+    disk_key_file: str | None = _setting("RINGREDUCE_DISK_KEY_FILE", str, None)
     object_limit_nbytes: int = _setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30)
     launched_size: int | None = None
 

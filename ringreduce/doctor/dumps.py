@@ -17,6 +17,7 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError, name_ranks
 from ringreduce.common.quantities import format_nbytes
+from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.observe.snapshots import Snapshot
 
 __all__ = ["TRACE_PREFIX", "Wait", "diagnose", "load", "main_stack", "sets_of", "waits", "write_torch_traces"]
@@ -83,17 +84,24 @@ def waits(snapshots: Mapping[int, Snapshot]) -> Iterator[Wait]:
             yield Wait(first["name"], inside, absent=absent, unseen=unseen)
 
 
-def load(folder: str | Path) -> dict[int, Snapshot]:
+def load(folder: str | Path, keys: KeyFile = PLAIN) -> dict[int, Snapshot]:
     """Return what the ranks have written into a folder, by rank.
 
+    Args:
+        folder: path of the folder.
+        keys: opens what is sealed.
+
     Raises:
-        ConfigError: there is nothing, or something else.
+        ConfigError: there is nothing, or something else, or something that these keys do not open.
     """
     found = {}
     for path in sorted(Path(folder).glob("rank-*.json")):
         try:
-            dump = json.loads(path.read_text(encoding="utf-8"))
+            with path.open("rb") as file, keys.opened(file, path.name) as content:
+                dump = json.load(content)
             found[int(dump["rank"])] = dump
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not what a rank has written down: {error!r}") from None
     if not found:

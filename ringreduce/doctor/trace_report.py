@@ -14,9 +14,10 @@ from rich.console import Console
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.html_pages import COLOURS, html_page, html_table
 from ringreduce.common.quantities import format_nbytes
+from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.doctor.tables import table
 from ringreduce.doctor.trace_steps import Event, steps_of
-from ringreduce.observe.trace_file import collect
+from ringreduce.observe.trace_file import collect, read_trace
 
 __all__ = ["PARTS", "load", "report", "show", "to_html", "waited_for"]
 
@@ -74,15 +75,19 @@ def waited_for(found: Mapping[str, Any]) -> str:
     )
 
 
-def load(path: str | Path) -> list[Event]:
+def load(path: str | Path, keys: KeyFile = PLAIN) -> list[Event]:
     """Return the events of a trace, those included that ranks which were killed have written beside it.
 
+    Args:
+        path: of its file.
+        keys: opens the file, if it is sealed.
+
     Raises:
-        ConfigError: it is none of ringreduce's.
+        ConfigError: it is none of ringreduce's, or these keys do not open it.
     """
-    collect(path)
+    collect(path, keys)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_trace(path, keys).decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     try:

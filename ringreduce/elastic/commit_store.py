@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.config import VERSION
+from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file, is_abandoned, own_folder, partial_path, replace_file
 from ringreduce.common.launch import notify_launcher
+from ringreduce.common.sealed_files import PLAIN, KeyFile
 
 __all__ = ["CommitStore"]
 
@@ -44,6 +46,11 @@ class CommitStore:
         keep: number of commits that stay; older ones are removed, with the parts of all ranks.
         write: writes content to an open file.
         read: reads it from one.
+        keys: seals both files.
+
+    Attributes:
+        folder: as above.
+        keys: as above.
     """
 
     def __init__(
@@ -52,8 +59,10 @@ class CommitStore:
         keep: int,
         write: Callable[[Any, BinaryIO], None],
         read: Callable[[BinaryIO], Any],
+        keys: KeyFile = PLAIN,
     ) -> None:
         self.folder = Path(folder)
+        self.keys = keys
         self._keep = keep
         self._write = write
         self._read = read
@@ -101,6 +110,19 @@ class CommitStore:
         create_file(probe).close()
         probe.unlink()
 
+    def require_our_keys(self) -> None:
+        """Raise a `ConfigError` if a commit is sealed by another key than ours, or only one of it and ours is sealed."""
+        for number, part in self._pieces():
+            for suffix in ("json", "pt"):
+                path = self._path(number, part, suffix)
+                try:
+                    with _open(path) as file:
+                        self.keys.require_ours(file)
+                except ConfigError as error:
+                    raise ConfigError(f"{path.name}: {error}") from None
+                except (OSError, ValueError):
+                    pass  # it cannot be used, which is said where commits are examined
+
     def has(self, number: int, part: str = "") -> bool:
         """Return whether a part of a commit is whole; log the reason if it is not."""
         why = self._flaw(number, part)
@@ -118,12 +140,12 @@ class CommitStore:
 
     def load(self, number: int, part: str = "") -> Any:
         """Return the content of a whole part."""
-        with _open(self._path(number, part)) as file:
+        with self._opened(number, part) as file:
             return self._read(file)
 
     def description(self, number: int, part: str = "") -> dict[str, Any]:
         """Return what is said of a part: its length, its SHA-256, and what `put` was given to say."""
-        with _open(self._path(number, part, "json")) as file:
+        with self._opened(number, part, "json") as file:
             said: dict[str, Any] = json.loads(file.read())
         return said
 
@@ -147,6 +169,18 @@ class CommitStore:
 
     def _path(self, number: int, part: str = "", suffix: str = "pt") -> Path:
         return self.folder / f"commit-{number:012}{part}.{suffix}"
+
+    def _opened(self, number: int, part: str, suffix: str = "pt") -> BinaryIO:
+        path = self._path(number, part, suffix)
+        file = _open(path)
+        try:
+            return self.keys.opened(file, path.name)
+        except BaseException:
+            file.close()
+            raise
+
+    def _replace(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
+        replace_file(path, lambda file: self.keys.write(file, path.name, write))
 
     def _pieces(self) -> list[tuple[int, str]]:
         """Return the numbers and parts of all that has a description, ascending."""
@@ -185,14 +219,14 @@ class CommitStore:
 
     def _store(self, number: int, content: Any, part: str, said: Mapping[str, Any]) -> None:
         path = self._path(number, part)
-        replace_file(path, lambda file: self._write(content, file))
+        self._replace(path, lambda file: self._write(content, file))
         try:
             self.load(number, part)  # what cannot be read again is no commit
         except Exception:
             path.unlink()
             raise
         said = {**said, "nbytes": path.stat().st_size, "sha256": _digest(path), "ringreduce": VERSION}
-        replace_file(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
+        self._replace(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
         if not part and not self._has_said:
             self._has_said = True
             notify_launcher("has a commit")

@@ -13,12 +13,13 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file, own_folder, partial_path
+from ringreduce.common.sealed_files import disk_keys
 from ringreduce.elastic.commit_store import CommitStore
 from ringreduce.elastic.copies import Copies
 from ringreduce.runtime import audited, rank, record, record_refusal, size
 from ringreduce.training.calls.objects import allgather_object, alltoall_object, broadcast_object
 
-__all__ = ["DiskCommits", "LostCommitsError", "choose", "require_seen_by_all"]
+__all__ = ["DiskCommits", "LostCommitsError", "SealedCommitsError", "choose", "require_seen_by_all"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ T = TypeVar("T")
 
 class LostCommitsError(ConfigError):
     """What was committed is on none of the disks."""
+
+
+class SealedCommitsError(ConfigError):
+    """There are commits that the key of RINGREDUCE_DISK_KEY_FILE does not open."""
 
 
 class _Commit(NamedTuple):
@@ -67,6 +72,7 @@ class DiskCommits(CommitStore):
         write: writes content to an open file.
         read: reads it from one.
         replicas: on how many hosts each part is to be.
+        key_file: file with the secret that seals commits; None: they are not sealed.
 
     Attributes:
         number: number of the commit with which training begins; None if there is none.
@@ -80,9 +86,11 @@ class DiskCommits(CommitStore):
         write: Callable[[Any, BinaryIO], None],
         read: Callable[[BinaryIO], Any],
         replicas: int = 1,
+        key_file: str | None = None,
     ) -> None:
         least = 1 if replicas == 1 else 2  # one that is whole, and one that not all have written yet
         super().__init__(folder, max(keep, least), write=write, read=read)
+        self._key_file = key_file
         self._every = every
         self._replicas = replicas
         self._begins_with_own = False
@@ -104,6 +112,7 @@ class DiskCommits(CommitStore):
         Raises:
             ConfigError: on all ranks, if a rank cannot use the folder or write a value.
             LostCommitsError: likewise, if no host has a commit that was made.
+            SealedCommitsError: likewise, if a rank lacks the key of a commit.
         """
         try:
             self._require_storable(values)
@@ -111,11 +120,12 @@ class DiskCommits(CommitStore):
         except (ConfigError, OSError) as error:
             reason = reason or str(error)
         asked = f"every={self._every}, replicas={self._replicas}"
-        everyone = allgather_object((reason, asked))
-        wanted = everyone[0][1]
-        self._refuse({number: said for number, (said, _) in enumerate(everyone) if said})
+        everyone = allgather_object((reason, self._take_keys(), asked))
+        wanted = everyone[0][2]
+        self._refuse({number: said for number, (said, _, _) in enumerate(everyone) if said})
+        self._refuse({number: said for number, (_, said, _) in enumerate(everyone) if said}, SealedCommitsError)
         self._refuse(
-            {number: f"{said} and not {wanted}" for number, (_, said) in enumerate(everyone) if said != wanted}
+            {number: f"{said} and not {wanted}" for number, (_, _, said) in enumerate(everyone) if said != wanted}
         )
         self._place_copies()
         found = allgather_object(self._examined(has_own=has_own))
@@ -239,6 +249,15 @@ class DiskCommits(CommitStore):
 
     # ---- which commit to begin with ----
 
+    def _take_keys(self) -> str:
+        """Read the key, and try whether it is that of all commits; return why not, or an empty text."""
+        try:
+            self.keys = disk_keys(self._key_file)
+            self.require_our_keys()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
     def _place_copies(self) -> None:
         self._copies = Copies(self.folder, self._replicas)
         if rank() == 0 and self._copies.count < self._replicas:
@@ -322,10 +341,10 @@ class DiskCommits(CommitStore):
                     "and plain numbers, texts, lists and dicts"
                 ) from error
 
-    def _refuse(self, reasons: Mapping[int, str]) -> None:
+    def _refuse(self, reasons: Mapping[int, str], kind: type[ConfigError] = ConfigError) -> None:
         if reasons:
             said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-            error = ConfigError(f"commits cannot be kept in {self.folder}: {said}")
+            error = kind(f"commits cannot be kept in {self.folder}: {said}")
             record_refusal("keep_on_disk", error)
             raise error
 

@@ -16,9 +16,9 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
-from ringreduce.elastic.commits import DiskCommits, LostCommitsError, require_seen_by_all
+from ringreduce.elastic.commits import DiskCommits, LostCommitsError, SealedCommitsError, require_seen_by_all
 from ringreduce.observe.fingerprints import fingerprint
-from ringreduce.runtime import audited, collect_records, rank, record
+from ringreduce.runtime import audited, collect_records, config, rank, record
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.data.epochs import EpochDivision
 from ringreduce.training.data.generators import Generators
@@ -203,14 +203,17 @@ class HandlingState(ObjectState):
 
         Raises:
             ConfigError: on all ranks, if a rank cannot use the folder, what is there is another program's, an argument
-                makes no sense, something in the state could not be read again, or too many hosts with copies are lost.
+                makes no sense, something in the state could not be read again, too many hosts with copies are lost, or
+                a commit is sealed by another key than that of RINGREDUCE_DISK_KEY_FILE.
         """
         every = whole_number("every", every, 1)
         keep = whole_number("keep", keep, 1)
         replicas = whole_number("replicas", replicas, 1)
         hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
         reason = f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved" if hidden else ""
-        disk = DiskCommits(folder, every, keep=keep, write=self._write, read=self._read, replicas=replicas)
+        disk = DiskCommits(
+            folder, every, keep=keep, write=self._write, read=self._read, replicas=replicas, key_file=config().disk_key_file
+        )
         disk.open(self._saved, has_own=bool(self._own_parts()), reason=reason)
         if disk.number is not None:
             disk.begin(self._begin_with)
@@ -231,7 +234,7 @@ class HandlingState(ObjectState):
             require_seen_by_all(folder)
         try:
             HandlingState.keep_on_disk(self, folder, replicas=replicas)
-        except LostCommitsError:
+        except (LostCommitsError, SealedCommitsError):
             raise
         except ConfigError as error:  # on all ranks; the program trains on as one that does not grow
             if rank() == 0:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Instruments
+from ringreduce.common.sealed_files import disk_keys
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.snapshots import FlightRecorder, Observed
@@ -74,14 +75,17 @@ class Observer:
             metrics: returns what this rank's calls add up to.
 
         Raises:
-            ConfigError: the trace or the record cannot be written.
+            ConfigError: the trace or the record cannot be written, or the key for the disk cannot be read.
         """
         path = self._config.timeline
-        if path is not None:
-            try:
+        key_file = self._config.disk_key_file
+        try:
+            if key_file is not None:
+                self.recorder.keys = together(messages, lambda: disk_keys(key_file))
+            if path is not None:
                 together(messages, lambda: self.start_timeline(path, mark_batches=self._config.timeline_marks_batches))
-            except StepFailedError as error:
-                raise ConfigError(str(error)) from None
+        except StepFailedError as error:
+            raise ConfigError(str(error)) from None
         self.audit = AuditRecord.of_world(self._config, messages, library)
         if self._config.status:
             try:
@@ -142,7 +146,13 @@ class Observer:
             self._stopped = False
         host = platform.node()
         self._timeline = Timeline(
-            path, self._clock, number=self._ntimelines, rank=self._rank, host=host, mark_batches=mark_batches
+            path,
+            self._clock,
+            number=self._ntimelines,
+            rank=self._rank,
+            host=host,
+            mark_batches=mark_batches,
+            keys=self.recorder.keys,
         )
         self._start_writing()
         self._ended.pop(os.path.abspath(path), None)

@@ -42,7 +42,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common import processes
@@ -50,6 +50,7 @@ from ringreduce.common.call_sites import place_of
 from ringreduce.common.config import runtime_folder
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError
 from ringreduce.common.files import replace_file
+from ringreduce.common.sealed_files import PLAIN
 from ringreduce.observe.metrics import Metrics
 
 __all__ = ["FlightRecorder", "Observed", "Snapshot", "folder", "read_all", "resident_nbytes"]
@@ -93,12 +94,14 @@ class FlightRecorder:
         neighbours: the processes of the other ranks of this node.
 
     Attributes:
+        keys: seals what is written down.
         observed: what this rank is a member of.
         steps, samples: how many the program has counted.
         failure: the first error after which no call was possible in one of these.
     """
 
     def __init__(self, rank: int, size: int, folder: str | None, neighbours: Sequence[int]) -> None:
+        self.keys = PLAIN
         self.observed: list[Observed] = []
         self.steps = self.samples = 0
         self.failure: BaseException | None = None
@@ -157,7 +160,8 @@ class FlightRecorder:
         path = Path(folder)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path /= f"rank-{self._rank}.json"
-        _write(path, {**self.snapshot(brief=False), "threads": _threads()}, indent=1)
+        said = json.dumps({**self.snapshot(brief=False), "threads": _threads()}, indent=1).encode()
+        _write(path, lambda file: self.keys.write(file, path.name, lambda inner: inner.write(said)))
         return path
 
     def begin_status(self, job: str, metrics: Callable[[], Metrics]) -> None:
@@ -197,7 +201,8 @@ class FlightRecorder:
             "late": None if total.late_rank is None else [total.late_rank, total.late_s],
             "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness],
         }
-        _write(path, {**said, **self._common, **more})
+        status = json.dumps({**said, **self._common, **more}).encode()
+        _write(path, lambda file: file.write(status))
 
     def end_status(self) -> None:
         """Remove the file, and write it no more; not in a process that was forked."""
@@ -277,14 +282,14 @@ def read_all() -> list[Snapshot]:
     return sorted(found, key=lambda each: (began[each["job"]], each["job"], each["rank"]))
 
 
-def _write(path: Path, said: Mapping[str, Any], indent: int | None = None) -> None:
-    """Write JSON to a file of this user's alone, which is whole at any time.
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file of this user's alone, which is whole at any time.
 
     Raises:
         OSError: it cannot be written.
     """
     new = path.with_suffix(f".{os.getpid()}-{next(_numbers)}")  # a signal handler may write in the midst of this
-    replace_file(path, lambda file: file.write(json.dumps(said, indent=indent).encode()), new=new, durable=False)
+    replace_file(path, write, new=new, durable=False)
 
 
 def _calls(communicator: Communicator, brief: bool) -> list[dict[str, Any]]:

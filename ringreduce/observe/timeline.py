@@ -29,6 +29,7 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Instrument
+from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.observe.trace_file import TraceFile
 from ringreduce.transport.messages import Messages, exchange_json
 
@@ -103,6 +104,7 @@ class Timeline:
         rank: this rank, in the world.
         host: where it runs.
         mark_batches: whether to mark the moments at which operations that travel together start.
+        keys: seals the file.
 
     Attributes:
         path: of the file, from the root.
@@ -121,6 +123,7 @@ class Timeline:
         host: str,
         *,
         mark_batches: bool,
+        keys: KeyFile = PLAIN,
     ) -> None:
         self.mark_batches = mark_batches
         self.path = os.path.abspath(path)
@@ -137,7 +140,7 @@ class Timeline:
         self._turn = threading.RLock()  # Guards what follows: one thread at a time writes.
         self._writing = False  # whether it does, also as its own signal handler sees it
         self._stopped = False
-        self._file = TraceFile(self.path, f"{clock.job} {number}", rank)
+        self._file = TraceFile(self.path, f"{clock.job} {number}", rank, keys)
         self._describe("process_name", name=f"rank {rank} ({host})")
         self._describe("process_sort_index", sort_index=rank)
         try:

@@ -10,22 +10,29 @@ from __future__ import annotations
 
 import errno
 import glob
+import itertools
 import json
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
+from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import partial_path, replace_file
+from ringreduce.common.sealed_files import PLAIN, KeyFile, is_sealed
 
-__all__ = ["TraceFile", "collect"]
+__all__ = ["TraceFile", "collect", "read_trace"]
 
 _OPENING = b'[\n{"name": "trace", "ph": "M", "pid": 0, "args": {"job": '
 _CLOSING = b"\n]\n"
 _SEPARATOR = b",\n"  # ends each event of a part
 _HEAD_NBYTES = 1 << 10  # of a file, with the name of its trace
+_PURPOSE = "a trace"  # of a file that is sealed
+_LENGTH_NBYTES = 8  # before each piece of a part that is sealed
 
 
 class TraceFile:
@@ -35,10 +42,13 @@ class TraceFile:
         path: of the file.
         name: of the trace: the job and a number, with a space between them. The same on all ranks.
         rank: this one.
+        keys: seals the file and its parts.
     """
 
-    def __init__(self, path: str, name: str, rank: int) -> None:
+    def __init__(self, path: str, name: str, rank: int, keys: KeyFile) -> None:
         self._path = os.path.abspath(path)
+        self._keys = keys
+        self._name = name
         self._head = _OPENING + json.dumps(name).encode() + b"}}"
         job, _, number = name.rpartition(" ")
         trace = f"{job[:8]}-{number}"
@@ -46,6 +56,7 @@ class TraceFile:
         self._removed = _folder_of(self._path, f"{trace}-{rank}")  # where this rank moves the folder to remove it
         self._part = os.path.join(self._folder, str(rank))
         self._finished = False
+        self._npieces = 0  # of the part
 
     def begin(self, text: bytes) -> None:
         """Make this rank's part with its first events, and the file; an earlier trace in the file is replaced.
@@ -54,7 +65,7 @@ class TraceFile:
             OSError: that does not work; or the file is none of this user's regular files, or holds something else than
                 a trace of ours. Then it stays as it is.
         """
-        _read_head(self._path)
+        _read_head(self._path, self._keys)
         try:
             with suppress(FileExistsError):
                 os.mkdir(self._folder, 0o700)
@@ -113,17 +124,47 @@ class TraceFile:
             OSError: that does not work; the file and the parts are as they were.
         """
         new = partial_path(Path(self._part))
-        replace_file(Path(self._path), self._write_all, new=new, durable=False)
+        path = Path(self._path)
+        replace_file(path, lambda file: self._keys.write(file, _PURPOSE, self._write_all), new=new, durable=False)
 
     def _write_all(self, file: BinaryIO) -> None:
-        file.write(self._head + _SEPARATOR)
+        file.write(self._head)
         for part in self._parts():
-            text = part.read_bytes()
-            file.write(text[: text.rfind(b"\n") + 1])  # a killed rank may have cut an event
-        file.seek(-len(_SEPARATOR), os.SEEK_END)
+            for text in self._texts(part):
+                whole, _, _ = text.rpartition(_SEPARATOR)  # a killed rank may have cut an event
+                if whole:
+                    file.write(_SEPARATOR + whole)
         file.write(_CLOSING)
 
+    def _texts(self, part: Path) -> Iterator[bytes]:
+        """Return what a part holds: as it is, or piece by piece, up to one that a killed rank has cut."""
+        if not self._keys.seals:
+            yield part.read_bytes()
+            return
+        with part.open("rb") as file:
+            for number in itertools.count():
+                nbytes = int.from_bytes(file.read(_LENGTH_NBYTES), "big")
+                sealed = file.read(nbytes)
+                if not nbytes or len(sealed) < nbytes:
+                    return
+                yield self._keys.opened(BytesIO(sealed), self._purpose(part.name, number)).read()
+
+    def _purpose(self, part: str, number: int) -> str:
+        return f"piece {number} of rank {part} of the trace {self._name}"
+
+    def _sealed(self, text: bytes) -> bytes:
+        """Return a text as a part has it."""
+        if not self._keys.seals:
+            return text
+        sealed = BytesIO()
+        self._keys.write(sealed, self._purpose(os.path.basename(self._part), self._npieces), lambda file: file.write(text))
+        return sealed.tell().to_bytes(_LENGTH_NBYTES, "big") + sealed.getvalue()
+
     def _write(self, text: bytes, flags: int = 0) -> None:
+        self._write_raw(self._sealed(text), flags)
+        self._npieces += 1
+
+    def _write_raw(self, text: bytes, flags: int) -> None:
         descriptor = os.open(self._part, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | flags, 0o600)
         before = os.fstat(descriptor).st_size
         rest = memoryview(text)
@@ -140,11 +181,21 @@ class TraceFile:
         return sorted(each for each in Path(self._folder).iterdir() if each.name.isdigit())
 
 
-def collect(path: str | os.PathLike[str]) -> None:
+def collect(path: str | os.PathLike[str], keys: KeyFile = PLAIN) -> None:
     """Merge what ranks have written of a trace so far, whatever has become of them. Does nothing if that fails."""
     with suppress(OSError, ValueError):
-        head = _read_head(os.fspath(path))
-        TraceFile(os.fspath(path), json.loads(head[len(_OPENING) : head.index(b"}}")]), -1).merge()
+        head = _read_head(os.fspath(path), keys)
+        TraceFile(os.fspath(path), json.loads(head[len(_OPENING) : head.index(b"}}")]), -1, keys).merge()
+
+
+def read_trace(path: str | os.PathLike[str], keys: KeyFile) -> bytes:
+    """Return what is in the file of a trace.
+
+    Raises:
+        OSError, ValueError: it cannot be read; or these keys do not open it.
+    """
+    with open(path, "rb") as file, keys.opened(file, _PURPOSE) as content:
+        return content.read()
 
 
 def _folder_of(path: str, trace: str) -> str:
@@ -153,7 +204,7 @@ def _folder_of(path: str, trace: str) -> str:
     return os.path.join(folder, f".{name}.{trace}.ringreduce")
 
 
-def _read_head(path: str) -> bytes:
+def _read_head(path: str, keys: KeyFile) -> bytes:
     """Return how a file begins; nothing if there is none.
 
     Raises:
@@ -177,10 +228,22 @@ def _read_head(path: str) -> bytes:
             complaint = f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}; name another file"
         elif found.st_nlink > 1:
             complaint = f"it has {found.st_nlink} names (hard links); name another file"
-        elif (head := os.pread(descriptor, _HEAD_NBYTES, 0)) and not head.startswith(_OPENING):
+        elif (head := _opened_head(descriptor, keys)) and not head.startswith(_OPENING):
             complaint = "it is no trace of ringreduce; remove it, or name another file"
+    except ConfigError as error:
+        raise FileExistsError(errno.EEXIST, f"{error}; or name another file") from None
+    else:
         if complaint:
             raise FileExistsError(errno.EEXIST, complaint)
         return head
     finally:
         os.close(descriptor)
+
+
+def _opened_head(descriptor: int, keys: KeyFile) -> bytes:
+    """Return how the content of a file begins; of one that is sealed, what these keys open."""
+    head = os.pread(descriptor, _HEAD_NBYTES, 0)
+    if not is_sealed(head):
+        return head
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return keys.opened(file, _PURPOSE).read(_HEAD_NBYTES)

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file
-from ringreduce.runtime import rank_and_size
+from ringreduce.common.sealed_files import KeyFile, disk_keys
+from ringreduce.runtime import config, is_initialized, rank_and_size
 from ringreduce.torch.elastic.generators import Generators
 from ringreduce.torch.functions import allgather_object, broadcast_object
 from ringreduce.training.data.epochs import EpochDivision
@@ -22,6 +24,7 @@ from ringreduce.training.data.epochs import EpochDivision
 _log = logging.getLogger(__name__)
 
 _FORMAT = "ringreduce checkpoint 1"
+_PURPOSE = "a checkpoint"  # of a file that is sealed
 #: What names the calls that one call is made of, where a rank waits for the others in vain.
 _SAVING = "of save_checkpoint"
 _LOADING = "of load_checkpoint"
@@ -34,7 +37,7 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
 
     The random numbers of every rank, of Python, NumPy and torch, are kept with it, and what each rank has processed of
     an epoch that an `ElasticSampler` divides. Rank 0 writes; the others wait until the file is there. `load_checkpoint`
-    reads it; so does ``torch.load``.
+    reads it; so does ``torch.load``, unless RINGREDUCE_DISK_KEY_FILE is set, which seals it.
 
     Args:
         path: of the file, on rank 0; its folder is made if need be.
@@ -66,7 +69,8 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
         torch.load(buffer, map_location="meta", weights_only=True)  # what cannot be read again is no checkpoint
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(target, lambda file: file.write(buffer.getbuffer()))
+        keys = _keys()
+        replace_file(target, lambda file: keys.write(file, _PURPOSE, lambda inner: inner.write(buffer.getbuffer())))
 
     _on_rank_0(write, complaint, _SAVING)
 
@@ -89,7 +93,8 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     """
 
     def read() -> dict[str, Any]:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file, _keys().opened(file, _PURPOSE) as opened:
+            content = torch.load(opened, map_location="cpu", weights_only=True)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ConfigError("save_checkpoint has not written it")
         missing = sorted(set(parts) - set(content["parts"]))
@@ -122,6 +127,11 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
             ranks,
         )
     return values
+
+
+def _keys() -> KeyFile:
+    settings = config() if is_initialized() else Config.from_environ()
+    return disk_keys(settings.disk_key_file)
 
 
 def _joined(

@@ -1,0 +1,277 @@
+"""Files whose content is encrypted and authenticated, in pieces, so that none has to be in memory as a whole.
+
+The construction is STREAM of Hoang, Reyhanitabar, Rogaway and Vizar (Online Authenticated-Encryption and its
+Nonce-Reuse Misuse-Resistance, 2015) with AES-256-GCM, as the file formats of age and Tink have it. A file is
+
+    magic | fingerprint of the secret | salt | length of the purpose | purpose | piece | piece | ... | last piece
+
+Its key is derived from the secret, the salt, which is random, and the purpose: so a file cannot be put in the place of
+another one. The nonce of a piece is its number, and whether it is the last one: pieces that were changed, repeated,
+left out or swapped cannot be opened, nor can a file that was cut. An old file in the place of a newer one with the same
+purpose is not noticed.
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.keys import Secret, read_secret
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+__all__ = ["DISK_VARIABLE", "PLAIN", "KeyFile", "disk_keys", "is_sealed"]
+
+DISK_VARIABLE = "RINGREDUCE_DISK_KEY_FILE"
+
+_MAGIC = b"ringreduce sealed 1\n"
+_FINGERPRINT_NBYTES = 8
+_SALT_NBYTES = 32
+_MOST_NBYTES = 1 << 10  # of a head
+_PIECE_NBYTES = 1 << 20  # larger ones are not quicker
+_TAG_NBYTES = 16
+
+
+class _Head(NamedTuple):
+    """What a sealed file begins with.
+
+    Attributes:
+        fingerprint: of the secret.
+        salt: random bytes.
+        purpose: what the file is.
+        nbytes: length of all this.
+    """
+
+    fingerprint: str
+    salt: bytes
+    purpose: str
+    nbytes: int
+
+    @classmethod
+    def read(cls, file: BinaryIO) -> _Head | None:
+        """Return the head of a file, which is read from its begin again later; None: it is not sealed.
+
+        Raises:
+            ValueError: it was cut.
+        """
+        found = io.BytesIO(file.read(_MOST_NBYTES))
+        file.seek(0)
+        if found.read(len(_MAGIC)) != _MAGIC:
+            return None
+        fingerprint = found.read(_FINGERPRINT_NBYTES)
+        salt = found.read(_SALT_NBYTES)
+        length = int.from_bytes(found.read(2), "big")
+        purpose = found.read(length)
+        if len(purpose) < length or not length:
+            raise ValueError("it was cut")
+        return cls(fingerprint.decode("ascii", "replace"), salt, purpose.decode("utf-8", "replace"), nbytes=found.tell())
+
+    def to_bytes(self) -> bytes:
+        """Return what `read` reads."""
+        purpose = self.purpose.encode()
+        return _MAGIC + self.fingerprint.encode() + self.salt + len(purpose).to_bytes(2, "big") + purpose
+
+    def cipher(self, secret: Secret) -> AESGCM:
+        """Return what seals and opens the pieces."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        return AESGCM(secret.derive(f"file: {self.purpose}", salt=self.salt))
+
+
+def is_sealed(head: bytes) -> bool:
+    """Return whether a file that begins so is sealed."""
+    return head.startswith(_MAGIC)
+
+
+class KeyFile:
+    """How files of one kind are written and read: sealed by a secret, or as they are.
+
+    Args:
+        secret: the secret; None: there is none.
+        variable: setting that names the file of the secret, for errors.
+    """
+
+    def __init__(self, secret: Secret | None, variable: str) -> None:
+        self._secret = secret
+        self._variable = variable
+
+    @property
+    def seals(self) -> bool:
+        """Whether there is a secret."""
+        return self._secret is not None
+
+    def write(self, file: BinaryIO, purpose: str, write: Callable[[BinaryIO], object]) -> None:
+        """Write a file, sealed if there is a secret.
+
+        Args:
+            file: open for writing, and empty.
+            purpose: what it is, as `opened` will be told.
+            write: writes the content, from begin to end.
+        """
+        if self._secret is None:
+            write(file)
+            return
+        sealing = _Sealing(file, self._secret, purpose)
+        write(cast("BinaryIO", sealing))
+        sealing.finish()
+
+    def opened(self, file: BinaryIO, purpose: str | None = None) -> BinaryIO:
+        """Return the content of a file: at any place, and never a byte that was changed.
+
+        Args:
+            file: open for reading, at its begin.
+            purpose: what it has to be; None: anything.
+
+        Raises:
+            ConfigError: see `require_ours`.
+            ValueError: also while it is read: it was changed or cut, or is another file than this.
+        """
+        self.require_ours(file)
+        if self._secret is None:
+            return file
+        return cast("BinaryIO", io.BufferedReader(_Unsealed(file, self._secret, purpose)))
+
+    def require_ours(self, file: BinaryIO) -> None:
+        """Raise a `ConfigError` if a file is sealed by another secret, or is sealed and there is no secret, or neither.
+
+        Raises:
+            ValueError: it was cut.
+        """
+        head = _Head.read(file)
+        wanted = None if self._secret is None else self._secret.fingerprint
+        found = None if head is None else head.fingerprint
+        if found == wanted:
+            return
+        if wanted is None:
+            raise ConfigError(f"it is sealed by the key {found}: name the file of that key in {self._variable}")
+        if found is None:
+            raise ConfigError(
+                f"it is not sealed, and {self._variable} is set: others could have put it there; unset {self._variable} "
+                "to use it"
+            )
+        raise ConfigError(f"it is sealed by the key {found}, and that of {self._variable} is {wanted}")
+
+
+#: Seals nothing, and opens nothing that is sealed.
+PLAIN = KeyFile(None, DISK_VARIABLE)
+
+
+def disk_keys(path: str | None) -> KeyFile:
+    """Return how files are written and read that RINGREDUCE_DISK_KEY_FILE is for.
+
+    Args:
+        path: its value; None: it is not set.
+
+    Raises:
+        ConfigError: see `read_secret`.
+    """
+    return PLAIN if path is None else KeyFile(read_secret(path, DISK_VARIABLE), DISK_VARIABLE)
+
+
+def _nonce(number: int, *, is_last: bool) -> bytes:
+    return number.to_bytes(11, "big") + bytes([is_last])
+
+
+class _Sealing(io.RawIOBase):
+    """Writes a sealed file; a piece is written when a byte comes after it, as the last one has another nonce."""
+
+    def __init__(self, file: BinaryIO, secret: Secret, purpose: str) -> None:
+        head = _Head(secret.fingerprint, secrets.token_bytes(_SALT_NBYTES), purpose, nbytes=0)
+        self._file = file
+        self._cipher = head.cipher(secret)
+        self._piece = bytearray()
+        self._number = 0
+        file.write(head.to_bytes())
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        begin = 0
+        while begin < len(view):
+            if len(self._piece) == _PIECE_NBYTES:
+                self._seal(self._piece, is_last=False)
+                self._piece.clear()
+            if not self._piece and len(view) - begin > _PIECE_NBYTES:
+                end = begin + _PIECE_NBYTES
+                self._seal(view[begin:end], is_last=False)  # without a copy
+            else:
+                end = begin + _PIECE_NBYTES - len(self._piece)
+                self._piece += view[begin:end]
+            begin = min(end, len(view))
+        return len(view)
+
+    def finish(self) -> None:
+        """Write the last piece, which is empty if the content is."""
+        self._seal(self._piece, is_last=True)
+
+    def _seal(self, piece: bytearray | memoryview, *, is_last: bool) -> None:
+        self._file.write(self._cipher.encrypt(_nonce(self._number, is_last=is_last), piece, None))
+        self._number += 1
+
+
+class _Unsealed(io.RawIOBase):
+    """Reads a sealed file at any place."""
+
+    def __init__(self, file: BinaryIO, secret: Secret, purpose: str | None) -> None:
+        head = _Head.read(file)
+        assert head is not None
+        if purpose not in (None, head.purpose):
+            raise ValueError(f"it is {head.purpose}, and not {purpose}")
+        self._begin = head.nbytes
+        nbytes = file.seek(0, io.SEEK_END) - self._begin
+        self._file = file
+        self._cipher = head.cipher(secret)
+        self._count = max(1, -(-nbytes // (_PIECE_NBYTES + _TAG_NBYTES)))
+        self._nbytes = nbytes - self._count * _TAG_NBYTES
+        self._at = 0
+        self._number = -1  # of the piece that is open
+        self._piece = b""
+        self._open(self._count - 1)  # or what is left of a file that was cut would be read first
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        if begin + offset < 0:
+            raise ValueError(f"negative place {begin + offset}")
+        self._at = begin + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        if self._at >= self._nbytes:
+            return 0
+        number, begin = divmod(self._at, _PIECE_NBYTES)
+        self._open(number)
+        target = memoryview(buffer).cast("B")
+        found = memoryview(self._piece)[begin : begin + len(target)]
+        target[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _open(self, number: int) -> None:
+        if number == self._number:
+            return
+        from cryptography.exceptions import InvalidTag
+
+        self._file.seek(self._begin + number * (_PIECE_NBYTES + _TAG_NBYTES))
+        sealed = self._file.read(_PIECE_NBYTES + _TAG_NBYTES)
+        self._number = -1
+        try:
+            self._piece = self._cipher.decrypt(_nonce(number, is_last=number == self._count - 1), sealed, None)
+        except (InvalidTag, ValueError):  # the latter of one that is shorter than its tag
+            raise ValueError("it was changed, cut, or put in the place of another file") from None
+        self._number = number
