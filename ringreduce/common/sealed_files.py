@@ -68,7 +68,9 @@ class _Head(NamedTuple):
         purpose = found.read(length)
         if len(purpose) < length or not length:
             raise ValueError("it was cut")
-        return cls(fingerprint.decode("ascii", "replace"), salt, purpose.decode("utf-8", "replace"), nbytes=found.tell())
+        return cls(
+            fingerprint.decode("ascii", "replace"), salt, purpose.decode("utf-8", "replace"), nbytes=found.tell()
+        )
 
     def to_bytes(self) -> bytes:
         """Return what `read` reads."""

@@ -212,7 +212,13 @@ class HandlingState(ObjectState):
         hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
         reason = f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved" if hidden else ""
         disk = DiskCommits(
-            folder, every, keep=keep, write=self._write, read=self._read, replicas=replicas, key_file=config().disk_key_file
+            folder,
+            every,
+            keep=keep,
+            write=self._write,
+            read=self._read,
+            replicas=replicas,
+            key_file=config().disk_key_file,
         )
         disk.open(self._saved, has_own=bool(self._own_parts()), reason=reason)
         if disk.number is not None:

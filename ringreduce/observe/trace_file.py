@@ -157,7 +157,9 @@ class TraceFile:
         if not self._keys.seals:
             return text
         sealed = BytesIO()
-        self._keys.write(sealed, self._purpose(os.path.basename(self._part), self._npieces), lambda file: file.write(text))
+        self._keys.write(
+            sealed, self._purpose(os.path.basename(self._part), self._npieces), lambda file: file.write(text)
+        )
         return sealed.tell().to_bytes(_LENGTH_NBYTES, "big") + sealed.getvalue()
 
     def _write(self, text: bytes, flags: int = 0) -> None:

@@ -121,7 +121,9 @@ def changed_files() -> Iterator[tuple[str, bytes]]:
 
 @pytest.mark.parametrize("file", [pytest.param(file, id=how) for how, file in changed_files()])
 def test_what_was_changed_is_not_read(file: bytes) -> None:
-    with pytest.raises(ValueError, match=r"it was changed, cut, or put in the place|it was cut|sealed by the key|and not"):
+    with pytest.raises(
+        ValueError, match=r"it was changed, cut, or put in the place|it was cut|sealed by the key|and not"
+    ):
         unsealed(file)
 
 
