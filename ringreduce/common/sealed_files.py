@@ -152,8 +152,8 @@ class KeyFile:
             raise ConfigError(f"it is sealed by the key {found}: name the file of that key in {self._variable}")
         if found is None:
             raise ConfigError(
-                f"it is not sealed, and {self._variable} is set: others could have put it there; unset {self._variable} "
-                "to use it"
+                f"it is not sealed, and {self._variable} is set: others could have put it there; to use it, unset "
+                f"{self._variable}"
             )
         raise ConfigError(f"it is sealed by the key {found}, and that of {self._variable} is {wanted}")
 

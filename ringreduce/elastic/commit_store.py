@@ -111,7 +111,7 @@ class CommitStore:
         probe.unlink()
 
     def require_our_keys(self) -> None:
-        """Raise a `ConfigError` if a commit is sealed by another key than ours, or only one of it and ours is sealed."""
+        """Raise a `ConfigError` if a commit is sealed and there is no key, by another key, or not at all with a key."""
         for number, part in self._pieces():
             for suffix in ("json", "pt"):
                 path = self._path(number, part, suffix)
