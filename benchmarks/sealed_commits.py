@@ -24,10 +24,12 @@ from ringreduce.elastic import CommitStore
 
 
 def write(content: Any, file: BinaryIO) -> None:
+    """Write an array."""
     np.save(file, content)
 
 
 def read(file: BinaryIO) -> Any:
+    """Return an array."""
     return np.lib.format.read_array(file)
 
 
