@@ -12,6 +12,7 @@ from ringreduce.common.config import Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.common.launch import launch
+from ringreduce.common.lifetime import Lifetime
 from ringreduce.observe.audit import require_facts
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.timeline import Program
@@ -41,6 +42,7 @@ from ringreduce.runtime.blocking import (
 from ringreduce.runtime.groups import Group
 from ringreduce.runtime.process import PROCESS, Recovery
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.transport.messages import Messages
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -306,6 +308,12 @@ def group(ranks: Sequence[int] | None = None, timeout_s: float | None = None) ->
     """
     here = _process.rank_here()
     return here.group(range(here.size) if ranks is None else ranks, timeout_s)
+
+
+def transport() -> tuple[Messages, Lifetime]:
+    """Return a transport between all ranks for one purpose, and how long it can be used. Collective."""
+    here = _process.rank_here()
+    return here.transport(), here.lifetime
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

@@ -314,6 +314,12 @@ class OwnWorld(World):
         self.observer.watch(made.observed(self._numbers[tuple(listed)]))
         return made
 
+    def transport(self) -> Messages:
+        """Return a transport between all ranks that nothing else uses, and that the caller closes. Collective."""
+        made = self._messages.subset(range(self.size), Waiter(self.config.timeout_s))
+        assert made is not None
+        return made
+
     def agree_to_stop(self, asked: bool) -> bool:
         """Return whether any rank was asked to stop. Collective."""
         self._asked[0] = asked

@@ -69,6 +69,35 @@ def test_threads_of_a_rank_have_cores(cluster: Cluster) -> None:
     assert done.ranks() == [f"rank {cores} 2"] * 2, done.text
 
 
+STORE = """
+import os, socket
+import torch.distributed as dist
+from ringreduce import runtime
+
+def listening():
+    inodes = {os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if each.isdecimal()
+              and os.path.islink(f"/proc/self/fd/{each}")}
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/self/net/{kind}")]
+    return sorted(row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes)
+
+runtime.init()
+before = listening()
+dist.init_process_group("ringreduce")
+group = dist.new_group([0, 2])
+gathered = [None] * 3
+dist.all_gather_object(gathered, socket.gethostname())
+print("rank", dist.get_rank(), len(set(gathered)), listening() == before, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_torchs_store_listens_nowhere(cluster: Cluster) -> None:
+    """On several hosts ranks reach it by MPI, which has its own sockets."""
+    cluster.write("store.py", STORE)
+    done = cluster.run(0, "ringreduce", "run", "-H", hosts(cluster, 1, 1, 1), "python", "store.py")
+    assert (done.status, done.ranks()) == (0, [f"rank {rank} 3 True" for rank in range(3)]), done.text
+
+
 # ---- what can be wrong with a host ----
 
 

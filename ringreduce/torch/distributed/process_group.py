@@ -9,6 +9,7 @@ sent a message. So it is taken for groups with other backends alone. `Collective
 
 from __future__ import annotations
 
+import secrets
 import socket
 import tempfile
 import warnings
@@ -27,6 +28,7 @@ from ringreduce.runtime.groups import Group
 from ringreduce.torch.distributed import collectives, works
 from ringreduce.torch.distributed.collectives import NAME, Collectives, open_groups
 from ringreduce.torch.distributed.works import seconds
+from ringreduce.torch.distributed.world_store import WorldStore
 from ringreduce.torch.private import accelerate_state, backend_class, is_open_group
 from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.training.calls.objects import broadcast_object
@@ -69,20 +71,40 @@ def _store() -> Any:
     size = runtime.size()
     if size == 1:
         return _stores.HashStore()
-    single_host = runtime.local_size() == size or len(runtime.world().hosts.nodes) == 1
-    server = None
-    place = ("", 0)
-    if runtime.rank() == 0:
-        if single_host:  # no port is opened
+    if _is_on_one_host():
+        if runtime.rank() == 0:
             _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=launch().job_folder))
-            place = f"{_folders[-1].name}/store", 0
-        else:
-            server = _stores.TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)
-            place = socket.gethostname(), server.port
-    where, port = broadcast_object(place)
-    if single_host:
+        where = broadcast_object(f"{_folders[-1].name}/store" if runtime.rank() == 0 else "")
         return _stores.FileStore(where, size)
-    return server or _stores.TCPStore(where, port, size, is_master=False, wait_for_workers=False)
+    messages, lifetime = runtime.transport()
+    if messages.concurrent:
+        return WorldStore(messages, lifetime)
+    messages.close()
+    return _listening_store(size)
+
+
+def _is_on_one_host() -> bool:
+    return runtime.local_size() == runtime.size() or len(runtime.world().hosts.nodes) == 1
+
+
+def _listening_store(size: int) -> Any:
+    """Return torch's own store: where threads may not call MPI at the same time, none can answer for rank 0.
+
+    It listens on the address by which the other hosts know rank 0's, and not on all. Its keys begin with a random text.
+    """
+    server = None
+    place = ("", 0, "")
+    if runtime.rank() == 0:
+        host = socket.gethostname()
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        server = _stores.TCPStore(
+            host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        place = host, port, secrets.token_hex(16)
+    host, port, prefix = broadcast_object(place)
+    store = server or _stores.TCPStore(host, port, size, is_master=False, wait_for_workers=False)
+    return _stores.PrefixStore(prefix, store)
 
 
 def create(options: Any) -> Any:

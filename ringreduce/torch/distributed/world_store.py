@@ -1,0 +1,265 @@
+"""torch's store, kept by rank 0 and reached over the world: between hosts no port listens for it.
+
+What torch needs of a store is described in its documentation, "Distributed Key-Value Store". A request is a control note
+to rank 0, on a transport of the store's own, and so is the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ringreduce.common.errors import RingReduceError
+from ringreduce.common.lifetime import Lifetime
+from ringreduce.transport.messages import Messages
+
+__all__ = ["WorldStore"]
+
+_Store: Any = dist.Store  # type: ignore[attr-defined]
+_StoreError: Any = getattr(dist, "DistStoreError", RuntimeError)
+
+_SHORT_S, _LONG_S = 0.0002, 0.02  # between two looks for notes: at first, and once none has come for long
+_HOT_S = 1.0  # so long after a request the next one is expected soon
+_PENDING = object()  # in place of an answer
+
+
+class _Table:
+    """The keys and values of a store, texts both; bytes are letters of Latin-1."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def answer(self, operation: str, arguments: Sequence[Any]) -> Any:
+        """Carry a request out; return `_PENDING` if it waits for keys.
+
+        Raises:
+            ValueError: what is there is no number.
+        """
+        return _OPERATIONS[operation](self, *arguments)
+
+    def set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        self._values.update(zip(keys, values, strict=True))
+
+    def get(self, keys: Sequence[str]) -> Any:
+        return [self._values[key] for key in keys] if self.check(keys) else _PENDING
+
+    def wait(self, keys: Sequence[str]) -> Any:
+        return None if self.check(keys) else _PENDING
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._values.keys() >= set(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._values.get(key, "0")) + amount
+        self._values[key] = str(total)
+        return total
+
+    def append(self, key: str, value: str) -> None:
+        self._values[key] = self._values.get(key, "") + value
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        found = self._values.get(key)
+        if found == expected or (found is None and not expected):
+            self._values[key] = desired
+            return desired
+        return expected if found is None else found
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        _Table.add,
+        _Table.append,
+        _Table.check,
+        _Table.compare_set,
+        _Table.delete_key,
+        _Table.get,
+        _Table.num_keys,
+        _Table.set,
+        _Table.wait,
+    )
+}
+
+
+class WorldStore(_Store):  # type: ignore[misc]
+    """A rank's access to the store of its world; any thread may use it.
+
+    Rank 0 has the values, and a thread that answers the others.
+
+    Args:
+        messages: between all ranks, for the store alone; it closes them.
+        lifetime: of the world.
+    """
+
+    def __init__(self, messages: Messages, lifetime: Lifetime) -> None:
+        super().__init__()
+        self._messages = messages
+        self._lifetime = lifetime
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # Guards what follows, and the transport.
+        self._answers: dict[int, tuple[bool, Any]] = {}
+        self._forgotten: set[int] = set()  # requests whose answers nobody waits for
+        self._table = _Table()  # of rank 0
+        self._requests: list[tuple[int, int, str, Sequence[Any]]] = []  # those that wait for keys, on rank 0
+        self._heard_s = time.monotonic()
+        self._ended = threading.Event()
+        lifetime.listen_while_held("closed", self._close)
+        if messages.rank == 0 and messages.size > 1:
+            threading.Thread(target=self._serve, name="ringreduce serves torch's store", daemon=True).start()
+
+    # ---- what torch calls ----
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask("set", [key], [_text(value)])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        self._ask("set", list(keys), [_text(each) for each in values])
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        found = self._ask("get", list(keys), keys=keys)
+        return [each.encode("latin-1") for each in found]
+
+    def add(self, key: str, value: int) -> int:
+        total: int = self._ask("add", key, value)
+        return total
+
+    def append(self, key: str, value: Any) -> None:
+        self._ask("append", key, _text(value))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        found: str = self._ask("compare_set", key, _text(expected), _text(desired))
+        return found.encode("latin-1")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", list(keys), keys=keys, timeout=timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete_key", key))
+
+    def num_keys(self) -> int:
+        return int(self._ask("num_keys"))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> WorldStore:
+        return self
+
+    # ---- requests and answers ----
+
+    def _ask(self, operation: str, *arguments: Any, keys: Sequence[str] = (), timeout: timedelta | None = None) -> Any:
+        """Return the answer to a request.
+
+        Args:
+            operation: of `_Table`.
+            arguments: its own.
+            keys: for which it may wait.
+            timeout: how long; None: as long as the store does.
+
+        Raises:
+            DistStoreError: keys were not there in time; or the request cannot be carried out.
+            ShutdownError, TransportError: the world has ended.
+        """
+        number = next(self._numbers)
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
+        self._lifetime.require_open("torch's store")
+        with self._lock:
+            if self._messages.rank == 0:
+                self._receive(0, [number, operation, arguments])
+            else:
+                self._messages.post(json.dumps([number, operation, arguments]).encode(), 0)
+        pause_s = _SHORT_S
+        while True:
+            with self._lock:
+                self._advance()
+                if number in self._answers:
+                    is_right, answer = self._answers.pop(number)
+                    break
+                late = time.monotonic() > deadline
+                if late:
+                    self._forgotten.add(number)
+            if late:
+                waited = f"waited {(self.timeout if timeout is None else timeout).total_seconds():.3g} s for"
+                raise _StoreError(f"{waited} {', '.join(keys) or operation} in torch's store, which rank 0 keeps")
+            self._lifetime.require_open("torch's store")
+            time.sleep(pause_s)  # MPI does not say when a note has come, and another thread may be the one to find it
+            pause_s = min(2 * pause_s, _LONG_S)
+        if not is_right:
+            raise _StoreError(answer)
+        return answer
+
+    def _serve(self) -> None:
+        while not self._ended.wait(_SHORT_S if time.monotonic() - self._heard_s < _HOT_S else _LONG_S):
+            if not self._lifetime.open:
+                return
+            with suppress(RingReduceError), self._lock:  # a rank has died: its own calls say so
+                self._advance()
+
+    def _advance(self) -> None:
+        """Take the notes that have come. The lock is held."""
+        while not self._ended.is_set() and (arrived := self._messages.poll()) is not None:
+            peer, note = arrived
+            self._receive(peer, json.loads(note))
+
+    def _receive(self, peer: int, content: Sequence[Any]) -> None:
+        if self._messages.rank != 0:
+            number, is_right, answer = content
+            self._keep(number, is_right, answer)
+            return
+        self._heard_s = time.monotonic()
+        number, operation, arguments = content
+        self._requests.append((peer, number, operation, arguments))
+        while any([self._carried_out(each) for each in list(self._requests)]):
+            pass  # what was set may be what another one waits for
+
+    def _carried_out(self, request: tuple[int, int, str, Sequence[Any]]) -> bool:
+        """Answer a request if it need not wait; return whether it was."""
+        peer, number, operation, arguments = request
+        try:
+            answer = True, self._table.answer(operation, arguments)
+        except ValueError as error:
+            answer = False, f"{operation}({', '.join(map(str, arguments))}): {error}"
+        if answer[1] is _PENDING:
+            return False
+        self._requests.remove(request)
+        if peer == 0:
+            self._keep(number, *answer)
+        else:
+            with suppress(RingReduceError):  # that rank has died
+                self._messages.post(json.dumps([number, *answer]).encode(), peer)
+        return True
+
+    def _keep(self, number: int, is_right: bool, answer: Any) -> None:
+        if number in self._forgotten:
+            self._forgotten.remove(number)
+        else:
+            self._answers[number] = is_right, answer
+
+    def _close(self) -> None:
+        self._ended.set()
+        with self._lock:
+            self._messages.close()
+
+
+def _text(value: Any) -> str:
+    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
