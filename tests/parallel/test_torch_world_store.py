@@ -54,8 +54,8 @@ def test_what_one_rank_sets_all_get(store: Any, rank: int, size: int) -> None:
 def test_additions_of_all_ranks_count_once_each(store: Any, rank: int, size: int) -> None:
     """No two get the same number."""
     numbers = [store.add("count", 1) for _ in range(50)]
-    everyone = sorted(sum(rr.allgather_object(numbers), []))
-    assert everyone == list(range(1, 50 * size + 1))
+    everyone = [number for theirs in rr.allgather_object(numbers) for number in theirs]
+    assert sorted(everyone) == list(range(1, 50 * size + 1))
     assert int(store.get("count")) == 50 * size
 
 

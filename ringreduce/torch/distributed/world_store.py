@@ -1,7 +1,7 @@
 """torch's store, kept by rank 0 and reached over the world: between hosts no port listens for it.
 
-What torch needs of a store is described in its documentation, "Distributed Key-Value Store". A request is a control note
-to rank 0, on a transport of the store's own, and so is the answer.
+What torch needs of a store is described in its documentation, "Distributed Key-Value Store". A request is a control
+note to rank 0, on a transport of the store's own, and so is the answer.
 """
 
 from __future__ import annotations
@@ -229,8 +229,9 @@ class WorldStore(_Store):  # type: ignore[misc]
         self._heard_s = time.monotonic()
         number, operation, arguments = content
         self._requests.append((peer, number, operation, arguments))
-        while any([self._carried_out(each) for each in list(self._requests)]):
-            pass  # what was set may be what another one waits for
+        answered = 1
+        while answered:  # what was set may be what another one waits for
+            answered = sum(map(self._carried_out, tuple(self._requests)))
 
     def _carried_out(self, request: tuple[int, int, str, Sequence[Any]]) -> bool:
         """Answer a request if it need not wait; return whether it was."""
