@@ -104,6 +104,7 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "stopping",
+    "transport",
     "world",
 ]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -95,6 +95,50 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+class _Request(NamedTuple):
+    """What a rank asks for.
+
+    Attributes:
+        peer: that rank.
+        number: its number for it.
+        operation: of `_Table`.
+        arguments: its own.
+    """
+
+    peer: int
+    number: int
+    operation: str
+    arguments: Sequence[Any]
+
+
+class _Desk:
+    """Answers requests; those that wait for keys once these are there."""
+
+    def __init__(self) -> None:
+        self._table = _Table()
+        self._waiting: list[_Request] = []
+
+    def take(self, request: _Request) -> list[tuple[int, int, bool, Any]]:
+        """Return what can be answered now: to whom, the number of the request, whether it went well, and the answer."""
+        self._waiting.append(request)
+        found: list[tuple[int, int, bool, Any]] = []
+        before = -1
+        while len(found) > before:  # what was set may be what another one waits for
+            before = len(found)
+            for each in tuple(self._waiting):
+                is_right, answer = self._try(each)
+                if answer is not _PENDING:
+                    self._waiting.remove(each)
+                    found.append((each.peer, each.number, is_right, answer))
+        return found
+
+    def _try(self, request: _Request) -> tuple[bool, Any]:
+        try:
+            return True, self._table.answer(request.operation, request.arguments)
+        except ValueError as error:
+            return False, f"{request.operation}({', '.join(map(str, request.arguments))}): {error}"
+
+
 class WorldStore(_Store):  # type: ignore[misc]
     """A rank's access to the store of its world; any thread may use it.
 
@@ -113,8 +157,7 @@ class WorldStore(_Store):  # type: ignore[misc]
         self._lock = threading.Lock()  # Guards what follows, and the transport.
         self._answers: dict[int, tuple[bool, Any]] = {}
         self._forgotten: set[int] = set()  # requests whose answers nobody waits for
-        self._table = _Table()  # of rank 0
-        self._requests: list[tuple[int, int, str, Sequence[Any]]] = []  # those that wait for keys, on rank 0
+        self._desk = _Desk()  # of rank 0
         self._heard_s = time.monotonic()
         self._ended = threading.Event()
         lifetime.listen_while_held("closed", self._close)
@@ -227,28 +270,12 @@ class WorldStore(_Store):  # type: ignore[misc]
             self._keep(number, is_right, answer)
             return
         self._heard_s = time.monotonic()
-        number, operation, arguments = content
-        self._requests.append((peer, number, operation, arguments))
-        answered = 1
-        while answered:  # what was set may be what another one waits for
-            answered = sum(map(self._carried_out, tuple(self._requests)))
-
-    def _carried_out(self, request: tuple[int, int, str, Sequence[Any]]) -> bool:
-        """Answer a request if it need not wait; return whether it was."""
-        peer, number, operation, arguments = request
-        try:
-            answer = True, self._table.answer(operation, arguments)
-        except ValueError as error:
-            answer = False, f"{operation}({', '.join(map(str, arguments))}): {error}"
-        if answer[1] is _PENDING:
-            return False
-        self._requests.remove(request)
-        if peer == 0:
-            self._keep(number, *answer)
-        else:
-            with suppress(RingReduceError):  # that rank has died
-                self._messages.post(json.dumps([number, *answer]).encode(), peer)
-        return True
+        for receiver, *answer in self._desk.take(_Request(peer, *content)):
+            if receiver == 0:
+                self._keep(*answer)
+            else:
+                with suppress(RingReduceError):  # that rank has died
+                    self._messages.post(json.dumps(answer).encode(), receiver)
 
     def _keep(self, number: int, is_right: bool, answer: Any) -> None:
         if number in self._forgotten:
