@@ -39,6 +39,7 @@ VARIABLES = {
     "RINGREDUCE_CHECK=data": "check_data",
     "RINGREDUCE_CHECKSUM": "checksum",
     "RINGREDUCE_KEY_FILE": "key_file",
+    "RINGREDUCE_DISK_KEY_FILE": "disk_key_file",
     "RINGREDUCE_STATUS": "status",
     "RINGREDUCE_DUMP": "dump",
     "RINGREDUCE_AUDIT": "audit",

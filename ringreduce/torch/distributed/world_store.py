@@ -26,7 +26,8 @@ __all__ = ["WorldStore"]
 _Store: Any = dist.Store  # type: ignore[attr-defined]
 _StoreError: Any = getattr(dist, "DistStoreError", RuntimeError)
 
-_SHORT_S, _LONG_S = 0.0002, 0.02  # between two looks for notes: at first, and once none has come for long
+_SHORT_S = 0.0002  # between two looks for notes, at first
+_LONG_S = 0.02  # and once none has come for long
 _HOT_S = 1.0  # so long after a request the next one is expected soon
 _PENDING = object()  # in place of an answer
 
