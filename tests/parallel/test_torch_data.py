@@ -295,7 +295,7 @@ def nodes_in_order(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_checkpoint_of_state_that_nodes_share(nodes_in_order: None, path: Path) -> None:
     """With ``shard="all"`` all of it is in the file, and training goes on with the same bits.
 
-    From three nodes on, this takes sums in the order of ranks: a first step may add up in another order than later ones.
+    From three nodes on, this takes sums in the order of ranks: a first step may add up in another order than others.
     Overlapping buckets are reduced by another algorithm, which rounds in another order; a new optimizer has none.
     """
 
