@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import logging
+import os
+import random
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,6 +94,20 @@ def run_example(page: Path, name: str, source: str) -> None:
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
+        _seed_anew()
+
+
+def _seed_anew() -> None:
+    """Let the next program draw what no other rank draws, as in a process of its own, whatever this one has seeded."""
+    seed = int.from_bytes(os.urandom(4), "big")
+    random.seed(seed)
+    np.random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+    if "tensorflow" in sys.modules:
+        sys.modules["tensorflow"].random.set_seed(seed)
+    if "keras" in sys.modules:
+        sys.modules["keras"].utils.set_random_seed(seed)
 
 
 def warnings_of(records: Iterable[logging.LogRecord]) -> list[str]:

@@ -53,6 +53,7 @@ ELSEWHERE = {
     "docs/recipes/keras.md: pip install": "by hand, as above",
     "docs/recipes/tensorflow.md: pip install": "by hand, as above",
     "docs/recipes/numpy.md: pip install": "scripts/first_hour, with more extras",
+    "docs/sealed_files.md: pip install": "scripts/install, with more extras",
     "docs/tuning.md: mpirun -np 8 python -m ringreduce tune": "takes a minute; tests/jobs/test_tuning_job.py",
     "docs/tuning.md: sudo scripts/cluster": "takes root; tests/jobs/test_links.py",
     "docs/tuning.md: sudo -E env": "takes root; tests/jobs/test_links.py",
@@ -100,7 +101,9 @@ def test_a_command_runs(command: str, tmp_path: Path) -> None:
     (tmp_path / "hosts.sh").chmod(0o755)
     if "trace.json" in line:
         assert run("python", "train.py", cwd=tmp_path, RINGREDUCE_TIMELINE="trace.json").returncode == 0
+    if "runs.jsonl" in line:
+        assert run("python", "train.py", cwd=tmp_path, RINGREDUCE_AUDIT="runs.jsonl").returncode == 0
     if " bench " in line:
         line = re.sub(r"-e (?:16|64)M", "-e 1M", line) + " -n 2 -w 0"
-    done = run("bash", "-c", line, cwd=tmp_path)
+    done = run("bash", "-c", line, cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))  # where a new key goes
     assert done.returncode == 0, done.stdout + done.stderr
