@@ -159,7 +159,7 @@ def export(folder: str, out: str, name: str, number: int | None, force: bool, pl
         said = f"the commits in {folder} are not used: {error}"
         AuditRecord.add_alone(config, "refused", {"what": "export", "error": said})
         raise ConfigError(said) from None
-    keys = _keys()
+    keys = disk_keys(config.disk_key_file)
     store = CommitStore(
         folder,
         1,

@@ -18,6 +18,7 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.launch import LAUNCHERS
 from ringreduce.common.libraries import FRAMEWORKS
+from ringreduce.common.processes import pid_namespace
 from ringreduce.doctor.bindings import Binding
 from ringreduce.gpu.inventory import Inventory, take_inventory
 from ringreduce.launcher.mpirun import clash, find
@@ -175,7 +176,7 @@ def collect(world: WorldFacts, rank: int, foreign: Mpi | None = None, environ: M
         rank=rank,
         host=socket.gethostname(),
         boot=_read("/proc/sys/kernel/random/boot_id"),
-        pid_namespace=_link("/proc/self/ns/pid"),
+        pid_namespace=pid_namespace(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         packages=_installed(),
@@ -308,13 +309,6 @@ def _quota(text: str) -> float:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
     except OSError:
         return ""
 

@@ -41,7 +41,7 @@ from typing import Any
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import allocation, launch
-from ringreduce.observe.audit_chain import ChainedFile, plain
+from ringreduce.observe.audit_chain import ChainedFile, plain, said_by
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 
 __all__ = ["AuditRecord", "loaded_versions", "require_facts"]
@@ -163,7 +163,7 @@ class AuditRecord:
             self._kept.popleft()
         merged: dict[str, dict[str, Any]] = {}
         for entry in (entry for entries in everyone for entry in entries):
-            first = merged.setdefault(json.dumps([entry["event"], entry["facts"]], sort_keys=True), entry)
+            first = merged.setdefault(said_by(entry), entry)
             if entry["ranks"][0] not in first["ranks"]:
                 first["ranks"] += entry["ranks"]
         if merged and not self._rank:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
-__all__ = ["ChainedFile", "Examination", "examine", "plain"]
+__all__ = ["ChainedFile", "Examination", "examine", "plain", "said_by"]
 
 _WHOLE = re.compile(rb'(\{.*), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
 _BEGIN = b'{"line": '
@@ -175,11 +175,11 @@ class ChainedFile:
         """
         with self._locked() as file:
             texts = os.pread(file, os.fstat(file).st_size, 0).split(b"\n")
-            said = {_said(line) for text in texts if (line := _read(text)) and line["world"] == world}
+            said = {said_by(line) for text in texts if (line := _read(text)) and line["world"] == world}
             if not said:
                 raise FileNotFoundError("the record of rank 0 is not there")
             for each in entries:
-                if _said(each) not in said:
+                if said_by(each) not in said:
                     _append(file, each)
 
     @contextmanager
@@ -256,7 +256,8 @@ def _end_of(file: int, nbytes: int) -> tuple[int, str, bytes, bytes]:
         span *= 16
 
 
-def _said(line: Mapping[str, Any]) -> str:
+def said_by(line: Mapping[str, Any]) -> str:
+    """Return what a line says, equal for all ranks that say it."""
     return json.dumps([line["event"], line["facts"]], sort_keys=True)
 
 

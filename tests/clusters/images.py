@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import requires, version
 from pathlib import Path
 
-from machines import Cluster, why_not
+from machines import Cluster, ended, why_not
 from packaging.requirements import Requirement
 
 CHECKOUT = Path(__file__).parents[2]
@@ -150,16 +150,7 @@ class Pods(Cluster):
 def called(command: Sequence[str], timeout_s: float, variables: dict[str, str] | None = None) -> str:
     """Return what a command prints; it must end well within the limit, or it is ended."""
     limited = ["timeout", "--kill-after=10", str(timeout_s), *command]
-    done = subprocess.run(
-        limited,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s + 20,
-        check=False,
-        env={**os.environ, **(variables or {})},
-    )
+    done = ended(limited, timeout_s, variables={**os.environ, **(variables or {})})
     assert done.returncode == 0, f"{' '.join(command)}: {done.returncode}\n{done.stdout}"
     return done.stdout
 

@@ -94,17 +94,8 @@ class Cluster:
     ) -> Done:
         """Run a command on a host, within a time limit that nothing survives."""
         begin = time.monotonic()
-        done = subprocess.run(
-            self._limited(number, ["timeout", "--kill-after=5", str(timeout_s)], words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s + 20,
-            check=False,
-            cwd=self.shared,
-            env={**environ(), **(variables or {})},
-        )
+        line = self._limited(number, ["timeout", "--kill-after=5", str(timeout_s)], words)
+        done = ended(line, timeout_s, variables={**environ(), **(variables or {})}, folder=self.shared)
         return Done(done.returncode, done.stdout, time.monotonic() - begin)
 
     def _limited(self, number: int, limit: Sequence[str], words: Sequence[str]) -> list[str]:
@@ -116,6 +107,23 @@ class Cluster:
         path = self.shared / name
         path.write_text(text)
         return path
+
+
+def ended(
+    line: Sequence[str], timeout_s: float, variables: Mapping[str, str], folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Return how a command ended, with all that it wrote; it has a time limit of its own, and a little longer here."""
+    return subprocess.run(
+        line,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s + 20,
+        check=False,
+        cwd=folder,
+        env=variables,
+    )
 
 
 def environ() -> dict[str, str]:

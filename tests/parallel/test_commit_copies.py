@@ -138,15 +138,20 @@ def test_a_copy_counts_where_a_file_is_damaged(base: Path, caplog: pytest.LogCap
     begin(disk(base), 2, 2)
 
 
-@pytest.mark.sizes(2, 3, 4)
-def test_a_host_that_was_away_brings_back_nothing(base: Path) -> None:
-    """Neither a higher number than that of the last commit, nor parts of commits that have its number."""
+def go_away(base: Path) -> None:
+    """Train for five commits, of which host 1 keeps all in its absence, and the hosts that are there lose two."""
     state, _ = kept(disk(base))
     train(state, 1, 2, 3, 4, 5)
     on_rank_0(shutil.copytree, disk(base, 1), base / "away")
     for path in commits(base, 4, 5) if rr.rank() == 0 else ():
         path.unlink()
     rr.barrier()
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_host_that_was_away_brings_back_nothing(base: Path) -> None:
+    """Neither a higher number than that of the last commit, nor parts of commits that have its number."""
+    go_away(base)
     drawn = train(begin(disk(base), 3, 3), 40)
     on_rank_0(shutil.rmtree, disk(base, 1))
     on_rank_0(shutil.copytree, base / "away", disk(base, 1))
@@ -157,12 +162,7 @@ def test_a_host_that_was_away_brings_back_nothing(base: Path) -> None:
 @pytest.mark.sizes(2)
 def test_a_host_that_was_away_completes_no_commit(base: Path) -> None:
     """One of which a rank's part is lost gives way to that from which it has come, though a later one is whole."""
-    state, _ = kept(disk(base))
-    train(state, 1, 2, 3, 4, 5)
-    on_rank_0(shutil.copytree, disk(base, 1), base / "away")
-    for path in commits(base, 4, 5) if rr.rank() == 0 else ():
-        path.unlink()
-    rr.barrier()
+    go_away(base)
     train(begin(disk(base), 3, 3), 40)
     on_rank_0(shutil.rmtree, disk(base, 1))
     on_rank_0(shutil.copytree, base / "away", disk(base, 1))

@@ -140,6 +140,19 @@ def test_no_port_listens_between_hosts(rank: int, size: int, monkeypatch: pytest
         dist.destroy_process_group()
 
 
+@pytest.mark.sizes(2, 3, 4)
+def test_where_mpi_takes_one_thread_a_store_of_torchs_listens_on_one_address(rank: int, size: int) -> None:
+    """On that of rank 0's host; keys begin with a random text."""
+    before = listening()
+    store = process_group._listening_store(size)
+    store.set(f"from {rank}", "there")
+    assert [store.get(f"from {other}") for other in range(size)] == [b"there"] * size
+    addresses = {each.partition(":")[0].strip("0") for each in listening() - before}
+    assert len(addresses) == (rank == 0)
+    assert "" not in addresses  # which is every address
+    rr.barrier()
+
+
 def listening() -> set[str]:
     """Return the local addresses of this process's TCP sockets that listen."""
     inodes = {path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}

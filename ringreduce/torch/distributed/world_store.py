@@ -225,7 +225,8 @@ class WorldStore(_Store):  # type: ignore[misc]
             ShutdownError, TransportError: the world has ended.
         """
         number = next(self._numbers)
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
+        limit_s = (self.timeout if timeout is None else timeout).total_seconds()
+        deadline = time.monotonic() + limit_s
         self._lifetime.require_open("torch's store")
         with self._lock:
             if self._messages.rank == 0:
@@ -243,8 +244,8 @@ class WorldStore(_Store):  # type: ignore[misc]
                 if late:
                     self._forgotten.add(number)
             if late:
-                waited = f"waited {(self.timeout if timeout is None else timeout).total_seconds():.3g} s for"
-                raise _StoreError(f"{waited} {', '.join(keys) or operation} in torch's store, which rank 0 keeps")
+                missing = ", ".join(keys) or operation
+                raise _StoreError(f"waited {limit_s:.3g} s for {missing} in torch's store, which rank 0 keeps")
             self._lifetime.require_open("torch's store")
             time.sleep(pause_s)  # MPI does not say when a note has come, and another thread may be the one to find it
             pause_s = min(2 * pause_s, _LONG_S)
