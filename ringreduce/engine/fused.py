@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -11,7 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, divide_wrapped, narrow, typed, widen
+from ringreduce.buffers import (
+    DType,
+    Operand,
+    divide,
+    divide_toward_zero,
+    divide_wrapped,
+    narrow,
+    operand_of,
+    typed,
+    widen,
+)
+from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
@@ -70,16 +82,26 @@ class Executor:
         divisor = self._divisor(op, active)
         for index, array in enumerate(arrays):
             feedback = feedbacks[index] if feedbacks else None
-            if not divisor:
+            if active == self.size:
                 self.communicator.allreduce(array, op, out=array, compression=wire, feedback=feedback, weights=weights)
                 continue
-            operand = Operand.of(array)
-            view = operand.flat()
-            if wire is None and (operand.dtype.half or operand.dtype.integral):  # the sum needs a wider dtype
-                self._reduce_pairs(op, operand.dtype, view.size, pairs=[(view, view)], divisor=divisor)
-            else:
-                self.communicator.allreduce(array, SUM, out=array, compression=wire, feedback=feedback)
-                divide(view, divisor)
+            # Ranks that have joined have no array on a GPU to reduce with.
+            with self._in_host_memory(array) as given:
+                if not divisor:
+                    self.communicator.allreduce(given, op, out=given, compression=wire, feedback=feedback)
+                elif wire is None and (given.dtype.half or given.dtype.integral):  # the sum needs a wider dtype
+                    flat = given.flat()
+                    self._reduce_pairs(op, given.dtype, flat.size, pairs=[(flat, flat)], divisor=divisor)
+                else:
+                    self.communicator.allreduce(given, SUM, out=given, compression=wire, feedback=feedback)
+                    divide(given.flat(), divisor)
+
+    def _in_host_memory(self, array: Any) -> AbstractContextManager[Operand]:
+        """Give an array in host memory in place of one on a GPU, which has its content in the end."""
+        operand = operand_of(array)
+        if isinstance(operand, DeviceOperand):
+            return self.communicator.gpu.on_host(operand, fetch=True, store=True)
+        return nullcontext(operand)
 
     def reduce_packed(
         self, op: ReduceOp, totals: Mapping[str, int], operands: Sequence[tuple[Operand, Operand]], active: int
