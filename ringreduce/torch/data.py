@@ -93,7 +93,8 @@ class DistributedSampler(Sampler[Any]):
         count = len(self.dataset)
         if not self.shuffle:
             return list(range(count))
-        return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(count, generator=generator, device="cpu").tolist()
 
     def _samples(self) -> Iterator[int]:
         count, order, (me, ranks) = len(self.dataset), self._order(), rank_and_size()

@@ -80,6 +80,14 @@ def test_shards_of_what_can_only_be_iterated(world: rr.Communicator, ends: str, 
                 assert {len(each) for each in shares} == {-(-count // world.size)}
 
 
+@pytest.mark.parametrize("sampler", [hvd.DistributedSampler, hvd.elastic.ElasticSampler])
+def test_orders_do_not_depend_on_the_default_device(world: rr.Communicator, sampler: Any) -> None:
+    """A program may have all new tensors on a GPU, for which a device without data is taken here."""
+    wanted = list(sampler(range(17), shuffle=True))
+    with torch.device("meta"):
+        assert list(sampler(range(17), shuffle=True)) == wanted
+
+
 def test_mistakes_with_data() -> None:
     """What cannot be divided is refused with the remedy."""
     with pytest.raises(ConfigError, match="use Shard"):

@@ -13,4 +13,5 @@ class ElasticSampler(EpochDivision, Sampler[int]):
 
     def shuffled(self, seed: int) -> list[int]:
         """Return all indices in the random order of a seed, the same on all ranks."""
-        return list(torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(seed)).tolist())
+        generator = torch.Generator().manual_seed(seed)
+        return list(torch.randperm(len(self.dataset), generator=generator, device="cpu").tolist())

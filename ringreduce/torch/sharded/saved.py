@@ -36,6 +36,10 @@ def take_training(state: dict[str, Any], training: Training) -> Callable[[], Non
     require_room(late, training.options.staleness)
 
     def load() -> None:
+        parameters = [parameter for _, parameter in training.named()]
+        for gradients in late:
+            for number, average in gradients.items():  # a checkpoint is in host memory
+                gradients[number] = average.to(parameters[number].device)
         if (averages := training.reducer.late if late else training.late) is not None:
             averages.load(late)
         if kept is None:

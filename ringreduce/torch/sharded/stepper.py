@@ -234,8 +234,9 @@ class ShardedStep:
             local.append(0.0 if counted is None else _norm(counted, norm_type))
         # Rounded where torch rounds: the norm of each gradient has its dtype, and that of these norms their common one.
         norms = zip(self._parameters, self._sharding.norms(local, norm_type), strict=True)
-        rounded = [torch.tensor(norm, dtype=_real(each.grad.dtype)) for each, norm in norms if each.grad is not None]
-        rounded = rounded or [torch.zeros(())]
+        made = partial(torch.tensor, device="cpu")  # whatever the program's default device is
+        rounded = [made(norm, dtype=_real(each.grad.dtype)) for each, norm in norms if each.grad is not None]
+        rounded = rounded or [made(0.0)]
         dtype = reduce(torch.promote_types, [each.dtype for each in rounded])
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(dtype) for each in rounded]), norm_type)
         if error_if_nonfinite and not total.isfinite():

@@ -47,9 +47,11 @@ class Training:
         communicator: the ranks; for what is done before the first step.
         identity: as for `GradientReducer`, if it is set before `begin`.
         described: what errors call the optimizer; from `begin` on.
+        named: returns all of its parameters by name; from `prepare` on.
     """
 
     described: str
+    named: Callable[[], Named]
 
     def __init__(self, kind: str, process_set: object, arrays: Arrays, bind: Callable[[Communicator], Memory]) -> None:
         self._kind = kind
@@ -122,7 +124,7 @@ class Training:
     ) -> None:
         """Note what `begin` takes, for `rejoin` or the first use of `gradients` to begin with."""
         self._optimizer = optimizer
-        self._named = named
+        self.named = named
         self.options = options
         self._settings = settings
 
@@ -159,7 +161,7 @@ class Training:
         Raises:
             MismatchError: they have not.
         """
-        named = self._named()
+        named = self.named()
         options = self.options.in_words([parameter for _, parameter in named])
         require_same_arrays(
             self._arrays, self.communicator, caller=self._kind, named=named, devices=True, options=options
@@ -194,8 +196,8 @@ class Training:
         if not in_place:
             self._take_place()
         with self.checking(self._kind):
-            self._bind(self._engine.communicator).streams.require_usable([each for _, each in self._named()])
-        self.begin(self._optimizer, self._named, options=self.options, settings=self._settings)
+            self._bind(self._engine.communicator).streams.require_usable([each for _, each in self.named()])
+        self.begin(self._optimizer, self.named, options=self.options, settings=self._settings)
         if replaced is not None:
             replaced.retire()
         return True
