@@ -23,7 +23,7 @@ VERSION = "0.1.0"
 #: limit of a test.
 _ELSEWHERE = {*VARIABLES, "RINGREDUCE_HOST", "RINGREDUCE_TEST_TIMEOUT"}
 #: Settings of MPI libraries to take addresses of GPU memory, and of NCCL to take several ranks on one GPU.
-_GPU_SWITCHES = ("MV2_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED", "NCCL_MULTI_RANK_GPU_ENABLE")
+_GPU_SWITCHES = ("MV2_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID")
 
 
 def _unless_zero(text: str) -> str:

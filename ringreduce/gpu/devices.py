@@ -211,7 +211,8 @@ class Gpu(Devices):
             _log.warning("%s is not used, though asked for: %s", _NAMES[asked], made)
         else:
             _log.info("allreduce of arrays in device memory: %s", made.description)
-            _warn_of_no_report(_NAMES[asked])
+            if asked != NCCL:
+                _warn_of_no_report(_NAMES[asked])
 
     def _path(self, asked: str, dtype: DType, op: ReduceOp) -> OnDevice | None:
         """Return what reduces such elements on the GPUs; None if nothing does. Local; the same on all ranks."""

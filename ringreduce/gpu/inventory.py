@@ -84,9 +84,8 @@ def _cupy_packages() -> tuple[str, ...]:
 def nccl_version() -> int:
     """Return the version of the NCCL that CuPy finds, 22703 for 2.27.3; 0 without CuPy or NCCL. Uses no GPU."""
     try:
-        import cupy
+        import cupy.cuda.nccl as library  # which is no attribute of CuPy 14 before it is imported
 
-        nccl = cupy.cuda.nccl  # looks for the library when it is first touched
-        return int(nccl.get_version()) if nccl.available else 0
-    except Exception:  # it comes without one, or with one that does not load
+        return int(library.get_version()) if library.available else 0
+    except Exception:  # CuPy comes without one, or with one that does not load
         return 0

@@ -47,6 +47,8 @@ _OLDEST_WITH_AVERAGE = _OLDEST_WITH_BFLOAT16 = 21000
 #: The first that takes several ranks on one GPU, and the variable in which "1" asks for that.
 _OLDEST_WITH_SHARED_GPUS = 23000
 _SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+#: What NCCL takes for the name of the host. NCCL lets ranks of two hosts be, whatever their GPUs.
+_HOST = "NCCL_HOSTID"
 
 #: The longest that a rank waits for the others to connect.
 _CONNECTING_S = 60.0
@@ -75,20 +77,20 @@ def code_of_op(op: ReduceOp, dtype: DType, version: int) -> int | None:
     return _OPS[op]
 
 
-def _refusal(everyone: Sequence[tuple[int, str, bool]]) -> str | None:
-    """Say why ranks with these versions, GPUs and switches do not go on to connect; None if they do."""
-    versions = {version for version, _, _ in everyone}
+def _refusal(everyone: Sequence[tuple[int, str, str, bool]]) -> str | None:
+    """Say why ranks with these versions, GPUs, hosts and switches do not go on to connect; None if they do."""
+    versions = {version for version, *_ in everyone}
     if len(versions) > 1:
         return f"the ranks have NCCL {', '.join(map(version_text, sorted(versions)))}"
-    first: dict[str, int] = {}
-    for rank, (version, uuid, _) in enumerate(everyone):
-        other = first.setdefault(uuid, rank)
+    first: dict[tuple[str, str], int] = {}
+    for rank, (version, uuid, host, _) in enumerate(everyone):
+        other = first.setdefault((uuid, host), rank)
         if other == rank:
             continue
         if version < _OLDEST_WITH_SHARED_GPUS:
             found = version_text(version)
             return f"ranks {other} and {rank} share a GPU, which NCCL takes from 2.30 on; here it is {found}"
-        if not all(shares for _, _, shares in everyone):
+        if not all(shares for *_, shares in everyone):
             return (
                 f"ranks {other} and {rank} share a GPU, where NCCL's kernels wait for each other in turns at best; "
                 f"{_SHARED_GPUS}=1 on all ranks lets NCCL try"
@@ -169,7 +171,8 @@ class NcclAllreduce(OnDevice):
         try:
             nccl = together(messages, lambda: find(driver.device.number))
             shares = switches.get(_SHARED_GPUS) == "1"
-            why_not = _refusal(exchange_json(messages, [nccl.version, driver.device.uuid, shares]))
+            mine = [nccl.version, driver.device.uuid, switches.get(_HOST, ""), shares]
+            why_not = _refusal(exchange_json(messages, mine))
             if why_not is not None:
                 return why_not
             unique_id = together(messages, lambda: nccl.unique_id().hex() if messages.rank == 0 else "")

@@ -23,7 +23,7 @@ from ringreduce.doctor.facts import Facts, Mpi, WorldFacts, collect, stranger
 from ringreduce.doctor.findings import Finding, by_rank, examine
 from ringreduce.gpu.awareness import conclude
 from ringreduce.gpu.cupy_driver import Device
-from ringreduce.gpu.inventory import Inventory, take_inventory
+from ringreduce.gpu.inventory import Inventory, nccl_version, take_inventory
 
 OPEN_MPI = Mpi("Open MPI v5.0.11", "multiple", 1, ulfm=True, cuda_reason="MPIX_Query_cuda_support says no")
 MPICH = Mpi("MPICH Version: 5.0.2", "multiple", 1, cuda_reason="MPIX_GPU_query_support says no")
@@ -369,6 +369,21 @@ def test_a_cupy_that_does_not_load_is_reported(tmp_path: Path, monkeypatch: pyte
     assert found.packages
     assert found.problem == "ImportError: libnvrtc.so.13 is missing"
     assert found.devices == ()
+
+
+def test_nccl_of_a_cupy_that_has_not_looked_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In CuPy 14 it is no attribute before somebody imports it."""
+    cuda = tmp_path / "cupy" / "cuda"
+    cuda.mkdir(parents=True)
+    (tmp_path / "cupy" / "__init__.py").write_text("from cupy import cuda\n")
+    (cuda / "__init__.py").touch()
+    (cuda / "nccl.py").write_text("available = True\ndef get_version():\n    return 22809\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert nccl_version() == 22809
+    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_launcher_of_the_same_family_is_no_stranger(monkeypatch: pytest.MonkeyPatch):

@@ -202,6 +202,23 @@ def test_newer_nccl_shares_gpus_if_it_is_told_to(monkeypatch: pytest.MonkeyPatch
     assert on_gpus(3, function, shared=True, versions=NEW) == [True] * 3
 
 
+@pytest.mark.parametrize(("hosts", "connected"), [("abc", True), ("aba", False)])
+def test_ranks_of_hosts_of_other_names_may_share_a_gpu(
+    hosts: str, connected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL takes them for ranks of several hosts, and looks no further; ranks of one name are refused."""
+    mine = threading.local()
+    monkeypatch.setattr(devices, "gpu_switches", lambda: {"NCCL_HOSTID": mine.host})
+
+    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> bool:
+        mine.host = hosts[communicator.rank]
+        communicator.gpu.require_usable(None)
+        communicator.gpu._set_up("nccl")
+        return communicator.path_on_device("float32").transport == "nccl"
+
+    assert on_gpus(3, function, shared=True) == [connected] * 3
+
+
 def test_errors_that_come_later_end_the_communicator() -> None:
     """What NCCL reports about an earlier call comes out of the next one; what is under way is ended."""
 
