@@ -1,5 +1,7 @@
 """XLA's foreign function interface, spoken from Python: compiled programs call a function on their memory.
 
+A program that runs on a device copies its arrays to the host and back: JAX's callbacks do that, and call the function.
+
 XLA calls a C function with one frame: arguments, results, attributes. `ctypes` makes such a function of a Python one:
 nothing is compiled and nothing is copied. The structures are those of ``xla/ffi/api/c_api.h`` in jaxlib, which are
 stable within a major version of that API.
@@ -10,15 +12,16 @@ from __future__ import annotations
 import ctypes
 import inspect
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
-from struct import Struct, unpack
+from struct import Struct, pack, unpack
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.experimental import io_callback
 
 from ringreduce.training.binding.error_text import described
 
@@ -50,6 +53,7 @@ _DTYPES: dict[int, npt.DTypeLike] = {
     **{9: np.uint64, 10: np.float16, 11: np.float32, 12: np.float64, 15: np.complex64, 16: jnp.bfloat16},
     **{18: np.complex128},
 }
+_NUMBERS = {np.dtype(dtype): number for number, dtype in _DTYPES.items()}
 
 
 class Memory(NamedTuple):
@@ -73,6 +77,12 @@ class Memory(NamedTuple):
             layout.append((dtype, ctypes.string_at(dims, 8 * rank)))
             addresses.append(address)
         return cls(tuple(layout), addresses)
+
+    @classmethod
+    def holding(cls, arrays: Sequence[npt.NDArray[Any]]) -> Memory:
+        """Return the memory of contiguous arrays, which is there as long as they are."""
+        layout = [(_NUMBERS[each.dtype], pack(f"{each.ndim}q", *each.shape)) for each in arrays]
+        return cls(tuple(layout), [each.ctypes.data for each in arrays])
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +120,7 @@ def _read(structure: Struct, address: int) -> tuple[Any, ...]:
 
 
 def register(handler: Handler) -> None:
-    """Let compiled programs call a function, on the CPU; once in a process.
+    """Let compiled programs call a function; once in a process.
 
     Args:
         handler: what they call. XLA calls it on the thread of the program, which waits then, or on one of its own. JAX
@@ -142,12 +152,14 @@ def register(handler: Handler) -> None:
 
     made = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(target)
     _kept.append(made)
+    _handlers.append(handler)
     address = jax.ffi.pycapsule(ctypes.cast(made, ctypes.c_void_p).value)
     jax.ffi.register_ffi_target(_TARGET, address, platform="cpu", api_version=_API_VERSION)
 
 
 _create_error = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
 _kept: list[Any] = []  # C does not know that it holds a function of Python
+_handlers: list[Handler] = []  # the one that is registered
 
 
 def call(
@@ -177,5 +189,39 @@ def call(
     results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]
     aliases = {number: number for number in range(len(results))} if in_place else None
     how: dict[str, Any] = {"vmap_method": batched, "input_output_aliases": aliases, "has_side_effect": always}
-    made = jax.ffi.ffi_call(_TARGET, results, **how)
-    return list(made(*arguments, *after, text=text))
+    here = partial(jax.ffi.ffi_call(_TARGET, results, **how), text=text)
+    if jax.default_backend() == "cpu":
+        return list(here(*arguments, *after))
+    carry_out = partial(_carry_out, text, [each.ndim for each in arguments], shapes, in_place)
+    if always:
+        elsewhere = partial(io_callback, carry_out, results)
+    else:
+        elsewhere = partial(jax.pure_callback, carry_out, results, vmap_method=batched)
+    return list(jax.lax.platform_dependent(*arguments, *after, cpu=here, default=elsewhere))
+
+
+def _carry_out(
+    text: str, dimensions: Sequence[int], shapes: Sequence[tuple[int, ...]], in_place: bool, *given: Any
+) -> list[npt.NDArray[Any]]:
+    """Let the handler fill arrays, for a program that runs on a device and has copied its arrays to the host.
+
+    Args:
+        text, shapes, in_place: as for `call`.
+        dimensions: of the arguments, without those by which `vmap` has batched them.
+        *given: the arguments, and the arrays that are there before.
+    """
+    count = len(shapes)
+    arguments = [np.array(each, order="C", copy=in_place or None) for each in given[:count]]
+    results = arguments
+    if not in_place:
+        batches = [each.shape[: each.ndim - number] for each, number in zip(arguments, dimensions, strict=True)]
+        results = [
+            np.empty((*batch, *shape), each.dtype)
+            for batch, shape, each in zip(batches, shapes, arguments, strict=True)
+        ]
+    others = [np.asarray(each, order="C") for each in given[count:]]
+    try:
+        _handlers[-1](text.encode(), Memory.holding(arguments), Memory.holding(results), lambda: Memory.holding(others))
+    except BaseException as error:
+        raise RuntimeError(described(error, awaited=False)) from None  # as `register` does for programs on the CPU
+    return results
