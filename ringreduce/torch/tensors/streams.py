@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,7 +25,6 @@ from ringreduce.buffers import Operand
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError
-from ringreduce.torch.private import raw_entries
 from ringreduce.training.binding.framework import Streams
 
 _Result = TypeVar("_Result")
@@ -232,8 +230,9 @@ def _event() -> Any:
 
 def _keep_for(stream: Any, tensors: Iterable[torch.Tensor]) -> None:
     """Let memory that is freed while a stream still works on it not be used for anything else before."""
-    parts = (raw_entries(each) if each.layout is torch.sparse_coo else (each,) for each in tensors if each.is_cuda)
-    for tensor in chain.from_iterable(parts):
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            continue
         try:
             tensor.record_stream(stream)
         except RuntimeError:
@@ -244,7 +243,7 @@ def _keep_for(stream: Any, tensors: Iterable[torch.Tensor]) -> None:
 
 def _tensors_in(result: object) -> Iterator[torch.Tensor]:
     if isinstance(result, torch.Tensor):
-        yield result
+        yield from (result.indices(), result.values()) if result.is_sparse else (result,)  # sparse ones are coalesced
     elif isinstance(result, (list, tuple)):
         for each in result:
             yield from _tensors_in(each)
