@@ -113,7 +113,7 @@ def _words(text: str) -> tuple[str, ...]:
     "key_file",
     metavar="[=FILE]",
     callback=_key_file,
-    help="Encrypt what goes to other hosts; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.",
+    help="Encrypt messages of ranks; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.",
 )
 @click.option("--elastic", is_flag=True, help="Go on when ranks die; for programs that use ringreduce.elastic.")
 @click.option("--min-np", "least", type=click.IntRange(1), show_default="1", help="End once fewer ranks survive.")

@@ -132,11 +132,6 @@ class Context:
         if not self.single_node:
             self.waiter.watchers.append(self.agreement.watch)
 
-    @property
-    def seals(self) -> bool:
-        """Whether what these ranks send to other hosts must be sealed; equal on all of them."""
-        return self.config.key_file is not None and not self.node.hosts.single_node
-
     def problem(self, collective: Collective, nbytes: int, dtype: DType, op: ReduceOp) -> Problem:
         """Return a problem of these ranks; ``op`` matters where something is reduced."""
         library = self.messages.offers_allreduce

@@ -168,7 +168,7 @@ class Config:
         check_data: whether the ranks compare checksums of their gradients in the first three steps of an optimizer, to
             warn if all train on the same data. ``RINGREDUCE_CHECK=data:0``
         checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
-        key_file: the file with the secret by which messages between hosts are sealed; None: they are not.
+        key_file: the file with the secret by which messages are sealed; None: they are not.
             ``RINGREDUCE_KEY_FILE``
         status: whether `ringreduce top` sees the ranks. ``RINGREDUCE_STATUS``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on

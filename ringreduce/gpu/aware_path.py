@@ -77,7 +77,7 @@ class AwareAllreduce(OnDevice):
             found = ask()
             if context.config.checksum:
                 raise TransportError("RINGREDUCE_CHECKSUM has the host read what is sent")
-            if context.seals:
+            if context.config.key_file is not None:
                 raise TransportError("RINGREDUCE_KEY_FILE has the host seal what is sent")
             if found.aware is False:
                 raise TransportError(found.reason)

@@ -166,8 +166,8 @@ class NcclAllreduce(OnDevice):
             switches: this rank's variables that NCCL reads.
         """
         messages = context.messages
-        if context.seals:
-            return "RINGREDUCE_KEY_FILE is set, and NCCL does not encrypt what it sends to other hosts"
+        if context.config.key_file is not None and not context.single_node:
+            return "RINGREDUCE_KEY_FILE is set, and NCCL does not encrypt what it sends to ranks without shared memory"
         try:
             nccl = together(messages, lambda: find(driver.device.number))
             shares = switches.get(_SHARED_GPUS) == "1"

@@ -29,7 +29,7 @@ class LaunchSpec:
         exported: variables for all ranks, ``NAME`` or ``NAME=VALUE``.
         folder: folder for the output of each rank; None: all is shown.
         prefix: whether lines of output begin with the rank.
-        key_file: path, on all hosts, of the file with the secret by which messages between hosts are sealed.
+        key_file: path, on all hosts, of the file with the secret by which messages are sealed.
         elastic: whether ranks go on without others.
         least, most: the fewest ranks that go on, and the number to which the job grows.
         restarts: number of restarts after failures.

@@ -12,7 +12,6 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, TransportError, name_ranks
 from ringreduce.common.keys import KEY_NBYTES, Secret, read_secret
 from ringreduce.common.launch import launch
-from ringreduce.common.processes import host_name
 from ringreduce.runtime.bootstrap import Connection
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.noise import Initiator, answer
@@ -44,7 +43,6 @@ class Handshake:
     def __init__(self, config: Config, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._host = f"{host_name()} {rank // (config.node_size or size)}"
         self._secret: Secret | None = None
         self._initiator: Initiator | None = None
         self.greeting: dict[str, str] | None = None
@@ -70,8 +68,8 @@ class Handshake:
         launched = launch()
         return json.dumps(["ringreduce messages 1", launched.job, launched.restarts, self._size, rank]).encode()
 
-    def conclude(self, messages: Messages, introductions: Sequence[Any]) -> tuple[Secret, list[str]] | None:
-        """Return the key of the world, and the hosts of its ranks; None: no rank has a secret. Collective.
+    def conclude(self, messages: Messages, introductions: Sequence[Any]) -> Secret | None:
+        """Return the key of the world; None: no rank has a secret. Collective.
 
         Args:
             messages: the ranks.
@@ -102,12 +100,11 @@ class Handshake:
         except (TransportError, TypeError, ValueError) as error:
             messages.exchange(b"")  # which opens for nobody, so that all ranks raise an error
             raise TransportError(f"what rank 0 gives to rank {self._rank} does not open: {error}") from None
-        strangers = [str(rank) for rank in range(self._size)]  # one on each host, as long as that is not known
         said = hashlib.sha256(
             json.dumps([introductions, answers]).encode()
         ).digest()  # in the open: all must know the same
-        first = SealedMessages(messages, Secret(key.derive("first messages", said)), strangers)
-        return key, [each.decode() for each in first.exchange(self._host.encode())]
+        SealedMessages(messages, Secret(key.derive("first messages", said))).exchange(b"")
+        return key
 
     def _require_secrets(self, greetings: Sequence[Any]) -> None:
         """Raise a ConfigError, on all ranks, if some have no secret or cannot read theirs."""
@@ -132,23 +129,17 @@ class Handshake:
 
 
 class SealedConnection:
-    """Connects ranks as another `Connection` does, but that messages between hosts are sealed.
+    """Connects ranks as another `Connection` does, but that messages are sealed.
 
     Args:
         inner: the other one.
         key: of the world.
-        hosts: of its ranks.
-
-    Attributes:
-        count: how many hosts there are.
     """
 
-    def __init__(self, inner: Connection, key: Secret, hosts: Sequence[str]) -> None:
+    def __init__(self, inner: Connection, key: Secret) -> None:
         self._inner = inner
         self._key = key
-        self._hosts = hosts
         self._made = 0
-        self.count = len(set(hosts))
         self.name = inner.name
         self.who = inner.who
         self.introduce = inner.introduce
@@ -158,15 +149,11 @@ class SealedConnection:
     def seal(self, messages: Messages) -> Messages:
         """Return messages between all ranks, sealed. Collective."""
         self._made += 1
-        return sealed(messages, self._key, self._hosts, f"messages {self._made}")
+        return sealed(messages, self._key, f"messages {self._made}")
 
     def messages(self, waiter: Waiter) -> Messages:
         return self.seal(self._inner.messages(waiter))
 
     def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[Messages]:
-        hosts = [self._hosts[rank] for rank in ranks]
         made = self._inner.messages_among(ranks, waiters)
-        return [
-            sealed(each, self._key, hosts, f"group {list(ranks)}, messages {number}")
-            for number, each in enumerate(made)
-        ]
+        return [sealed(each, self._key, f"group {list(ranks)}, messages {number}") for number, each in enumerate(made)]

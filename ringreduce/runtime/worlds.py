@@ -210,9 +210,9 @@ class OwnWorld(World):
         undo: list[Callable[[], None]] = [messages.close]
         try:
             handshake = Handshake(config, messages.rank, messages.size)
-            agreed = handshake.conclude(messages, check_versions(messages, handshake.greeting))
-            if agreed is not None:
-                connection = SealedConnection(connection, *agreed)
+            key = handshake.conclude(messages, check_versions(messages, handshake.greeting))
+            if key is not None:
+                connection = SealedConnection(connection, key)
                 messages = connection.seal(messages)
             connection.introduce(messages)
             check_settings(messages, config)
@@ -370,7 +370,7 @@ class OwnWorld(World):
         _log.info("%s", versions)
         between = self.communicator.library if self.size > 1 else "nothing"
         if isinstance(self._connection, SealedConnection):
-            between += f" (sealed between {self._connection.count} hosts)"
+            between += " (sealed)"
         ranks = f"{self.hosts.describe()}, started by {'no launcher' if launcher is None else launcher.name}"
         _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
         standard = Config(launched_size=self.config.launched_size, tuning=self.config.tuning)

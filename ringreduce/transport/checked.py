@@ -63,9 +63,9 @@ class GuardedTransfer:
 
 
 class GuardedMessages(ABC):
-    """Messages like others, but that some travel with more bytes behind them; what is not here the others do.
+    """Messages like others, but that each travels with more bytes behind it; what is not here the others do.
 
-    The data of such a message is copied into a buffer and out of it. Buffers are used again by messages of the same
+    The data of a message is copied into a buffer and out of it. Buffers are used again by messages of the same
     peer, tag and length, so there are as many as travel at once.
 
     Args:
@@ -86,10 +86,6 @@ class GuardedMessages(ABC):
         return getattr(self._inner, name)
 
     @abstractmethod
-    def covers(self, peer: int) -> bool:
-        """Return whether messages from and to a rank carry these bytes."""
-
-    @abstractmethod
     def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
         """Lay out in ``room`` what travels for the data of a send that starts."""
 
@@ -103,13 +99,9 @@ class GuardedMessages(ABC):
     # ---- messages ----
 
     def send(self, data: Array, peer: int, tag: int) -> Prequest:
-        if not self.covers(peer):
-            return self._inner.send(data, peer, tag)
         return self._described(data, peer, tag, is_send=True)
 
     def recv(self, data: Array, peer: int, tag: int) -> Prequest:
-        if not self.covers(peer):
-            return self._inner.recv(data, peer, tag)
         return self._described(data, peer, tag, is_send=False)
 
     def _described(self, data: Array, peer: int, tag: int, *, is_send: bool) -> Prequest:
@@ -219,9 +211,6 @@ def checked(inner: Messages) -> Messages:
 
 class _CheckedMessages(GuardedMessages):
     """See `checked`."""
-
-    def covers(self, peer: int) -> bool:
-        return True
 
     def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
         room[:-_CHECKSUM_NBYTES] = transfer.data

@@ -1,4 +1,4 @@
-"""Messages that are encrypted between hosts, so that nobody else can read them, change them or send some of his own.
+"""Messages that are encrypted, so that nobody else can read them, change them or send some of his own.
 
 docs/encryption.md describes the construction, and has its sources.
 """
@@ -97,37 +97,29 @@ class _SealedStream(NamedTuple):
     counts: TagCounts
 
 
-def sealed(inner: Messages, key: Secret, hosts: Sequence[str], name: str) -> Messages:
-    """Return messages like others, but that all between hosts are encrypted; the others, if all are one. Collective.
+def sealed(inner: Messages, key: Secret, name: str) -> Messages:
+    """Return messages like others, but that all are encrypted. Collective.
 
     Args:
         inner: what moves the bytes.
         key: that all ranks have, and nobody else.
-        hosts: of the ranks, in words that are equal for ranks of one host.
         name: of these messages, among all that are made of this key.
     """
-    if len(set(hosts)) == 1:
-        return inner
     # Each rank's part makes the key a new one for this rank, whatever has come in place of the other parts.
     fresh = inner.exchange(os.urandom(KEY_NBYTES))
-    return cast("Messages", SealedMessages(inner, Secret(key.derive(name, b"".join(fresh))), hosts))
+    return cast("Messages", SealedMessages(inner, Secret(key.derive(name, b"".join(fresh)))))
 
 
 class SealedMessages(GuardedMessages):
     """See `sealed`, and there for the arguments; but the key belongs to these messages alone."""
 
-    def __init__(self, inner: Messages, key: Secret, hosts: Sequence[str]) -> None:
+    def __init__(self, inner: Messages, key: Secret) -> None:
         super().__init__(inner, _SEAL_NBYTES)
         self._key = key
-        self._hosts = hosts
-        self._host = hosts[inner.rank]
         self._streams: dict[tuple[str, int, bool], _SealedStream] = {}
         self._renewals = 0
         self._data = "data 0"  # the kind of messages until the next renewal
         self._subsets = 0
-
-    def covers(self, peer: int) -> bool:
-        return self._hosts[peer] != self._host
 
     def _stream(self, kind: str, peer: int, *, is_send: bool) -> _SealedStream:
         """Return what is under way of a kind, to a peer or from it. Each has a key of its own."""
@@ -135,7 +127,7 @@ class SealedMessages(GuardedMessages):
         if found is None:
             sender, receiver = (self._inner.rank, peer) if is_send else (peer, self._inner.rank)
             to = "all" if kind == "exchange" else str(receiver)
-            cipher = Cipher(self._key.derive(f"{kind} from {sender} to {to} of {len(self._hosts)}"))
+            cipher = Cipher(self._key.derive(f"{kind} from {sender} to {to} of {self._inner.size}"))
             found = self._streams[kind, peer, is_send] = _SealedStream(cipher, TagCounts())
         return found
 
@@ -158,7 +150,7 @@ class SealedMessages(GuardedMessages):
     def renew(self) -> None:
         """See `Messages.renew`; as ranks may have counted different messages by now, they go on with new keys."""
         super().renew()
-        for peer in range(len(self._hosts)):
+        for peer in range(self._inner.size):
             for is_send in (True, False):
                 self._streams.pop((self._data, peer, is_send), None)
         self._renewals += 1
@@ -170,13 +162,11 @@ class SealedMessages(GuardedMessages):
     # ---- control notes and exchanges ----
 
     def post(self, note: bytes, peer: int) -> None:
-        self._inner.post(self._sealed("notes", peer, note) if self.covers(peer) else note, peer)
+        self._inner.post(self._sealed("notes", peer, note), peer)
 
     def poll(self) -> tuple[int, bytes] | None:
         arrived = self._inner.poll()
-        if arrived is None or not self.covers(arrived[0]):
-            return arrived
-        return arrived[0], self._opened("notes", *arrived)
+        return None if arrived is None else (arrived[0], self._opened("notes", *arrived))
 
     def exchange(self, payload: bytes) -> list[bytes]:
         rank = self._inner.rank
@@ -203,8 +193,7 @@ class SealedMessages(GuardedMessages):
         self._subsets += 1
         if part is None:
             return None
-        hosts = [self._hosts[rank] for rank in ranks]
-        return sealed(part, self._key, hosts, f"subset {self._subsets} of ranks {list(ranks)}")
+        return sealed(part, self._key, f"subset {self._subsets} of ranks {list(ranks)}")
 
 
 def _not_opened(what: str) -> TransportError:

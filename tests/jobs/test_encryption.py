@@ -1,4 +1,4 @@
-"""Jobs whose messages between hosts are encrypted; each rank counts as a host of its own."""
+"""Jobs whose messages are encrypted; each rank counts as a host of its own."""
 
 from __future__ import annotations
 

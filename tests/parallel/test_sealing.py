@@ -1,4 +1,4 @@
-"""Worlds whose messages between hosts are sealed, over MPI; each rank, or each two, is a host of its own."""
+"""Worlds whose messages are sealed, over MPI; each rank, or each two, has memory of its own."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ def seals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
 def test_sealed_messages_over_mpi_conform(key_file: Path) -> None:
     """Those that were given up are ended, too."""
     inner = MpiMessages(MPI.COMM_WORLD, Waiter(30.0, crowded=True))
-    hosts = [str(rank) for rank in range(inner.size)]
     for number in range(2):
-        check_messages(sealed(inner, read_secret(key_file, "KEY"), hosts, str(number)))
+        check_messages(sealed(inner, read_secret(key_file, "KEY"), str(number)))
     inner.close()
 
 
@@ -99,16 +98,23 @@ def test_collectives_conform(
 
 
 def test_worlds_follow_each_other(key_file: Path, monkeypatch: pytest.MonkeyPatch, seals: Callable[[], int]) -> None:
-    """Each has a key of its own; and one of one host comes in between."""
+    """Each has a key of its own. On one host only what goes through shared memory is not sealed."""
     for node_size in ("1", None, "1"):
         if node_size is None:
             monkeypatch.delenv("RINGREDUCE_NODE_SIZE")
         else:
             monkeypatch.setenv("RINGREDUCE_NODE_SIZE", node_size)
         rr.init()
+        rank, size = rr.rank(), rr.size()
         before = seals()
-        assert (rr.allreduce(np.ones(5), rr.SUM) == rr.size()).all()
+        assert (rr.allreduce(np.ones(5), rr.SUM) == size).all()
         assert (seals() > before) == (node_size is not None)
+        for count, messages in ((10, 1), (100_003, 2)):  # a note, and what it announces
+            before = seals()
+            out = np.zeros(count)
+            rr.sendrecv(np.full(count, float(rank)), (rank + 1) % size, out, source=(rank - 1) % size)
+            assert (out == (rank - 1) % size).all()
+            assert seals() - before == messages
         rr.shutdown()
 
 

@@ -530,9 +530,14 @@ def test_what_carries_checksums_goes_through_host_memory(caplog: pytest.LogCaptu
     assert "CUDA-aware MPI is not used, though asked for: rank 0: RINGREDUCE_CHECKSUM" in caplog.text
 
 
-@pytest.mark.parametrize(("gpu", "name"), [("mpi", "CUDA-aware MPI"), ("nccl", "NCCL")])
-def test_what_is_sealed_goes_through_host_memory(gpu: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Between hosts neither NCCL nor MPI gets an address of device memory, though asked for, and a warning says so."""
+@pytest.mark.parametrize("gpu", ["mpi", "nccl"])
+@pytest.mark.parametrize("options", [{"node_size": 1}, {"shared_memory": False}, {}])
+def test_what_is_sealed_goes_through_host_memory(
+    options: dict[str, Any], gpu: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MPI gets no address of device memory, though asked for, and a warning says so; nor does NCCL, unless all ranks
+    share memory: that two ranks say that they are on one host is no proof.
+    """
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> str:
         array = driver.put_late(np.ones(5, np.float32))
@@ -540,10 +545,12 @@ def test_what_is_sealed_goes_through_host_memory(gpu: str, name: str, caplog: py
         assert array.get(array.stream).tolist() == [2] * 5
         return communicator.path_on_device("float32").transport
 
-    config = Config(timeout_s=20.0, gpu=gpu, key_file="key")
-    assert run_gpu_ranks(2, check, node_size=1, config=config) == ["staged"] * 2
-    assert f"{name} is not used, though asked for: " in caplog.text
-    assert "RINGREDUCE_KEY_FILE" in caplog.text
+    config = Config(timeout_s=20.0, gpu=gpu, key_file="key", **options)
+    path = "nccl" if gpu == "nccl" and not options else "staged"
+    assert run_gpu_ranks(2, check, gpu=lambda rank: rank, config=config) == [path] * 2
+    if path == "staged":
+        assert f"{'NCCL' if gpu == 'nccl' else 'CUDA-aware MPI'} is not used, though asked for: " in caplog.text
+        assert "RINGREDUCE_KEY_FILE" in caplog.text
 
 
 DESCRIBING = """
