@@ -110,15 +110,14 @@ class GuardedMessages(ABC):
         return GuardedTransfer(data.reshape(-1).view(np.uint8), route)
 
     def start(self, requests: Sequence[Prequest]) -> None:
-        for each in requests:
-            if isinstance(each, GuardedTransfer):
-                spare = self._spare.get(each.route)
-                each.staged = spare.pop() if spare else self._new_buffer(each.route)
-                if each.route.is_send:
-                    self.pack(each, each.staged.room)
-                else:
-                    self.expect(each)
-                each.under_way = True
+        for each in _transfers(requests):
+            spare = self._spare.get(each.route)
+            each.staged = spare.pop() if spare else self._new_buffer(each.route)
+            if each.route.is_send:
+                self.pack(each, each.staged.room)
+            else:
+                self.expect(each)
+            each.under_way = True
         self._inner.start(_inner(requests))
 
     def _new_buffer(self, route: _Route) -> _StagedMessage:
@@ -127,7 +126,7 @@ class GuardedMessages(ABC):
         return _StagedMessage(room, describe(room, route.peer, route.tag))
 
     def test_all(self, requests: Sequence[Prequest]) -> bool:
-        left = [each for each in requests if not (isinstance(each, GuardedTransfer) and not each.under_way)]
+        left = [each for each in _transfers(requests) if each.under_way]
         if not self._inner.test_all(_inner(left)):
             return False
         for each in left:
@@ -135,35 +134,30 @@ class GuardedMessages(ABC):
         return True
 
     def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
-        left = [
-            position
-            for position, each in enumerate(requests)
-            if not (isinstance(each, GuardedTransfer) and not each.under_way)
-        ]
-        ended = [left[position] for position in self._inner.test_some(_inner([requests[each] for each in left]))]
+        transfers = _transfers(requests)
+        left = [position for position, each in enumerate(transfers) if each.under_way]
+        ended = [left[position] for position in self._inner.test_some(_inner([transfers[each] for each in left]))]
         for position in ended:
-            self._end(requests[position])
+            self._end(transfers[position])
         return ended
 
-    def _end(self, request: Prequest) -> None:
+    def _end(self, transfer: GuardedTransfer) -> None:
         """Take note that a message is complete for the transport."""
-        if isinstance(request, GuardedTransfer):
-            assert request.staged is not None
-            request.under_way = False
-            self._spare.setdefault(request.route, []).append(request.staged)
-            if not request.route.is_send:
-                self.unpack(request, request.staged.room)
+        assert transfer.staged is not None
+        transfer.under_way = False
+        self._spare.setdefault(transfer.route, []).append(transfer.staged)
+        if not transfer.route.is_send:
+            self.unpack(transfer, transfer.staged.room)
 
     def free(self, requests: Sequence[Prequest]) -> None:
-        freed = [each for each in requests if not isinstance(each, GuardedTransfer)]
-        for each in requests:
-            if isinstance(each, GuardedTransfer):
-                if each.under_way and each.staged is not None:
-                    each.under_way = False
-                    freed.append(each.staged.request)
-                self._users[each.route] -= 1
-                if not self._users[each.route]:
-                    freed += self._buffers_of(each.route)
+        freed: list[Prequest] = []
+        for each in _transfers(requests):
+            if each.under_way and each.staged is not None:
+                each.under_way = False
+                freed.append(each.staged.request)
+            self._users[each.route] -= 1
+            if not self._users[each.route]:
+                freed += self._buffers_of(each.route)
         self._inner.free(freed)
 
     def _buffers_of(self, route: _Route) -> list[Prequest]:
@@ -176,8 +170,8 @@ class GuardedMessages(ABC):
 
     def give_up(self, requests: Sequence[Prequest]) -> None:
         self._inner.give_up(_inner(requests))
-        for each in requests:
-            if isinstance(each, GuardedTransfer) and each.under_way and each.staged is not None:
+        for each in _transfers(requests):
+            if each.under_way and each.staged is not None:
                 each.under_way = False
                 self._given_up.append((each.route, each.staged))
 
@@ -188,10 +182,13 @@ class GuardedMessages(ABC):
         self._given_up = []
 
 
+def _transfers(requests: Sequence[Prequest]) -> Sequence[GuardedTransfer]:
+    return cast("Sequence[GuardedTransfer]", requests)
+
+
 def _inner(requests: Sequence[Prequest]) -> list[Prequest]:
     """Return what the transport underneath knows of requests, in their order."""
-    found = (each.staged and each.staged.request if isinstance(each, GuardedTransfer) else each for each in requests)
-    return [each for each in found if each is not None]
+    return [each.staged.request for each in _transfers(requests) if each.staged is not None]
 
 
 _CHECKSUM_NBYTES = 4
