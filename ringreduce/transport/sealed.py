@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
 
 from ringreduce.buffers import Array, Bytes
 from ringreduce.common.errors import TransportError
@@ -17,6 +19,9 @@ from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.checked import GuardedMessages, GuardedTransfer
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _Buffer = Any  # bytes, or an array of bytes
 
@@ -110,12 +115,31 @@ def sealed(inner: Messages, key: Secret, name: str) -> Messages:
     return cast("Messages", SealedMessages(inner, Secret(key.derive(name, b"".join(fresh)))))
 
 
+def _in_turn(method: Callable[Concatenate[SealedMessages, P], T]) -> Callable[Concatenate[SealedMessages, P], T]:
+    """Let one thread at a time run a method that numbers messages, so that no two get one number."""
+
+    @wraps(method)
+    def run(self: SealedMessages, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            if self._busy:
+                raise TransportError("a signal handler communicates while the thread that it has interrupted does so")
+            self._busy = True
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._busy = False
+
+    return run
+
+
 class SealedMessages(GuardedMessages):
     """See `sealed`, and there for the arguments; but the key belongs to these messages alone."""
 
     def __init__(self, inner: Messages, key: Secret) -> None:
         super().__init__(inner, _SEAL_NBYTES)
         self._key = key
+        self._lock = threading.RLock()
+        self._busy = False  # whether a message is being numbered
         self._streams: dict[tuple[str, int, bool], _SealedStream] = {}
         self._renewals = 0
         self._data = "data 0"  # the kind of messages until the next renewal
@@ -133,11 +157,13 @@ class SealedMessages(GuardedMessages):
 
     # ---- messages ----
 
+    @_in_turn
     def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
         _, peer, tag, _ = transfer.route
         stream = self._stream(self._data, peer, is_send=True)
         stream.cipher.seal((tag, stream.counts.next(tag)), transfer.data, room)
 
+    @_in_turn
     def expect(self, transfer: GuardedTransfer) -> None:
         _, peer, tag, _ = transfer.route
         transfer.number = self._stream(self._data, peer, is_send=False).counts.next(tag)
@@ -150,6 +176,10 @@ class SealedMessages(GuardedMessages):
     def renew(self) -> None:
         """See `Messages.renew`; as ranks may have counted different messages by now, they go on with new keys."""
         super().renew()
+        self._take_new_keys()
+
+    @_in_turn
+    def _take_new_keys(self) -> None:
         for peer in range(self._inner.size):
             for is_send in (True, False):
                 self._streams.pop((self._data, peer, is_send), None)
@@ -161,6 +191,7 @@ class SealedMessages(GuardedMessages):
 
     # ---- control notes and exchanges ----
 
+    @_in_turn
     def post(self, note: bytes, peer: int) -> None:
         self._inner.post(self._sealed("notes", peer, note), peer)
 
@@ -170,8 +201,12 @@ class SealedMessages(GuardedMessages):
 
     def exchange(self, payload: bytes) -> list[bytes]:
         rank = self._inner.rank
-        arrived = self._inner.exchange(self._sealed("exchange", rank, payload))
+        arrived = self._inner.exchange(self._part(payload))
         return [payload if peer == rank else self._opened("exchange", peer, each) for peer, each in enumerate(arrived)]
+
+    @_in_turn
+    def _part(self, payload: bytes) -> bytes:
+        return self._sealed("exchange", self._inner.rank, payload)
 
     def _sealed(self, kind: str, peer: int, plain: bytes) -> bytes:
         stream = self._stream(kind, peer, is_send=True)
@@ -179,6 +214,7 @@ class SealedMessages(GuardedMessages):
         stream.cipher.seal((0, stream.counts.next(0)), plain, room)
         return bytes(room)
 
+    @_in_turn
     def _opened(self, kind: str, peer: int, arrived: bytes) -> bytes:
         stream = self._stream(kind, peer, is_send=False)
         number = stream.counts.next(0)

@@ -577,3 +577,104 @@ def test_no_nonce_is_used_twice(channels: list[list[str]], size: int):
 
             run_threads(size, run)
     assert len(Recording.used) == len(set(Recording.used))
+
+
+class Interrupted(dict[int, int]):
+    """Numbers of messages by tag; something else happens once, between reading one and writing the next.
+
+    Args:
+        what: that; does nothing the second time.
+    """
+
+    def __init__(self, what: Callable[[], object]) -> None:
+        super().__init__()
+        self._what = [what]
+
+    def get(self, tag: Any, default: Any = None) -> Any:
+        found = super().get(tag, default)
+        while self._what:
+            self._what.pop()()
+        return found
+
+
+def interrupt(messages: Messages, kind: str, what: Callable[[], object]) -> None:
+    """Let something happen while rank 0 draws the number of its first message, to rank 1 or all."""
+    sealing: Any = messages
+    sealing._stream(kind, 0 if kind == "exchange" else 1, is_send=True).counts._counts = Interrupted(what)
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["notes", "data 0"])
+def test_threads_of_one_channel_use_no_nonce_twice(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """As when one aborts a group in which another one waits: one of them waits, and all that is sent arrives."""
+    Recording.used = []
+    monkeypatch.setattr(module, "Cipher", Recording)
+    world = MemoryWorld(2)
+    waiter = Waiter(30.0, crowded=True)
+
+    def send(messages: Messages, number: int) -> None:
+        if kind == "notes":
+            messages.post(bytes([number]), 1)
+        else:
+            messages.start([messages.send(np.full(3, number, np.uint8), 1, 0)])
+
+    def receive(messages: Messages) -> int:
+        if kind == "notes":
+            waiter.until(lambda: world.notes[1], str)
+            arrived = messages.poll()
+            assert arrived is not None
+            return arrived[1][0]
+        room = np.zeros(3, np.uint8)
+        requests = [messages.recv(room, 0, 0)]
+        messages.start(requests)
+        waiter.until(lambda: messages.test_all(requests), str)
+        return int(room[0])
+
+    def run(rank: int) -> None:
+        messages = seal(world.messages(rank))
+        if rank == 1:
+            assert {receive(messages), receive(messages)} == {1, 2}
+            return
+        other = threading.Thread(target=send, args=(messages, 2), daemon=True)
+
+        def begin() -> None:
+            other.start()
+            other.join(0.1)  # it waits for its turn; without turns it would send now, with this thread's number
+
+        interrupt(messages, kind, begin)
+        send(messages, 1)
+        other.join()
+
+    run_threads(2, run)
+    assert len(Recording.used) == len(set(Recording.used))
+
+
+def test_a_signal_handler_uses_no_nonce_of_what_it_interrupts(monkeypatch: pytest.MonkeyPatch):
+    """One that communicates in the midst of that gets an error. One that raises an error leaves all as it was."""
+    Recording.used = []
+    monkeypatch.setattr(module, "Cipher", Recording)
+    world = MemoryWorld(2)
+
+    def run(rank: int) -> None:
+        messages = seal(world.messages(rank))
+        if rank == 0:
+
+            def handle() -> None:
+                with pytest.raises(TransportError, match="signal handler"):
+                    messages.post(b"handler", 1)
+
+            interrupt(messages, "notes", handle)
+            messages.post(b"program", 1)
+            interrupt(messages, "exchange", raise_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                messages.exchange(b"")
+            messages.post(b"later", 1)
+        messages.exchange(b"")
+        if rank == 1:
+            assert [messages.poll(), messages.poll(), messages.poll()] == [(0, b"program"), (0, b"later"), None]
+
+    run_threads(2, run, on_error=world.meeting.abort)
+    assert len(Recording.used) == len(set(Recording.used))
