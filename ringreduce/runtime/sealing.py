@@ -80,6 +80,7 @@ class Handshake:
             TransportError: what a rank has sent has changed on its way.
         """
         greetings = [greeting for _, _, greeting in introductions]
+        greetings[self._rank] = self.greeting  # whatever has come back of it
         if self._size == 1 or all(each is None for each in greetings):
             return None
         self._require_secrets(greetings)

@@ -111,7 +111,12 @@ def sealed(inner: Messages, key: Secret, name: str) -> Messages:
         name: of these messages, among all that are made of this key.
     """
     # Each rank's part makes the key a new one for this rank, whatever has come in place of the other parts.
-    fresh = inner.exchange(os.urandom(KEY_NBYTES))
+    mine = os.urandom(KEY_NBYTES)
+    fresh = inner.exchange(mine)
+    fresh[inner.rank] = mine
+    for rank, each in enumerate(fresh):
+        if len(each) != KEY_NBYTES:  # or other parts could make the same key together
+            raise _not_opened(f"part of rank {rank} in a new key ({len(each)} bytes)")
     return cast("Messages", SealedMessages(inner, Secret(key.derive(name, b"".join(fresh)))))
 
 

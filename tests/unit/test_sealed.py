@@ -439,6 +439,43 @@ def test_what_is_done_to_an_exchange_is_an_error(action: str, size: int):
         assert place == 0 or "from rank 1" in str(errors[0])
 
 
+def test_a_key_is_new_for_each_rank_whatever_comes(monkeypatch: pytest.MonkeyPatch):
+    """Somebody repeats what all ranks gave to an earlier channel of the same name, this rank's own part too."""
+    Recording.used = []
+    monkeypatch.setattr(module, "Cipher", Recording)
+    recorded: list[bytes] = []
+
+    class Repeating:
+        rank, size = 0, 2
+
+        def exchange(self, payload: bytes) -> list[bytes]:
+            recorded[:] = recorded or [payload, bytes(32)]
+            return [*recorded]
+
+        def post(self, note: bytes, peer: int) -> None:
+            pass
+
+    for _ in range(2):
+        inner: Any = Repeating()
+        seal(inner).post(b"note", 1)
+    assert len(set(Recording.used)) == len(Recording.used) == 2
+
+
+@pytest.mark.parametrize("lengths", [(31, 33), (0, 64), (32, 31), (64, 32)])
+def test_parts_of_a_key_have_one_length(lengths: tuple[int, int]):
+    """Or others could be cut from the same bytes."""
+
+    class Cutting:
+        rank, size = 0, 3
+
+        def exchange(self, payload: bytes) -> list[bytes]:
+            return [payload, *map(bytes, lengths)]
+
+    inner: Any = Cutting()
+    with pytest.raises(TransportError, match="in a new key"):
+        seal(inner)
+
+
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("nbytes", [100, 100_000])
 @pytest.mark.parametrize("kind", ["data", "note"])

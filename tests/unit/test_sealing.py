@@ -98,6 +98,22 @@ def test_who_has_no_key_is_named_on_all_ranks(who: int, key_files: list[str], tm
     assert all(f"rank {who}: RINGREDUCE_KEY_FILE={paths[who]}: No such file" in str(each) for each in errors)
 
 
+def test_a_rank_with_a_key_never_goes_on_without_one(key_files: list[str]):
+    """Even if what comes back says that no rank has one, this rank neither."""
+
+    def change(number: int, arrived: list[bytes]) -> None:
+        if number == 0:
+            arrived[:] = [json.dumps([VERSION, "a host", None]).encode()] * 2
+
+    for rank in range(2):
+        world = MemoryWorld(2)
+        world.meeting = threading.Barrier(1)
+        messages: Any = Tap(world.messages(rank), change=change)
+        handshake = Handshake(Config(key_file=key_files[0]), rank, 2)
+        with pytest.raises(ConfigError, match=f"RINGREDUCE_KEY_FILE is not set on rank {1 - rank} of 2"):
+            handshake.conclude(messages, check_versions(messages, handshake.greeting))
+
+
 @pytest.mark.parametrize("who", [0, 1, 2])
 def test_who_has_another_key_is_named_on_all_ranks(who: int, key_files: list[str]):
     """Rank 0 agrees with each other rank: where it has the other key, all others are named. No text has a secret."""
