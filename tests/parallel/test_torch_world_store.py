@@ -12,6 +12,11 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.common.keys import write_secret
+
+# isort: split
+
+from mpi4py import MPI
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -151,6 +156,22 @@ def test_where_mpi_takes_one_thread_a_store_of_torchs_listens_on_one_address(ran
     assert len(addresses) == (rank == 0)
     assert "" not in addresses  # which is every address
     rr.barrier()
+
+
+@pytest.mark.sizes(2)
+def test_with_a_key_no_store_of_torchs_listens(no_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks get an error in its place."""
+    path = MPI.COMM_WORLD.bcast(tmp_path / "key")
+    if MPI.COMM_WORLD.rank == 0:
+        write_secret(path)
+    MPI.COMM_WORLD.barrier()
+    monkeypatch.setenv("RINGREDUCE_KEY_FILE", str(path))
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
+    monkeypatch.setattr("mpi4py.MPI.Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    before = listening()
+    with pytest.raises(rr.ConfigError, match="RINGREDUCE_KEY_FILE is set, and torch's store would listen"):
+        dist.init_process_group("ringreduce")
+    assert listening() == before
 
 
 def listening() -> set[str]:

@@ -80,6 +80,11 @@ def _store() -> Any:
     if messages.concurrent:
         return WorldStore(messages, lifetime)
     messages.close()
+    if runtime.config().key_file is not None:
+        raise ConfigError(
+            "RINGREDUCE_KEY_FILE is set, and torch's store would listen and ask nobody for a password: the MPI library"
+            " takes calls of one thread at a time only; use one with MPI_THREAD_MULTIPLE"
+        )
     return _listening_store(size)
 
 
