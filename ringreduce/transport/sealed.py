@@ -176,6 +176,7 @@ class SealedMessages(GuardedMessages):
     def unpack(self, transfer: GuardedTransfer, room: Bytes) -> None:
         _, peer, tag, nbytes = transfer.route
         if not self._stream(self._data, peer, is_send=False).cipher.open((tag, transfer.number), room, transfer.data):
+            transfer.data.fill(0)  # which holds now what somebody else has made of it
             raise _not_opened(f"message {transfer.number} of tag {tag} from rank {peer} ({nbytes} bytes)")
 
     def renew(self) -> None:

@@ -439,6 +439,27 @@ def test_what_is_done_to_an_exchange_is_an_error(action: str, size: int):
         assert place == 0 or "from rank 1" in str(errors[0])
 
 
+def test_what_does_not_open_is_in_no_array():
+    """With AES-GCM, whoever changes a bit on the way chooses which bit of the array changes."""
+    world = MemoryWorld(2)
+
+    def run(rank: int) -> None:
+        inner: Any = world.messages(rank)
+        messages = seal(Attacker(inner, "data", "change", 0) if rank else inner)
+        room = np.full(1000, 7.0)
+        requests = [messages.recv(room, 0, 0) if rank else messages.send(room, 1, 0)]
+        messages.start(requests)
+        waiter = Waiter(30.0, crowded=True)
+        if rank == 0:
+            waiter.until(lambda: messages.test_all(requests), str)
+            return
+        with pytest.raises(TransportError, match="does not open"):
+            waiter.until(lambda: messages.test_all(requests), str)
+        assert not room.any()
+
+    run_threads(2, run)
+
+
 def test_a_key_is_new_for_each_rank_whatever_comes(monkeypatch: pytest.MonkeyPatch):
     """Somebody repeats what all ranks gave to an earlier channel of the same name, this rank's own part too."""
     Recording.used = []
