@@ -21,7 +21,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import partial_path, replace_file
 from ringreduce.common.sealed_files import PLAIN, KeyFile, is_sealed
 
@@ -137,17 +136,23 @@ class TraceFile:
         file.write(_CLOSING)
 
     def _texts(self, part: Path) -> Iterator[bytes]:
-        """Return what a part holds: as it is, or piece by piece, up to one that a killed rank has cut."""
+        """Return what a part holds: as it is, or piece by piece, up to one that a killed rank has cut.
+
+        Raises:
+            OSError: it cannot be read, or a piece was changed.
+        """
         if not self._keys.seals:
             yield part.read_bytes()
             return
         with part.open("rb") as file:
             for number in itertools.count():
                 nbytes = int.from_bytes(file.read(_LENGTH_NBYTES), "big")
-                sealed = file.read(nbytes)
-                if not nbytes or len(sealed) < nbytes:
+                if not 0 < nbytes <= os.fstat(file.fileno()).st_size - file.tell():
                     return
-                yield self._keys.opened(BytesIO(sealed), self._purpose(part.name, number)).read()
+                try:
+                    yield self._keys.opened(BytesIO(file.read(nbytes)), self._purpose(part.name, number)).read()
+                except ValueError as error:
+                    raise OSError(f"piece {number} of {part}: {error}") from None
 
     def _purpose(self, part: str, number: int) -> str:
         return f"piece {number} of rank {part} of the trace {self._name}"
@@ -232,7 +237,7 @@ def _read_head(path: str, keys: KeyFile) -> bytes:
             complaint = f"it has {found.st_nlink} names (hard links); name another file"
         elif (head := _opened_head(descriptor, keys)) and not head.startswith(_OPENING):
             complaint = "it is no trace of ringreduce; remove it, or name another file"
-    except ConfigError as error:
+    except ValueError as error:  # it is sealed, and these keys do not open it
         raise FileExistsError(errno.EEXIST, f"{error}; or name another file") from None
     else:
         if complaint:

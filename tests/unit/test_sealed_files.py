@@ -25,7 +25,7 @@ from ringreduce.common.sealed_files import DISK_VARIABLE, PLAIN, KeyFile, disk_k
 from ringreduce.elastic import CommitStore
 from ringreduce.observe.snapshots import FlightRecorder
 from ringreduce.observe.timeline import JobClock, Timeline
-from ringreduce.observe.trace_file import collect, read_trace
+from ringreduce.observe.trace_file import TraceFile, collect, read_trace
 
 PIECE = 1 << 20
 RAW = bytes(range(32))
@@ -297,6 +297,37 @@ def test_a_trace_is_sealed_in_its_parts_and_as_a_whole(tmp_path: Path) -> None:
         timeline.stop(2)
     with pytest.raises(ConfigError, match=r"sealed by the key"):
         read_trace(path, PLAIN)
+
+
+@pytest.mark.parametrize("piece", ["changed", "of another key", "longer than the file"])
+def test_a_part_that_others_wrote_to_is_an_error_or_ends(piece: str, tmp_path: Path) -> None:
+    """It is an `OSError`, as all that keeps a trace from being written; a length is no reason to take memory."""
+    path = tmp_path / "trace.json"
+    trace = TraceFile(str(path), "job 1", 0, KEYS)
+    trace.begin(b'{"name": "first"},\n')
+    (part,) = tmp_path.glob(".trace.json.*/0")
+    before, merged = part.read_bytes(), path.read_bytes()
+    if piece == "longer than the file":
+        part.write_bytes(before + (1 << 60).to_bytes(8, "big") + b"x")
+        trace.merge()
+        assert b'"first"' in read_trace(path, KEYS)
+        return
+    other = sealed(b'{"name": "other"},\n', keys=OTHER)
+    part.write_bytes(before[:-1] + b"x" if piece == "changed" else before + len(other).to_bytes(8, "big") + other)
+    with pytest.raises(OSError, match=rf"piece {int(piece != 'changed')} of .*: it"):
+        trace.merge()
+    assert path.read_bytes() == merged
+
+
+def test_a_trace_that_was_changed_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for timeline in trace_of_two(path):
+        timeline.stop(2)
+    changed = path.read_bytes()[:-1] + b"x"
+    path.write_bytes(changed)
+    with pytest.raises(ConfigError, match=r"it was changed.*name another file"):
+        trace_of_two(path)
+    assert path.read_bytes() == changed
 
 
 def test_a_trace_of_another_key_stays_as_it_is(tmp_path: Path) -> None:
