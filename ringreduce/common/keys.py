@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.files import create_file
 from ringreduce.common.libraries import require_library
 
 __all__ = ["KEY_NBYTES", "Secret", "read_secret", "write_secret"]
@@ -88,17 +87,18 @@ def write_secret(path: Path) -> Secret:
     """
     raw = secrets.token_bytes(KEY_NBYTES)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with create_file(new) as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already, and a key is not overwritten: name another file") from None
+    try:
+        with open(descriptor, "wb") as file:
             file.write(_HEADER + base64.b64encode(raw) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        os.link(new, path)  # which fails where there is a file, and leaves no half of one
-    except FileExistsError:
-        raise ConfigError(f"{path} is there already, and a key is not overwritten: name another file") from None
-    finally:
-        new.unlink(missing_ok=True)
+    except BaseException:
+        path.unlink()  # half a key
+        raise
     return Secret(raw)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
 import pickle
+import resource
 import stat
 from pathlib import Path
 
@@ -47,6 +49,31 @@ def test_a_file_is_never_overwritten(key_file: Path):
         write_secret(key_file)
     assert key_file.read_bytes() == before
     assert [each.name for each in key_file.parent.iterdir()] == ["key"]
+
+
+def test_no_half_of_a_key_is_left(tmp_path: Path):
+    """By a disk that is full, here: files of this process may not have so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_secret(tmp_path / "key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_is_written_where_files_have_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on many file systems of networks and memory cards: there are no hard links."""
+
+    def link(*names: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    written = write_secret(tmp_path / "key")
+    assert read_secret(tmp_path / "key", "KEY") == written
+    with pytest.raises(ConfigError, match=r"is there already"):
+        write_secret(tmp_path / "key")
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o620, 0o640, 0o660, 0o644, 0o601])
