@@ -183,7 +183,6 @@ class OwnWorld(World):
             self.rank, self.size, clock, config=config, neighbours=parts.communicator.neighbours(), followers=followers
         )
         self._register(everyone, list(range(messages.size)), parts)
-        self.observer.watch(everyone.observed())
 
     @classmethod
     def start(
@@ -232,6 +231,7 @@ class OwnWorld(World):
             world._log_choices()
             world._use_table()
             world.observer.begin(messages, world.communicator.library, world.metrics)
+            world.observer.watch(everyone.observed())  # not before there is a key for what is written down
         except Exception as error:
             if messages.rank == 0 and isinstance(error, (ConfigError, MismatchError)):
                 AuditRecord.add_alone(config, "refused", {"what": "init", "error": f"{type(error).__name__}: {error}"})

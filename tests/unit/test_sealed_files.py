@@ -6,8 +6,11 @@ import hashlib
 import hmac
 import io
 import json
+import os
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -352,3 +355,29 @@ def test_dumps_are_sealed_and_the_doctor_opens_them(
     monkeypatch.delenv(DISK_VARIABLE)
     done = command("doctor", "--dump", path.parent)
     assert (done.exit_code, DISK_VARIABLE in done.output) == (2, True)
+
+
+FAILS_EARLY = """
+import ringreduce as rr
+from ringreduce.runtime.worlds import OwnWorld
+
+
+def fail(world):
+    world.communicator.abort(rr.TransportError("on purpose"))
+    raise rr.TransportError("on purpose")
+
+
+OwnWorld._use_table = fail
+rr.init()
+"""
+
+
+def test_nothing_is_written_down_before_there_is_a_key(tmp_path: Path, key_file: Path) -> None:
+    """Of a call that fails while a world begins."""
+    dumps = tmp_path / "dumps"
+    environ = {**os.environ, "RINGREDUCE_DUMP": str(dumps)}
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS_EARLY], env=environ, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert "TransportError: on purpose" in done.stderr
+    assert not dumps.exists()
