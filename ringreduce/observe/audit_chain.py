@@ -161,7 +161,8 @@ class ChainedFile:
             entries: their entries, but for those of the chain.
 
         Raises:
-            OSError: the file cannot be written or locked, is a link or no file, or its end was changed.
+            OSError: the file cannot be written or locked, is a link or no file, belongs to another user or others may
+                write to it, or its end was changed.
         """
         with self._locked() as file:
             for each in entries:
@@ -189,8 +190,15 @@ class ChainedFile:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = os.open(self.path, flags, 0o600)
             try:
-                if not stat.S_ISREG(os.fstat(file).st_mode):
+                found = os.fstat(file)
+                if not stat.S_ISREG(found.st_mode):
                     raise OSError(f"{self.path} is a pipe or a device, and no file")
+                if found.st_uid != os.geteuid():
+                    raise PermissionError(f"{self.path} belongs to user {found.st_uid}: name another file")
+                if found.st_nlink > 1:
+                    raise PermissionError(f"{self.path} has {found.st_nlink} names (hard links): name another file")
+                if found.st_mode & 0o022:
+                    raise PermissionError(f"other users may write to {self.path}: chmod go-w {self.path}")
                 if not inside:
                     self._lock(file)
                     self._is_locked = True

@@ -102,6 +102,25 @@ def test_lines_are_appended_for_the_user_alone(tmp_path: Path) -> None:
             ChainedFile(str(tmp_path / name), alone=True).append([])
 
 
+@pytest.mark.parametrize("how", ["owner", "names", "mode"])
+def test_a_file_that_others_can_write_to_is_no_record(how: str, tmp_path: Path) -> None:
+    """It stays as it is."""
+    path = tmp_path / "audit"
+    ChainedFile(str(path), alone=True).append([{"event": "first"}])
+    before = path.read_bytes()
+    if how == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(path, 12345, -1)
+    elif how == "names":
+        os.link(path, tmp_path / "other")
+    else:
+        path.chmod(0o620)
+    with pytest.raises(PermissionError, match=r"belongs to user 12345|has 2 names|other users may write"):
+        ChainedFile(str(path), alone=True).append([{"event": "second"}])
+    assert path.read_bytes() == before
+
+
 def test_a_run_is_recorded_from_begin_to_end(tmp_path: Path) -> None:
     """What ran, where, with what; what the program says; and the error that has ended it."""
     path = tmp_path / "audit"
