@@ -175,7 +175,7 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
 
     Args:
         error: what a collective has raised: that a rank has failed, or did not come within the time limit.
-        seniority: at least 0; ranks with a higher one get lower numbers.
+        seniority: at least 0, less than 2**63; ranks with a higher one get lower numbers.
 
     Returns:
         How long it took on this rank.
@@ -183,7 +183,8 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
     Raises:
         PeerLostError: another rank has failed meanwhile; call this again.
         CollectiveTimeoutError: a rank did not call this in time, and no rank of its machine survives to kill it.
-        TransportError: a rank has ended in a way that the launcher does not report to the others.
+        TransportError: a rank has ended in a way that the launcher does not report to the others; or messages by which
+            the ranks have agreed on their order were changed on their way.
         ConfigError: the launcher ends the job with any of its ranks.
     """
     if not launch().survives_deaths:
@@ -191,6 +192,8 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
     if not isinstance(error, CollectiveError):
         raise ConfigError(f"go_on takes the error that a collective has raised, got {error!r}")
     seniority = whole_number("seniority", seniority, 0)
+    if seniority >= 1 << 63:
+        raise ConfigError(f"seniority is less than 2**63, got {seniority}")
     return _process.reconfigure(error, seniority)
 
 

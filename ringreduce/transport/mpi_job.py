@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from operator import index
 from typing import cast
 
+import numpy as np
+
 from ringreduce.transport.mpi import library, translated, use_survivors, world  # first, as it decides how MPI ends
 
 # isort: split
@@ -30,7 +32,6 @@ _log = logging.getLogger(__name__)
 #: On communicators that are not ours, the largest tags that there always are; see `ringreduce.transport.mpi` for one.
 _HERE_TAG = 32767
 _GO_ON_TAG = 32765
-_MOST_BEHIND = 1000
 _NOTICE_S = 2.0  # the library reports a death within 0.1 s
 
 
@@ -47,6 +48,7 @@ class MpiRanks:
         self._here: set[int] = set()  # which of the given ones have come to go on without the failed
         self._awaited: dict[int, MPI.Request] = {}  # by rank, the note that says so
         self._processes: dict[int, int] = {}  # of the given ones that are on this host
+        self._priority: int | None = None  # by which the present ranks were ordered; None: they are the given ones
         if launch().survives_deaths and comm.rank == 0 and MPI.Comm.Get_parent() != MPI.COMM_NULL:
             _log.warning(
                 "other ranks have started these, by MPI_Comm_spawn: %s does not report when one of them dies, and"
@@ -76,6 +78,13 @@ class MpiRanks:
             numbers = self._comm.Get_group().Translate_ranks(list(range(self._comm.size)), given)
             introduced = zip(numbers, exchange_json(messages, (namespace, os.getpid())), strict=True)
             self._processes = {rank: pid for rank, (where, pid) in introduced if where == namespace}
+        if self._priority is not None:
+            # MPI has compared these in the open, and rank 0 gives its state to the others.
+            everyone = exchange_json(messages, [-self._priority, self._given.rank])
+            if everyone != sorted(everyone):
+                raise TransportError(
+                    "the ranks that go on have got a wrong order: by which they are ordered has changed on its way"
+                )
 
     def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[MpiMessages]:
         comm = _part(self._comm, ranks, waiters[0], purpose="make a group with this rank")
@@ -99,6 +108,7 @@ class MpiRanks:
             self._rendezvous(waiter)
             with self._killing_who_stops(waiter.timeout_s):
                 self._comm = self._shrink(priority)
+        self._priority = priority
         self._here.clear()
         if self._given in (world(), MPI.COMM_WORLD):
             use_survivors(self._comm)
@@ -108,9 +118,9 @@ class MpiRanks:
         survivors = cast("MPI.Intracomm", self._given.Shrink())
         survivors.Set_errhandler(MPI.ERRORS_RETURN)
         try:
-            # A number for MPI is a C int, and those of commits grow from job to job.
-            behind = survivors.allreduce(priority, MPI.MAX) - priority
-            key = min(behind, _MOST_BEHIND) * survivors.size + survivors.rank
+            everyone = np.zeros(survivors.size, np.int64)  # no objects: somebody could have one of his unpickled
+            survivors.Allgather(np.array([priority]), everyone)
+            key = np.count_nonzero(everyone > priority) * survivors.size + survivors.rank
             ordered = cast("MPI.Intracomm", survivors.Split(0, key))
         except MPI.Exception:
             survivors.Revoke()  # or others would wait in there for a rank that has an error

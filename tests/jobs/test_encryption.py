@@ -147,3 +147,47 @@ def test_an_elastic_job_goes_on(key_file: Path, tmp_path: Path):
     done = run("--elastic", "-np", 4, f"--encrypt={key_file}", sys.executable, program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"2 {float(sum(range(12)))}"] * 2, done.stderr
+
+
+WRONG_ORDER = """
+import os, signal, sys
+import numpy as np
+import ringreduce as rr
+from ringreduce.transport.mpi_job import MpiRanks
+
+rr.init()
+me = rr.rank()
+
+
+def fail_and_go_on(dies):
+    try:
+        if me == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            rr.allreduce(np.ones(5))
+    except rr.CollectiveError as error:
+        for wrong in (-1, 1 << 63):
+            try:
+                rr.go_on(error, seniority=wrong)
+            except rr.ConfigError:
+                continue
+            raise AssertionError(wrong)
+        rr.go_on(error, seniority=me)
+
+
+fail_and_go_on(dies=1)
+assert rr.rank() == [3, None, 2, 1, 0][me], (me, rr.rank())
+shrink = MpiRanks._shrink
+MpiRanks._shrink = lambda self, priority: shrink(self, 0)  # what somebody has made of it on its way
+try:
+    fail_and_go_on(dies=3)
+except rr.TransportError as error:
+    print(error, flush=True)
+"""
+
+
+def test_somebody_who_changes_the_order_of_survivors_is_noticed(key_file: Path):
+    """Rank 0 gives its state to the others: it is the one with the latest commit, and not who is made rank 0."""
+    done = run("--elastic", "-np", 5, f"--encrypt={key_file}", sys.executable, "-c", WRONG_ORDER)
+    said = "the ranks that go on have got a wrong order: by which they are ordered has changed on its way"
+    assert done.stdout.splitlines() == [said] * 3, done.stderr
