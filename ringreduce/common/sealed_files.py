@@ -6,9 +6,9 @@ Nonce-Reuse Misuse-Resistance, 2015) with AES-256-GCM, as the file formats of ag
     magic | fingerprint of the secret | salt | length of the purpose | purpose | piece | piece | ... | last piece
 
 Its key is derived from the secret, the salt, which is random, and the purpose: so a file cannot be put in the place of
-another one. The nonce of a piece is its number, and whether it is the last one: pieces that were changed, repeated,
-left out or swapped cannot be opened, nor can a file that was cut. An old file in the place of a newer one with the same
-purpose is not noticed.
+one of another purpose. The nonce of a piece is its number, and whether it is the last one: pieces that were changed,
+repeated, left out or swapped cannot be opened, nor can a file that was cut. An old file in the place of a newer one
+with the same purpose is not noticed.
 """
 
 from __future__ import annotations
