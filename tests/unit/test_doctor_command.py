@@ -383,7 +383,7 @@ def test_nccl_of_a_cupy_that_has_not_looked_for_it(tmp_path: Path, monkeypatch: 
         monkeypatch.delitem(sys.modules, name)
     assert nccl_version() == 22809
     for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # by monkeypatch, they would come back for later tests
 
 
 def test_a_launcher_of_the_same_family_is_no_stranger(monkeypatch: pytest.MonkeyPatch):
