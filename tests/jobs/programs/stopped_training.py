@@ -3,7 +3,8 @@
     ringreduce run -np 2 stopped_training.py FOLDER WAY RANK@STEP:HOW ...
 
 HOW: "SIGTERM" or "SIGUSR1", which the rank sends itself in that step; "launcher SIGTERM" and the like, which it sends
-to a process above it; "handler": its own handler of SIGTERM calls `request_stop`; "twice": two SIGTERMs at once. Each
+to a process above it; "handler": its own handler of SIGTERM calls `request_stop`; "twice": two SIGTERMs at once;
+"after SECONDS": SIGTERM from another thread, wherever the rank is by then, but within that step or the next. Each
 happens once, also in a job that begins again. After each step, a rank writes its number to a file of its own in
 FOLDER; in the end, rank 0 writes the bits of its weights.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,17 @@ def in_numpy(name: str) -> program.Way:
     return program.Way(step, lambda: [kept[0].matrix, kept[0].bias], lambda: None, make_state)
 
 
+sending: list[threading.Timer] = []  # what sends a signal later
 WAYS = {**program.WAYS, "numpy": in_numpy}
 
 
 def warn(how: str) -> None:
     """Send a signal, to this rank or a process above it."""
     who, _, name = how.rpartition(" ")
+    if who == "after":
+        sending.append(threading.Timer(float(name), os.kill, (os.getpid(), signal.SIGTERM)))
+        sending[-1].start()
+        return
     if how == "handler":
         signal.signal(signal.SIGTERM, lambda number, frame: rr.request_stop())
     if how == "twice":
@@ -63,7 +70,9 @@ def warn(how: str) -> None:
 
 
 def warn_once(folder: Path, me: int, step: int) -> None:
-    """Send the signals that are due on this rank in this step."""
+    """Send the signals that are due on this rank in this step, and wait for those of the step before."""
+    for timer in sending:
+        timer.join()
     for each in sys.argv[3:]:
         place, _, how = each.partition(":")
         mark = folder / f"warned-{place}"
