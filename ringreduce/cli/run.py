@@ -153,7 +153,7 @@ def _words(text: str) -> tuple[str, ...]:
     default=600.0,
     metavar="SECONDS",
     show_default="600",
-    help="Wait so long for --min-np slots, and from the first rank's init() for the last.",
+    help="Wait so long for --min-np slots, for ranks on their hosts, and from the first rank's init() for the last.",
 )
 @click.option(
     "--host-timeout",

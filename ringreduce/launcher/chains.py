@@ -1,7 +1,9 @@
 """The processes between mpirun and the ranks of this host: what to do if one of them alone dies, or is stopped.
 
 mpirun notices that a process which it has started ends. It does not notice that a rank goes on when the shell over it
-was killed, nor that a shell or a rank is stopped, and would then wait for ever, as would `ringreduce run`.
+was killed, nor that a shell or a rank is stopped, and would then wait for ever, as would `ringreduce run`. Open MPI 5's
+notices nothing any more once it has killed a rank that was just connecting to it, as another host's had failed: its
+threads then wait for each other.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from ringreduce.common.processes import is_launcher
 #: So many looks are taken soon after each other at most, at the start.
 _FIRST_LOOKS = 100
 _SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "mksh", "zsh"}
+#: At so many looks an mpirun that runs has not taken note of the end of a process of its own: it never will.
+_STUCK_LOOKS = 15
 #: In the environment of a rank, and of the shell over it.
 _RANKS = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 
@@ -141,6 +145,9 @@ class Chains:
         self._told: set[int] = set()  # the ranks whose shells have said how they ended
         self._looks = 0
         self._stopped: set[tuple[int, int]] = set()  # at the last look: mpirun and shells
+        self._unnoticed: dict[
+            tuple[int, int], int
+        ] = {}  # ended children of mpirun, and at how many looks they were there
 
     @property
     def known(self) -> bool:
@@ -155,6 +162,11 @@ class Chains:
         if self._mpirun is None and self._has_mpirun:
             self._mpirun = _launcher_under(self._started)
         return self._mpirun or self._started
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether mpirun runs, but notices nothing any more."""
+        return max(self._unnoticed.values(), default=0) > _STUCK_LOOKS
 
     def ranks(self) -> list[SeenProcess]:
         """Return the processes that mpirun has started as ranks, now and below it."""
@@ -176,6 +188,7 @@ class Chains:
         for mpirun in filter(None, (top, SeenProcess.look(self.mpirun.pid))):
             if mpirun.state == "T":  # then nothing of the ranks' output passes, and none of their ends is noticed
                 stopped[mpirun.pid, mpirun.began] = mpirun, "mpirun"
+        self._look_at_mpirun()
         there = self._find(top)
         for key, chain in self._chains.items():  # the kernel may leave out children while others end
             if key not in there and is_there(chain.top):
@@ -193,6 +206,13 @@ class Chains:
             if key not in there:
                 self._look_at_rest(key, others=bool(there))
         self._chains |= there
+
+    def _look_at_mpirun(self) -> None:
+        """Count the looks at which an ended child of mpirun is there; not the first, which follow each other soon."""
+        mpirun = SeenProcess.look(self.mpirun.pid)
+        if self.known and mpirun is not None and mpirun.state not in "Tt":
+            ended = [(each.pid, each.began) for each in mpirun.children() if not each.lives]
+            self._unnoticed = {key: self._unnoticed.get(key, 0) + 1 for key in ended}
 
     def _find(self, parent: SeenProcess) -> dict[tuple[int, int], _Chain]:
         """Return the chains that there are, those known with what was known; daemons of the launcher are gone through.

@@ -336,6 +336,12 @@ class Job:
             return False
         self._looked = time.monotonic()
         self._chains.look()
+        if self._shielded and self._chains.is_stuck and time.monotonic() < self._killed_at:
+            self._say(
+                f"mpirun (process {self._chains.mpirun.pid}) takes no note of processes of its own that have ended: it "
+                "hangs, and is killed"
+            )
+            self.kill()
         self.asks_later = self.asks_later and not self.ask_to_stop()
         self._starters |= {each.pid: each for each in self._chains.mpirun.children() if each.name == "srun"}
         return True

@@ -1,4 +1,4 @@
-"""Which hosts are lost, as they are silent or mpirun has no connection to them, and which of these answer again.
+"""Which hosts are lost, as they are silent or mpirun does not reach them, and which of these answer again.
 
 A host that loses its power, its network or its kernel sends nothing, so that nothing else says so: TCP notices when it
 has sent something, and gives up after a quarter of an hour. So the shell over one rank of each host says every few
@@ -11,11 +11,12 @@ import math
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
+from ringreduce.common.errors import name_ranks
 from ringreduce.common.processes import end_with_parent
-from ringreduce.launcher.hosts import Hosts, is_here
+from ringreduce.launcher.hosts import Hosts, fill, is_here
 from ringreduce.launcher.job import say
 from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.start import UNNAMED, Start
@@ -24,7 +25,8 @@ __all__ = ["Losses"]
 
 _LOOK_EVERY_S = 1.0
 _ASK_EVERY_S = 5.0
-_ANSWER_S = "30"  # that a host has to answer: a login may hang
+_ANSWER_S = 30.0  # that a host has to answer: a login may hang
+_LOGIN_S = 10.0  # the same where a job waits for it
 
 
 class Losses:
@@ -50,10 +52,16 @@ class Losses:
         self._has_said = False
         self._asked: dict[str, subprocess.Popen[bytes]] = {}
         self._asked_at = -math.inf
-        self.begin()
+        self.begin({})
 
-    def begin(self) -> None:
-        """A job begins: its hosts have said nothing yet."""
+    def begin(self, ranks: Mapping[str, int]) -> None:
+        """A job begins, with so many ranks by host, of which nothing was heard yet."""
+        spec = self._start.spec
+        elsewhere = spec.prefix or any("output" in word for word in spec.more)  # go the words of ranks
+        hears = self._start.is_remote(ranks) and not elsewhere
+        self._ranks = ranks
+        self._to_come = set(range(sum(ranks.values()))) if hears else set()
+        self._late_at = self._clock() + spec.start_timeout_s
         self.lost: list[str] = []
         self.has_returned = False
         self._speakers: dict[int, str] = {}
@@ -64,7 +72,9 @@ class Losses:
 
     def hear(self, mark: Mark, host: str) -> None:
         """A rank of a host has said something; if it spoke for its host and has ended, no more is expected of that."""
-        if mark.what == "lives":
+        if mark.what == "has come":
+            self._to_come.discard(mark.rank)
+        elif mark.what == "lives":
             self._speakers[mark.rank] = host
             self._silent[host] = 0
             self._here = host if is_here(mark.host, self._start.here) else self._here
@@ -124,16 +134,47 @@ class Losses:
         if awaited and self._clock() >= self._asked_at + _ASK_EVERY_S:
             self._asked_at = self._clock()
             for host in set(awaited) - self._asked.keys():
-                line = self._start.mpirun.ssh_to(host, self._start.spec, os.environ)
-                self._asked[host] = subprocess.Popen(
-                    ["timeout", _ANSWER_S, *line, "true"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
-                )
+                self._asked[host] = self._call(host, _ANSWER_S)
         return hosts
+
+    def are_late(self) -> bool:
+        """Return whether ranks have not come to their hosts in time, and say so; once."""
+        if not self._to_come or self._clock() < self._late_at:
+            return False
+        late = name_ranks(sorted(self._to_come))
+        self._to_come = set()
+        say(
+            f"{late} of {sum(self._ranks.values())} did not come to their hosts within "
+            f"{self._start.spec.start_timeout_s:g} s (--start-timeout); the job is ended"
+        )
+        return True
+
+    def lose_silent_logins(self, hosts: Hosts) -> Hosts:
+        """Return the hosts without those of this job that do not answer to ssh within 10 s."""
+        start = self._start
+        named = self._ranks.keys() - {UNNAMED} or fill(start.slots, sum(self._ranks.values())).keys()
+        others = [host for host in sorted(named) if not is_here(host, start.here)] if start.by_ssh else []
+        for host, process in {host: self._call(host, _LOGIN_S) for host in others}.items():
+            if process.wait():
+                hosts = self.lose(hosts, host, f"its login by ssh does not answer within {_LOGIN_S:g} s")
+        return hosts
+
+    def _call(self, host: str, limit_s: float) -> subprocess.Popen[bytes]:
+        """Begin to log in to a host and out; the status is 0 if that succeeds."""
+        return subprocess.Popen(
+            [
+                "timeout",
+                "--kill-after=1",
+                f"{limit_s:g}",
+                *self._start.mpirun.ssh_to(host, self._start.spec, os.environ),
+                "true",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+        )
 
     def close(self) -> None:
         """Ask no host any more."""

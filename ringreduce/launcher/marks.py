@@ -35,7 +35,8 @@ class Mark(NamedTuple):
 
     Attributes:
         what: of the shell: ``"has ended well"``, ``"has stopped"``: with the status of a job that is to be run again;
-            ``"has died"``; ``"has no package there"``: its host does not have ringreduce where the launcher has it;
+            ``"has died"``; ``"has come"``: on a host that mpirun reaches, it begins; ``"has no package there"``: its
+            host does not have ringreduce where the launcher has it;
             ``"lives"``, every few seconds, for its host. Of the rank: ``"is connected"``, to all others by MPI, which
             reports deaths to it; ``"has a commit"``: it has written one to disk; ``"begins again"``: its commit is on
             disk, and it ends for a job on other hosts; ``"has gone on"`` after some of the others have failed;

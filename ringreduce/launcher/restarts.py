@@ -258,7 +258,7 @@ class Restarts:
             more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
         line, environment = self._start.command(hosts, more)
         self._hosts = self._hosts.started(hosts)
-        self._losses.begin()
+        self._losses.begin(hosts)
         ranks = self._ranks = _JobRanks(was_warned=self._ranks.was_warned)
         job = Job(
             line,
@@ -392,6 +392,9 @@ class Restarts:
         if silent:
             job.kill()  # mpirun would wait for the lost host, to end as to go on
             return
+        if self._losses.are_late():
+            self._hosts = self._losses.lose_silent_logins(self._hosts)
+            job.end()
         if self._end is not None and self._end.is_due() and job.ask_to_stop():
             self._ranks.say_once(f"the allocation ends in {self._end.left_s:.0f} s; the ranks are asked to stop")
         if self._steps is not None and self._steps.have_come and job.ask_to_stop():

@@ -102,6 +102,11 @@ class Start:
         """Return whether a host was lost, by its name in a list or without the domain."""
         return host in self.lost or host.partition(".")[0] in self.lost
 
+    def is_remote(self, ranks: Mapping[str, int]) -> bool:
+        """Return whether a job of so many ranks by host may have other hosts."""
+        named = ranks.keys() - {UNNAMED}
+        return not all(is_here(host, self.here) for host in named) if named else self.remote
+
     def with_stdin(self) -> Start:
         """Return this with the standard input of the ranks; see `StandardInput.take`, also for errors."""
         first = next(iter(self.listed), UNNAMED)
@@ -129,7 +134,7 @@ class Start:
         spec = self.spec
         count = sum(ranks.values())
         named = {host: number for host, number in ranks.items() if host != UNNAMED}
-        remote = not all(is_here(host, self.here) for host in named) if named else self.remote
+        remote = self.is_remote(ranks)
         exported = spec.variables()
         variables = {name: value for name, value in exported.items() if value is not None}
         environ = {**os.environ, **variables}

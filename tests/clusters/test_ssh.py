@@ -191,6 +191,28 @@ def test_a_host_that_sends_nothing(cluster: Cluster) -> None:
 
 
 @pytest.mark.thorough
+def test_a_host_whose_logins_hang(cluster: Cluster) -> None:
+    """As where a shared file system is gone: it is named, once its ranks have not come in time."""
+    cluster.run(1, "sh", "-c", "echo sleep 1000 >/root/.bashrc")  # of its own layer
+    done = cluster.run(0, "ringreduce", "run", "--start-timeout", "5", "-H", hosts(cluster, 1, 1, 1), "who.py")
+    cluster.boot(1)
+    assert done.status not in (0, 124), done.text
+    assert "ranks 0-2 of 3 did not come to their hosts within 5 s (--start-timeout)" in done.text
+    assert re.findall(r"(\S+) is lost", done.text) == [cluster.host(1)]
+
+
+@pytest.mark.thorough
+def test_a_rank_that_fails_at_once(cluster: Cluster) -> None:
+    """Ends the job, though Open MPI 5.0's mpirun then hangs in each third: it kills a rank that just connects to it."""
+    cluster.write("fails.sh", "[ $OMPI_COMM_WORLD_RANK = 0 ] || { sleep $1; exit 3; }; python -c 'import mpi4py.MPI'")
+    for delay_s in (0.02, 0.05, 0.08):
+        asked = ("-H", hosts(cluster, 1, 0, 1), "sh", "fails.sh", str(delay_s))
+        done = cluster.run(0, "ringreduce", "run", *asked)
+        assert done.status not in (0, 124), done.text
+        assert "rank 1 failed" in done.text
+
+
+@pytest.mark.thorough
 def test_more_ranks_than_slots(cluster: Cluster) -> None:
     """Are refused, unless they are asked for."""
     asked = ("-np", "3", "-H", hosts(cluster, 1, 1), "python", "who.py")

@@ -635,3 +635,34 @@ def test_what_asks_a_lost_host_ends_with_the_launcher(monkeypatch: pytest.Monkey
         jobs.run(2, 2, start_timeout_s=5.0)
     with opened[0] as said:
         assert said.read() == ""  # once nobody holds the other end
+
+
+def test_ranks_that_do_not_come_to_their_hosts_end_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And of these hosts the one is lost whose login does not answer."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text("#!/bin/sh\ncase $* in *' b true') exit 1;; esac\n")
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def coming(on_mark: OnMark, look: Callable[[], None]) -> int:
+        for rank in range(2):
+            on_mark(Mark("has come", rank, "a"))
+        jobs.now += 4.9
+        look()
+        assert jobs.ended == 0
+        jobs.now += 0.1
+        look()
+        look()
+        return 1
+
+    jobs = Jobs(monkeypatch, coming)
+    jobs.listed = {"a": 1, "b": 1, "c": 1}
+    assert jobs.run(3, 3, grows=False, start_timeout_s=5.0) == 1
+    assert jobs.ended == 1
+    text = capsys.readouterr().err
+    assert "rank 2 of 3 did not come to their hosts within 5 s (--start-timeout); the job is ended\n" in text
+    assert "b is lost: its login by ssh does not answer within 10 s" in text
+    assert "c is lost" not in text

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher import job, mpirun, restarts, start
+from ringreduce.launcher import chains, job, mpirun, restarts, start
 from ringreduce.launcher.hosts import SizePolicy
 from ringreduce.launcher.job import HEARING, SUPERVISOR
 from ringreduce.launcher.marks import Mark, Output
@@ -217,6 +217,17 @@ def test_an_mpirun_that_does_not_end_is_killed_with_its_ranks(monkeypatch: pytes
     stays = 'trap "" TERM; printf "\\036ringreduce: rank 0 on n1 is connected\\n" >&2; sleep 1000; true'
     started = job.Job(["sh", "-c", stays], os.environ, lambda mark: started.end())
     assert started.wait() == 128 + signal.SIGKILL
+
+
+def test_an_mpirun_that_notices_no_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As Open MPI's where it has killed a rank that was just connecting to it: its threads wait for each other."""
+    monkeypatch.setattr(chains, "_STUCK_LOOKS", 1)
+    monkeypatch.setattr(chains, "_FIRST_LOOKS", 2)
+    started = job.Job(["sh", "-c", "true & exec sleep 1000"], os.environ, lambda mark: None, shielded=True)
+    assert started.wait() == 128 + signal.SIGKILL
+    assert "takes no note of processes of its own that have ended: it hangs" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["-np", "1"], ["-x", "A=1"]])

@@ -2,7 +2,7 @@
 #
 # Lets a rank find on its host what was found where the job was started, and becomes it. Arguments: the name of that
 # first host; the program; the folder in which that is there, or nothing; the file that the program reads as its script,
-# or nothing; the folder of ringreduce there, or nothing; what to start, and its arguments.
+# or nothing; the folder of ringreduce there, or nothing: the launcher reads no marks; what to start, and its arguments.
 
 first=$1
 program=$2
@@ -26,9 +26,10 @@ fi
 command -v "$program" >/dev/null || lacks "$program" "$folder/$program"
 [ -z "$script" ] || [ -e "$script" ] || lacks "$(basename "$script") in $(dirname "$script")" "there"
 
-# The launcher says this where Python then finds no ringreduce.
-if [ -n "$package" ] && [ ! -d "$package" ]; then
-    printf "\036ringreduce: rank $rank on %s has no package there\n" "$host" >&2
+# The launcher waits for the first of these, and says the second where Python then finds no ringreduce.
+if [ -n "$package" ]; then
+    printf "\036ringreduce: rank $rank on %s has come\n" "$host" >&2
+    [ -d "$package" ] || printf "\036ringreduce: rank $rank on %s has no package there\n" "$host" >&2
 fi
 
 # Ranks are not bound to cores on several hosts, so that the threads of a rank find cores of their own.
