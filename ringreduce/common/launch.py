@@ -205,6 +205,11 @@ def allocation(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None
     return None
 
 
+def own_host() -> str:
+    """Return the name of this host, as the launcher calls it where that says so."""
+    return os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
+
+
 def notify_launcher(what: str) -> None:
     """Tell `ringreduce run` what this rank does, in a few small letters; nothing, if that has not started it.
 
@@ -213,12 +218,11 @@ def notify_launcher(what: str) -> None:
     launched = launch()
     if launched.marks is None:
         return
-    host = os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
     try:
         descriptor = os.open(launched.marks, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # or it would wait for a reader
         with open(descriptor, "wb", buffering=0) as file:
             os.set_blocking(descriptor, True)
-            file.write(f"\x1eringreduce: rank {launched.rank} on {host} {what}\n".encode())
+            file.write(f"\x1eringreduce: rank {launched.rank} on {own_host()} {what}\n".encode())
     except OSError as error:
         _log.warning("cannot report to `ringreduce run` that this rank %s: %s", what, error)
 

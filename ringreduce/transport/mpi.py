@@ -9,7 +9,7 @@ import ctypes
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -52,6 +52,8 @@ class _Duplicate(NamedTuple):
 _begun: defaultdict[int, list[_Duplicate]] = defaultdict(list)
 #: Notes sent while waiting for duplicates; MPI needs their memory until they are sent.
 _sent_notes: list[tuple[MPI.Request, bytes]] = []
+#: Where ranks run or ran, as errors say it, by number in the job.
+_places: dict[int, str] = {}
 #: The ranks of the job that have not failed; None: all.
 _survivors: MPI.Intracomm | None = None
 
@@ -143,8 +145,21 @@ def translate(error: MPI.Exception, comm: MPI.Intracomm | None = None) -> Transp
     # A test of several messages leaves it to the status of one of them to say that a rank has died.
     if kind in _FAILED or (kind == MPI.ERR_IN_STATUS and launch().survives_deaths):
         failed = [] if comm is None or comm == MPI.COMM_NULL else _failed_ranks(comm)
-        return PeerLostError(failed[0] if failed else -1, f"MPI reports {text}")
+        if not failed or comm is None:
+            return PeerLostError(-1, f"MPI reports {text}")
+        (in_job,) = comm.Get_group().Translate_ranks(failed[:1], MPI.COMM_WORLD.Get_group())
+        return PeerLostError(failed[0], f"MPI reports {text}{_places.get(in_job, '')}")
     return TransportError(f"MPI reports {text}")
+
+
+def note_hosts(hosts: Mapping[int, str]) -> None:
+    """Have errors name the host of a rank that has failed; not if there is one alone.
+
+    Args:
+        hosts: by number in the job; a negative one is of another job.
+    """
+    if len({*hosts.values()}) > 1:
+        _places.update({rank: f" (on {host})" for rank, host in hosts.items() if rank >= 0})
 
 
 def _failed_ranks(comm: MPI.Intracomm) -> list[int]:

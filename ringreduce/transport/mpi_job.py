@@ -14,7 +14,8 @@ from typing import cast
 
 import numpy as np
 
-from ringreduce.transport.mpi import library, translated, use_survivors, world  # first, as it decides how MPI ends
+# First, as this decides how MPI ends.
+from ringreduce.transport.mpi import library, note_hosts, translated, use_survivors, world
 
 # isort: split
 
@@ -22,7 +23,7 @@ from mpi4py import MPI
 
 from ringreduce.common import processes
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, TransportError, name_ranks
-from ringreduce.common.launch import launch
+from ringreduce.common.launch import launch, own_host
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.mpi_messages import MpiMessages, revoke_all
 from ringreduce.transport.waiting import Waiter
@@ -74,10 +75,14 @@ class MpiRanks:
     def introduce(self, messages: Messages) -> None:
         if launch().survives_deaths and not self._processes:
             namespace = f"{processes.host_name()} {processes.pid_namespace()}"
-            given = self._given.Get_group()
-            numbers = self._comm.Get_group().Translate_ranks(list(range(self._comm.size)), given)
-            introduced = zip(numbers, exchange_json(messages, (namespace, os.getpid())), strict=True)
-            self._processes = {rank: pid for rank, (where, pid) in introduced if where == namespace}
+            introduced = exchange_json(messages, (namespace, os.getpid(), own_host()))
+            self._processes = {
+                rank: pid
+                for rank, (where, pid, _) in zip(self._numbers_in(self._given), introduced, strict=True)
+                if where == namespace
+            }
+            hosts = [host for _, _, host in introduced]
+            note_hosts(dict(zip(self._numbers_in(MPI.COMM_WORLD), hosts, strict=True)))
         if self._priority is not None:
             # MPI has compared these in the open, and rank 0 gives its state to the others.
             everyone = exchange_json(messages, [-self._priority, self._given.rank])
@@ -85,6 +90,10 @@ class MpiRanks:
                 raise TransportError(
                     "the ranks that go on have got a wrong order: by which they are ordered has changed on its way"
                 )
+
+    def _numbers_in(self, comm: MPI.Intracomm) -> list[int]:
+        """Return the numbers that these ranks have in a communicator."""
+        return self._comm.Get_group().Translate_ranks(list(range(self._comm.size)), comm.Get_group())
 
     def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[MpiMessages]:
         comm = _part(self._comm, ranks, waiters[0], purpose="make a group with this rank")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import time
 from collections.abc import Callable
 
 import pytest
 from lost_hosts import Training, elastic, end_daemon, listed, nothing_is_left, ranks_of
-from machines import Cluster, cluster_of
+from machines import Cluster, cluster_of, environ
 
 cluster = cluster_of("ssh", 3)
 slurm = cluster_of("slurm", 3)
@@ -50,6 +52,40 @@ def test_a_killed_daemon_ends_no_elastic_job(cluster: Cluster) -> None:
     assert status == 0, training.text
     assert said in [ranks_of(cluster, size) for size in (2, 3)], training.text
     nothing_is_left(cluster, 0, 1, 2)
+
+
+HEARS = """
+import pathlib, sys
+import numpy as np
+import ringreduce as rr
+
+rr.init()
+rr.barrier()
+pathlib.Path(sys.argv[1]).touch()
+try:
+    while True:
+        rr.allreduce(np.ones(3))
+except rr.PeerLostError as error:
+    print("rank", rr.rank(), error, flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_each_rank_hears_which_host_is_lost(cluster: Cluster) -> None:
+    """With Open MPI's own detector, before mpirun notices the loss and ends them all."""
+    cluster.write("hears.py", HEARS)
+    begun = cluster.shared / "hears"
+    detector = [word for name in ("", "_thread") for word in ("-x", f"OMPI_MCA_mpi_ft_detector{name}=1")]
+    line = cluster.line(0, "timeout", "60", *elastic(cluster, *detector), "python", "hears.py", str(begun))
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=cluster.shared, env=environ()) as job:
+        while not begun.exists():
+            assert job.poll() is None
+            time.sleep(0.02)  # nothing says so; the watchdog of the test ends this
+        cluster.die(2)
+        said, _ = job.communicate()
+    cluster.boot(2)
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} rank 2 is lost: .*\(on {cluster.host(2)}\)", said), said
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
     return made
 
 
+@pytest.mark.limit(
+    400
+)  # each is seven jobs, of which a framework takes ten seconds to import where others have the cores
 @pytest.mark.parametrize(
     ("way", "ranks", "seed"),
     [pytest.param(*each, marks=() if each in CASES else pytest.mark.thorough) for each in ALL],
