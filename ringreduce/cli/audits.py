@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.common.launch import launch
 from ringreduce.doctor import audit_report
 from ringreduce.observe.audit_chain import Examination, examine
@@ -24,16 +26,26 @@ def audit() -> None:
 @audit.command("verify", short_help="Say whether a record is whole.")
 @click.argument("file", type=_FILE)
 @click.option("--has", "known", metavar="HASH", help="Also say whether the line with this hash is still there.")
-def _verify(file: str, known: str | None) -> int:
+@click.option(
+    "--key",
+    "key_file",
+    type=click.Path(),
+    help="Also say whether each line is signed by the key in this file, and the last run has an end.",
+    show_default=f"that of {KEY_VARIABLE}",
+)
+def _verify(file: str, known: str | None, key_file: str | None) -> int:
     """Say whether no line of FILE was changed, removed, inserted or moved; else which line is the first wrong one.
 
-    The exit status is 1 if one is wrong. The record is not signed: lines that were removed at its end, or a chain that
-    was made anew as a whole, are only found by the hash of a line that you have kept elsewhere, with --has.
+    The exit status is 1 if one is wrong. Who does not have the key cannot make the chain anew; without a key, that and
+    lines that were removed at the end are only found by the hash of a line that you have kept elsewhere, with --has. So
+    are, in any case, whole runs that were removed at the end.
     """
     if launch().rank:
         return 0
+    path, variable = (key_file, "--key") if key_file else (Config.from_environ().key_file, KEY_VARIABLE)
+    key = None if path is None else read_secret(path, variable)
     found = _examined(file)
-    whole, said = audit_report.verdict(found, known)
+    whole, said = audit_report.verdict(found, known, key)
     click.echo("\n".join(f"{file}: {each}" for each in said))
     return int(not whole)
 

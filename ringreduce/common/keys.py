@@ -15,8 +15,9 @@ from typing import NoReturn
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.libraries import require_library
 
-__all__ = ["KEY_NBYTES", "Secret", "read_secret", "write_secret"]
+__all__ = ["KEY_NBYTES", "KEY_VARIABLE", "Secret", "read_secret", "write_secret"]
 
+KEY_VARIABLE = "RINGREDUCE_KEY_FILE"
 #: Of a secret, and of each key that is derived from it: AES-256 takes so many.
 KEY_NBYTES = 32
 _HEADER = b"ringreduce key 1\n"

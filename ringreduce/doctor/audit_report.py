@@ -15,7 +15,8 @@ from rich.text import Text
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, name_ranks
-from ringreduce.observe.audit_chain import Examination
+from ringreduce.common.keys import Secret
+from ringreduce.observe.audit_chain import Examination, is_signed
 
 __all__ = ["commands", "show", "verdict"]
 
@@ -28,44 +29,63 @@ _NAMED = ("configuration", "data")
 _OF_THIS_RUN = {"audit", "dump", "launched_size", "log_level", "status", "timeline", "tuning"}
 
 
-def verdict(found: Examination, known: str | None) -> tuple[bool, list[str]]:
+def verdict(found: Examination, known: str | None, key: Secret | None = None) -> tuple[bool, list[str]]:
     """Return whether a record is whole, and lines that say so, or which line is wrong, and what cannot be known.
 
     Args:
         found: what it holds.
         known: the hash of a line that is to be there; None: none is known.
+        key: has to have signed each line; and the last run has to have an end. None: signatures are not looked at.
 
     Raises:
-        ConfigError: that is no hash.
+        ConfigError: ``known`` is no hash.
     """
     if known is not None and not re.fullmatch(f"[0-9a-f]{{{_HASH_LENGTH}}}", known):
         raise ConfigError(f"a hash has {_HASH_LENGTH} characters, 0 to 9 and a to f, got {known!r}")
     if found.wrong is not None:
         return False, [f"line {found.wrong} is wrong: {found.reason}"]
-    worlds = {line["world"] for line in found.lines if line["event"] == "begin"}
-    ended = {line["world"] for line in found.lines if line["event"] == "end"}
+    wrong = [] if key is None else list(_unsigned(found, key))
     place = next((line["line"] for line in found.lines if line["hash"] == known), None)
+    if known is not None and place is None:
+        wrong.append(f"no line has the hash {known}: lines were removed at the end, or the chain was made anew")
+    worlds = dict.fromkeys(line["world"] for line in found.lines if line["event"] == "begin")
+    ended = {line["world"] for line in found.lines if line["event"] == "end"}
+    endless = [each for each in worlds if each not in ended]
+    if key is not None and found.lines and found.lines[-1]["world"] in endless:
+        wrong.append("the last run has no end")
     said = [f"whole: {len(found.lines)} lines, of {len(worlds)} run{'s' * (len(worlds) != 1)}"]
     said += [f"line {each} was cut off: the process that wrote it was killed" for each in found.cut]
-    for line in found.lines:
-        if line["event"] == "begin" and line["world"] not in ended:
-            said.append(
-                f"run {_shown(line['world'])} has no end: it goes on, it was killed, or lines were removed at the end"
-            )
-    if known is not None and place is None:
-        return False, [
-            f"no line has the hash {known}: lines were removed at the end, or the chain was made anew",
-            *said,
-        ]
+    said += [
+        f"run {_shown(each)} has no end: it goes on, it was killed, or lines were removed at the end"
+        for each in endless
+    ]
     if place is not None:
         said.append(f"line {place} has the hash {known}: all lines up to there are as they were when that was noted")
-    elif found.lines:
-        last = found.lines[-1]["hash"]
-        said.append(
-            "not known, as nothing is signed: whether lines were removed at the end, or all hashes were made anew. "
-            f"Keep the last hash elsewhere, and look for it later: --has {last}"
-        )
-    return True, said
+    elif known is None and found.lines:
+        said += _not_known(found, key)
+    return not wrong, wrong + said
+
+
+def _unsigned(found: Examination, key: Secret) -> Iterator[str]:
+    """Yield what is wrong with the signatures."""
+    numbers = [line["line"] for line in found.lines if not is_signed(line, key)]
+    if numbers:
+        more = f" (and {len(numbers) - 1} more)" if len(numbers) > 1 else ""
+        why = "who wrote it did not have that key, or the chain was made anew"
+        yield f"line {numbers[0]} is not signed by the key {key.fingerprint}{more}: {why}"
+    if not found.lines:
+        yield f"no line is signed by the key {key.fingerprint}"
+
+
+def _not_known(found: Examination, key: Secret | None) -> Iterator[str]:
+    """Yield what a record does not say, and what helps."""
+    keep = f"Keep the last hash elsewhere, and look for it later: --has {found.lines[-1]['hash']}"
+    if key is not None:
+        yield f"signed: each line, by the key {key.fingerprint}"
+        yield f"not known: whether runs were removed at the end as a whole. {keep}"
+        return
+    why = "without the key (--key FILE)" if any("signature" in line for line in found.lines) else "as nothing is signed"
+    yield f"not known, {why}: whether lines were removed at the end, or all hashes were made anew. {keep}"
 
 
 def show(found: Examination) -> None:

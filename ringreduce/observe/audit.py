@@ -40,6 +40,7 @@ from typing import Any
 
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.common.launch import allocation, launch
 from ringreduce.observe.audit_chain import ChainedFile, plain, said_by
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
@@ -50,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_KEPT = 1000  # lines of a rank, until the next commit
 #: Events that programs do not name.
-_OWN = {"", "begin", "commit", "written", "exported", "refused", "failed", "end", "signed"}
+_OWN = {"", "begin", "commit", "written", "exported", "refused", "failed", "end"}
 
 
 class AuditRecord:
@@ -100,10 +101,21 @@ class AuditRecord:
     @staticmethod
     def add_alone(config: Config, event: str, facts: Mapping[str, Any]) -> None:
         """Append a line of no world to the record that the settings ask for, if they do; an error is logged."""
-        if config.audit is not None:
-            AuditRecord(config.audit, secrets.token_hex(8)).append(event, facts)
+        if config.audit is None:
+            return
+        record = AuditRecord(config.audit, secrets.token_hex(8))
+        try:
+            record._take_key(config)
+        except ConfigError as error:
+            _log.error("a line of the audit record %s is not signed: %s", config.audit, error)
+        record.append(event, facts)
+
+    def _take_key(self, config: Config) -> None:
+        if config.key_file is not None:
+            self._file.key = read_secret(config.key_file, KEY_VARIABLE)
 
     def _begin(self, config: Config, library: str, hosts: Mapping[str, list[int]]) -> None:
+        self._take_key(config)
         if self._rank:
             return
         from ringreduce.observe.origins import origins  # reads all packages' versions: what needs no record is without

@@ -7,14 +7,16 @@ the ``hash`` of the last whole line, and empty in the first one. ``line`` is the
 process that is killed while it writes may leave half a line; the next one has ``cut``, the SHA-256 of all bytes between
 the last whole line and itself.
 
-A signature is to be a line of its own, of the event ``signed``, over the ``hash`` of the line before it: no other line
-changes for that. Without one, a user who may write the file can make all hashes anew.
+With a secret, each line has a signature before its hash: the HMAC-SHA256 of the line without these two, of its bytes
+before ``, "signature"`` and a ``}``, by a key that is derived from the secret. ``before`` is in it, and so are all lines
+before. Without one, a user who may write the file can make all hashes anew.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import hmac
 import json
 import os
 import re
@@ -26,7 +28,9 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
-__all__ = ["ChainedFile", "Examination", "examine", "plain", "said_by"]
+from ringreduce.common.keys import Secret
+
+__all__ = ["ChainedFile", "Examination", "examine", "is_signed", "plain", "said_by"]
 
 _WHOLE = re.compile(rb'(\{.*), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
 _BEGIN = b'{"line": '
@@ -140,16 +144,34 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def is_signed(line: Mapping[str, Any], key: Secret) -> bool:
+    """Return whether somebody who has a secret has written a line, after all lines before it."""
+    signature = line.get("signature")
+    said = {name: value for name, value in line.items() if name not in ("signature", "hash")}
+    if type(signature) is not str or not signature.isascii():
+        return False
+    return hmac.compare_digest(_signature(json.dumps(said).encode(), key), signature.encode())
+
+
+def _signature(body: bytes, key: Secret) -> bytes:
+    return hmac.digest(key.derive("audit record"), body, "sha256").hex().encode()
+
+
 class ChainedFile:
     """An audit record to which processes of one host append, one at a time.
 
     Args:
         path: path of the file; made if need be, for this user alone.
         alone: whether this process appends also where files cannot be locked, as no other one does then.
+
+    Attributes:
+        path: the argument.
+        key: signs the lines; None: they are not signed.
     """
 
     def __init__(self, path: str, *, alone: bool) -> None:
         self.path = path
+        self.key: Secret | None = None
         self._alone = alone
         self._threads = threading.RLock()
         self._is_locked = False
@@ -166,7 +188,7 @@ class ChainedFile:
         """
         with self._locked() as file:
             for each in entries:
-                _append(file, each)
+                _append(file, each, self.key)
 
     def append_new(self, entries: Sequence[Mapping[str, Any]], world: str) -> None:
         """Append those lines that say what no other line of a world says.
@@ -181,7 +203,7 @@ class ChainedFile:
                 raise FileNotFoundError("the record of rank 0 is not there")
             for each in entries:
                 if said_by(each) not in said:
-                    _append(file, each)
+                    _append(file, each, self.key)
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -224,12 +246,14 @@ class ChainedFile:
                 return
 
 
-def _append(file: int, entry: Mapping[str, Any]) -> None:
+def _append(file: int, entry: Mapping[str, Any], key: Secret | None) -> None:
     while True:
         nbytes = os.fstat(file).st_size
         number, before, gap, tail = _end_of(file, nbytes)
         chain = {"line": number + 1, "before": before}
         body = json.dumps({**chain, **entry, **({"cut": _digest(gap)} if gap else {})}, default=plain).encode()
+        if key is not None:
+            body = body[:-1] + b', "signature": "%s"}' % _signature(body, key)
         data = tail + body[:-1] + f', "hash": "{_digest(body)}"}}\n'.encode()
         if os.write(file, data) != len(data):
             raise OSError("a line was cut off, as the disk is full")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, TransportError, name_ranks
-from ringreduce.common.keys import KEY_NBYTES, Secret, read_secret
+from ringreduce.common.keys import KEY_NBYTES, KEY_VARIABLE, Secret, read_secret
 from ringreduce.common.launch import launch
 from ringreduce.runtime.bootstrap import Connection
 from ringreduce.transport.messages import Messages, exchange_json
@@ -19,9 +19,6 @@ from ringreduce.transport.sealed import SealedMessages, sealed
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Handshake", "SealedConnection"]
-
-_VARIABLE = "RINGREDUCE_KEY_FILE"
-
 
 class Handshake:
     """One rank's part in agreeing on the key of a world. Serves once.
@@ -49,7 +46,7 @@ class Handshake:
         if config.key_file is None:
             return
         try:
-            self._secret = read_secret(config.key_file, _VARIABLE)
+            self._secret = read_secret(config.key_file, KEY_VARIABLE)
         except ConfigError as error:
             if size == 1:
                 raise
@@ -93,7 +90,7 @@ class Handshake:
         if refused:
             assert self._secret is not None
             raise ConfigError(
-                f"rank 0 does not agree with {name_ranks(refused)} on a key: {_VARIABLE} names a file with another key "
+                f"rank 0 does not agree with {name_ranks(refused)} on a key: {KEY_VARIABLE} names a file with another key "
                 f"there, or they belong to another job; the key of this rank is {self._secret.fingerprint}"
             )
         try:
@@ -115,7 +112,7 @@ class Handshake:
         lacking = [rank for rank, each in enumerate(greetings) if each is None]
         if lacking:
             raise ConfigError(
-                f"{_VARIABLE} is not set on {name_ranks(lacking)} of {self._size}, and is on others: set it on all "
+                f"{KEY_VARIABLE} is not set on {name_ranks(lacking)} of {self._size}, and is on others: set it on all "
                 "ranks, or on none"
             )
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from launching import RINGREDUCE, run
 
+from ringreduce.common.keys import write_secret
 from ringreduce.observe.audit_chain import examine
 
 FAILING = """
@@ -98,9 +99,13 @@ rr.barrier()
 
 
 def test_a_job_that_is_started_again_continues_the_chain(tmp_path: Path) -> None:
-    """After half a line of a rank that was killed, which is named; the ranks of the second start say the same."""
-    path = tmp_path / "audit"
-    job = (RINGREDUCE, "run", "--max-restarts", 1, "-np", 2, sys.executable, "-c", RESTARTING)
+    """After half a line of a rank that was killed, which is named; the ranks of the second start say the same.
+
+    Each line is signed.
+    """
+    path, key_file = tmp_path / "audit", tmp_path / "key"
+    write_secret(key_file)
+    job = (RINGREDUCE, "run", f"--encrypt={key_file}", "--max-restarts", 1, "-np", 2, sys.executable, "-c", RESTARTING)
     done = run(*job, RINGREDUCE_AUDIT=str(path))
     assert done.returncode == 0, done.stderr
     found = examine(path.read_bytes())
@@ -110,3 +115,5 @@ def test_a_job_that_is_started_again_continues_the_chain(tmp_path: Path) -> None
     shown = run(RINGREDUCE, "audit", "show", path)
     assert shown.returncode == 0
     assert "line 3 was cut off: the process that wrote it was killed" in shown.stdout
+    verified = run(RINGREDUCE, "audit", "verify", path, "--key", key_file)
+    assert (verified.returncode, "signed: each line" in verified.stdout) == (0, True), verified.stdout

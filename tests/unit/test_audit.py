@@ -16,8 +16,9 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.common.launch import allocation
+from ringreduce.common.keys import read_secret, write_secret
 from ringreduce.observe.audit import AuditRecord
-from ringreduce.observe.audit_chain import ChainedFile, examine
+from ringreduce.observe.audit_chain import ChainedFile, examine, is_signed
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -77,7 +78,7 @@ def test_what_json_cannot_say_is_refused_anywhere(fact: object) -> None:
     """Also on ranks, and in runs, that keep no record."""
     with pytest.raises(rr.ConfigError, match="data cannot be recorded as JSON"):
         rr.audit("mine", data=fact)
-    for event in ("begin", "commit", "written", "exported", "refused", "failed", "end", "signed", "", 3):
+    for event in ("begin", "commit", "written", "exported", "refused", "failed", "end", "", 3):
         with pytest.raises(rr.ConfigError, match="the event of an audit"):
             rr.audit(event)  # type: ignore[arg-type]
     rr.audit("mine", data=[1, "a", None])
@@ -144,6 +145,23 @@ def test_a_run_is_recorded_from_begin_to_end(tmp_path: Path) -> None:
     assert begin["settings"]["conventions"] == "chain_rule"
     assert lines[1]["facts"] == {"rows": 3}
     assert [each["facts"]["error"] for each in lines[2::3]] == [None, "ValueError: no", None]
+
+
+def test_with_a_key_all_lines_are_signed(tmp_path: Path) -> None:
+    """Those of runs; one in which `init` refuses the key has none, and so its line has no signature."""
+    path, key_file = tmp_path / "audit", tmp_path / "key"
+    write_secret(key_file)
+    recorded(path, tmp_path, "-c", PROGRAM, RINGREDUCE_KEY_FILE=str(key_file))
+    key_file.chmod(0o644)
+    with pytest.raises(subprocess.CalledProcessError):
+        recorded(path, tmp_path, "-c", PROGRAM, RINGREDUCE_KEY_FILE=str(key_file))
+    key_file.chmod(0o600)
+    recorded(path, tmp_path, "-c", PROGRAM, RINGREDUCE_KEY_FILE=str(key_file))
+    found = examine(path.read_bytes())
+    assert [each["event"] for each in found.lines] == ["begin", "end", "refused", "begin", "end"]
+    key = read_secret(key_file, "KEY")
+    assert [is_signed(each, key) for each in found.lines] == [True, True, False, True, True]
+    assert "chmod 600" in found.lines[2]["facts"]["error"]
 
 
 def test_a_record_that_cannot_be_begun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

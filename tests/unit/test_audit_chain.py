@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import re
 import sys
@@ -17,8 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringreduce.common.keys import Secret
 from ringreduce.observe.audit import AuditRecord
-from ringreduce.observe.audit_chain import ChainedFile, examine
+from ringreduce.observe.audit_chain import ChainedFile, examine, is_signed
 
 
 def written(path: Path) -> bytes:
@@ -226,3 +228,61 @@ def test_a_signal_handler_may_append_in_the_midst_of_a_line(tmp_path: Path) -> N
             break
         assert sorted(each["event"] for each in found.lines) == ["first", "of the handler", "outer"]
     assert place > 5
+
+
+# ---- signatures ----
+
+SECRET = bytes(range(32))
+KEY = Secret(SECRET)
+
+
+def signed(path: Path) -> bytes:
+    """Return a record of four lines, by two ranks, of which each is signed."""
+    for rank in (0, 1):
+        record = AuditRecord(str(path), "world", rank)
+        record._file.key = KEY
+        record.append("begin" if rank == 0 else "data", {"of": rank, "text": '", "signature": "'})
+        record.end("no")
+    return path.read_bytes()
+
+
+def test_each_line_is_signed_as_the_documentation_says(tmp_path: Path) -> None:
+    """By HMAC-SHA256 of its bytes before the signature, with HKDF of RFC 5869, both here by the standard library."""
+    data = signed(tmp_path / "audit")
+    extracted = hmac.digest(bytes(32), SECRET, "sha256")
+    derived = hmac.digest(extracted, b"audit record\x01", "sha256")
+    assert len(data.splitlines()) == 4
+    for line in data.splitlines():
+        found = re.fullmatch(rb'(\{.*), "signature": "(\w{64})", "hash": "\w{64}"\}', line)
+        assert found is not None
+        assert hmac.digest(derived, found[1] + b"}", "sha256").hex() == found[2].decode()
+    examined = examine(data)
+    assert (examined.wrong, [is_signed(line, KEY) for line in examined.lines]) == (None, [True] * 4)
+    assert not any(is_signed(line, Secret(bytes(32))) for line in examined.lines)
+    assert KEY.derive("audit record") == derived
+    for form in (SECRET, SECRET.hex().encode(), derived, derived.hex().encode()):
+        assert form not in data
+
+
+@given(st.integers(0, 3), st.sampled_from(["facts", "time", "world", "ranks", "signature", "host", "event"]))
+def test_who_has_no_key_cannot_make_the_chain_anew(place: int, name: str) -> None:
+    """With right hashes throughout, the line that was changed and all after it are not signed; nor are new ones."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "audit"
+        lines = signed(path).splitlines(keepends=True)
+        changed = {"facts": {"of": 9}, "ranks": [3], "signature": "f" * 64}.get(name, "another")
+        anew = [*lines[:place], rehashed(lines[place], **{name: changed})]
+        for line in lines[place + 1 :]:
+            anew.append(rehashed(line, before=json.loads(anew[-1])["hash"]))
+        path.write_bytes(b"".join(anew))
+        AuditRecord(str(path), "world").append("data", {})
+        examined = examine(path.read_bytes())
+    assert examined.wrong is None
+    assert [is_signed(line, KEY) for line in examined.lines] == [number < place for number in range(5)]
+
+
+@given(st.recursive(st.none() | st.floats() | st.text(), lambda inside: st.lists(inside), max_leaves=4))
+def test_no_signature_is_taken_for_one(value: Any) -> None:
+    """Whatever is in its place."""
+    line = {**json.loads(LINES[0]), "signature": value}
+    assert not is_signed(line, KEY)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringreduce.cli import main
+from ringreduce.common.keys import write_secret
 from ringreduce.elastic import CommitStore
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.audit_chain import examine
@@ -79,6 +80,45 @@ def test_verify_says_whether_a_record_is_whole_and_what_it_cannot_know(path: Pat
     assert (done.exit_code, f"no line has the hash {last}" in done.stdout) == (1, True)
     assert ringreduce("audit", "verify", path, "--has", "abc").exit_code == 2
     assert ringreduce("audit", "verify", path.parent / "missing").exit_code == 2
+
+
+def test_verify_checks_signatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that was cut, continued or made anew by somebody without the key has another status than a whole one."""
+    path, key_file = tmp_path / "audit", tmp_path / "key"
+    key = write_secret(key_file)
+    record = AuditRecord(str(path), "0123abcd")
+    record._file.key = key
+    record.append("begin", BEGIN)
+    record.append("data", {"train": "a" * 64})
+    record.end(None)
+    whole = path.read_bytes()
+    done = ringreduce("audit", "verify", path, "--key", key_file)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert f"signed: each line, by the key {key.fingerprint}" in done.stdout
+    assert ringreduce("audit", "verify", path).exit_code == 0
+    assert "without the key (--key FILE)" in ringreduce("audit", "verify", path).stdout
+    monkeypatch.setenv("RINGREDUCE_KEY_FILE", str(key_file))
+    assert ringreduce("audit", "verify", path).stdout == done.stdout
+
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    cut = ringreduce("audit", "verify", path)
+    assert (cut.exit_code, "the last run has no end" in cut.stdout) == (1, True)
+    path.write_bytes(whole)
+    AuditRecord(str(path), "another").append("begin", BEGIN)
+    continued = ringreduce("audit", "verify", path)
+    assert (continued.exit_code, f"line 4 is not signed by the key {key.fingerprint}:" in continued.stdout) == (1, True)
+    path.unlink()
+    for event, facts in (("begin", BEGIN), ("end", {"error": None})):
+        AuditRecord(str(path), "0123abcd").append(event, facts)
+    anew = ringreduce("audit", "verify", path)
+    assert anew.exit_code == 1
+    assert f"line 1 is not signed by the key {key.fingerprint} (and 1 more): who wrote it" in anew.stdout
+    path.write_bytes(b"")
+    assert ringreduce("audit", "verify", path).exit_code == 1
+    other = write_secret(tmp_path / "other")
+    path.write_bytes(whole)
+    assert f"by the key {other.fingerprint}" in ringreduce("audit", "verify", path, "--key", tmp_path / "other").stdout
+    assert ringreduce("audit", "verify", path, "--key", tmp_path / "none").exit_code == 2
 
 
 @pytest.mark.parametrize(
