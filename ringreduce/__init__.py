@@ -16,9 +16,11 @@ from ringreduce.collectives.sums.reproducible import ReproducibleAccumulator, re
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import (
+    ChangedMessageError,
     CollectiveError,
     CollectiveTimeoutError,
     ConfigError,
+    ForeignFileError,
     MismatchError,
     NotFiniteError,
     PeerLostError,
@@ -100,6 +102,7 @@ __all__ = [
     "MIN",
     "PRODUCT",
     "SUM",
+    "ChangedMessageError",
     "Choice",
     "CollectiveError",
     "CollectiveTimeoutError",
@@ -108,6 +111,7 @@ __all__ = [
     "ConfigError",
     "Conventions",
     "Feedback",
+    "ForeignFileError",
     "Instrument",
     "Metrics",
     "MismatchError",

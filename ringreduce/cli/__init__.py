@@ -16,8 +16,10 @@ from typing import Any, NoReturn
 import click
 
 import ringreduce
-from ringreduce.common.errors import ConfigError, RingReduceError, UnsupportedBufferError
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError, ForeignFileError, RingReduceError, UnsupportedBufferError
 from ringreduce.common.launch import launch
+from ringreduce.observe.audit import AuditRecord
 
 __all__ = ["main"]
 
@@ -52,6 +54,14 @@ class _WorldGroup(click.Group):
             module, _, name = _PLACES[cmd_name].partition(".")
             self.add_command(getattr(import_module(f"ringreduce.cli.{module}"), name))
         return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ForeignFileError as error:
+            if not launch().rank:
+                AuditRecord.refuse_alone(Config.from_environ(), str(ctx.invoked_subcommand), error)
+            raise
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         if not options.get("standalone_mode", True):

@@ -11,7 +11,7 @@ import click
 
 import ringreduce
 from ringreduce.common.config import Config
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import replace_file, require_own
 from ringreduce.common.launch import launch
 from ringreduce.common.quantities import format_nbytes
@@ -156,9 +156,7 @@ def export(folder: str, out: str, name: str, number: int | None, force: bool, pl
     try:
         require_own(Path(folder))
     except OSError as error:
-        said = f"the commits in {folder} are not used: {error}"
-        AuditRecord.add_alone(config, "refused", {"what": "export", "error": said})
-        raise ConfigError(said) from None
+        raise ForeignFileError(f"the commits in {folder} are not used: {error}") from None
     keys = disk_keys(config.disk_key_file)
     store = CommitStore(
         folder,

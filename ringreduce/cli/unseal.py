@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ringreduce.common.config import Config
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import replace_file
 from ringreduce.common.sealed_files import DISK_VARIABLE, disk_keys
 
@@ -34,7 +34,9 @@ def command(file: Path, out: Path, force: bool) -> None:
     try:
         with file.open("rb") as sealed, keys.opened(sealed) as content:
             replace_file(out, lambda written: shutil.copyfileobj(content, written))
-    except (ConfigError, ValueError) as error:
+    except ForeignFileError as error:
+        raise ForeignFileError(f"{file}: {error}") from None
+    except ValueError as error:
         raise ConfigError(f"{file}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{error.filename or out}: {error.strerror}") from None

@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from ringreduce.common.errors import (
+    ChangedMessageError,
     CollectiveError,
     CollectiveTimeoutError,
     MismatchError,
@@ -106,6 +107,7 @@ class _AbortFields(NamedTuple):
     reason: str
     failed_rank: int | None
     late: bool
+    changed: bool
 
 
 class AbortReason(_AbortFields):
@@ -115,12 +117,15 @@ class AbortReason(_AbortFields):
         reason: in words; empty if it has shut down. The end of a long one is cut off.
         failed_rank: the rank whose failure is the reason, this rank itself if it was ended; None: no rank has failed.
         late: whether it has waited for too long.
+        changed: whether it has got a message that had changed on its way.
     """
 
     __slots__ = ()
 
-    def __new__(cls, reason: str = "", failed_rank: int | None = None, late: bool = False) -> AbortReason:
-        return super().__new__(cls, _plain(reason, _TEXT_LENGTH), failed_rank, late)
+    def __new__(
+        cls, reason: str = "", failed_rank: int | None = None, late: bool = False, changed: bool = False
+    ) -> AbortReason:
+        return super().__new__(cls, _plain(reason, _TEXT_LENGTH), failed_rank, late, changed)
 
     @classmethod
     def after(cls, failure: BaseException | None) -> AbortReason:
@@ -131,7 +136,7 @@ class AbortReason(_AbortFields):
             return cls(failure.reason.partition("; ")[0], failure.rank)  # without what this rank was doing
         late = isinstance(failure, CollectiveTimeoutError)
         reason = str(failure) if late else _described(failure)
-        return cls(reason, late=late)
+        return cls(reason, late=late, changed=isinstance(failure, ChangedMessageError))
 
     def error(self, rank: int, doing: str) -> CollectiveError:
         """Return the error for a rank that waits for that one; ``doing`` says what the waiting rank does."""
@@ -139,7 +144,8 @@ class AbortReason(_AbortFields):
             return PeerLostError(rank, f"it has shut down; {doing}")
         if self.failed_rank is not None:
             return PeerLostError(self.failed_rank, f"{self.reason}; {doing}", ends_job=self.failed_rank == rank)
-        kind = CollectiveTimeoutError if self.late else TransportError
+        other = ChangedMessageError if self.changed else TransportError
+        kind = CollectiveTimeoutError if self.late else other
         return kind(f"rank {rank} has given up ({self.reason}); {doing}")
 
 

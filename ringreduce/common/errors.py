@@ -2,12 +2,14 @@
 
     RingReduceError (RuntimeError)
     ├── ConfigError (ValueError)                        a setting, an argument or the launch itself is wrong
+    │   └── ForeignFileError                                ... or a file or key of somebody else is in its place
     ├── UnsupportedBufferError (TypeError, ValueError)  an array that no collective can take
     ├── NotFiniteError (FloatingPointError)             a gradient holds NaN or infinity, and the settings forbid it
     └── CollectiveError                                 something that the ranks do together failed
         ├── MismatchError (ValueError)                      the ranks called different things
         ├── CollectiveTimeoutError (TimeoutError)           a peer did not arrive within the time limit
         ├── TransportError                                  bytes could not be moved
+        │   ├── ChangedMessageError                         ... without being changed on their way
         │   └── PeerLostError                               ... because a peer has failed
         └── ShutdownError                                   the world was shut down under the call
 
@@ -22,9 +24,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 __all__ = [
+    "ChangedMessageError",
     "CollectiveError",
     "CollectiveTimeoutError",
     "ConfigError",
+    "ForeignFileError",
     "MismatchError",
     "NotFiniteError",
     "PeerLostError",
@@ -47,6 +51,10 @@ class RingReduceError(RuntimeError):
 
 class ConfigError(RingReduceError, ValueError):
     """A setting, an argument or the way the job was launched is wrong."""
+
+
+class ForeignFileError(ConfigError):
+    """A file or a folder is not used: others may read or write it, it is another user's, or of another key."""
 
 
 class UnsupportedBufferError(RingReduceError, TypeError, ValueError):
@@ -116,6 +124,10 @@ class TransportError(CollectiveError):
     """Bytes could not be moved between ranks; the state of the transport is unknown afterwards."""
 
 
+class ChangedMessageError(TransportError):
+    """A message has changed on its way, or another one has come in its place: by a fault, or by somebody."""
+
+
 class PeerLostError(TransportError):
     """A rank that a collective needs has failed.
 
@@ -139,7 +151,7 @@ def during(error: TransportError, call: str) -> TransportError:
     """Return an error that also says in which call it came; the same, if it does so, or if a rank has failed."""
     if isinstance(error, PeerLostError) or call in str(error):
         return error
-    named = TransportError(f"{error}, in {call}")
+    named = type(error)(f"{error}, in {call}")
     named.__cause__ = error.__cause__
     return named
 

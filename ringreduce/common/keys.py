@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import NoReturn
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.libraries import require_library
 
 __all__ = ["KEY_NBYTES", "KEY_VARIABLE", "Secret", "read_secret", "write_secret"]
@@ -111,7 +111,8 @@ def read_secret(path: str | Path, variable: str) -> Secret:
         variable: the setting that names it, for errors.
 
     Raises:
-        ConfigError: it cannot be read, belongs to another user, others may read or write it, or it is no key.
+        ConfigError: it cannot be read, or it is no key.
+        ForeignFileError: it belongs to another user, or others may read or write it.
     """
     try:
         # Not to wait for a writer, if it is a pipe.
@@ -134,16 +135,16 @@ def read_secret(path: str | Path, variable: str) -> Secret:
 
 
 def _require_private(found: os.stat_result, path: str | Path, variable: str) -> None:
-    """Raise a ConfigError unless a file is this user's own, and no other's to read or write."""
+    """Raise an error unless a file is this user's own, and no other's to read or write."""
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{variable}={path} is no file")
     if found.st_uid != os.geteuid():
-        raise ConfigError(
+        raise ForeignFileError(
             f"{variable}={path} belongs to user {found.st_uid}, and this is user {os.geteuid()}: its owner can read and"
             f" change it; chown {os.geteuid()} {path}, or make a key of your own"
         )
     if found.st_mode & 0o077:
-        raise ConfigError(
+        raise ForeignFileError(
             f"{variable}={path}: other users may read or write it (mode {stat.S_IMODE(found.st_mode):03o});"
             f" chmod 600 {path}, and make a new key if others have had access"
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal
-from weakref import WeakMethod, WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary, ref
 
 from ringreduce.common.errors import ConfigError, ShutdownError, since
 
-Event = Literal["failed", "closed", "forking", "forked"]
+Event = Literal["failed", "failed below", "closed", "forking", "forked"]
 
 
 class Lifetime:
@@ -17,8 +17,9 @@ class Lifetime:
     Lifetimes form a tree: a world is above its communicators, engines and groups. A fork concerns all that is below. A
     failure ends only what has failed; its owner ends what depends on it.
 
-    Events call listeners: ``"failed"``, with the error; ``"closed"``; ``"forking"``, with the `Forked` of processes
-    that this one is forking or has just forked; ``"forked"``, in such a process.
+    Events call listeners: ``"failed"``, with the error; ``"failed below"``, with that of anything below; ``"closed"``;
+    ``"forking"``, with the `Forked` of processes that this one is forking or has just forked; ``"forked"``, in such a
+    process.
 
     Args:
         when_closed: what the error of a call says that comes after `close`.
@@ -38,6 +39,7 @@ class Lifetime:
         self.failure: BaseException | None = None
         self.forked = ""
         self._when_closed = when_closed
+        self._above: Callable[[], Lifetime | None] = lambda: None
         self._below: WeakValueDictionary[int, Lifetime] = (
             WeakValueDictionary()
         )  # weak: what is closed still gets forks while its arrays are used
@@ -51,6 +53,7 @@ class Lifetime:
         """
         made = Lifetime(self._when_closed if when_closed is None else when_closed)
         self._below[id(made)] = made
+        made._above = ref(self)
         return made
 
     def listen(self, event: Event, call: Callable[..., object]) -> None:
@@ -92,6 +95,10 @@ class Lifetime:
         self.open = False
         self.failure = error
         self._notify("failed", error)
+        above = self._above()
+        while above is not None:
+            above._notify("failed below", error)
+            above = above._above()
         return True
 
     def close(self) -> bool:

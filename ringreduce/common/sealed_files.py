@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ForeignFileError
 from ringreduce.common.keys import Secret, read_secret
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class KeyFile:
             purpose: what it has to be; None: anything.
 
         Raises:
-            ConfigError: see `require_ours`.
+            ForeignFileError: see `require_ours`.
             ValueError: also while it is read: it was changed or cut, or is another file than this.
         """
         self.require_ours(file)
@@ -138,9 +138,10 @@ class KeyFile:
         return cast("BinaryIO", io.BufferedReader(_Unsealed(file, self._secret, purpose)))
 
     def require_ours(self, file: BinaryIO) -> None:
-        """Raise a `ConfigError` if a file is sealed by another secret, or is sealed and there is no secret, or neither.
+        """Require that a file is sealed by the secret; where there is none, that it is not sealed.
 
         Raises:
+            ForeignFileError: it is not so.
             ValueError: it was cut.
         """
         head = _Head.read(file)
@@ -149,13 +150,13 @@ class KeyFile:
         if found == wanted:
             return
         if wanted is None:
-            raise ConfigError(f"it is sealed by the key {found}: name the file of that key in {self._variable}")
+            raise ForeignFileError(f"it is sealed by the key {found}: name the file of that key in {self._variable}")
         if found is None:
-            raise ConfigError(
+            raise ForeignFileError(
                 f"it is not sealed, and {self._variable} is set: others could have put it there; to use it, unset "
                 f"{self._variable}"
             )
-        raise ConfigError(f"it is sealed by the key {found}, and that of {self._variable} is {wanted}")
+        raise ForeignFileError(f"it is sealed by the key {found}, and that of {self._variable} is {wanted}")
 
 
 #: Seals nothing, and opens nothing that is sealed.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringreduce.common.errors import ConfigError, name_ranks
+from ringreduce.common.errors import ConfigError, ForeignFileError, name_ranks
 from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.observe.snapshots import Snapshot
@@ -100,8 +100,8 @@ def load(folder: str | Path, keys: KeyFile = PLAIN) -> dict[int, Snapshot]:
             with path.open("rb") as file, keys.opened(file, path.name) as content:
                 dump = json.load(content)
             found[int(dump["rank"])] = dump
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+        except ForeignFileError as error:
+            raise ForeignFileError(f"{path}: {error}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not what a rank has written down: {error!r}") from None
     if not found:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.html_pages import COLOURS, html_page, html_table
 from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.sealed_files import PLAIN, KeyFile
@@ -89,7 +89,8 @@ def load(path: str | Path, keys: KeyFile = PLAIN) -> list[Event]:
     try:
         text = read_trace(path, keys).decode()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        kind = ForeignFileError if isinstance(error, ForeignFileError) else ConfigError
+        raise kind(f"{path} cannot be read: {error}") from None
     try:
         events: list[Event] = json.loads(text)
         if "job" in events[0]["args"]:

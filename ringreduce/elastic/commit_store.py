@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.config import VERSION
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ForeignFileError
 from ringreduce.common.files import create_file, is_abandoned, own_folder, partial_path, replace_file
 from ringreduce.common.launch import notify_launcher
 from ringreduce.common.sealed_files import PLAIN, KeyFile
@@ -111,15 +111,15 @@ class CommitStore:
         probe.unlink()
 
     def require_our_keys(self) -> None:
-        """Raise a `ConfigError` if a commit is sealed and there is no key, by another key, or not at all with a key."""
+        """Raise a `ForeignFileError` if a commit is sealed and there is no key, by another key, or not at all."""
         for number, part in self._pieces():
             for suffix in ("json", "pt"):
                 path = self._path(number, part, suffix)
                 try:
                     with _open(path) as file:
                         self.keys.require_ours(file)
-                except ConfigError as error:
-                    raise ConfigError(f"{path.name}: {error}") from None
+                except ForeignFileError as error:
+                    raise ForeignFileError(f"{path.name}: {error}") from None
                 except (OSError, ValueError):
                     pass  # it cannot be used, which is said where commits are examined
 

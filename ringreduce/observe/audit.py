@@ -10,7 +10,7 @@ have), time (ISO 8601, UTC), ranks (a list), host, pid, facts. Events:
               the like, by name, or why there is none
     written   of a commit, to disk; facts: number, file, sha256
     exported  a model, by ``ringreduce export``; facts: file, sha256, name, commit, folder
-    refused   facts: what, and the error
+    refused   facts: what (init, message, or the call or command), and the error
     any       what the program says itself (`ringreduce.audit`)
     failed    of another rank than 0; facts: error
     end       of a world, by rank 0; facts: error, null if it was shut down, or its only process has ended with an exit
@@ -70,6 +70,7 @@ class AuditRecord:
         self._rank = rank
         self._with_rank_0 = with_rank_0
         self._kept: deque[dict[str, Any]] = deque(maxlen=_MOST_KEPT)
+        self._refused = ""  # what was last
         self._running = True
 
     @classmethod
@@ -99,16 +100,21 @@ class AuditRecord:
         return record
 
     @staticmethod
-    def add_alone(config: Config, event: str, facts: Mapping[str, Any]) -> None:
+    def refuse_alone(config: Config, what: str, error: Exception, rank: int = 0) -> None:
+        """Append that something was refused where there is no world; see `add_alone`, and `refuse`."""
+        AuditRecord.add_alone(config, "refused", _refusal(what, error), rank)
+
+    @staticmethod
+    def add_alone(config: Config, event: str, facts: Mapping[str, Any], rank: int = 0) -> None:
         """Append a line of no world to the record that the settings ask for, if they do; an error is logged."""
         if config.audit is None:
             return
-        record = AuditRecord(config.audit, secrets.token_hex(8))
+        record = AuditRecord(config.audit, secrets.token_hex(8), rank)
         try:
             record._take_key(config)
         except ConfigError as error:
             _log.error("a line of the audit record %s is not signed: %s", config.audit, error)
-        record.append(event, facts)
+        record._append_now(record._entry(event, facts))
 
     def _take_key(self, config: Config) -> None:
         if config.key_file is not None:
@@ -153,11 +159,31 @@ class AuditRecord:
         entry = self._entry(event, facts)
         if self._rank:
             self._kept.append(entry)
-            return
+        else:
+            self._append_now(entry)
+
+    def refuse(self, what: str, error: BaseException) -> None:
+        """Record that something was refused; once, where several say so one after the other.
+
+        Args:
+            what: the call, ``"init"`` or ``"message"``.
+            error: why.
+        """
+        facts = _refusal(what, error)
+        if facts["error"] != self._refused:
+            self._refused = facts["error"]
+            self.append("refused", facts)
+
+    @property
+    def leaves_refusals(self) -> bool:
+        """Whether this rank has refused something that only rank 0, on another host, can record."""
+        return bool(self._refused and self._rank and not self._with_rank_0)
+
+    def _append_now(self, entry: Mapping[str, Any]) -> None:
         try:
             self._file.append([entry])
         except OSError as error:
-            self._log_lack(event, error)
+            self._log_lack(entry["event"], error)
 
     def collect(self, gather: Callable[[Any], list[Any]]) -> None:
         """Let rank 0 append what other ranks have kept; an error of the file is logged. Collective.
@@ -205,6 +231,10 @@ class AuditRecord:
 
     def _log_lack(self, events: str, error: OSError) -> None:
         _log.error("the audit record %s lacks a line (%s): %s", self._file.path, events, error.strerror or error)
+
+
+def _refusal(what: str, error: BaseException) -> dict[str, str]:
+    return {"what": what, "error": f"{type(error).__name__}: {error}"}
 
 
 def loaded_versions() -> dict[str, str]:

@@ -7,9 +7,9 @@ the ``hash`` of the last whole line, and empty in the first one. ``line`` is the
 process that is killed while it writes may leave half a line; the next one has ``cut``, the SHA-256 of all bytes between
 the last whole line and itself.
 
-With a secret, each line has a signature before its hash: the HMAC-SHA256 of the line without these two, of its bytes
-before ``, "signature"`` and a ``}``, by a key that is derived from the secret. ``before`` is in it, and so are all lines
-before. Without one, a user who may write the file can make all hashes anew.
+With a secret, each line has a signature before its hash: the HMAC-SHA256 of the line without these two entries, of its
+bytes before ``, "signature"`` and a ``}``, by a key that is derived from the secret. As ``before`` is in it, it holds
+for all lines before, too. Without a secret, a user who may write the file can make all hashes anew.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ringreduce.common.config import Config
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.instruments import Instruments
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.observe.audit import AuditRecord
@@ -92,6 +92,8 @@ class Observer:
                 self.recorder.begin_status(self._clock.job[:8], metrics)
             except (ConfigError, OSError) as error:
                 _log.info("`ringreduce top` does not see this rank: %s", error)
+                if isinstance(error, ForeignFileError):
+                    self.refuse("status", error)
             else:
                 self._start_writing()
 
@@ -105,6 +107,11 @@ class Observer:
         for instruments, track in self._tracks:
             instruments.remove(track)
         self._tracks.clear()
+
+    def refuse(self, what: str, error: BaseException) -> None:
+        """Record that something was refused; see `AuditRecord.refuse`."""
+        if self.audit is not None:
+            self.audit.refuse(what, error)
 
     def end_audit(self, error: str | None) -> None:
         """Record that this world ends, and why; the first reason counts."""

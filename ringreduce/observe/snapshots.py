@@ -48,7 +48,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common import processes
 from ringreduce.common.call_sites import place_of
 from ringreduce.common.config import runtime_folder
-from ringreduce.common.errors import CollectiveTimeoutError, ConfigError
+from ringreduce.common.errors import CollectiveTimeoutError, ForeignFileError
 from ringreduce.common.files import replace_file
 from ringreduce.common.sealed_files import PLAIN
 from ringreduce.observe.metrics import Metrics
@@ -240,14 +240,16 @@ def folder() -> Path:
     """Return where the ranks of this user on this machine put their files; made if need be, for this user alone.
 
     Raises:
-        ConfigError: somebody else has a folder of that name.
+        ForeignFileError: somebody else has a folder of that name.
     """
     path = runtime_folder()
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{path} is not a folder of this user's alone; remove it, or set XDG_RUNTIME_DIR or TMPDIR")
+        raise ForeignFileError(
+            f"{path} is not a folder of this user's alone; remove it, or set XDG_RUNTIME_DIR or TMPDIR"
+        )
     return path
 
 

@@ -27,7 +27,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.instruments import Instrument
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.observe.trace_file import TraceFile
@@ -146,7 +146,8 @@ class Timeline:
         try:
             self._file.begin(self._encoded())
         except OSError as error:
-            raise ConfigError(f"the timeline {os.fspath(path)!r} cannot be written: {error.strerror}") from None
+            kind = ForeignFileError if isinstance(error, FileExistsError) else ConfigError
+            raise kind(f"the timeline {os.fspath(path)!r} cannot be written: {error.strerror}") from None
 
     def track(self, name: str, place: str = "", member: int = 0, size: int = 1) -> Track:
         """Return an observer that writes to a row of its own.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.config import Config
 from ringreduce.common.conventions import Conventions
-from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.common.errors import CollectiveError, ConfigError, ForeignFileError
 from ringreduce.common.launch import launch
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.observe.audit import require_facts
@@ -332,7 +332,11 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Raises:
         ConfigError: a trace is being written already, or the file cannot be written.
     """
-    _process.rank_here().observer.start_timeline(file_path, mark_batches=mark_cycles)
+    try:
+        _process.rank_here().observer.start_timeline(file_path, mark_batches=mark_cycles)
+    except ForeignFileError as error:
+        record_refusal("start_timeline", error)
+        raise
 
 
 def stop_timeline() -> None:
@@ -398,7 +402,9 @@ def record(event: str, facts: Mapping[str, Any]) -> None:
 
 def record_refusal(what: str, error: Exception) -> None:
     """Have recorded that ringreduce has refused something; see `audit`."""
-    record("refused", {"what": what, "error": f"{type(error).__name__}: {error}"})
+    own = _process.own()
+    if own is not None:
+        own.observer.refuse(what, error)
 
 
 def collect_records(gather: Callable[[Any], list[Any]]) -> None:

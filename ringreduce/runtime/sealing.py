@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.common.config import Config
-from ringreduce.common.errors import ConfigError, TransportError, name_ranks
+from ringreduce.common.errors import ChangedMessageError, ConfigError, TransportError, name_ranks
 from ringreduce.common.keys import KEY_NBYTES, KEY_VARIABLE, Secret, read_secret
 from ringreduce.common.launch import launch
 from ringreduce.runtime.bootstrap import Connection
@@ -19,6 +19,7 @@ from ringreduce.transport.sealed import SealedMessages, sealed
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Handshake", "SealedConnection"]
+
 
 class Handshake:
     """One rank's part in agreeing on the key of a world. Serves once.
@@ -74,7 +75,7 @@ class Handshake:
 
         Raises:
             ConfigError: on all ranks: some have no secret, or another one, or belong to another job.
-            TransportError: what a rank has sent has changed on its way.
+            ChangedMessageError: what a rank has sent has changed on its way.
         """
         greetings = [greeting for _, _, greeting in introductions]
         greetings[self._rank] = self.greeting  # whatever has come back of it
@@ -85,19 +86,20 @@ class Handshake:
         given = [self._answer(rank, greetings[rank], mine) for rank in range(self._size)] if self._rank == 0 else None
         answers = exchange_json(messages, given)[0]
         if not isinstance(answers, list) or len(answers) != self._size:
-            raise TransportError("what rank 0 gives to all cannot be read: it has changed on its way")
+            raise ChangedMessageError("what rank 0 gives to all cannot be read: it has changed on its way")
         refused = [rank for rank, each in enumerate(answers) if each is None]
         if refused:
             assert self._secret is not None
             raise ConfigError(
-                f"rank 0 does not agree with {name_ranks(refused)} on a key: {KEY_VARIABLE} names a file with another key "
-                f"there, or they belong to another job; the key of this rank is {self._secret.fingerprint}"
+                f"rank 0 does not agree with {name_ranks(refused)} on a key: {KEY_VARIABLE} names a file with "
+                "another key there, or they belong to another job; the key of this rank is "
+                f"{self._secret.fingerprint}"
             )
         try:
             key = Secret(mine if self._initiator is None else self._initiator.read(bytes.fromhex(answers[self._rank])))
         except (TransportError, TypeError, ValueError) as error:
             messages.exchange(b"")  # which opens for nobody, so that all ranks raise an error
-            raise TransportError(f"what rank 0 gives to rank {self._rank} does not open: {error}") from None
+            raise ChangedMessageError(f"what rank 0 gives to rank {self._rank} does not open: {error}") from None
         said = hashlib.sha256(
             json.dumps([introductions, answers]).encode()
         ).digest()  # in the open: all must know the same

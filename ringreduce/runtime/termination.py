@@ -150,6 +150,10 @@ class Termination:
             self._report(kind, error, traceback)
             _flush_streams()
             self._flush()  # what led here is what the trace is for
+            own = self._own()
+            audit = None if own is None else own.observer.audit
+            if audit is not None and audit.leaves_refusals and not self._others_go_on:
+                time.sleep(_TO_END_S)  # rank 0 ends the job, once it has recorded what was refused
         finally:
             self._end_job(code)
 
@@ -162,6 +166,8 @@ class Termination:
             _write_line(f"{self.who} ends: {error}")
             time.sleep(_TO_END_S)  # that rank ends the job, with its own exit code
         else:
+            if (own := self._own()) is not None:
+                own.note_refusal(error)
             self._detach(f"it failed: {kind.__name__}: {error}")
             if self._except_hook is sys.__excepthook__:
                 # In one piece, as the ranks write to one place.

@@ -21,6 +21,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import AbortReason, refusal
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import (
+    ChangedMessageError,
     CollectiveError,
     CollectiveTimeoutError,
     ConfigError,
@@ -44,6 +45,7 @@ from ringreduce.transport.waiting import Waiter
 
 _log = logging.getLogger(__name__)
 
+_TO_RECORD_S = 3.0  # that rank 0 has to write down why a world does not begin, before other ranks end the job
 _WHEN_REMOVED = "this process set was removed, or ringreduce was shut down; add it again"
 
 
@@ -182,6 +184,7 @@ class OwnWorld(World):
         self.observer = Observer(
             self.rank, self.size, clock, config=config, neighbours=parts.communicator.neighbours(), followers=followers
         )
+        lifetime.listen_while_held("failed below", self.note_refusal)
         self._register(everyone, list(range(messages.size)), parts)
 
     @classmethod
@@ -233,8 +236,8 @@ class OwnWorld(World):
             world.observer.begin(messages, world.communicator.library, world.metrics)
             world.observer.watch(everyone.observed())  # not before there is a key for what is written down
         except Exception as error:
-            if messages.rank == 0 and isinstance(error, (ConfigError, MismatchError)):
-                AuditRecord.add_alone(config, "refused", {"what": "init", "error": f"{type(error).__name__}: {error}"})
+            if config.audit is not None and isinstance(error, (ConfigError, MismatchError, ChangedMessageError)):
+                _record_no_begin(messages, config, error)
             with suppress(Exception):  # the first error is the one that is reported
                 close_all(*undo)
             raise
@@ -401,6 +404,11 @@ class OwnWorld(World):
 
     # ---- its end ----
 
+    def note_refusal(self, error: BaseException) -> None:
+        """Record an error if it says that a message has changed on its way, to this rank or another one."""
+        if isinstance(error, ChangedMessageError):
+            self.observer.refuse("message", error)
+
     def detach(self, reason: str) -> bool:
         """Let the ranks of the node know that this one ends; return whether it is the first of them that does so."""
         self.observer.end_audit(reason)
@@ -431,6 +439,7 @@ class OwnWorld(World):
 
     def abandon(self, error: CollectiveError) -> None:
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
+        self.note_refusal(error)
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
             self.observer.end(str(error))
         for group in self._groups:
@@ -448,6 +457,21 @@ class OwnWorld(World):
         self.observer.end()
         groups = (each.close for each in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
+
+
+def _record_no_begin(messages: Messages, config: Config, error: RingReduceError) -> None:
+    """Record why no world begins. Other ranks wait for rank 0 to do so: the first one that ends is the end of the job.
+
+    A changed message may have come to a single rank, which then records that itself.
+    """
+    rank = messages.rank
+    if rank == 0 or isinstance(error, ChangedMessageError):
+        AuditRecord.refuse_alone(config, "init", error, rank)
+    with suppress(RingReduceError):
+        if rank:
+            Waiter(_TO_RECORD_S).until(messages.poll, lambda: "rank 0")
+        for peer in range(1, messages.size if rank == 0 else 0):
+            messages.post(b"", peer)
 
 
 def tuning_key(communicator: Communicator) -> Key:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from ringreduce.common.config import Config
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import replace_file
 from ringreduce.common.sealed_files import KeyFile, disk_keys
-from ringreduce.runtime import config, is_initialized, rank_and_size
+from ringreduce.runtime import config, is_initialized, rank_and_size, record_refusal
 from ringreduce.torch.elastic.generators import Generators
 from ringreduce.torch.functions import allgather_object, broadcast_object
 from ringreduce.training.data.epochs import EpochDivision
@@ -167,6 +167,8 @@ def _on_rank_0(do: Callable[[], T], complaint: str, call: str) -> T:
             result = do()
         except Exception as caught:  # whatever a foreign file, a full disk or a strange object leads to
             error = caught
+            if isinstance(caught, ForeignFileError):
+                record_refusal(call.removeprefix("of "), caught)
     said = None if error is None else f"{complaint}: {str(error) or type(error).__name__}"
     if ranks > 1:
         said, result = broadcast_object((said, result), name=call)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ringreduce.buffers import Array, Bytes
-from ringreduce.common.errors import TransportError
+from ringreduce.common.errors import ChangedMessageError
 from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.waiting import Waiter
 
@@ -94,7 +94,7 @@ class GuardedMessages(ABC):
 
     @abstractmethod
     def unpack(self, transfer: GuardedTransfer, room: Bytes) -> None:
-        """Move what has come in ``room`` to its place, or raise a `TransportError` if it is not what was sent."""
+        """Move what has come in ``room`` to its place, or raise a `ChangedMessageError` if it is not what was sent."""
 
     # ---- messages ----
 
@@ -198,7 +198,7 @@ def checked(inner: Messages) -> Messages:
     """Return messages like others, but that each carries a checksum, and one that has changed is an error.
 
     For networks, memories and libraries that are not to be trusted. The rank that gets a changed message raises a
-    `TransportError`. Control notes and exchanges travel as they are.
+    `ChangedMessageError`. Control notes and exchanges travel as they are.
 
     Args:
         inner: what moves the bytes.
@@ -219,7 +219,7 @@ class _CheckedMessages(GuardedMessages):
         found = zlib.crc32(transfer.data.data)
         sent = int.from_bytes(room[-_CHECKSUM_NBYTES:].tobytes(), "big")
         if found != sent:
-            raise TransportError(
+            raise ChangedMessageError(
                 f"{transfer.data.nbytes} bytes from rank {transfer.route.peer} have changed on their way: their CRC-32 "
                 f"is {found:08x}, and was {sent:08x}; look for a faulty network, memory or driver"
             )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ringreduce.buffers import Array
-from ringreduce.common.errors import RingReduceError, TransportError
+from ringreduce.common.errors import ChangedMessageError, RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.waiting import Waiter
 
@@ -106,7 +106,7 @@ def _value(rank: int, text: bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise TransportError(f"what rank {rank} gives to all cannot be read: it has changed on its way") from None
+        raise ChangedMessageError(f"what rank {rank} gives to all cannot be read: it has changed on its way") from None
 
 
 class StepFailedError(Exception):

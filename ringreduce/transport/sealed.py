@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
 
 from ringreduce.buffers import Array, Bytes
-from ringreduce.common.errors import TransportError
+from ringreduce.common.errors import ChangedMessageError, TransportError
 from ringreduce.common.keys import KEY_NBYTES, Secret
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.checked import GuardedMessages, GuardedTransfer
@@ -238,5 +238,6 @@ class SealedMessages(GuardedMessages):
         return sealed(part, self._key, f"subset {self._subsets} of ranks {list(ranks)}")
 
 
-def _not_opened(what: str) -> TransportError:
-    return TransportError(f"{what} does not open: it has changed on its way, or something else has come in its place")
+def _not_opened(what: str) -> ChangedMessageError:
+    said = f"{what} does not open: it has changed on its way, or something else has come in its place"
+    return ChangedMessageError(said)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import ringreduce as rr
-from ringreduce.observe.audit_chain import examine
+from ringreduce.common.keys import read_secret, write_secret
+from ringreduce.observe.audit_chain import examine, is_signed
 
 torch = pytest.importorskip("torch")
 hvd: Any = pytest.importorskip("ringreduce.torch")
@@ -114,6 +115,39 @@ def test_what_is_refused_is_recorded(recorded: Path, monkeypatch: pytest.MonkeyP
     assert "RINGREDUCE_OBJECT_LIMIT=1000" in refused[1]["error"]
     assert all("RINGREDUCE_FUSION" in each["error"] for each in refused[2:])
     assert found.wrong is None
+    rr.barrier()
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("lacks", ["setting", "key", "mode"])
+def test_a_rank_without_the_key_is_recorded(
+    lacks: str, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any rank raises the error, which may be the end of the job; rank 0 has signed it."""
+    rank, size = rr.rank(), rr.size()
+    key_file = recorded.parent / "key"
+    if rank == 0:
+        write_secret(key_file)
+    rr.barrier()
+    rr.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setenv("RINGREDUCE_NODE_SIZE", "1")
+        patch.setenv("RINGREDUCE_KEY_FILE", str(key_file))
+        if rank == size - 1:
+            if lacks == "setting":
+                patch.delenv("RINGREDUCE_KEY_FILE")
+            else:
+                write_secret(tmp_path / "other")
+                (tmp_path / "other").chmod(0o640 if lacks == "mode" else 0o600)
+                patch.setenv("RINGREDUCE_KEY_FILE", str(tmp_path / "other"))
+        with pytest.raises(rr.ConfigError, match=rf"rank {size - 1}\b"):
+            rr.init()
+        last = examine(recorded.read_bytes()).lines[-1]
+    rr.init()
+    assert (last["event"], last["facts"]["what"], last["ranks"]) == ("refused", "init", [0])
+    assert f"rank {size - 1}" in last["facts"]["error"]
+    assert is_signed(last, read_secret(key_file, "KEY"))
+    assert examine(recorded.read_bytes()).wrong is None
     rr.barrier()
 
 

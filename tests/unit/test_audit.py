@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.common.launch import allocation
 from ringreduce.common.keys import read_secret, write_secret
+from ringreduce.common.launch import allocation
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.audit_chain import ChainedFile, examine, is_signed
 

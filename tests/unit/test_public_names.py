@@ -19,15 +19,15 @@ from ringreduce import cli
 #: By module as programs import it: what they find there. Names may be added.
 NAMES = {
     "ringreduce": """
-        AVERAGE Choice CollectiveError CollectiveTimeoutError Communicator Config ConfigError Conventions
-        Feedback Instrument MAX MIN Metrics MismatchError NotFiniteError PRODUCT PeerLostError ProcessSet
-        Recovery ReduceOp ReproducibleAccumulator RingReduceError SUM ShutdownError Topology TransportError
-        UnsupportedBufferError add_process_set allgather allgather_object allreduce alltoall audit audited
-        barrier broadcast broadcast_object config count cross_rank cross_size dump empty explain fingerprint
-        gather global_process_set go_on hosts_changed init is_homogeneous is_initialized local_rank local_size
-        metrics rank record recoveries recv reduce reduce_scatter remove_process_set reproducible_allreduce
-        scatter send sendrecv set_conventions shutdown since size start_timeline stop_timeline weighted_average
-        world
+        AVERAGE ChangedMessageError Choice CollectiveError CollectiveTimeoutError Communicator Config
+        ConfigError Conventions Feedback ForeignFileError Instrument MAX MIN Metrics MismatchError
+        NotFiniteError PRODUCT PeerLostError ProcessSet Recovery ReduceOp ReproducibleAccumulator
+        RingReduceError SUM ShutdownError Topology TransportError UnsupportedBufferError add_process_set
+        allgather allgather_object allreduce alltoall audit audited barrier broadcast broadcast_object config
+        count cross_rank cross_size dump empty explain fingerprint gather global_process_set go_on
+        hosts_changed init is_homogeneous is_initialized local_rank local_size metrics rank record recoveries
+        recv reduce reduce_scatter remove_process_set reproducible_allreduce scatter send sendrecv
+        set_conventions shutdown since size start_timeline stop_timeline weighted_average world
     """,
     "ringreduce.torch": """
         Adasum Average Compression DistributedOptimizer DistributedSampler Handle HorovodInternalError Max Min
@@ -58,8 +58,9 @@ NAMES = {
     "ringreduce.algorithms.verify": "Kind Move Outcome ScheduleError run verify",
     "ringreduce.common.topology": "Topology",
     "ringreduce.common.errors": """
-        CollectiveError CollectiveTimeoutError ConfigError MismatchError NotFiniteError PeerLostError
-        RingReduceError ShutdownError TransportError UnsupportedBufferError name_ranks since
+        ChangedMessageError CollectiveError CollectiveTimeoutError ConfigError ForeignFileError MismatchError
+        NotFiniteError PeerLostError RingReduceError ShutdownError TransportError UnsupportedBufferError
+        name_ranks since
     """,
     "ringreduce.torch.sync_batch_norm": "SyncBatchNorm convert_sync_batchnorm",
     "ringreduce.horovod": "run",
