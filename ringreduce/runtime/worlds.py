@@ -209,7 +209,8 @@ class OwnWorld(World):
         with limit.waiter() as waiter:
             messages = connection.messages(waiter)
         waiter.timeout_s = config.timeout_s
-        undo: list[Callable[[], None]] = [messages.close]
+        parts: Membership | None = None
+        world: OwnWorld | None = None
         try:
             handshake = Handshake(config, messages.rank, messages.size)
             key = handshake.conclude(messages, check_versions(messages, handshake.greeting))
@@ -219,7 +220,6 @@ class OwnWorld(World):
             connection.introduce(messages)
             check_settings(messages, config)
             parts = connect(connection.messages, config, lifetime)
-            undo.insert(0, parts.close)
             world = cls(
                 everyone,
                 connection,
@@ -230,7 +230,6 @@ class OwnWorld(World):
                 followers=followers,
                 lifetime=lifetime,
             )
-            undo = [world.close]
             world._log_choices()
             world._use_table()
             world.observer.begin(messages, world.communicator.library, world.metrics)
@@ -239,7 +238,17 @@ class OwnWorld(World):
             if config.audit is not None and isinstance(error, (ConfigError, MismatchError, ChangedMessageError)):
                 _record_no_begin(messages, config, error)
             with suppress(Exception):  # the first error is the one that is reported
-                close_all(*undo)
+                if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
+                    # Others may wait for this rank. What it leaves open, `Connection.reconfigure` ends for them, too.
+                    messages.abandon()
+                    if world is not None:
+                        world.abandon(error)
+                    elif parts is not None:
+                        _abandon(parts, error)
+                elif world is not None:
+                    world.close()
+                else:
+                    close_all(*([] if parts is None else [parts.close]), messages.close)
             raise
         return world
 
@@ -447,16 +456,20 @@ class OwnWorld(World):
             with suppress(RingReduceError):
                 group.close()
         for parts in self._unregister_all():
-            parts.communicator.abort(error)
-            parts.engine.fail(error)
-            with suppress(RingReduceError):
-                parts.close()
+            _abandon(parts, error)
 
     def close(self) -> None:
         """End the world. Collective."""
         self.observer.end()
         groups = (each.close for each in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
+
+
+def _abandon(parts: Membership, error: CollectiveError) -> None:
+    parts.communicator.abort(error)
+    parts.engine.fail(error)
+    with suppress(RingReduceError):
+        parts.close()
 
 
 def _record_no_begin(messages: Messages, config: Config, error: RingReduceError) -> None:
