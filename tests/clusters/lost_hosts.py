@@ -55,7 +55,7 @@ made = open(pathlib.Path(commits, f"steps-{restart}-{hvd.rank()}"), "a")
 def train(state):
     while state.step < steps or hvd.size() < sizes:
         if state.step == lost_at and restart == 0 and socket.gethostname() == doomed:
-            pathlib.Path(commits, "waits").touch()
+            pathlib.Path(commits, "waits").write_text(str(os.getpid()))
             while not pause_s:
                 signal.pause()
         time.sleep(pause_s)  # steps take as long as a host needs to be lost in the midst of them

@@ -51,6 +51,18 @@ def test_a_job_that_fails_has_an_end_with_the_reason(
         assert failed == ["it failed: ValueError: no"]
 
 
+def test_an_object_over_the_limit_that_ends_the_job_is_recorded(run_job: Any, tmp_path: Path) -> None:
+    """Before the end, whichever rank comes first."""
+    source = "import ringreduce as rr; rr.init(); rr.allgather_object(b'x' * 2000)"
+    job = run_job(3, source=source, RINGREDUCE_AUDIT=str(tmp_path / "audit"), RINGREDUCE_OBJECT_LIMIT="1000")
+    assert job.returncode != 0
+    found = examine((tmp_path / "audit").read_bytes())
+    assert found.wrong is None
+    refused = [each["facts"] for each in found.lines if each["event"] == "refused"]
+    assert {each["what"] for each in refused} == {"allgather_object"}
+    assert "RINGREDUCE_OBJECT_LIMIT=1000" in refused[0]["error"]
+
+
 SURVIVING = """
 import os, signal
 import ringreduce as rr

@@ -11,6 +11,7 @@ import pytest
 from launching import RINGREDUCE, Job
 
 from ringreduce.common.keys import write_secret
+from ringreduce.observe.audit_chain import examine
 
 
 def run(*arguments: object, **environment: str | None) -> Job:
@@ -92,11 +93,15 @@ rr.init()
 
 
 def test_a_rank_with_another_key_ends_the_job(key_file: Path, tmp_path: Path):
-    """At once, and every rank names it."""
+    """At once, and every rank names it. The record has it, whichever rank ends first."""
     write_secret(tmp_path / "other")
-    done = run("-np", 3, f"--encrypt={key_file}", sys.executable, "-c", OTHER_KEY, tmp_path / "other")
+    words = ("-np", 3, f"--encrypt={key_file}", sys.executable, "-c", OTHER_KEY, tmp_path / "other")
+    done = run(*words, RINGREDUCE_AUDIT=str(tmp_path / "audit"))
     assert done.returncode == 1
     assert "rank 0 does not agree with rank 1 on a key" in done.stderr
+    (line,) = examine((tmp_path / "audit").read_bytes()).lines
+    assert (line["event"], line["facts"]["what"]) == ("refused", "init")
+    assert "rank 0 does not agree with rank 1 on a key" in line["facts"]["error"]
 
 
 GOES_ON = """
