@@ -396,9 +396,9 @@ def require_seen_by_all(folder: str) -> None:
             reason = str(error)
     probe, reason = broadcast_object((probe, reason))
     if reason:
-        error = ConfigError(f"commits cannot be kept in {folder}: rank 0: {reason}")
-        record_refusal("keep_on_disk", error)
-        raise error
+        refused = ConfigError(f"commits cannot be kept in {folder}: rank 0: {reason}")
+        record_refusal("keep_on_disk", refused)
+        raise refused
     seen = allgather_object(os.path.exists(probe))  # that of a path raises where a folder may not be entered
     if rank() == 0:
         probe.unlink()

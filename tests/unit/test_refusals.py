@@ -15,6 +15,7 @@ from ringreduce.common.errors import ChangedMessageError
 from ringreduce.common.keys import write_secret
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.sealed_files import disk_keys
+from ringreduce.elastic.commits import require_seen_by_all
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.audit_chain import examine
 from ringreduce.observe.snapshots import folder as status_folder
@@ -98,7 +99,7 @@ def test_what_commands_refuse(
 def test_what_ranks_refuse_while_they_run(
     audit: Path, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trace in the place of somebody's file, a checkpoint of another key, the folder of status."""
+    """A trace in the place of somebody's file, a folder for commits, a checkpoint of no key, the folder of status."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("RINGREDUCE_DISK_KEY_FILE", str(key_file))
     monkeypatch.setenv("RINGREDUCE_STATUS", "1")
@@ -107,7 +108,11 @@ def test_what_ranks_refuse_while_they_run(
     (tmp_path / "trace.json").write_text("a letter")
     with pytest.raises(rr.ForeignFileError):
         rr.start_timeline(tmp_path / "trace.json")
-    expected = ["status", "start_timeline"]
+    (tmp_path / "commits").mkdir()
+    (tmp_path / "commits").chmod(0o777)
+    with pytest.raises(rr.ConfigError, match="chmod go-w"):
+        require_seen_by_all(str(tmp_path / "commits"))
+    expected = ["status", "start_timeline", "keep_on_disk"]
     torch = pytest.importorskip("torch")
     from ringreduce.torch import load_checkpoint
 
