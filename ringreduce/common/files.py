@@ -70,9 +70,10 @@ def own_folder(folder: Path) -> None:
 
 
 def require_own(folder: Path) -> None:
-    """Raise an OSError if other users may write to a folder."""
-    found = folder.stat()
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
+    """Raise an OSError if other users may write to a folder, or have made the link that leads to it."""
+    mine, found = os.geteuid(), folder.stat()
+    for owner in (found.st_uid, folder.lstat().st_uid or mine):  # root may have made a link
+        if owner != mine:
+            raise PermissionError(f"{folder} belongs to user {owner}, and this is user {mine}")
     if found.st_mode & 0o022:
         raise PermissionError(f"other users may write to {folder}; chmod go-w {folder}")

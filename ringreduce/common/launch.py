@@ -147,7 +147,7 @@ class Launch:
             size=number(*(each.size for each in LAUNCHERS)),
             job=_job(environ, launcher),
             local_size=number("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
-            job_folder=folder if os.access(folder, os.W_OK | os.X_OK) else None,
+            job_folder=folder if _is_own(folder) else None,
             survives_deaths=environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true"),
             marks=environ.get("RINGREDUCE_MARKS") or None,
             is_restartable=environ.get("RINGREDUCE_RESTARTABLE") == "1",
@@ -158,6 +158,13 @@ class Launch:
             commits=environ.get("RINGREDUCE_COMMITS") or None,
             commit_replicas=number("RINGREDUCE_COMMIT_REPLICAS") or 1,
         )
+
+
+def _is_own(folder: str) -> bool:
+    """Return whether a folder is this user's; another one may have made it before mpirun did."""
+    with suppress(OSError):
+        return os.stat(folder).st_uid == os.geteuid() and os.access(folder, os.W_OK | os.X_OK)
+    return False
 
 
 def _job(environ: Mapping[str, str], launcher: Launcher | None) -> str:

@@ -1,0 +1,347 @@
+"""Another user of the host: what he tries against a job and its files is refused, or does no harm."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from launching import LIMIT_S, RINGREDUCE, job_environment
+
+from ringreduce.common.config import runtime_folder
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.keys import read_secret, write_secret
+from ringreduce.common.sealed_files import PLAIN
+from ringreduce.elastic import CommitStore
+from ringreduce.launcher import unpack
+from ringreduce.launcher.shells import shell
+from ringreduce.observe.audit_chain import ChainedFile
+from ringreduce.observe.snapshots import FlightRecorder, folder
+from ringreduce.observe.trace_file import TraceFile
+
+PYTHON = "/usr/bin/python3"  # that of the tests may lie where he cannot go
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root makes users"),
+    pytest.mark.skipif(shutil.which("useradd") is None, reason="there is no useradd"),
+    pytest.mark.skipif(not os.path.exists(PYTHON), reason=f"there is no {PYTHON}"),
+]
+
+
+class Other(NamedTuple):
+    """A user who has nothing to do with the job; not a system's one, as those may be in groups."""
+
+    uid: int
+
+    def does(self, program: str, *arguments: object, limit_s: float = 60.0) -> Any:
+        """Return what a program of his prints, as JSON."""
+        command = [PYTHON, "-I", "-c", program, *map(str, arguments)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=limit_s, cwd="/", env={},
+            user=self.uid, group=self.uid, extra_groups=[],
+        )  # fmt: skip
+        return json.loads(done.stdout or "null")
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Other]:
+    name = f"rr-other-{os.getpid()}"
+    subprocess.run(["useradd", "--no-create-home", "--user-group", "--shell", "/bin/false", name], check=True)
+    try:
+        uid = int(subprocess.run(["id", "-u", name], capture_output=True, text=True, check=True).stdout)
+        yield Other(uid)
+    finally:
+        subprocess.run(["userdel", name], check=True)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder like /tmp: all may write to it, and nobody removes what others have there."""
+    path = Path(f"/var/tmp/ringreduce-other-{os.getpid()}")
+    path.mkdir()
+    path.chmod(0o1777)
+    yield path
+    shutil.rmtree(path)
+
+
+# ---- a job that runs ----
+
+JOB = """
+import os, pickle, sys, time
+import numpy as np
+import ringreduce as rr
+from ringreduce.elastic import CommitStore
+
+rr.init()
+known = np.frombuffer(b"a diagnosis that nobody else is to read" * 1000, np.uint8)
+private = rr.empty(known.size, np.uint8)
+private[:] = known
+if rr.rank() == 0:
+    store = CommitStore(sys.argv[1] + "/commits", 3, pickle.dump, pickle.load)
+    store.prepare()
+    store.put(1, known)
+    store.settle()
+rr.dump(sys.argv[1] + "/dumps")
+assert (rr.allreduce(private, rr.MAX) == known).all()
+print("ready", os.getpid(), flush=True)
+while not os.path.exists(sys.argv[1] + "/go"):
+    time.sleep(0.02)  # as others do something to this job
+for _ in range(20):
+    assert rr.allreduce(np.arange(50_000.0), rr.SUM)[-1] == 49_999 * rr.size()
+    assert rr.broadcast_object({"said": rr.rank()}) == {"said": 0}
+print("well", flush=True)
+"""
+
+#: Arguments: paths of files and folders, and processes. Prints what could be read, and what could be written to.
+READS = """
+import json, os, sys
+read, written = [], []
+
+def attempt(path):
+    try:
+        with open(path, "rb") as file:
+            read.append([path, file.read(1 << 24).hex()])
+    except OSError:
+        pass
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        written.append(path)
+    except OSError:
+        pass
+
+paths, pids = json.loads(sys.argv[1])
+for each in paths:
+    attempt(each)
+    for folder, names, files in os.walk(each):
+        for name in files:
+            attempt(os.path.join(folder, name))
+        for name in names:
+            try:
+                os.mkdir(os.path.join(folder, name, "mine"))
+                written.append(os.path.join(folder, name))
+            except OSError:
+                pass
+for pid in pids:
+    for name in ("environ", "mem", "maps", "fd/0", "fd/1", "fd/2", "cmdline", "map_files", "stack"):
+        attempt(f"/proc/{pid}/{name}")
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            attempt(f"/proc/{pid}/fd/{name}")
+    except OSError:
+        pass
+print(json.dumps([read, written]))
+"""
+
+SIGNALS = """
+import json, os, sys
+sent = []
+for pid in json.loads(sys.argv[1]):
+    for number in (0, 10, 12, 15, 9):
+        try:
+            os.kill(pid, number)
+        except PermissionError:
+            continue
+        sent.append([pid, number])
+print(json.dumps(sent))
+"""
+
+#: Argument: addresses with ports, and names of Unix sockets. To each: nothing, what means nothing, and a lot of it.
+CONNECTS = """
+import json, socket, sys
+reached = []
+for family, where in json.loads(sys.argv[1]):
+    for said in (b"", b"GET / HTTP/1.0\\r\\n\\r\\n", bytes(range(256)) * 40, b"\\xff" * 5000, b"\\0" * 5000):
+        peer = socket.socket(socket.AF_UNIX if family == "unix" else socket.AF_INET)
+        peer.settimeout(5)
+        try:
+            peer.connect(where if family == "unix" else tuple(where))
+            peer.sendall(said)
+        except OSError:
+            continue
+        reached.append(peer)
+print(len(reached))
+"""
+
+
+def family_of(pid: int) -> list[int]:
+    """Return a process and all that it has started."""
+    found, left = [], [pid]
+    while left:
+        one = left.pop()
+        found.append(one)
+        for task in Path(f"/proc/{one}/task").iterdir():
+            left += map(int, (task / "children").read_text().split())
+    return found
+
+
+def sockets_of(pids: list[int]) -> list[tuple[str, Any]]:
+    """Return where processes listen: TCP ports by their addresses, and Unix sockets by their names."""
+    inodes = {os.readlink(each)[8:-1] for pid in pids for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_socket()}
+    found: list[tuple[str, Any]] = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and words[9] in inodes:
+            address, port = words[1].split(":")
+            ip = socket.inet_ntoa(bytes.fromhex(address)[::-1])
+            found.append(("tcp", ["127.0.0.1" if ip == "0.0.0.0" else ip, int(port, 16)]))
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[6] in inodes and len(words) > 7:
+            found.append(("unix", words[7].replace("@", "\0", 1) if words[7].startswith("@") else words[7]))
+    return found
+
+
+def test_a_job_that_runs(other: Other, place: Path) -> None:
+    """He reads none of its files and none of its memory, ends none of its processes, and makes no number wrong."""
+    write_secret(place / "key")
+    text = (place / "key").read_bytes().splitlines()[1]
+    (place / "job.py").touch(0o600)
+    (place / "job.py").write_text(JOB)
+    before = set(Path("/dev/shm").iterdir())
+    files = {name: str(place / name.lower()) for name in ("TIMELINE", "AUDIT")}
+    settings = {f"RINGREDUCE_{name}": path for name, path in files.items()}
+    settings |= {"TMPDIR": str(place), "XDG_RUNTIME_DIR": "", "RINGREDUCE_NODE_SIZE": "2", "RINGREDUCE_STATUS": "1"}
+    settings["RINGREDUCE_DUMP"] = str(place / "dump")
+    command = [
+        "timeout", "--kill-after=5", str(LIMIT_S), str(RINGREDUCE), "run", "-np", "4", f"--encrypt={place / 'key'}",
+        sys.executable, str(place / "job.py"), str(place),
+    ]  # fmt: skip
+    with (
+        job_environment(**settings) as variables,
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job,
+    ):
+        assert job.stdout is not None
+        ready = [job.stdout.readline().split() for _ in range(4)]
+        assert [each[:1] for each in ready] == [["ready"]] * 4, job.communicate()
+        pids = family_of(job.pid)
+        assert {int(each[1]) for each in ready} < set(pids)
+        assert set(Path("/dev/shm").iterdir()) > before
+        assert (place / "ringreduce-0").is_dir()
+        assert any((place / "commits").iterdir())
+        mine = [str(each) for each in Path("/dev/shm").iterdir() if each not in before]
+        read, written = other.does(READS, json.dumps([[str(place), *mine], pids]))
+        sent = other.does(SIGNALS, json.dumps(pids))
+        reached = other.does(CONNECTS, json.dumps(sockets_of(pids)))
+        (place / "go").touch()
+        said, complained = job.communicate()
+    assert (job.returncode, said) == (0, "well\n" * 4), complained
+    assert (sent, written) == ([], [])
+    assert reached > 0  # what listens is MPI, and it takes no harm
+    read = {path: bytes.fromhex(content) for path, content in read}
+    assert {path.rsplit("/")[-1].rstrip("0123456789") for path in read} == {"cmdline"}
+    for content in read.values():
+        for form in (text, base64.b64decode(text)):
+            assert form not in content
+
+
+# ---- names that he takes beforehand ----
+
+#: Arguments: a path, and where a link is to lead. What is in its place: a folder, a file, or a link, all open to all.
+SQUATS = """
+import os, sys
+path, target = sys.argv[1:]
+os.umask(0)
+if target:
+    os.symlink(target, path)
+elif path.endswith("/"):
+    os.mkdir(path)
+else:
+    open(path, "w").close()
+"""
+
+
+def prepares_commits(place: Path) -> None:
+    CommitStore(place / "name", 3, lambda content, file: None, lambda file: None).prepare()
+
+
+def begins_status(place: Path) -> None:
+    assert folder() == runtime_folder()
+
+
+def begins_trace(place: Path) -> None:
+    TraceFile(str(place / "name"), "job 1", 0, PLAIN).begin(b"")
+
+
+def appends_to_record(place: Path) -> None:
+    ChainedFile(str(place / "name"), alone=True).append({"said": "a line"})
+
+
+def makes_key(place: Path) -> None:
+    write_secret(place / "name")
+
+
+def reads_key(place: Path) -> None:
+    read_secret(place / "name", "KEY")
+
+
+def takes_copy(place: Path) -> None:
+    unpack._require_own(str(place / "name"))
+
+
+@pytest.mark.parametrize("target", ["folder", "file", "link to his", "link to ours"])
+@pytest.mark.parametrize(
+    "act", [prepares_commits, begins_status, begins_trace, appends_to_record, makes_key, reads_key, takes_copy]
+)
+def test_a_name_that_is_taken(
+    other: Other, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, act: Callable[[Path], None], target: str
+) -> None:
+    """Is refused, and nothing of ours gets there: neither to what is his, nor where his link leads."""
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    name = runtime_folder() if act is begins_status else place / "name"
+    ours = tmp_path / "ours"
+    if act in (prepares_commits, begins_status, takes_copy):
+        ours.mkdir(mode=0o700)
+    else:
+        ours.write_bytes(b"")
+    his = place / "his"
+    if target == "link to his":
+        other.does(SQUATS, f"{his}/" if ours.is_dir() else his, "")
+    where = {"folder": "", "file": "", "link to his": his, "link to ours": ours}[target]
+    other.does(SQUATS, f"{name}/" if target == "folder" else name, where)
+    with pytest.raises((OSError, ConfigError, unpack._NoPlaceError)):
+        act(place)
+    for each in (ours, his, name):
+        if each.exists():
+            assert not (list(each.iterdir()) if each.is_dir() else each.read_bytes())
+
+
+def test_a_dump_in_his_folder(other: Other, place: Path) -> None:
+    """He can remove it, and not read it; a link of his that has its name is not followed."""
+    other.does(SQUATS, f"{place / 'dumps'}/", "")
+    kept = place / "ours"
+    kept.write_text("keep")
+    other.does(SQUATS, place / "dumps" / "rank-0.json", kept)
+    FlightRecorder(0, 1, None, []).dump(place / "dumps")
+    assert kept.read_text() == "keep"
+    read, _ = other.does(READS, json.dumps([[str(place / "dumps")], []]))
+    assert read == []
+
+
+@pytest.mark.parametrize("is_his", [False, True])
+def test_a_folder_of_the_job(other: Other, place: Path, is_his: bool) -> None:
+    """As root, mpirun takes one that is there. Where it is his, ranks do without it, and follow no link of his."""
+    path = place / "ompi.1234"
+    kept = place / "ours"
+    kept.write_text("keep")
+    if is_his:
+        other.does(SQUATS, f"{path}/", "")
+        other.does(SQUATS, path / "ringreduce-process-0", kept)
+    else:
+        path.mkdir()
+    program = "from ringreduce.common.launch import launch; print(launch().job_folder)"
+    done = subprocess.run(
+        [*shell("process"), sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60,
+        env={**os.environ, "PMIX_SERVER_TMPDIR": str(path), "OMPI_COMM_WORLD_RANK": "0"},
+    )  # fmt: skip
+    assert done.stdout == f"{None if is_his else path}\n"
+    assert kept.read_text() == "keep"
+    assert (path / "ringreduce-process-0").is_symlink() == is_his
