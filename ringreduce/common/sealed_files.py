@@ -13,6 +13,7 @@ with the same purpose is not noticed.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import secrets
 from collections.abc import Callable
@@ -137,6 +138,27 @@ class KeyFile:
             return file
         return cast("BinaryIO", io.BufferedReader(_Unsealed(file, self._secret, purpose)))
 
+    def mark(self, file: BinaryIO, purpose: str) -> dict[str, str]:
+        """Return what no other file has, after all of it was read: its SHA-256, or its salt, if there is a secret.
+
+        The salt is enough: nobody without the secret can make pieces of a file that has it.
+
+        Args:
+            file, purpose: see `opened`.
+
+        Raises:
+            ConfigError, ValueError: see `opened`.
+        """
+        content = self.opened(file, purpose)
+        if self._secret is not None:
+            unsealed = cast("_Unsealed", cast("io.BufferedReader", content).raw)
+            unsealed.open_all()
+            return {"salt": unsealed.salt.hex()}
+        digest = hashlib.sha256()
+        while chunk := content.read(_PIECE_NBYTES):
+            digest.update(chunk)
+        return {"sha256": digest.hexdigest()}
+
     def require_ours(self, file: BinaryIO) -> None:
         """Require that a file is sealed by the secret; where there is none, that it is not sealed.
 
@@ -187,6 +209,7 @@ class _Sealing(io.RawIOBase):
         self._file = file
         self._cipher = head.cipher(secret)
         self._piece = bytearray()
+        self._sealed = memoryview(bytearray(_PIECE_NBYTES + _TAG_NBYTES))
         self._number = 0
         file.write(head.to_bytes())
 
@@ -214,7 +237,9 @@ class _Sealing(io.RawIOBase):
         self._seal(self._piece, is_last=True)
 
     def _seal(self, piece: bytearray | memoryview, *, is_last: bool) -> None:
-        self._file.write(self._cipher.encrypt(_nonce(self._number, is_last=is_last), piece, None))
+        sealed = self._sealed[: len(piece) + _TAG_NBYTES]
+        self._cipher.encrypt_into(_nonce(self._number, is_last=is_last), piece, None, sealed)
+        self._file.write(sealed)
         self._number += 1
 
 
@@ -226,6 +251,7 @@ class _Unsealed(io.RawIOBase):
         assert head is not None
         if purpose not in (None, head.purpose):
             raise ValueError(f"it is {head.purpose}, and not {purpose}")
+        self.salt = head.salt
         self._begin = head.nbytes
         nbytes = file.seek(0, io.SEEK_END) - self._begin
         self._file = file
@@ -234,8 +260,10 @@ class _Unsealed(io.RawIOBase):
         self._nbytes = nbytes - self._count * _TAG_NBYTES
         self._at = 0
         self._number = -1  # of the piece that is open
-        self._piece = b""
-        self._open(self._count - 1)  # or what is left of a file that was cut would be read first
+        most = max(0, min(self._nbytes, _PIECE_NBYTES))
+        self._piece = memoryview(bytearray(most))
+        self._sealed = memoryview(bytearray(most + _TAG_NBYTES))
+        self._keep(self._count - 1)  # or what is left of a file that was cut would be read first
 
     def readable(self) -> bool:
         return True
@@ -254,10 +282,13 @@ class _Unsealed(io.RawIOBase):
         if self._at >= self._nbytes:
             return 0
         number, begin = divmod(self._at, _PIECE_NBYTES)
-        self._open(number)
         target = memoryview(buffer).cast("B")
-        found = memoryview(self._piece)[begin : begin + len(target)]
-        target[: len(found)] = found
+        if begin == 0 and len(target) >= self._length(number) and number != self._number:
+            found = target[: self._length(number)]
+            self._open(number, found)
+        else:
+            found = self._keep(number)[begin : begin + len(target)]
+            target[: len(found)] = found
         self._at += len(found)
         return len(found)
 
@@ -265,16 +296,32 @@ class _Unsealed(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def _open(self, number: int) -> None:
-        if number == self._number:
-            return
+    def open_all(self) -> None:
+        """Raise a ValueError if anything was changed."""
+        for number in range(self._count):
+            self._keep(number)
+
+    def _length(self, number: int) -> int:
+        return max(0, min(_PIECE_NBYTES, self._nbytes - number * _PIECE_NBYTES))
+
+    def _keep(self, number: int) -> memoryview:
+        """Return a piece; it is valid until another one is asked for."""
+        piece = self._piece[: self._length(number)]
+        if number != self._number:
+            self._number = -1
+            self._open(number, piece)
+            self._number = number
+        return piece
+
+    def _open(self, number: int, piece: memoryview) -> None:
         from cryptography.exceptions import InvalidTag
 
+        sealed = self._sealed[: len(piece) + _TAG_NBYTES]
         self._file.seek(self._begin + number * (_PIECE_NBYTES + _TAG_NBYTES))
-        sealed = self._file.read(_PIECE_NBYTES + _TAG_NBYTES)
-        self._number = -1
+        nbytes = cast("io.BufferedIOBase", self._file).readinto(sealed)
         try:
-            self._piece = self._cipher.decrypt(_nonce(number, is_last=number == self._count - 1), sealed, None)
-        except (InvalidTag, ValueError):  # the latter of one that is shorter than its tag
+            nonce = _nonce(number, is_last=number == self._count - 1)
+            self._cipher.decrypt_into(nonce, sealed[:nbytes], None, piece)
+        except (InvalidTag, ValueError):  # the latter of one that is shorter than it should be
+            piece[:] = bytes(len(piece))  # what was opened before the seal was found wrong
             raise ValueError("it was changed, cut, or put in the place of another file") from None
-        self._number = number

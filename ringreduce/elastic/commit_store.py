@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -28,15 +27,15 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"commit-([0-9]{12})((?:\.rank-[0-9]+)?)\.(json|pt)")
 _PARTIAL = re.compile(r"\.commit-([0-9]{12})\..*")
-_CHUNK_NBYTES = 1 << 20
 
 
 class CommitStore:
     """The last commits of a training, in a folder, for a job that begins again.
 
-    Each is a file of content, ``commit-000000000012.pt``, and one with its length and SHA-256,
-    ``commit-000000000012.json``. Both are written under other names, flushed to the disk and renamed, the second last:
-    a commit without it does not count. A rank's own part goes into a file of its own beside it, ``.rank-3.pt``.
+    Each is a file of content, ``commit-000000000012.pt``, and one that describes it, ``commit-000000000012.json``: its
+    length and its SHA-256; or its salt, where files are sealed, as the seal shows what was changed. Both are written
+    under other names, flushed to the disk and renamed, the second last: a commit without it does not count. A rank's
+    own part goes into a file of its own beside it, ``.rank-3.pt``.
 
     Commits are written beside the training, on one thread. While it writes, a new commit waits, and the next one
     takes its place: no more than two commits are in memory.
@@ -144,7 +143,7 @@ class CommitStore:
             return self._read(file)
 
     def description(self, number: int, part: str = "") -> dict[str, Any]:
-        """Return what is said of a part: its length, its SHA-256, and what `put` was given to say."""
+        """Return what is said of a part: its length, its SHA-256 or salt, and what `put` was given to say."""
         with self._opened(number, part, "json") as file:
             said: dict[str, Any] = json.loads(file.read())
         return said
@@ -202,11 +201,14 @@ class CommitStore:
 
     def _require_whole(self, number: int, part: str) -> None:
         said = self.description(number, part)
-        path = self._path(number, part)
-        found = {"nbytes": path.stat().st_size, "sha256": _digest(path)}
-        for what, value in found.items():
-            if said[what] != value:
-                raise ValueError(f"its {what} is {value}, not {said[what]}")
+        for what, value in self._mark(self._path(number, part)).items():
+            if said.get(what) != value:
+                raise ValueError(f"its {what} is {value}, not {said.get(what)}")
+
+    def _mark(self, path: Path) -> dict[str, Any]:
+        """Return what a description has of a file, all of which is read for it."""
+        with _open(path) as file:
+            return {"nbytes": os.fstat(file.fileno()).st_size, **self.keys.mark(file, path.name)}
 
     def _write_waiting(self, part: str) -> None:
         if part not in self._waiting:
@@ -225,7 +227,7 @@ class CommitStore:
         except Exception:
             path.unlink()
             raise
-        said = {**said, "nbytes": path.stat().st_size, "sha256": _digest(path), "ringreduce": VERSION}
+        said = {**said, **self._mark(path), "ringreduce": VERSION}
         self._replace(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
         if not part and not self._has_said:
             self._has_said = True
@@ -252,11 +254,3 @@ def _open(path: Path) -> BinaryIO:
         file.close()
         raise ValueError("it is no regular file")
     return file
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with _open(path) as file:
-        while chunk := file.read(_CHUNK_NBYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

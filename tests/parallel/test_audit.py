@@ -151,9 +151,19 @@ def test_a_rank_without_the_key_is_recorded(
     rr.barrier()
 
 
-def test_commits_on_disk_are_recorded_with_the_hash_of_their_file(recorded: Path) -> None:
-    """Once they are written; what lies on a disk can be compared with the record."""
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_commits_on_disk_are_recorded_with_the_hash_of_their_file(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, is_sealed: bool
+) -> None:
+    """Once they are written; what lies on a disk can be compared with the record, also by who has no key."""
     folder = recorded.parent / "commits"
+    if is_sealed:
+        if rr.rank() == 0:
+            write_secret(recorded.parent / "key")
+        rr.barrier()
+        rr.shutdown()
+        monkeypatch.setenv("RINGREDUCE_DISK_KEY_FILE", str(recorded.parent / "key"))
+        rr.init()
     state = hvd.elastic.TorchState(torch.nn.Linear(3, 2), epoch=0)
     state.keep_on_disk(folder)
     state.commit()

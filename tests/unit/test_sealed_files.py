@@ -179,7 +179,7 @@ def test_commits_hide_what_they_hold(commits: Path) -> None:
     """The array, how it is written, and what is said of the commit."""
     files = [each.read_bytes() for each in commits.iterdir()]
     assert len(files) == 12
-    for words in (KNOWN, b"weights", b"numpy", b"sha256", RAW):
+    for words in (KNOWN, b"weights", b"numpy", b"nbytes", RAW):
         assert not any(words in each for each in files)
     store = store_in(commits, KEYS)
     store.require_our_keys()
@@ -222,6 +222,49 @@ def test_a_commit_in_the_place_of_another_one_is_not_used(commits: Path) -> None
     for suffix in ("json", "pt"):
         (commits / f"commit-000000000001.{suffix}").replace(commits / f"commit-000000000003.{suffix}")
     assert store_in(commits, KEYS).examine()[3] == "it is commit-000000000001.json, and not commit-000000000003.json"
+
+
+def test_a_commit_that_was_written_twice_is_not_mixed(commits: Path) -> None:
+    """Neither with the whole file of the first time, which is sealed for the same name, nor with pieces of it."""
+    path = commits / "commit-000000000003.pt"
+    first = path.read_bytes()
+    store = store_in(commits, KEYS)
+    store.put(3, {"weights": np.frombuffer(KNOWN * 50_000, np.uint8), "number": 3})
+    store.settle()
+    second = path.read_bytes()
+    assert len(first) == len(second)
+    assert store.examine()[3] == ""
+    head = 20 + 8 + 32 + 2 + len(path.name)
+    whole = PIECE + 16
+    pieces = [second[begin : begin + whole] for begin in range(head, len(second), whole)]
+    assert len(pieces) == 3
+    mixed = {
+        "of the first time": first,
+        "a piece of it": second[:head] + first[head : head + whole] + b"".join(pieces[1:]),
+        "its last piece": second[:head] + b"".join(pieces[:2]) + first[head + 2 * whole :],
+        "its salt": first[:head] + second[head:],
+        "without the last piece": second[: head + 2 * whole],
+        "without the first": second[:head] + b"".join(pieces[1:]),
+        "in another order": second[:head] + b"".join([pieces[1], pieces[0], pieces[2]]),
+        "with more": second + b"0",
+    }
+    for how, file in mixed.items():
+        path.write_bytes(file)
+        assert store.examine()[3] != "", how
+    path.write_bytes(second)
+    assert store.examine()[3] == ""
+
+
+def test_nothing_is_left_in_memory_of_a_piece_that_was_changed() -> None:
+    """Where it is read to, there are no bytes that somebody may have chosen."""
+    changed = bytearray(FILE)
+    changed[-PIECE] ^= 1
+    with KEYS.opened(io.BytesIO(changed)) as opened:
+        room = bytearray(b"x" * 4 * PIECE)
+        opened.seek(2 * PIECE)
+        with pytest.raises(ValueError, match="it was changed"):
+            opened.readinto(room)  # type: ignore[attr-defined]
+        assert set(room[:PIECE]) <= set(b"x\0")
 
 
 # ---- commands, traces and dumps ----
