@@ -2,7 +2,8 @@
 
     python benchmarks/sealed_commits.py --size 1G --rounds 5 --folder /var/tmp
 
-A commit is written, flushed to the disk, checked as a whole, and read again, as in elastic training. Figures are medians.
+A commit is written, flushed to the disk, checked as a whole, and read again, as in elastic training. Figures are
+medians.
 """
 
 from __future__ import annotations

@@ -50,13 +50,17 @@ class GuardedTransfer:
     Attributes:
         data: what is sent, or where it is received, as bytes.
         route: where it goes.
-        number: which message it is of its route's peer and tag; for those who count them.
+        spare: buffers of this route that no message uses now.
+        stream: what those who count messages have for its peer and direction.
+        number: which message it is of that one and of the tag.
         staged: the buffer that it was started with last.
         under_way: whether it was started, and is not known to be complete.
     """
 
     data: Bytes
     route: _Route
+    spare: list[_StagedMessage]
+    stream: Any = None
     number: int = 0
     staged: _StagedMessage | None = None
     under_way: bool = field(default=False)
@@ -85,6 +89,9 @@ class GuardedMessages(ABC):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def describe(self, transfer: GuardedTransfer) -> None:  # noqa: B027  # those that count messages do more
+        """Take note of a message that was described."""
+
     @abstractmethod
     def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
         """Lay out in ``room`` what travels for the data of a send that starts."""
@@ -107,18 +114,21 @@ class GuardedMessages(ABC):
     def _described(self, data: Array, peer: int, tag: int, *, is_send: bool) -> Prequest:
         route = _Route(is_send, peer, tag, data.nbytes)
         self._users[route] += 1
-        return GuardedTransfer(data.reshape(-1).view(np.uint8), route)
+        transfer = GuardedTransfer(data.reshape(-1).view(np.uint8), route, self._spare.setdefault(route, []))
+        self.describe(transfer)
+        return transfer
 
     def start(self, requests: Sequence[Prequest]) -> None:
+        inner: list[Prequest] = []
         for each in _transfers(requests):
-            spare = self._spare.get(each.route)
-            each.staged = spare.pop() if spare else self._new_buffer(each.route)
+            staged = each.staged = each.spare.pop() if each.spare else self._new_buffer(each.route)
             if each.route.is_send:
-                self.pack(each, each.staged.room)
+                self.pack(each, staged.room)
             else:
                 self.expect(each)
             each.under_way = True
-        self._inner.start(_inner(requests))
+            inner.append(staged.request)
+        self._inner.start(inner)
 
     def _new_buffer(self, route: _Route) -> _StagedMessage:
         room = np.empty(route.nbytes + self._more, np.uint8)
@@ -126,28 +136,29 @@ class GuardedMessages(ABC):
         return _StagedMessage(room, describe(room, route.peer, route.tag))
 
     def test_all(self, requests: Sequence[Prequest]) -> bool:
-        left = [each for each in _transfers(requests) if each.under_way]
-        if not self._inner.test_all(_inner(left)):
+        if not self._inner.test_all(_inner(requests)):
             return False
-        for each in left:
+        for each in _transfers(requests):
             self._end(each)
         return True
 
     def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
         transfers = _transfers(requests)
-        left = [position for position, each in enumerate(transfers) if each.under_way]
-        ended = [left[position] for position in self._inner.test_some(_inner([transfers[each] for each in left]))]
-        for position in ended:
-            self._end(transfers[position])
+        left = [number for number, each in enumerate(transfers) if each.under_way]
+        ended = [left[place] for place in self._inner.test_some(_inner([transfers[number] for number in left]))]
+        for number in ended:
+            self._end(transfers[number])
         return ended
 
     def _end(self, transfer: GuardedTransfer) -> None:
         """Take note that a message is complete for the transport."""
-        assert transfer.staged is not None
-        transfer.under_way = False
-        self._spare.setdefault(transfer.route, []).append(transfer.staged)
-        if not transfer.route.is_send:
-            self.unpack(transfer, transfer.staged.room)
+        if transfer.under_way:
+            staged = transfer.staged
+            assert staged is not None
+            transfer.under_way = False
+            transfer.spare.append(staged)
+            if not transfer.route.is_send:
+                self.unpack(transfer, staged.room)
 
     def free(self, requests: Sequence[Prequest]) -> None:
         freed: list[Prequest] = []
@@ -169,8 +180,9 @@ class GuardedMessages(ABC):
         return [each.request for each in buffers]
 
     def give_up(self, requests: Sequence[Prequest]) -> None:
-        self._inner.give_up(_inner(requests))
-        for each in _transfers(requests):
+        transfers = _transfers(requests)
+        self._inner.give_up([each.staged.request for each in transfers if each.staged is not None])
+        for each in transfers:
             if each.under_way and each.staged is not None:
                 each.under_way = False
                 self._given_up.append((each.route, each.staged))
@@ -178,7 +190,7 @@ class GuardedMessages(ABC):
     def renew(self) -> None:
         self._inner.renew()
         for route, staged in self._given_up:
-            self._spare.setdefault(route, []).append(staged)
+            self._spare[route].append(staged)
         self._given_up = []
 
 
@@ -187,8 +199,8 @@ def _transfers(requests: Sequence[Prequest]) -> Sequence[GuardedTransfer]:
 
 
 def _inner(requests: Sequence[Prequest]) -> list[Prequest]:
-    """Return what the transport underneath knows of requests, in their order."""
-    return [each.staged.request for each in _transfers(requests) if each.staged is not None]
+    """Return what the transport underneath knows of requests that it may not have completed, in their order."""
+    return [each.staged.request for each in _transfers(requests) if each.under_way and each.staged is not None]
 
 
 _CHECKSUM_NBYTES = 4

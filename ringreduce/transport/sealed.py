@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 from ringreduce.buffers import Array, Bytes
 from ringreduce.common.errors import ChangedMessageError, TransportError
@@ -95,11 +95,16 @@ class Cipher:
         return True
 
 
-class _SealedStream(NamedTuple):
+class _SealedStream:
     """What one rank sends another, or all others: its cipher, and how many messages there were, by tag."""
 
-    cipher: Cipher
-    counts: TagCounts
+    def __init__(self, cipher: Cipher) -> None:
+        self.begin(cipher)
+
+    def begin(self, cipher: Cipher) -> None:
+        """Count from 0, with another key."""
+        self.cipher = cipher
+        self.counts = TagCounts()
 
 
 def sealed(inner: Messages, key: Secret, name: str) -> Messages:
@@ -147,35 +152,40 @@ class SealedMessages(GuardedMessages):
         self._busy = False  # whether a message is being numbered
         self._streams: dict[tuple[str, int, bool], _SealedStream] = {}
         self._renewals = 0
-        self._data = "data 0"  # the kind of messages until the next renewal
         self._subsets = 0
 
     def _stream(self, kind: str, peer: int, *, is_send: bool) -> _SealedStream:
         """Return what is under way of a kind, to a peer or from it. Each has a key of its own."""
         found = self._streams.get((kind, peer, is_send))
         if found is None:
-            sender, receiver = (self._inner.rank, peer) if is_send else (peer, self._inner.rank)
-            to = "all" if kind == "exchange" else str(receiver)
-            cipher = Cipher(self._key.derive(f"{kind} from {sender} to {to} of {self._inner.size}"))
-            found = self._streams[kind, peer, is_send] = _SealedStream(cipher, TagCounts())
+            found = self._streams[kind, peer, is_send] = _SealedStream(self._cipher(kind, peer, is_send=is_send))
         return found
+
+    def _cipher(self, kind: str, peer: int, *, is_send: bool) -> Cipher:
+        what = f"data {self._renewals}" if kind == "data" else kind
+        sender, receiver = (self._inner.rank, peer) if is_send else (peer, self._inner.rank)
+        to = "all" if kind == "exchange" else receiver
+        return Cipher(self._key.derive(f"{what} from {sender} to {to} of {self._inner.size}"))
 
     # ---- messages ----
 
     @_in_turn
+    def describe(self, transfer: GuardedTransfer) -> None:
+        transfer.stream = self._stream("data", transfer.route.peer, is_send=transfer.route.is_send)
+
+    @_in_turn
     def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
-        _, peer, tag, _ = transfer.route
-        stream = self._stream(self._data, peer, is_send=True)
+        stream: _SealedStream = transfer.stream
+        tag = transfer.route.tag
         stream.cipher.seal((tag, stream.counts.next(tag)), transfer.data, room)
 
     @_in_turn
     def expect(self, transfer: GuardedTransfer) -> None:
-        _, peer, tag, _ = transfer.route
-        transfer.number = self._stream(self._data, peer, is_send=False).counts.next(tag)
+        transfer.number = transfer.stream.counts.next(transfer.route.tag)
 
     def unpack(self, transfer: GuardedTransfer, room: Bytes) -> None:
         _, peer, tag, nbytes = transfer.route
-        if not self._stream(self._data, peer, is_send=False).cipher.open((tag, transfer.number), room, transfer.data):
+        if not transfer.stream.cipher.open((tag, transfer.number), room, transfer.data):
             transfer.data.fill(0)  # which holds now what somebody else has made of it
             raise _not_opened(f"message {transfer.number} of tag {tag} from rank {peer} ({nbytes} bytes)")
 
@@ -186,11 +196,10 @@ class SealedMessages(GuardedMessages):
 
     @_in_turn
     def _take_new_keys(self) -> None:
-        for peer in range(self._inner.size):
-            for is_send in (True, False):
-                self._streams.pop((self._data, peer, is_send), None)
         self._renewals += 1
-        self._data = f"data {self._renewals}"
+        for (kind, peer, is_send), stream in self._streams.items():
+            if kind == "data":
+                stream.begin(self._cipher(kind, peer, is_send=is_send))
 
     def allreduce(self, data: Array, op: ReduceOp) -> NoReturn:
         raise AssertionError("not offered")
