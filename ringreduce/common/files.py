@@ -71,7 +71,8 @@ def own_folder(folder: Path) -> None:
 
 def require_own(folder: Path) -> None:
     """Raise an OSError if other users may write to a folder, or have made the link that leads to it."""
-    mine, found = os.geteuid(), folder.stat()
+    mine = os.geteuid()
+    found = folder.stat()
     for owner in (found.st_uid, folder.lstat().st_uid or mine):  # root may have made a link
         if owner != mine:
             raise PermissionError(f"{folder} belongs to user {owner}, and this is user {mine}")

@@ -19,6 +19,7 @@ from ringreduce.common.keys import KEY_NBYTES
 
 _NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # as long as a hash, so it is the first one as it is
 _PUBLIC_NBYTES = 32
+_NONCE = bytes(12)  # the first one: of this pattern, each key seals one message
 
 
 class _Transcript:
@@ -34,7 +35,6 @@ class _Transcript:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         self.hash = self._chaining = _NAME
-        self._nonce = 0
         self._mix_hash(prologue)
         self._chaining, mixed, self._key = self._hkdf(psk, 3)  # the token psk: MixKeyAndHash
         self._mix_hash(mixed)
@@ -44,12 +44,13 @@ class _Transcript:
     def write_key(self) -> bytes:
         """Return this side's public key: the token e."""
         public = self._ephemeral.public_key().public_bytes_raw()
-        self._mix_public(public)
+        self.mix_public(public)
         return public
 
-    def read_key(self, public: bytes) -> None:
-        """Take the other side's: the token e, and ee unless that comes later."""
-        self._mix_public(public)
+    def mix_public(self, public: bytes) -> None:
+        """Take a public key: the token e, as in all patterns with a psk."""
+        self._mix_hash(public)
+        self._mix_key(public)
 
     def agree(self, public: bytes) -> None:
         """Mix what both have agreed on by X25519: the token ee."""
@@ -65,7 +66,7 @@ class _Transcript:
         """Encrypt: EncryptAndHash."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        sealed = AESGCM(self._key).encrypt(self._next_nonce(), plain, self.hash)
+        sealed = AESGCM(self._key).encrypt(_NONCE, plain, self.hash)
         self._mix_hash(sealed)
         return sealed
 
@@ -75,22 +76,17 @@ class _Transcript:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         try:
-            plain = AESGCM(self._key).decrypt(self._next_nonce(), sealed, self.hash)
+            plain = AESGCM(self._key).decrypt(_NONCE, sealed, self.hash)
         except InvalidTag:
             raise TransportError("it was sealed with another key, or has changed on its way") from None
         self._mix_hash(sealed)
         return plain
-
-    def _mix_public(self, public: bytes) -> None:
-        self._mix_hash(public)
-        self._mix_key(public)  # as in all patterns with a psk
 
     def _mix_hash(self, data: bytes) -> None:
         self.hash = hashlib.sha256(self.hash + data).digest()
 
     def _mix_key(self, material: bytes) -> None:
         self._chaining, self._key = self._hkdf(material, 2)
-        self._nonce = 0
 
     def _hkdf(self, material: bytes, count: int) -> list[bytes]:
         """Return keys of 32 bytes; the specification's HKDF is that of RFC 5869 without an info."""
@@ -99,10 +95,6 @@ class _Transcript:
 
         made = HKDF(algorithm=SHA256(), length=count * KEY_NBYTES, salt=self._chaining, info=b"").derive(material)
         return [made[start : start + KEY_NBYTES] for start in range(0, len(made), KEY_NBYTES)]
-
-    def _next_nonce(self) -> bytes:
-        self._nonce += 1
-        return bytes(4) + (self._nonce - 1).to_bytes(8, "big")
 
 
 class Initiator:
@@ -126,7 +118,7 @@ class Initiator:
             TransportError: it is no answer to this side's message by who has the same secret and prologue.
         """
         public = message[:_PUBLIC_NBYTES]
-        self._transcript.read_key(public)
+        self._transcript.mix_public(public)
         self._transcript.agree(public)
         return self._transcript.open(message[_PUBLIC_NBYTES:])
 
@@ -139,7 +131,7 @@ def answer(psk: bytes, prologue: bytes, message: bytes, payload: bytes, private:
     """
     transcript = _Transcript(psk, prologue, private)
     public = message[:_PUBLIC_NBYTES]
-    transcript.read_key(public)
+    transcript.mix_public(public)
     transcript.open(message[_PUBLIC_NBYTES:])
     written = transcript.write_key()
     transcript.agree(public)

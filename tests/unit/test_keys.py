@@ -32,7 +32,7 @@ def key_file(tmp_path: Path) -> Path:
 def test_a_key_is_read_as_it_was_written(tmp_path: Path):
     path = tmp_path / "new" / "key"
     written = write_secret(path)
-    assert read_secret(path, "KEY") == written
+    assert read_secret(path, "KEY").derive("same") == written.derive("same")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [each.name for each in path.parent.iterdir()] == ["key"]
 
@@ -40,7 +40,7 @@ def test_a_key_is_read_as_it_was_written(tmp_path: Path):
 def test_a_mounted_secret_is_read_through_links(key_file: Path):
     link = key_file.with_name("link")
     link.symlink_to(key_file)
-    assert read_secret(link, "KEY") == read_secret(key_file, "KEY")
+    assert read_secret(link, "KEY").derive("same") == read_secret(key_file, "KEY").derive("same")
 
 
 def test_a_file_is_never_overwritten(key_file: Path):
@@ -125,14 +125,12 @@ def test_derived_keys_are_those_of_hkdf():
     raw = bytes(range(100, 100 + KEY_NBYTES))
     extracted = hmac.new(b"salt", raw, hashlib.sha256).digest()
     first = hmac.new(extracted, b"purpose" + b"\x01", hashlib.sha256).digest()
-    second = hmac.new(extracted, first + b"purpose" + b"\x02", hashlib.sha256).digest()
-    assert Secret(raw).derive("purpose", salt=b"salt", nbytes=40) == (first + second)[:40]
+    assert Secret(raw).derive("purpose", salt=b"salt") == first
     assert Secret(raw).derive("another", salt=b"salt") != first
 
 
 def test_two_keys_differ(tmp_path: Path):
     first, second = (write_secret(tmp_path / name) for name in ("first", "second"))
-    assert first != second
     assert first.fingerprint != second.fingerprint
     assert first.derive("same") != second.derive("same")
 

@@ -74,7 +74,7 @@ def test_a_key_that_makes_every_result_the_same_is_refused():
     """Points of small order, RFC 7748 section 6.1: the first message is well sealed, by somebody with the secret."""
     initiator = Initiator(PSK, PROLOGUE, INITIATOR)
     transcript = initiator._transcript
-    transcript._mix_public(bytes(32))
+    transcript.mix_public(bytes(32))
     with pytest.raises(TransportError, match="no public key"):
         answer(PSK, PROLOGUE, bytes(32) + transcript.seal(b""), b"key")
 

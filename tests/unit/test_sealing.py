@@ -68,10 +68,11 @@ def shake(
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_all_ranks_get_one_key_and_it_is_new_each_time(size: int, key_files: list[str]):
-    first, second = ({*shake([key_files[0]] * size)} for _ in range(2))
-    assert len(first) == len(second) == 1
-    assert first != second
+    first, second = (shake([key_files[0]] * size) for _ in range(2))
     assert all(isinstance(each, Secret) for each in first)
+    one, other = ({key.derive("same") for key in keys if key is not None} for keys in (first, second))
+    assert len(one) == len(other) == 1
+    assert one != other
 
 
 def test_without_a_file_nothing_is_agreed():
@@ -216,6 +217,18 @@ def test_what_is_done_to_a_handshake_is_an_error(number: int, victim: int, size:
         if number == 1 and victim == 0:  # of the second exchange, only what rank 0 gives matters
             continue
         assert isinstance(got[victim], RingReduceError), (each, got)
+
+
+def test_nobody_persuades_a_rank_that_there_is_no_key(key_files: list[str]):
+    """By taking the greetings of all ranks away, its own as well: it does not fall back to open messages."""
+
+    def change(found: int, arrived: list[bytes]) -> None:
+        if found == 0:
+            arrived[:] = [json.dumps([*json.loads(each)[:2], None]).encode() for each in arrived]
+
+    for got in shake([key_files[0]] * 3, lambda rank, messages: Tap(messages, change=change)):
+        assert isinstance(got, ConfigError)
+        assert "is not set on ranks 0-2 of 3" in str(got)
 
 
 def flipped(place: int, text: bytes) -> bytes:
