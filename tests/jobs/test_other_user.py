@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -53,6 +54,9 @@ class Other(NamedTuple):
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[Other]:
+    for each in pwd.getpwall():  # of tests that were killed
+        if each.pw_name.startswith("rr-other-") and not Path("/proc", each.pw_name.removeprefix("rr-other-")).exists():
+            subprocess.run(["userdel", each.pw_name], check=True)
     name = f"rr-other-{os.getpid()}"
     subprocess.run(["useradd", "--no-create-home", "--user-group", "--shell", "/bin/false", name], check=True)
     try:
