@@ -33,7 +33,7 @@ from ringreduce.common.errors import ConfigError, PeerLostError
 from ringreduce.common.launch import launch
 from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.reduce_ops import MAX, SUM
-from ringreduce.observe.snapshots import resident_nbytes
+from ringreduce.observe.resources import resident_nbytes
 
 __all__ = ["MODES", "Mode", "hidden", "run_mode"]
 

@@ -20,6 +20,7 @@ is removed with the world, and has the last call and the operation that waits lo
     began                                   seconds since 1970
     samples[]                               [time, steps, samples, seconds spent in communication], the oldest first
     nbytes                                  resident memory
+    resources                               counters of this process and its host; see `Resources.read`
     late                                    [rank, seconds]: who was waited for last, and how long; null
     slow                                    [rank, text]: who is last in recent training steps, how often and why; null
 """
@@ -52,8 +53,9 @@ from ringreduce.common.errors import CollectiveTimeoutError, ForeignFileError
 from ringreduce.common.files import replace_file
 from ringreduce.common.sealed_files import PLAIN
 from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.resources import Resources
 
-__all__ = ["FlightRecorder", "Observed", "Snapshot", "folder", "read_all", "resident_nbytes"]
+__all__ = ["FlightRecorder", "Observed", "Snapshot", "folder", "read_all"]
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +116,7 @@ class FlightRecorder:
         self._metrics: Callable[[], Metrics] | None = None
         self._pid = os.getpid()
         self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
+        self._resources = Resources()
 
     def watch(self, observed: Observed) -> None:
         """Record what this rank does as a member of something more."""
@@ -177,6 +180,7 @@ class FlightRecorder:
         self._common = {"job": job, "command": sys.orig_argv, "began": time.time()}
         self._common["process_began"] = processes.began(self._pid)  # or another of its number would seem to be this one
         self._metrics = metrics
+        self._resources.begin()
         path = folder() / f"{job}.{self._rank}.json"
         if self._rank == 0:
             read_all()
@@ -194,10 +198,12 @@ class FlightRecorder:
         spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
         under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
         spent_s += sum(said["time"] - call["started"] for call in under_way)
+        resources = self._resources.read()
         self._samples.append([said["time"], self.steps, self.samples, spent_s])
         more = {
             "samples": list(self._samples),
-            "nbytes": resident_nbytes(),
+            "nbytes": resources["resident_nbytes"],
+            "resources": resources,
             "late": None if total.late_rank is None else [total.late_rank, total.late_s],
             "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness],
         }
@@ -208,6 +214,7 @@ class FlightRecorder:
         """Remove the file, and write it no more; not in a process that was forked."""
         path = self._status
         self._status = None
+        self._resources.end()
         self._metrics = None  # it keeps the world alive, which has this
         if path is not None and os.getpid() == self._pid:
             path.unlink(missing_ok=True)
@@ -251,12 +258,6 @@ def folder() -> Path:
             f"{path} is not a folder of this user's alone; remove it, or set XDG_RUNTIME_DIR or TMPDIR"
         )
     return path
-
-
-def resident_nbytes() -> int:
-    """Return how much memory of this process is resident."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def read_all() -> list[Snapshot]:
