@@ -1,12 +1,14 @@
 """A browser without a screen that looks at pages and pictures: Qt's, which is Chromium.
 
     .venv-browser/bin/python tests/browser.py out/site/index.html ...  # says what is wrong; then the exit status is 1
+    .venv-browser/bin/python tests/browser.py --width 400 --pictures out page.html  # and writes out/page.png
 
 In an environment of its own, which `scripts/install browser` makes. Pages may ask for nothing but files.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -50,8 +52,13 @@ class Seen:
         return [*self.errors, *(["is blank"] if is_blank else [])]
 
 
-def look(*paths: Path | str, limit_s: float = 50.0) -> dict[str, list[str]]:
+def look(*paths: Path | str, limit_s: float = 50.0, width: int = _WIDTH) -> dict[str, list[str]]:
     """Return what is wrong with each file, by path, as the browser shows it; files without faults are left out.
+
+    Args:
+        paths: of the files.
+        limit_s: how long it may take (seconds).
+        width: of the window, in pixels.
 
     Raises:
         pytest.skip.Exception: there is no browser in this environment.
@@ -61,7 +68,7 @@ def look(*paths: Path | str, limit_s: float = 50.0) -> dict[str, list[str]]:
     python = Path(__file__).parents[1] / ".venv-browser" / "bin" / "python"
     if not python.exists():
         pytest.skip("there is no browser: scripts/install browser")
-    command = [python, __file__, "--json", *map(str, paths)]
+    command = [python, __file__, "--json", "--width", str(width), *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
     if done.returncode == NO_BROWSER:
         pytest.skip(done.stderr.strip().rpartition("\n")[2])
@@ -84,9 +91,16 @@ def prepare() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Look at files; returns the exit status."""
     prepare()
-    as_json, paths = "--json" in arguments, [each for each in arguments if each != "--json"]
+    parser = argparse.ArgumentParser(description="Look at pages and pictures.")
+    parser.add_argument("--json", action="store_true", help="say it as JSON")
+    parser.add_argument("--width", type=int, default=_WIDTH, help="of the window, in pixels")
+    parser.add_argument("--height", type=int, default=_HEIGHT)
+    parser.add_argument("--pictures", metavar="FOLDER", help="write what was seen there, as PNG")
+    parser.add_argument("paths", nargs="*")
+    asked = parser.parse_args(arguments)
+    as_json = asked.json
     try:
-        seen = _look(paths)
+        seen = _look(asked.paths, (asked.width, asked.height), asked.pictures)
     except ImportError as error:
         print(f"the browser lacks what it needs: {error}", file=sys.stderr)
         return NO_BROWSER
@@ -109,7 +123,7 @@ def _errors_of_picture(path: str) -> list[str]:
     return []
 
 
-def _look(paths: Sequence[str]) -> list[Seen]:
+def _look(paths: Sequence[str], size: tuple[int, int], pictures: str | None) -> list[Seen]:
     import shiboken6
     from PySide6.QtCore import QEventLoop, QTimer, QUrl
     from PySide6.QtWebEngineCore import (
@@ -149,7 +163,7 @@ def _look(paths: Sequence[str]) -> list[Seen]:
         # Else Chromium drops what pages of files ask of others without a word.
         page.settings().setAttribute(QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True)
         view.setPage(page)
-        view.resize(_WIDTH, _HEIGHT)
+        view.resize(*size)
         view.show()
         limit, ended = QTimer(singleShot=True), QEventLoop()
         limit.timeout.connect(lambda: ended.exit(_ENDLESS))
@@ -159,7 +173,7 @@ def _look(paths: Sequence[str]) -> list[Seen]:
 
         def note_width(wider: Any) -> None:
             if isinstance(wider, (int, float)) and wider > 0 and seen[-1].path.endswith(".html"):
-                seen[-1].errors.append(f"{wider:g} pixels wider than the window of {_WIDTH}")
+                seen[-1].errors.append(f"{wider:g} pixels wider than the window of {size[0]}")
             ended.exit(0)
 
         for path in paths:
@@ -176,6 +190,8 @@ def _look(paths: Sequence[str]) -> list[Seen]:
             if status == _ENDLESS:
                 break  # nothing more is shown while these run
             image = view.grab().toImage()  # which has to outlive what is read from it
+            if pictures is not None:
+                image.save(os.path.join(pictures, f"{os.path.splitext(os.path.basename(path))[0]}.png"))
             seen[-1].colours = len(np.unique(np.frombuffer(image.constBits(), np.uint32)))
         view.close()
         for each in (page, view, profile):  # in this order, or Qt complains

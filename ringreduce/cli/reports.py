@@ -70,7 +70,17 @@ def doctor(as_json: bool, folder: str | None, traces: str | None) -> int:
 
 
 @click.command("top", short_help="Show what running jobs do.")
-@click.option("--job", help="Show the job whose name begins so.", metavar="NAME")
+@click.option(
+    "--job",
+    metavar="NAME|[HOST]:PORT",
+    help="Show the job whose name begins so; or all ranks, of all hosts, of the one that has this --status.",
+)
+@click.option(
+    "--status-token-file",
+    "token_file",
+    type=click.Path(dir_okay=False),
+    help="The token of that job, unless it is yours on this machine.",
+)
 @click.option("--once", is_flag=True, help="Print it once and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print it once as JSON, a list of ranks.")
 @click.option(
@@ -83,19 +93,23 @@ def doctor(as_json: bool, folder: str | None, traces: str | None) -> int:
     metavar="PORT",
     help="Serve it at http://127.0.0.1:PORT/metrics, for Prometheus, until this is interrupted.",
 )
-def top(job: str | None, once: bool, as_json: bool, every_s: float, port: int | None) -> None:
+def top(job: str | None, token_file: str | None, once: bool, as_json: bool, every_s: float, port: int | None) -> None:
     """Show the ranks of your jobs on this machine: how fast they are, and whom they wait for.
+
+    With --job :9400 or --job HOST:9400 it shows all ranks of the job that was started with --status 9400.
 
     Rates are those of the last ten seconds. Steps are those of torch's optimizers, samples those of hvd's
     DistributedSampler; other programs tell of theirs by ringreduce.count(). The job writes a small file once a second
     for this; RINGREDUCE_STATUS=0 turns that off.
     """
     if port is not None:
-        jobs.serve(port, lambda: jobs.prometheus_text(jobs.found(job)), lambda address: click.echo(address, err=True))
+        if job is not None and ":" in job:
+            raise click.UsageError(f"{job} serves /metrics itself; leave out --prometheus")
+        jobs.serve(port, job, lambda address: click.echo(address, err=True))
     elif as_json:
-        click.echo(json.dumps(jobs.found(job), indent=1))
+        click.echo(json.dumps(jobs.found(job, token_file), indent=1))
     else:
-        jobs.show(job, once=once, every_s=every_s)
+        jobs.show(job, token_file, once=once, every_s=every_s)
 
 
 @click.group("timeline", short_help="Look at a trace.")

@@ -14,7 +14,7 @@ import click
 from ringreduce.cli.keygen import default_key_file
 from ringreduce.cli.progress_bar import bytes_bar
 from ringreduce.cli.wrong_options import ProgramCommand
-from ringreduce.common.config import Config
+from ringreduce.common.config import Config, parse_address, runtime_folder
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import parse_seconds
 from ringreduce.common.sealed_files import disk_keys
@@ -76,6 +76,11 @@ def _key_file(context: click.Context, option: click.Parameter, path: str | None)
     return None if path is None else os.path.abspath(path or default_key_file())
 
 
+def _address(text: str) -> str:
+    host, port = parse_address(text)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(shlex.split(text))
 
@@ -114,6 +119,19 @@ def _words(text: str) -> tuple[str, ...]:
     metavar="[=FILE]",
     callback=_key_file,
     help="Encrypt messages of ranks; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.",
+)
+@click.option(
+    "--status",
+    type=Parsed("address", _address),
+    metavar="[HOST:]PORT",
+    help="Serve what all ranks do, from the host of rank 0, to who has the token: a page, /metrics and /health.",
+)
+@click.option(
+    "--status-token-file",
+    "token_file",
+    type=click.Path(dir_okay=False),
+    callback=lambda context, option, file: file and os.path.abspath(file),
+    help="The token; made if there is no such file. Else all of your jobs on a host have one, which `top --job` finds.",
 )
 @click.option("--elastic", is_flag=True, help="Go on when ranks die; for programs that use ringreduce.elastic.")
 @click.option("--min-np", "least", type=click.IntRange(1), show_default="1", help="End once fewer ranks survive.")
@@ -253,6 +271,9 @@ def command(dry_run: bool, **options: Any) -> int:
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
     make_folder(spec)
+    if spec.status is not None:
+        where = spec.token_file or f"{runtime_folder()}/status.token"
+        say(f"rank 0 serves what the job does at http://{spec.status}/, to who has the token in {where} of its host")
     with shipped(start, bytes_bar) as start, with_results(start) as start:
         status = Restarts(start.with_stdin()).run()
         if status == os.EX_TEMPFAIL:  # a second warning must not keep the job from being run again

@@ -94,6 +94,33 @@ def _switch(text: str) -> bool:
     return text.lower() in _ON
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """Read where something listens: ``HOST:PORT``, ``[::1]:PORT``, or ``:PORT`` and ``PORT`` of this machine alone.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and 1 < int(port) < 1 << 16):
+        raise ValueError("expected [HOST:]PORT, with a port from 2 to 65535")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"expected the host in brackets, as in [{host}]:{port}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _seen(text: str) -> bool:
+    return text.lower() not in _OFF
+
+
+def _address(text: str) -> tuple[str, int] | None:
+    if text.lower() in (*_ON, *_OFF):
+        return None
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; or 1 or 0") from None
+
+
 def _gpu(text: str) -> str:
     if text.lower() not in ("staged", "nccl", "mpi"):
         raise ValueError("expected staged, nccl or mpi")
@@ -171,6 +198,10 @@ class Config:
         key_file: the file with the secret by which messages are sealed; None: they are not.
             ``RINGREDUCE_KEY_FILE``
         status: whether `ringreduce top` sees the ranks. ``RINGREDUCE_STATUS``
+        status_address: where rank 0 serves what all ranks do, a host and a port; None: nowhere.
+            ``RINGREDUCE_STATUS=[HOST:]PORT``
+        status_token_file: the file with the token that this asks for; None: one that is made for this user.
+            ``RINGREDUCE_STATUS=PORT,token:FILE``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
             SIGUSR1; None: none. ``RINGREDUCE_DUMP``
         audit: the file to which rank 0 appends a record of the run (see `ringreduce.observe.audit`); None: none.
@@ -207,7 +238,9 @@ class Config:
     check_data: bool = _setting("RINGREDUCE_CHECK=data", _switch, True)
     checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
     key_file: str | None = _setting("RINGREDUCE_KEY_FILE", str, None)
-    status: bool = _setting("RINGREDUCE_STATUS", _switch, True)
+    status: bool = _setting("RINGREDUCE_STATUS", _seen, True)
+    status_address: tuple[str, int] | None = _setting("RINGREDUCE_STATUS", _address, None)
+    status_token_file: str | None = _setting("RINGREDUCE_STATUS=token", str, None)
     dump: str | None = _setting("RINGREDUCE_DUMP", _or_zero(str, None), None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
     disk_key_file: str | None = _setting("RINGREDUCE_DISK_KEY_FILE", str, None)

@@ -26,6 +26,7 @@ color: var(--ink); overflow-wrap: anywhere; }}
 .table {{ overflow-x: auto; overflow-wrap: normal; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 td, th {{ text-align: right; padding: 2px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }}
+.words td:last-child, .words th:last-child {{ text-align: left; }}
 svg {{ max-width: 100%; height: auto; }}
 section {{ display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start; }}
 section > svg {{ flex: 0 1 34em; min-width: 0; }}
@@ -33,6 +34,12 @@ section > .table {{ flex: 0 1 auto; max-width: 100%; }}
 i {{ display: inline-block; width: 1em; height: 1em; margin-right: .4em; vertical-align: middle;
 border: 1px solid var(--ink); }}
 .key span {{ display: inline-block; margin-right: 1.2em; }}
+.state, .squares, .charts {{ display: flex; flex-wrap: wrap; gap: .8em 2em; }}
+.state b {{ font-size: 1.4em; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18em, 100%), 1fr)); }}
+.charts figure {{ margin: 0; }}
+.charts svg {{ width: 100%; height: 5em; border-bottom: 1px solid var(--line); }}
+.squares i {{ margin: 2px; }}
 .bars {{ width: 100%; max-width: 60em; height: auto; overflow: visible; }}
 .bars text {{ fill: var(--ink); font-size: 13px; }}
 .bars rect {{ stroke: var(--paper); stroke-width: 1; }}
@@ -46,8 +53,9 @@ border: 1px solid var(--ink); }}
 """
 
 
-def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of a page."""
+def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: bool = False) -> str:
+    """Return a table of a page; ``words``: whether its last column holds these, not numbers."""
     lines = [("th", headings), *(("td", row) for row in rows)]
     cells = ("".join(f"<{tag}>{html.escape(each)}</{tag}>" for each in row) for tag, row in lines)
-    return f'<div class="table"><table>{"".join(f"<tr>{each}</tr>" for each in cells)}</table></div>'
+    kind = ' class="words"' if words else ""
+    return f'<div class="table"><table{kind}>{"".join(f"<tr>{each}</tr>" for each in cells)}</table></div>'

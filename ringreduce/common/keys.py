@@ -15,7 +15,7 @@ from typing import NoReturn
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.libraries import require_library
 
-__all__ = ["KEY_NBYTES", "KEY_VARIABLE", "Secret", "read_secret", "write_secret"]
+__all__ = ["KEY_NBYTES", "KEY_VARIABLE", "Secret", "read_secret", "require_private", "write_secret"]
 
 KEY_VARIABLE = "RINGREDUCE_KEY_FILE"
 #: Of a secret, and of each key that is derived from it: AES-256 takes so many.
@@ -114,7 +114,7 @@ def read_secret(path: str | Path, variable: str) -> Secret:
         remedy = f"; `ringreduce keygen {path}` makes one" if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{variable}={path}: {error.strerror}{remedy}") from None
     try:
-        _require_private(os.fstat(descriptor), path, variable)  # of what was opened: nobody can exchange it in between
+        require_private(os.fstat(descriptor), path, variable)  # of what was opened: nobody can exchange it in between
         text = os.read(descriptor, _MOST_NBYTES)
     finally:
         os.close(descriptor)
@@ -127,8 +127,14 @@ def read_secret(path: str | Path, variable: str) -> Secret:
     return Secret(raw)
 
 
-def _require_private(found: os.stat_result, path: str | Path, variable: str) -> None:
-    """Raise an error unless a file is this user's own, and no other's to read or write."""
+def require_private(found: os.stat_result, path: str | Path, variable: str) -> None:
+    """Raise a ConfigError unless a file is this user's own, and no other's to read or write.
+
+    Args:
+        found: what is known of the file.
+        path: of it.
+        variable: the setting that names it, for errors.
+    """
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{variable}={path} is no file")
     if found.st_uid != os.geteuid():

@@ -1,7 +1,6 @@
-"""Who waits for whom, from snapshots of ranks (`ringreduce.observe.snapshots`), and what to say of it.
+"""``doctor --dump``: what to say of who waits for whom, from what each rank has written down.
 
-For `top`, and for ``doctor --dump``, which reads what each rank has written down; ``--torch-traces`` writes that as
-files of torch's flight recorder (`write_torch_traces`).
+``--torch-traces`` writes that as files of torch's flight recorder (`write_torch_traces`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,69 +17,11 @@ from ringreduce.common.errors import ConfigError, ForeignFileError, name_ranks
 from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.observe.snapshots import Snapshot
+from ringreduce.observe.waits import Wait, sets_of, waits
 
-__all__ = ["TRACE_PREFIX", "Wait", "diagnose", "load", "main_stack", "sets_of", "waits", "write_torch_traces"]
+__all__ = ["TRACE_PREFIX", "diagnose", "load", "main_stack", "write_torch_traces"]
 
 _OURS = str(Path(__file__).parents[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Ranks that are in a blocking call, or have submitted an operation, and those that have not come to it.
-
-    Attributes:
-        where: the name of the process set or group.
-        present: what each of those that have come says of it: an entry of ``calls`` or ``operations``.
-        absent: the others that have written something; of calls, these alone have an earlier one, or none.
-        unseen: those of the set that have written nothing.
-    """
-
-    where: str
-    present: dict[int, dict[str, Any]]
-    absent: list[int]
-    unseen: list[int]
-
-    @property
-    def first(self) -> dict[str, Any]:
-        """What the first of those that have come says."""
-        return next(iter(self.present.values()))
-
-    @property
-    def is_call(self) -> bool:
-        return "collective" in self.first
-
-
-def sets_of(snapshots: Mapping[int, Snapshot]) -> list[dict[int, dict[str, Any]]]:
-    """Return the process sets, and then the groups: each as what its ranks have written of it, by rank."""
-    found: dict[int | str, dict[int, dict[str, Any]]] = {}
-    for rank, snapshot in snapshots.items():
-        for each in snapshot["sets"]:
-            found.setdefault(each["id"], {})[rank] = each
-    return [found[key] for key in sorted(found, key=lambda key: (isinstance(key, str), key))]
-
-
-def waits(snapshots: Mapping[int, Snapshot]) -> Iterator[Wait]:
-    """Yield for what ranks wait, in each set: operations, and then the blocking call."""
-    for sets in sets_of(snapshots):
-        first = next(iter(sets.values()))
-        unseen = [rank for rank in first["ranks"] if rank not in snapshots]
-        submitted: dict[str, dict[int, dict[str, Any]]] = {}
-        for rank, each in sets.items():
-            for operation in each["operations"]:
-                # What failed was waited for; the error of the rank says when.
-                if operation["started"] is None and (operation["ended"] is None or operation["error"] is not None):
-                    submitted.setdefault(operation["name"], {})[rank] = operation
-        for operations in submitted.values():
-            yield Wait(
-                first["name"], operations, absent=[rank for rank in sets if rank not in operations], unseen=unseen
-            )
-        last = {rank: each["calls"][-1] for rank, each in sets.items() if each["calls"]}
-        number = max((call["number"] for call in last.values() if call["ended"] is None), default=None)
-        if number is not None:
-            inside = {rank: last[rank] for rank in sorted(last) if last[rank]["number"] == number}
-            inside = {rank: call for rank, call in inside.items() if call["ended"] is None}
-            absent = [rank for rank in sets if rank not in last or last[rank]["number"] < number]
-            yield Wait(first["name"], inside, absent=absent, unseen=unseen)
 
 
 def load(folder: str | Path, keys: KeyFile = PLAIN) -> dict[int, Snapshot]:

@@ -30,6 +30,8 @@ class LaunchSpec:
         folder: folder for the output of each rank; None: all is shown.
         prefix: whether lines of output begin with the rank.
         key_file: path, on all hosts, of the file with the secret by which messages are sealed.
+        status: where rank 0 serves what the job does, ``[HOST:]PORT``; None: nowhere.
+        token_file: path, on the host of rank 0, of the file with the token for that; None: one that is made.
         elastic: whether ranks go on without others.
         least, most: the fewest ranks that go on, and the number to which the job grows.
         restarts: number of restarts after failures.
@@ -65,6 +67,8 @@ class LaunchSpec:
     folder: str | None = None
     prefix: bool = False
     key_file: str | None = None
+    status: str | None = None
+    token_file: str | None = None
     elastic: bool = False
     least: int | None = None
     most: int | None = None
@@ -105,6 +109,8 @@ class LaunchSpec:
     def require_sense(self) -> None:
         """Raise a `ConfigError` if options contradict each other."""
         given = ["--min-np"] * (self.least is not None) + ["--slots"] * (self.slots is not None) + self.growth
+        if self.token_file is not None and self.status is None:
+            raise ConfigError("--status-token-file is for what is served; add --status")
         if given and not self.elastic:
             raise ConfigError(f"{given[0]} is for elastic jobs; add --elastic")
         if (self.ship_paths or self.keep) and not self.ship:

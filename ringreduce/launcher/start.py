@@ -146,6 +146,8 @@ class Start:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
         if spec.key_file is not None:
             settings["RINGREDUCE_KEY_FILE"] = spec.key_file
+        if spec.status is not None:
+            settings["RINGREDUCE_STATUS"] = spec.status + (f",token:{spec.token_file}" if spec.token_file else "")
         if self.grows:
             settings["RINGREDUCE_RESTARTABLE"] = "1"
         if remote and spec.elastic and spec.host_timeout_s:

@@ -12,7 +12,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.instruments import EngineTally, Pace, Tally
 from ringreduce.observe.pace import Slow, find_slow
 
-__all__ = ["Metrics", "openmetrics"]
+__all__ = ["Family", "Metrics", "openmetrics"]
 
 #: Of OpenMetrics: a family's name, its type, what it means, and its values with their labels.
 Family = tuple[str, str, str, Iterable[tuple[Mapping[str, str], float]]]
@@ -47,9 +47,14 @@ def openmetrics(families: Iterable[Family]) -> str:
     for name, kind, meaning, samples in families:
         lines += [f"# TYPE ringreduce_{name} {kind}", f"# HELP ringreduce_{name} {meaning}"]
         for labels, value in samples:
-            text = ",".join(f'{label}="{said}"' for label, said in labels.items())
+            text = ",".join(f'{label}="{_escaped(said)}"' for label, said in labels.items())
             lines.append(f"ringreduce_{name}{'_total' * (kind == 'counter')}{{{text}}} {value}")
     return "\n".join([*lines, "# EOF", ""])
+
+
+def _escaped(said: object) -> str:
+    """Return the value of a label as OpenMetrics has it; names of values and hosts may hold anything."""
+    return str(said).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 @dataclass(frozen=True, slots=True)

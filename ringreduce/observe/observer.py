@@ -8,22 +8,31 @@ import platform
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ringreduce.common.config import Config
-from ringreduce.common.errors import ConfigError, ForeignFileError
+from ringreduce.common.errors import ConfigError, ForeignFileError, RingReduceError
 from ringreduce.common.instruments import Instruments
+from ringreduce.common.launch import launch
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.observe.audit import AuditRecord
+from ringreduce.observe.gathering import Gathering
+from ringreduce.observe.job_view import JobView
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.snapshots import FlightRecorder, Observed
 from ringreduce.observe.timeline import JobClock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, together
+from ringreduce.transport.waiting import Waiter
+
+if TYPE_CHECKING:
+    from ringreduce.observe.serving import TextServer
 
 __all__ = ["Observer"]
 
 _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0  # how often the status and the trace are written
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PATIENCE_S = 5.0  # in the end, with a disk that is slow
 
 
@@ -65,17 +74,22 @@ class Observer:
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
         self._ends = threading.Event()
         self._writer: threading.Thread | None = None
+        self._gathering: Gathering | None = None
+        self._view: JobView | None = None
+        self._server: TextServer | None = None
 
-    def begin(self, messages: Messages, library: str, metrics: Callable[[], Metrics]) -> None:
+    def begin(self, messages: Messages, library: str, metrics: Callable[[], Metrics], recoveries: int = 0) -> None:
         """Begin what the settings ask for; where a rank cannot, none of them does. Collective.
 
         Args:
             messages: between all ranks.
             library: what carries them.
             metrics: returns what this rank's calls add up to.
+            recoveries: how often the job has gone on without ranks that had failed.
 
         Raises:
-            ConfigError: the trace or the record cannot be written, or the key for the disk cannot be read.
+            ConfigError: the trace or the record cannot be written, the key for the disk cannot be read, or the status
+                would go to other hosts in the open while messages are sealed.
         """
         path = self._config.timeline
         key_file = self._config.disk_key_file
@@ -96,6 +110,28 @@ class Observer:
                     self.refuse("status", error)
             else:
                 self._start_writing()
+        if self._config.status_address is not None:
+            self._show_job(self._config.status_address, messages, recoveries)
+
+    def _show_job(self, address: tuple[str, int], messages: Messages, recoveries: int) -> None:
+        """Gather what all ranks do at rank 0, and show it there. Collective."""
+        if self._config.key_file is not None and address[0] not in _LOOPBACK:
+            raise ConfigError(
+                f"RINGREDUCE_KEY_FILE seals what goes to other hosts, but the status would be served on {address[0]} "
+                f"unencrypted: leave out its host, and reach it by ssh -L {address[1]}:127.0.0.1:{address[1]}"
+            )
+        gathered = None
+        if messages.size > 1 and messages.concurrent:
+            gathered = messages.subset(range(self._size), Waiter(self._config.timeout_s))
+        elif messages.size > 1 and self._rank == 0:
+            _log.warning("%s lets one thread alone communicate: of this job, rank 0 alone is shown", messages.library)
+        self._gathering = Gathering(gathered, self._rank, self._size)
+        if self._rank == 0:
+            from ringreduce.observe.job_server import serve_job  # its libraries take time, and few jobs need them
+
+            self._view = JobView(self._size, launch().restarts, recoveries)
+            self._server = serve_job(address, self._config.status_token_file, self._gathering, self._view)
+        self._start_writing()
 
     def watch(self, observed: Observed) -> None:
         """Observe this rank as a member of one thing more."""
@@ -113,6 +149,12 @@ class Observer:
         if self.audit is not None:
             self.audit.refuse(what, error)
 
+    def forked(self) -> None:
+        """Observe nothing in a process that this rank has forked; what it serves stays the rank's."""
+        self.detach()
+        if self._server is not None:
+            self._server.server_close()
+
     def end_audit(self, error: str | None) -> None:
         """Record that this world ends, and why; the first reason counts."""
         if self.audit is not None:
@@ -124,6 +166,10 @@ class Observer:
         self._ends.set()
         if self._writer is not None:
             self._writer.join(_PATIENCE_S)
+        if self._server is not None:
+            self._server.end()
+        if self._gathering is not None and not (self._writer is not None and self._writer.is_alive()):
+            self._gathering.end(together=error is None)
         self.recorder.end_status()
         self.stop_timeline()
         for each in self._ended.values():
@@ -139,8 +185,12 @@ class Observer:
             if (timeline := self._timeline) is not None:
                 timeline.write()
             # The program goes on meanwhile, and may change what is looked at; then the next time will do.
-            with suppress(RuntimeError, OSError):
-                self.recorder.write_status()
+            with suppress(RuntimeError, OSError, RingReduceError):
+                status = self.recorder.write_status()
+                if self._gathering is not None and status is not None:
+                    self._gathering.tell(status)
+                    if self._view is not None:
+                        self._view.remember(self._gathering.latest(), self._gathering.earlier())
 
     # ---- the trace ----
 

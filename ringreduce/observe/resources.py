@@ -77,7 +77,7 @@ class Resources:
             "resident_nbytes": resident_nbytes(),
             "minor_faults": used.ru_minflt,
             "major_faults": used.ru_majflt,
-            "gc_pause_s": round(self.gc_pause_s, 4),
+            "gc_pause_s": round(self.gc_pause_s, 3),
             "switched_away": used.ru_nivcsw,
             "delayed_s": self._delayed_s(),
             "cores": sorted(os.sched_getaffinity(0)),

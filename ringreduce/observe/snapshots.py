@@ -18,6 +18,7 @@ is removed with the world, and has the last call and the operation that waits lo
 
     job, command                            the job is a word that its ranks share
     began                                   seconds since 1970
+    stepped                                 when it made its last step; else when it began
     samples[]                               [time, steps, samples, seconds spent in communication], the oldest first
     nbytes                                  resident memory
     resources                               counters of this process and its host; see `Resources.read`
@@ -116,6 +117,7 @@ class FlightRecorder:
         self._metrics: Callable[[], Metrics] | None = None
         self._pid = os.getpid()
         self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
+        self._stepped = 0.0
         self._resources = Resources()
 
     def watch(self, observed: Observed) -> None:
@@ -186,12 +188,12 @@ class FlightRecorder:
             read_all()
         self._status = path
 
-    def write_status(self) -> None:
-        """Write what this rank does now, if it has a file."""
+    def write_status(self) -> Snapshot | None:
+        """Return what this rank does now, and write it if it has a file; None: `begin_status` was not called."""
         path = self._status
         metrics = self._metrics
-        if path is None or metrics is None:
-            return
+        if metrics is None:
+            return None
         said = self.snapshot(brief=True)
         total = metrics()
         blocking = [each.communicators["blocking"] for each in self.observed if each.is_open()]
@@ -199,16 +201,21 @@ class FlightRecorder:
         under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
         spent_s += sum(said["time"] - call["started"] for call in under_way)
         resources = self._resources.read()
+        if not self._samples or self._samples[-1][1] != self.steps:
+            self._stepped = said["time"]
         self._samples.append([said["time"], self.steps, self.samples, spent_s])
         more = {
+            "stepped": self._stepped,
             "samples": list(self._samples),
             "nbytes": resources["resident_nbytes"],
             "resources": resources,
             "late": None if total.late_rank is None else [total.late_rank, total.late_s],
             "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness],
         }
-        status = json.dumps({**said, **self._common, **more}).encode()
-        _write(path, lambda file: file.write(status))
+        status = {**said, **self._common, **more}
+        if path is not None:
+            _write(path, lambda file: file.write(json.dumps(status).encode()))
+        return status
 
     def end_status(self) -> None:
         """Remove the file, and write it no more; not in a process that was forked."""

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 #: Settings that each rank may have of its own.
-_OWN_SETTINGS = {"dump", "key_file", "launched_size", "log_level", "status", "timeline", "tuning"}
+_OWN_SETTINGS = {
+    *("dump", "key_file", "launched_size", "log_level", "status", "status_token_file", "timeline", "tuning"),
+}
 _STANDARD_ERROR = 2
 _LOOK_EVERY_S = 1.0
 _SAME_JOB_S = 60.0  # within which the ranks of a host start

@@ -155,7 +155,13 @@ class Process:
             _dump_on_request(self.own)
         self._is_restartable = launch().is_restartable
         world = OwnWorld.start(
-            self.everyone, connection, settings, limit=limit, followers=self.followers, lifetime=lifetime
+            self.everyone,
+            connection,
+            settings,
+            limit=limit,
+            followers=self.followers,
+            lifetime=lifetime,
+            recoveries=self.recoveries,
         )
         self._announce(ParentRank(world.rank, world.hosts.nodes))
         return world

@@ -196,12 +196,14 @@ class OwnWorld(World):
         limit: StartLimit,
         followers: Sequence[Callable[[Program | None], object]],
         lifetime: Lifetime,
+        recoveries: int = 0,
     ) -> OwnWorld:
         """Connect the ranks and agree on all that must agree. Collective.
 
         Args:
             everyone, connection, config, followers, lifetime: of the world.
             limit: how long to wait until all ranks have come here.
+            recoveries: how often there was a world before, in which ranks have failed.
 
         Raises:
             what `init` raises.
@@ -232,7 +234,7 @@ class OwnWorld(World):
             )
             world._log_choices()
             world._use_table()
-            world.observer.begin(messages, world.communicator.library, world.metrics)
+            world.observer.begin(messages, world.communicator.library, world.metrics, recoveries)
             world.observer.watch(everyone.observed())  # not before there is a key for what is written down
         except Exception as error:
             if config.audit is not None and isinstance(error, (ConfigError, MismatchError, ChangedMessageError)):
@@ -439,7 +441,7 @@ class OwnWorld(World):
 
         What this process writes to memory that the ranks share stays its own.
         """
-        self.observer.detach()
+        self.observer.forked()
         self._fork("forked")
         inherited = World(self._everyone, self.rank, self.hosts, config=self.config, lifetime=self.lifetime)
         inherited.sets = self.sets

@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.doctor.top import rows
 from ringreduce.engine import Reduction
 from ringreduce.observe import snapshots
+from ringreduce.observe.job_view import rows
 
 PRIVATE = MPI.COMM_WORLD.Dup()
 

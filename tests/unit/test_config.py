@@ -41,6 +41,7 @@ VARIABLES = {
     "RINGREDUCE_KEY_FILE": "key_file",
     "RINGREDUCE_DISK_KEY_FILE": "disk_key_file",
     "RINGREDUCE_STATUS": "status",
+    "RINGREDUCE_STATUS=token": "status_token_file",
     "RINGREDUCE_DUMP": "dump",
     "RINGREDUCE_AUDIT": "audit",
     "RINGREDUCE_OBJECT_LIMIT": "object_limit_nbytes",
@@ -55,11 +56,11 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 
 def test_every_setting_has_a_variable_and_says_so() -> None:
     """Each field but the launcher's and the size of segments is read from one of 22 variables that the docstring names,
-    or a part of one.
+    or a part of one; the variable of the status has two fields.
     """
     fields = {field.name for field in dataclasses.fields(Config)}
-    assert set(VARIABLES.values()) == fields - {"launched_size", "segment_nbytes"}
-    assert all(name in Config.__doc__.replace("FILE,", "") for name in VARIABLES)
+    assert set(VARIABLES.values()) == fields - {"launched_size", "segment_nbytes", "status_address"}
+    assert all(name in Config.__doc__.replace("FILE,", "").replace("PORT,", "") for name in VARIABLES)
     assert len({name.partition("=")[0] for name in VARIABLES}) == 22
 
 
@@ -72,6 +73,8 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_SHARED_MEMORY", "0", False),
         ("RINGREDUCE_SHARED_MEMORY", "Off", False),
         ("RINGREDUCE_SHARED_MEMORY=private", "0", False),
+        ("RINGREDUCE_STATUS", "0", False),
+        ("RINGREDUCE_STATUS=token", "/keys/token", "/keys/token"),
         ("RINGREDUCE_SHARED_MEMORY=results", "2G", 2 << 30),
         ("RINGREDUCE_SHARED_MEMORY=results", "0", 0),
         ("RINGREDUCE_SHARED_MEMORY", "yes", True),
@@ -328,3 +331,27 @@ def test_the_launcher_says_when_elastic_training_ends() -> None:
     assert (Launch().least_size, Launch().reset_limit) == (1, None)
     assert Launch.from_environ({}) == Launch()
     assert ignored_variables({"RINGREDUCE_MIN_NP": "2", "RINGREDUCE_RESET_LIMIT": "0"}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9400", ("127.0.0.1", 9400)),
+        (":9400,token:/keys/token", ("127.0.0.1", 9400)),
+        ("node7:9400", ("node7", 9400)),
+        ("[::1]:9400", ("::1", 9400)),
+        ("1", None),
+        ("off", None),
+        ("token:/keys/token", None),
+    ],
+)
+def test_where_the_status_is_served(text: str, address: tuple[str, int] | None) -> None:
+    """On this machine alone, unless a host is named; nowhere by a switch."""
+    assert Config.from_environ({"RINGREDUCE_STATUS": text}).status_address == address
+
+
+@pytest.mark.parametrize("text", ["2000000", "node7", "::1:9400", "node7:", ":-5", "perhaps"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    """With what an address looks like."""
+    with pytest.raises(ConfigError, match=r"RINGREDUCE_STATUS=.*expected .*; or 1 or 0"):
+        Config.from_environ({"RINGREDUCE_STATUS": text})

@@ -1,0 +1,203 @@
+"""The page of a job: its state, its time lines, its hosts and ranks; without scripts."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from ringreduce.common.errors import name_ranks
+from ringreduce.common.html_pages import COLOURS, html_page, html_table
+from ringreduce.common.quantities import format_nbytes, format_seconds, plural
+
+__all__ = ["job_page"]
+
+Row = Mapping[str, Any]
+
+_OLD_S = 5.0  # a rank that has told nothing for so long is busy without letting go of Python, or stopped
+_SHARES = {"communication": "share of communication", "network": "busiest network interface", "disk": "busiest disk"}
+_LINES = {"step": "time of a step", **_SHARES}  # first, in this order
+_STATES = {"makes steps": "green", "is waited for": "amber", "waits": "sky", "is silent, or has failed": "orange"}
+
+
+def job_page(health: Row, ranks: Sequence[Row], hosts: Mapping[str, Row], lines: Mapping[str, Sequence[Any]]) -> str:
+    """Return the page.
+
+    Args:
+        health: of the job, from `JobView.health`.
+        ranks: from `rows`.
+        hosts: from `usage`.
+        lines: from `JobView.lines`.
+    """
+    command = " ".join(health["command"] or ())
+    names = [*(name for name in _LINES if name in lines), *(name for name in lines if name not in _LINES)]
+    moments = [moment for line in lines.values() for moment, _ in line]
+    span_s = max(moments) - min(moments) if moments else 0.0
+    body = [
+        f"<p><code>{html.escape(command)}</code></p>",
+        _state(health, ranks),
+        f"<h2>Last {_duration(span_s)}</h2>",
+        f'<div class="charts">{"".join(_chart(name, lines[name]) for name in names)}</div>',
+        f"<h2>{plural(health['ranks'], 'rank')}</h2>",
+        _squares(ranks),
+        f"<h2>{plural(len(hosts), 'host')}</h2>",
+        html_table(_HOST_HEADINGS, (_host_cells(name, host) for name, host in hosts.items())),
+        "<h2>Rank by rank</h2>",
+        _table(ranks),
+    ]
+    return html_page(f"Job {health['job'] or 'that begins'}", "\n".join(body))
+
+
+def _state(health: Row, ranks: Sequence[Row]) -> str:
+    """Return what matters most, in some words each."""
+    steps_per_s = max((each["steps_per_s"] or 0.0 for each in ranks), default=0.0)
+    samples_per_s = sum(each["samples_per_s"] or 0.0 for each in ranks)
+    said = {"runs for": _duration(max((each["seconds"] for each in ranks), default=0.0))}
+    said["steps"] = str(health["steps"])
+    if steps_per_s:
+        said["steps a second"] = f"{steps_per_s:.3g}"
+    if samples_per_s:
+        said["samples a second"] = f"{samples_per_s:,.0f}"
+    if health["last_step_age_s"] is not None:
+        said["since the last step"] = _duration(health["last_step_age_s"])
+    said |= {key: str(health[key]) for key in ("restarts", "recoveries") if health[key]}
+    if health["missing"]:
+        said["missing"] = name_ranks(health["missing"])
+    cells = "".join(f"<div><b>{html.escape(value)}</b><br>{key}</div>" for key, value in said.items())
+    errors = "".join(f"<p><b>rank {rank}: {html.escape(text)}</b></p>" for rank, text in health["errors"].items())
+    return f'<div class="state">{cells}</div>{errors}'
+
+
+def _duration(seconds: float) -> str:
+    """Write a time as clocks do, ``1:02:03``, and less than a minute in seconds."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return str(timedelta(seconds=round(seconds)))
+
+
+# ---- time lines ----
+
+
+def _chart(name: str, line: Sequence[tuple[float, float]]) -> str:
+    """Return a time line, from the oldest value to the last, between 0 and the largest; of shares, to 1."""
+    title = _LINES.get(name, name.removeprefix("value "))
+    finite = [(moment, value) for moment, value in line if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    values = [value for _, value in finite]
+    low = min(0.0, *values)
+    most = max(values)
+    high = 1.0 if name in _SHARES else max(most, low + 1e-9)
+    begin = finite[0][0]
+    span = finite[-1][0] - begin or 1.0
+    places = [((moment - begin) / span * 300, 60 - (value - low) / (high - low) * 58) for moment, value in finite]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    title = html.escape(title)
+    said = f"<b>{_figure(name, line[-1][1])}</b> <small>at most {_figure(name, most)}</small>"
+    return (
+        f"<figure><figcaption>{title}: {said}</figcaption>"
+        f'<svg viewBox="0 0 300 62" preserveAspectRatio="none" role="img" aria-label="{title}">'
+        f'<polyline points="{points}" fill="none" stroke="{COLOURS["blue"]}" stroke-width="2"'
+        ' vector-effect="non-scaling-stroke"/></svg></figure>'
+    )
+
+
+def _figure(name: str, value: float) -> str:
+    if name == "step":
+        return format_seconds(value)
+    return f"{value:.0%}" if name in _SHARES else f"{value:.4g}"
+
+
+# ---- hosts ----
+
+_HOST_HEADINGS = ("host", "ranks", "processor", "steal", "memory", "network in, out", "resent", "disk read, written")
+
+
+def _host_cells(name: str, host: Row) -> Sequence[str]:
+    limit = host["memory_limit_nbytes"]
+    used = host["memory_nbytes"]
+    network = [
+        f"{each}: {format_nbytes(round(used['rx']))}, {format_nbytes(round(used['tx']))}/s{_of(used['share'])}"
+        for each, used in host["interfaces"].items()
+    ]
+    disks = [
+        f"{each}: {format_nbytes(round(used['read']))}, {format_nbytes(round(used['written']))}/s, "
+        f"busy {used['busy']:.0%}"
+        for each, used in host["disks"].items()
+    ]
+    return (
+        name,
+        name_ranks(host["ranks"]).partition(" ")[2],
+        _share(host["processor"]),
+        _share(host["steal"]),
+        "-" if used is None or limit is None else f"{format_nbytes(used)} of {format_nbytes(limit)}",
+        "; ".join(network) or "-",
+        "-" if host["retransmitted"] is None else f"{host['retransmitted']:.2%}",
+        "; ".join(disks) or "-",
+    )
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _of(share: float | None) -> str:
+    return "" if share is None else f" ({share:.0%})"
+
+
+# ---- ranks ----
+
+
+def _squares(ranks: Sequence[Row]) -> str:
+    """Return a square for each rank, by hosts."""
+    awaited = {int(text) for each in ranks for text in _named(each["waiting"])}
+    lines = []
+    for host in dict.fromkeys(each["host"] for each in ranks):
+        squares = []
+        for each in (each for each in ranks if each["host"] == host):
+            state = _state_of(each, awaited)
+            told = html.escape(f"rank {each['rank']} {state}" + (f": {each['waiting']}" if each["waiting"] else ""))
+            squares.append(f'<i style="background:{COLOURS[_STATES[state]]}" title="{told}"></i>')
+        lines.append(f"<div>{html.escape(host)}<br>{''.join(squares)}</div>")
+    key = "".join(
+        f'<span><i style="background:{COLOURS[colour]}"></i>{state}</span>' for state, colour in _STATES.items()
+    )
+    return f'<div class="squares">{"".join(lines)}</div><p class="key">{key}</p>'
+
+
+def _named(waiting: str | None) -> list[str]:
+    """Return the rank that a text of `rows` names as the one that is waited for now, if it is one."""
+    whom = (waiting or "").rpartition(" for rank ")[2]
+    return [whom] if waiting and whom.isdigit() else []
+
+
+def _state_of(row: Row, awaited: set[int]) -> str:
+    if row["error"] is not None or row["age_s"] > _OLD_S:
+        return "is silent, or has failed"
+    if row["rank"] in awaited or (row["waiting"] or "").startswith("last in"):
+        return "is waited for"
+    return "waits" if " in " in (row["waiting"] or "") else "makes steps"
+
+
+def _table(ranks: Sequence[Row]) -> str:
+    headings = ("rank", "host", "steps", "steps/s", "samples/s", "communication", "memory", "waits")
+    cells = (
+        (
+            str(each["rank"]),
+            each["host"],
+            str(each["steps"]),
+            _rate(each["steps_per_s"]),
+            _rate(each["samples_per_s"]),
+            _share(each["communication"]),
+            format_nbytes(each["nbytes"]),
+            each["error"] or (f"silent for {each['age_s']:.0f} s" if each["age_s"] > _OLD_S else each["waiting"] or ""),
+        )
+        for each in ranks
+    )
+    return html_table(headings, cells, words=True)
+
+
+def _rate(value: float | None) -> str:
+    return f"{value:.3g}" if value else "-"

@@ -1,0 +1,351 @@
+"""What is shown of jobs, from snapshots of their ranks: rows, how much of the hosts is used, health, and metrics."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ringreduce.common.errors import name_ranks
+from ringreduce.observe.metrics import Family, openmetrics
+from ringreduce.observe.waits import waits
+
+__all__ = ["JobView", "mean_values", "prometheus_text", "rows", "usage"]
+
+Snapshot = Mapping[str, Any]
+
+_WAITING_S = 1.0  # in one call; less is usual
+_MISSING_S = 10.0  # a rank that says nothing for so long is missing
+_POINTS = 600  # of the time lines; when there are more, every second one goes
+
+
+def rows(statuses: Sequence[Snapshot]) -> list[dict[str, Any]]:
+    """Return what is shown of each rank, given what they say (`ringreduce.observe.snapshots`).
+
+    Returns:
+        job, rank, size, host, pid, command, seconds (since it began), age_s (since it said so), steps, samples,
+        step_age_s (since its last step; None: it says nothing of that), steps_per_s, samples_per_s, communication
+        (share of time, 0 to 1), nbytes, waiting (text, or None), error. Rates are None where nothing earlier is known.
+    """
+    return [
+        row
+        for job in dict.fromkeys(each["job"] for each in statuses)
+        for row in _rows_of({each["rank"]: each for each in statuses if each["job"] == job})
+    ]
+
+
+def _rows_of(ranks: Mapping[int, Snapshot]) -> Iterator[dict[str, Any]]:
+    """Yield what is shown of the ranks of a job."""
+    waiting = _waiting(ranks)
+    for rank, each in ranks.items():
+        then = each["samples"][0]
+        now = each["samples"][-1]
+        passed = now[0] - then[0]
+        rates = [(new - old) / passed if passed > 0 else None for new, old in zip(now[1:], then[1:], strict=True)]
+        text = waiting.get(rank)
+        if text is None and each.get("slow") is not None and each["slow"][0] == rank:
+            text = each["slow"][1]
+        elif text is None and each["late"] is not None and each["late"][0] != rank:
+            text = f"last for rank {each['late'][0]}, {each['late'][1] * 1e3:.0f} ms"
+        age_s = max(time.time() - each.get("arrived", each["time"]), 0.0)
+        yield {
+            **{key: each[key] for key in ("job", "rank", "size", "host", "pid", "command", "nbytes", "error")},
+            "seconds": each["time"] - each["began"],
+            "age_s": age_s,
+            "steps": now[1],
+            "samples": now[2],
+            "step_age_s": each["time"] - each["stepped"] + age_s if "stepped" in each else None,
+            "steps_per_s": rates[0],
+            "samples_per_s": rates[1],
+            "communication": None if rates[2] is None else min(rates[2], 1.0),
+            "waiting": text,
+        }
+
+
+def _waiting(ranks: Mapping[int, Snapshot]) -> dict[int, str]:
+    """Return whom the ranks of a job wait for, in words, by rank."""
+    found = {}
+    for wait in waits(ranks):
+        absent = wait.absent or wait.unseen
+        whom = name_ranks(absent) if absent else "all, who have come"
+        for rank, entry in wait.present.items():
+            what, since = (entry["collective"], "started") if wait.is_call else (repr(entry["name"]), "submitted")
+            seconds = ranks[rank]["time"] - entry[since]
+            if seconds >= _WAITING_S:
+                found[rank] = f"{seconds:.0f} s in {what} for {whom}"
+    return found
+
+
+# ---- hosts ----
+
+
+def usage(now: Sequence[Snapshot], then: Sequence[Snapshot]) -> dict[str, dict[str, Any]]:
+    """Return how much of each host was used between two looks, by host, in the order of ranks.
+
+    Args:
+        now, then: snapshots with their ``resources``; those of ranks that are in one of them alone count as new.
+
+    Returns:
+        ``ranks`` (a list), ``memory_nbytes``, ``memory_limit_nbytes``; shares, 0 to 1, of all cores ``processor`` and
+        ``steal``, ``retransmitted`` of segments; ``interfaces`` by name: bytes a second ``rx`` and ``tx``, ``share`` of
+        the speed; ``disks`` by name: bytes a second ``read`` and ``written``, ``busy`` (a share). None: not known.
+    """
+    before = {each["rank"]: each for each in then}
+    found: dict[str, dict[str, Any]] = {}
+    for each in now:
+        if (known := found.get(each["host"])) is not None:
+            known["ranks"].append(each["rank"])
+        elif "resources" in each:
+            old = before.get(each["rank"], each)
+            host = _used(each["resources"], old.get("resources", {}), each["time"] - old["time"])
+            found[each["host"]] = {"ranks": [each["rank"]], **host}
+    return found
+
+
+def _used(now: Mapping[str, Any], then: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Return how much of a host was used between two looks."""
+
+    def passed(key: str) -> float:
+        return (now.get(key) or 0) - (then.get(key) or now.get(key) or 0)
+
+    times = {name: passed(f"host_{name}_s") for name in ("user", "system", "idle", "iowait", "steal")}
+    whole = sum(times.values())
+    sent = passed("sent_segments")
+    return {
+        **{key: now.get(key) for key in ("memory_nbytes", "memory_limit_nbytes")},
+        "processor": (times["user"] + times["system"]) / whole if whole > 0 else None,
+        "steal": times["steal"] / whole if whole > 0 else None,
+        "retransmitted": passed("retransmitted_segments") / sent if sent > 0 else None,
+        "interfaces": {
+            name: {
+                **{"rx": rates["rx_nbytes"], "tx": rates["tx_nbytes"]},
+                "share": 8 * max(rates["rx_nbytes"], rates["tx_nbytes"]) / speed if speed else None,
+            }
+            for name, rates, speed in _rates(now, then, "interfaces", seconds)
+        },
+        "disks": {
+            name: {"read": rates["read_nbytes"], "written": rates["written_nbytes"], "busy": min(rates["busy_s"], 1.0)}
+            for name, rates, _ in _rates(now, then, "disks", seconds)
+        },
+    }
+
+
+def _rates(
+    now: Mapping[str, Any], then: Mapping[str, Any], kind: str, seconds: float
+) -> Iterator[tuple[str, dict[str, float], int | None]]:
+    """Yield the devices that were used, how much a second, and the speed of an interface."""
+    for name, counters in now.get(kind, {}).items():
+        old = then.get(kind, {}).get(name, counters)
+        passed = {key: value - old[key] for key, value in counters.items() if key != "speed_bits"}
+        if seconds > 0 and any(passed.values()):
+            yield name, {key: value / seconds for key, value in passed.items()}, counters.get("speed_bits")
+
+
+def mean_values(snapshots: Iterable[Snapshot]) -> dict[str, float]:
+    """Return what the program reports: the mean over the ranks of the last value of each name."""
+    last: dict[str, list[float]] = {}
+    for each in snapshots:
+        for name, (_, _, value) in each.get("values", {}).items():
+            last.setdefault(name, []).append(value)
+    return {name: sum(each) / len(each) for name, each in last.items()}
+
+
+# ---- one job ----
+
+
+class JobView:
+    """What is shown of one job, all of whose ranks are heard.
+
+    Args:
+        size: of the world.
+        restarts: how often the launcher has started the job again.
+        recoveries: how often it has gone on without ranks that had failed.
+    """
+
+    def __init__(self, size: int, restarts: int = 0, recoveries: int = 0) -> None:
+        self._size = size
+        self._began = time.time()
+        self._changes = {"restarts": restarts, "recoveries": recoveries}
+        self._looks = 0
+        self._every = 1
+        self._lines: dict[str, list[tuple[float, float]]] = {}
+        self._lock = threading.Lock()
+
+    def lines(self) -> dict[str, list[tuple[float, float]]]:
+        """Return the time lines: of each the moments (seconds since 1970) and values, the oldest first."""
+        with self._lock:
+            return {name: [*line] for name, line in self._lines.items()}
+
+    def remember(self, now: Sequence[Snapshot], then: Sequence[Snapshot]) -> None:
+        """Add to the time lines; to be called once a second.
+
+        Args:
+            now, then: the ranks, and what they said some seconds ago.
+        """
+        self._looks += 1
+        if self._looks % self._every or not now:
+            return
+        hosts = usage(now, then).values()
+        found = {
+            "network": [each["share"] for host in hosts for each in host["interfaces"].values()],
+            "disk": [each["busy"] for host in hosts for each in host["disks"].values()],
+        }
+        points = {
+            name: max(each for each in shares if each is not None) for name, shares in found.items() if any(shares)
+        }
+        points |= {f"value {name}": value for name, value in mean_values(now).items()}
+        steps = communication_s = passed_s = 0.0
+        for each in now:
+            old = each["samples"][0]
+            new = each["samples"][-1]
+            passed_s += new[0] - old[0]
+            steps += new[1] - old[1]
+            communication_s += new[3] - old[3]
+        if passed_s > 0:
+            points["communication"] = min(communication_s / passed_s, 1.0)
+        if steps > 0:
+            points["step"] = passed_s / steps
+        with self._lock:
+            for name, value in points.items():
+                self._lines.setdefault(name, []).append((now[0]["time"], value))
+            if max(map(len, self._lines.values()), default=0) >= _POINTS:
+                self._lines = {name: line[::2] for name, line in self._lines.items()}
+                self._every *= 2
+
+    def health(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of the job, given its `rows`.
+
+        Returns:
+            ``alive`` (all ranks are heard), ``job``, ``command``, ``ranks``, ``missing`` (a list), ``errors`` (by
+            rank), ``steps``, ``last_step_age_s`` (of the last step of any rank), ``restarts``, ``recoveries``.
+        """
+        heard = {each["rank"] for each in ranks if each["age_s"] < _MISSING_S}
+        begins = time.time() - self._began < _MISSING_S
+        missing = [] if begins else [rank for rank in range(self._size) if rank not in heard]
+        ages = [each["step_age_s"] for each in ranks if each["step_age_s"] is not None]
+        return {
+            "alive": not missing,
+            "job": ranks[0]["job"] if ranks else None,
+            "command": ranks[0]["command"] if ranks else None,
+            "ranks": self._size,
+            "missing": missing,
+            "errors": {each["rank"]: each["error"] for each in ranks if each["error"] is not None},
+            "steps": max((each["steps"] for each in ranks), default=0),
+            "last_step_age_s": round(min(ages), 3) if ages else None,
+            **self._changes,
+        }
+
+    def metrics(self, snapshots: Sequence[Snapshot]) -> str:
+        """Return all of it for Prometheus."""
+        health = self.health(rows(snapshots))
+        mine = {"job": health["job"] or ""}
+        values = [({**mine, "name": name}, value) for name, value in mean_values(snapshots).items()]
+        more: list[Family] = [
+            ("ranks", "gauge", "Ranks of the job.", [(mine, health["ranks"])]),
+            ("ranks_missing", "gauge", "Ranks that have told nothing for 10 s.", [(mine, len(health["missing"]))]),
+            ("restarts", "counter", "Starts of the job after failures.", [(mine, health["restarts"])]),
+            ("recoveries", "counter", "Failures after which the others went on.", [(mine, health["recoveries"])]),
+            ("value", "gauge", "Values that the program reports, means over the ranks.", values),
+        ]
+        return prometheus_text(snapshots, more)
+
+
+# ---- Prometheus ----
+
+#: Families of metrics: name, type, meaning, and the key in a row.
+_ROWS = {
+    "steps": ("steps", "counter", "Training steps."),
+    "samples": ("samples", "counter", "Samples that were read."),
+    "communication": ("communication_ratio", "gauge", "Share of time spent in communication."),
+    "nbytes": ("resident_memory_bytes", "gauge", "Resident memory."),
+    "age_s": ("silence_seconds", "gauge", "Since the rank has told of itself."),
+    "step_age_s": ("last_step_seconds", "gauge", "Since the last training step."),
+}
+#: Families: name, type, meaning, the name of a label, and its values with their keys in ``resources`` or in ``spent``.
+_Keyed = tuple[str, str, str, str, Mapping[str, str]]
+_OF_RANKS: tuple[_Keyed, ...] = (
+    ("processor_seconds", "counter", "Processor time.", "mode", {"user": "user_s", "system": "system_s"}),
+    ("page_faults", "counter", "Page faults.", "kind", {"minor": "minor_faults", "major": "major_faults"}),
+    ("garbage_collection_seconds", "counter", "Pauses for Python's garbage collector.", "", {"": "gc_pause_s"}),
+    ("switched_away", "counter", "How often the rank had to leave a core.", "", {"": "switched_away"}),
+    ("delayed_seconds", "counter", "How long its threads have waited for a core.", "", {"": "delayed_s"}),
+    (
+        *("spent_seconds", "counter", "Where the time of training steps went.", "on"),
+        {name: f"{name}_s" for name in ("steps", "input", "communication", "waiting")},
+    ),
+)
+_OF_HOSTS: tuple[_Keyed, ...] = (
+    (
+        *("host_processor_seconds", "counter", "Time of all cores.", "mode"),
+        {name: f"host_{name}_s" for name in ("user", "system", "idle", "iowait", "steal")},
+    ),
+    ("throttled_seconds", "counter", "How long the quota of processor time was used up.", "", {"": "throttled_s"}),
+    ("memory_used_bytes", "gauge", "Memory in use, without caches.", "", {"": "memory_nbytes"}),
+    ("memory_limit_bytes", "gauge", "Memory that there is.", "", {"": "memory_limit_nbytes"}),
+    ("swapped_pages", "counter", "Pages that were written to swap, or read.", "", {"": "swapped_pages"}),
+    (
+        *("tcp_segments", "counter", "Segments of TCP.", "kind"),
+        {"sent": "sent_segments", "retransmitted": "retransmitted_segments"},
+    ),
+)
+_OF_DEVICES: tuple[tuple[str, _Keyed], ...] = (
+    (
+        "interfaces",
+        (
+            *("network_bytes", "counter", "Bytes by network interface.", "direction"),
+            {"receive": "rx_nbytes", "transmit": "tx_nbytes"},
+        ),
+    ),
+    ("interfaces", ("network_speed_bits", "gauge", "Bits that an interface carries a second.", "", {"": "speed_bits"})),
+    (
+        "disks",
+        (
+            *("disk_bytes", "counter", "Bytes by disk.", "direction"),
+            {"read": "read_nbytes", "write": "written_nbytes"},
+        ),
+    ),
+    ("disks", ("disk_busy_seconds", "counter", "How long a disk was busy.", "", {"": "busy_s"})),
+)
+
+
+def prometheus_text(snapshots: Sequence[Snapshot], more: Sequence[Family] = ()) -> str:
+    """Return snapshots of ranks as metrics for Prometheus.
+
+    Args:
+        snapshots: of any jobs.
+        more: further families.
+    """
+    found = rows(snapshots)
+    ranks = [({"job": each["job"], "rank": str(each["rank"])}, each) for each in snapshots]
+    hosts = {(each["job"], each["host"]): each.get("resources", {}) for each in reversed(snapshots)}
+    families: list[Family] = [
+        (*about, [({"job": each["job"], "rank": each["rank"]}, each[key]) for each in found if each[key] is not None])
+        for key, about in _ROWS.items()
+    ]
+    families += more
+    info = [({**mine, "host": each["host"]}, 1.0) for mine, each in ranks if "resources" in each]
+    families.append(("rank_info", "gauge", "On which host a rank is.", info))
+    of_ranks = [(mine, {**each.get("resources", {}), **each.get("spent", {})}) for mine, each in ranks]
+    of_hosts = [({"job": job, "host": host}, each) for (job, host), each in hosts.items()]
+    families += [_family(about, of_ranks) for about in _OF_RANKS]
+    families += [_family(about, of_hosts) for about in _OF_HOSTS]
+    for kind, about in _OF_DEVICES:
+        devices = [
+            ({**mine, "device": name}, device) for mine, each in of_hosts for name, device in each.get(kind, {}).items()
+        ]
+        families.append(_family(about, devices))
+    return openmetrics(
+        (name, type_, meaning, said) for name, type_, meaning, samples in families if (said := [*samples])
+    )
+
+
+def _family(about: _Keyed, sources: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]]) -> Family:
+    name, type_, meaning, label, keys = about
+    samples = [
+        ({**labels, **({label: value} if label else {})}, source[key])
+        for labels, source in sources
+        for value, key in keys.items()
+        if source.get(key) is not None
+    ]
+    return name, type_, meaning, samples

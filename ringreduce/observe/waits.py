@@ -1,0 +1,68 @@
+"""Who waits for whom, from snapshots of ranks (`ringreduce.observe.snapshots`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Wait", "sets_of", "waits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ranks that are in a blocking call, or have submitted an operation, and those that have not come to it.
+
+    Attributes:
+        where: the name of the process set or group.
+        present: what each of those that have come says of it: an entry of ``calls`` or ``operations``.
+        absent: the others that have written something; of calls, these alone have an earlier one, or none.
+        unseen: those of the set that have written nothing.
+    """
+
+    where: str
+    present: dict[int, dict[str, Any]]
+    absent: list[int]
+    unseen: list[int]
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """What the first of those that have come says."""
+        return next(iter(self.present.values()))
+
+    @property
+    def is_call(self) -> bool:
+        return "collective" in self.first
+
+
+def sets_of(snapshots: Mapping[int, Mapping[str, Any]]) -> list[dict[int, dict[str, Any]]]:
+    """Return the process sets, and then the groups: each as what its ranks have written of it, by rank."""
+    found: dict[int | str, dict[int, dict[str, Any]]] = {}
+    for rank, snapshot in snapshots.items():
+        for each in snapshot["sets"]:
+            found.setdefault(each["id"], {})[rank] = each
+    return [found[key] for key in sorted(found, key=lambda key: (isinstance(key, str), key))]
+
+
+def waits(snapshots: Mapping[int, Mapping[str, Any]]) -> Iterator[Wait]:
+    """Yield for what ranks wait, in each set: operations, and then the blocking call."""
+    for sets in sets_of(snapshots):
+        first = next(iter(sets.values()))
+        unseen = [rank for rank in first["ranks"] if rank not in snapshots]
+        submitted: dict[str, dict[int, dict[str, Any]]] = {}
+        for rank, each in sets.items():
+            for operation in each["operations"]:
+                # What failed was waited for; the error of the rank says when.
+                if operation["started"] is None and (operation["ended"] is None or operation["error"] is not None):
+                    submitted.setdefault(operation["name"], {})[rank] = operation
+        for operations in submitted.values():
+            yield Wait(
+                first["name"], operations, absent=[rank for rank in sets if rank not in operations], unseen=unseen
+            )
+        last = {rank: each["calls"][-1] for rank, each in sets.items() if each["calls"]}
+        number = max((call["number"] for call in last.values() if call["ended"] is None), default=None)
+        if number is not None:
+            inside = {rank: last[rank] for rank in sorted(last) if last[rank]["number"] == number}
+            inside = {rank: call for rank, call in inside.items() if call["ended"] is None}
+            absent = [rank for rank in sets if rank not in last or last[rank]["number"] < number]
+            yield Wait(first["name"], inside, absent=absent, unseen=unseen)

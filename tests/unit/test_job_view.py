@@ -1,0 +1,202 @@
+"""One view of a job: the snapshots of all ranks at rank 0, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import look
+from recorded_ranks import snapshot
+
+from ringreduce.observe.gathering import Gathering
+from ringreduce.observe.job_page import job_page
+from ringreduce.observe.job_view import JobView, mean_values, rows, usage
+from ringreduce.transport.memory import MemoryWorld
+
+
+class Ranks:
+    """Ranks that tell what they do, in this process.
+
+    Args:
+        size: how many.
+    """
+
+    def __init__(self, size: int) -> None:
+        world = MemoryWorld(size, 30.0)
+        self.size = size
+        self.messages = [world.messages(rank) for rank in range(size)]
+        self.gatherings = [Gathering(each, rank, size) for rank, each in enumerate(self.messages)]
+
+    def tell(self, second: float, *ranks: int, say: Callable[..., dict[str, Any]] = snapshot) -> None:
+        """Let ranks tell, rank 0 last; none: all of them."""
+        for rank in reversed(ranks or range(self.size)):
+            self.gatherings[rank].tell(say(rank, self.size, second))
+
+
+def without(found: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key not in keys}
+
+
+def test_rank_0_has_what_all_ranks_say():
+    """In the order of ranks, as they said it but for less than a millisecond, with all samples of ten seconds."""
+    ranks = Ranks(4)
+    for second in range(14):
+        ranks.tell(second + 0.25)
+    found = ranks.gatherings[0].latest()
+    assert [each["rank"] for each in found] == [0, 1, 2, 3]
+    for rank, each in enumerate(found):
+        expected = snapshot(rank, 4, 13.25)
+        close = {"values", "spent"}
+        assert without(each, "samples", "arrived", *close) == without(expected, "samples", *close)
+        assert each["values"]["loss"] == pytest.approx(expected["values"]["loss"], rel=1e-5)
+        assert [sample[0] for sample in each["samples"]] == [1000.25 + second for second in range(3, 14)]
+        assert abs(each["arrived"] - time.time()) < 60
+    assert [each["time"] for each in ranks.gatherings[0].earlier()] == [1003.25] * 4
+
+
+def test_a_note_is_small():
+    """40 kB/s of 256 ranks are 156 bytes of each; a process set of all ranks is not named rank by rank."""
+    ranks = Ranks(256)
+    for second in range(6):
+        ranks.tell(float(second), 0, 7)
+    first = ranks.gatherings[7].nbytes
+    for second in range(6, 26):
+        ranks.tell(float(second), 0, 7)
+    assert (ranks.gatherings[7].nbytes - first) / 20 < 156
+    assert ranks.gatherings[0].latest()[1]["sets"][0]["ranks"] == [*range(256)]
+
+
+def test_a_rank_that_says_nothing_is_missing(monkeypatch: pytest.MonkeyPatch):
+    """After ten seconds, whether it has never said anything or has stopped; others are shown."""
+    ranks = Ranks(3)
+    now = [5000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    view = JobView(3)
+    ranks.tell(0.0, 0, 1)
+    assert view.health(rows(ranks.gatherings[0].latest()))["missing"] == []
+    now[0] += 11.0
+    ranks.tell(1.0, 0)
+    health = view.health(rows(ranks.gatherings[0].latest()))
+    assert (health["missing"], health["alive"]) == ([1, 2], False)
+    assert 'ringreduce_ranks_missing{job="0123abcd"} 2\n' in view.metrics(ranks.gatherings[0].latest())
+
+
+def test_a_note_that_is_lost_silences_its_rank_alone():
+    """What follows it cannot be read; nothing else changes."""
+    ranks = Ranks(3)
+    ranks.tell(0.0)
+    ranks.messages[1].post(b"\xff\x00 no note", 0)
+    ranks.tell(1.0)
+    ranks.tell(2.0)
+    assert [each["time"] for each in ranks.gatherings[0].latest()] == [1002.0, 1000.0, 1002.0]
+
+
+def test_one_rank_needs_no_messages():
+    """It hears itself."""
+    alone = Gathering(None, 0, 1)
+    for second in (1.0, 2.0):
+        alone.tell(snapshot(0, 1, second))
+    assert [each["time"] for each in alone.latest()] == [1002.0]
+    alone.end(together=True)
+
+
+def test_how_much_of_a_host_is_used():
+    """Between two looks, by the host's counters; each host counts once, whatever the number of its ranks."""
+    found = usage([snapshot(rank, 12, 20.0) for rank in range(12)], [snapshot(rank, 12, 10.0) for rank in range(12)])
+    assert {name: host["ranks"] for name, host in found.items()} == {"node0": [*range(8)], "node1": [*range(8, 12)]}
+    host = found["node1"]
+    assert (host["processor"], host["steal"], host["retransmitted"]) == pytest.approx((0.7, 0.1, 0.01))
+    assert host["interfaces"] == {"eth0": {"rx": 1e9, "tx": 5e8, "share": pytest.approx(0.8)}}  # the other one is idle
+    assert host["disks"] == {"sda": {"read": 1e6, "written": 0, "busy": pytest.approx(0.2)}}
+    (first,) = usage([snapshot(0, 1, 20.0)], []).values()  # nothing earlier is known
+    assert (first["processor"], first["interfaces"], first["memory_nbytes"]) == (None, {}, 12 << 30)
+
+
+def test_values_are_means_over_the_ranks():
+    """Of the last that each has reported; ranks that report nothing do not count."""
+    told = [snapshot(rank, 3, 1.0) for rank in range(3)]
+    assert mean_values(told) == {"loss": 3.0}
+    del told[2]["values"]
+    assert mean_values(told) == {"loss": 2.5}
+
+
+def test_time_lines_are_bounded():
+    """They thin out as the job goes on, and keep their beginning and what they show."""
+    view = JobView(1)
+    for second in range(3000):
+        view.remember([{**snapshot(0, 1, second + 1.0), "samples": [[0, 0, 0, 0.0], [10.0, 50, 1, 3.0]]}], [])
+    lines = view.lines()
+    assert set(lines) == {"step", "communication", "value loss"}
+    assert all(300 <= len(line) < 600 and line[0][0] == 1001.0 for line in lines.values())
+    assert lines["step"][-1][1] == pytest.approx(0.2)
+    assert lines["communication"][-1][1] == pytest.approx(0.3)
+
+
+def page_of(size: int, *, name: str = "loss") -> str:
+    """Return the page of a job of a minute, of which one rank waits, one is silent and one has failed."""
+
+    def say(rank: int, size: int, second: float) -> dict[str, Any]:
+        told = snapshot(rank, size, second, began=time.time() - 65.0)
+        wave = math.sin(second / 9) + random.Random(second).random() / 3
+        told["values"] = {name: [1.0, 1, 2.0 + wave], "accuracy": [1.0, 1, second / 100]}
+        told["slow"] = [1, "last in 85% of steps, by 40 ms: it loads data"]
+        if size > 2 and rank == 3:
+            told["error"] = "PeerLostError: rank 2 is lost"
+        return told
+
+    ranks = Ranks(size)
+    view = JobView(size, restarts=1)
+    for second in range(0, 65, 1 if size < 100 else 5):
+        ranks.tell(float(second), say=say)
+        view.remember(ranks.gatherings[0].latest(), ranks.gatherings[0].earlier())
+    now = ranks.gatherings[0].latest()
+    found = rows(now)
+    if size > 5:
+        found[5]["age_s"] = 30.0
+    hosts = usage(now, ranks.gatherings[0].earlier())
+    return job_page(view.health(found), found, hosts, lines=view.lines())
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_the_page_in_a_browser(width: int, tmp_path: Path):
+    """It needs nothing else, and is no wider than a window or a phone, with 2, 16 and 256 ranks."""
+    paths = [tmp_path / f"job{size}.html" for size in (2, 16, 256)]
+    for path in paths:
+        path.write_text(page_of(int(path.stem[3:])))
+    assert look(*paths, width=width) == {}
+
+
+def test_what_programs_say_is_shown_as_text():
+    """Names of values are no HTML, and ranks that wait, fail or are silent are seen as such."""
+    page = page_of(16, name='<script>"loss"</script>')
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    states = re.findall(r'title="rank (\d+) ([^":]+)', page)
+    assert dict(states) == {
+        **{str(rank): "makes steps" for rank in range(16)},
+        **{"1": "is waited for", "3": "is silent, or has failed", "5": "is silent, or has failed"},
+    }
+    assert "PeerLostError: rank 2 is lost" in page
+    assert "rank 5" in page
+
+
+def test_metrics_escape_what_programs_say():
+    """As OpenMetrics has it."""
+    told = [snapshot(0, 1, 1.0, values={'a "b"\\\n': [1.0, 1, 0.5]})]
+    assert r'ringreduce_value{job="0123abcd",name="a \"b\"\\\n"} 0.5' in JobView(1).metrics(told)
+
+
+def test_the_health_is_json():
+    """Also before any rank has said anything."""
+    view = JobView(2)
+    assert json.loads(json.dumps(view.health([]))) == {
+        **{"alive": True, "job": None, "command": None, "ranks": 2, "missing": [], "errors": {}, "steps": 0},
+        **{"last_step_age_s": None, "restarts": 0, "recoveries": 0},
+    }

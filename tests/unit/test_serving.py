@@ -1,0 +1,200 @@
+"""What a job serves: to those who have its token, and to nobody else."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from recorded_ranks import snapshot
+
+from ringreduce.cli import main, reports
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.observe.gathering import Gathering
+from ringreduce.observe.job_server import serve_job
+from ringreduce.observe.job_view import JobView
+from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.observer import Observer
+from ringreduce.observe.serving import TextServer, ask, job_token
+from ringreduce.observe.timeline import JobClock
+from ringreduce.transport.memory import MemoryWorld
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this user's token is."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "ringreduce"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture
+def server() -> Iterator[TextServer]:
+    """A job of one rank."""
+    gathering = Gathering(None, 0, 1)
+    gathering.tell(snapshot(0, 1, 60.0))
+    found = serve_job(("127.0.0.1", free_port()), None, gathering, JobView(1))
+    assert found is not None
+    yield found
+    found.end()
+
+
+def get(server: TextServer, path: str, authorization: str | None = None) -> tuple[int, str, dict[str, str]]:
+    """Return the status, the text and the headers of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    connection.request("GET", path, headers={} if authorization is None else {"Authorization": authorization})
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, text, dict(response.getheaders())
+
+
+def basic(token: str, user: str = "anybody") -> str:
+    return "Basic " + b64encode(f"{user}:{token}".encode()).decode()
+
+
+def test_who_has_the_token_sees_the_job(server: TextServer):
+    """As a bearer, as orchestrators send it, or as the password of any user, as browsers ask for it."""
+    token, where = job_token(None, make=False)
+    assert where.stat().st_mode & 0o777 == 0o600
+    for header in (f"Bearer {token}", basic(token), basic(token, user="")):
+        status, text, headers = get(server, "/health", header)
+        assert (status, json.loads(text)["steps"]) == (200, 300)
+    status, text, headers = get(server, "/", header)
+    assert (status, headers["Refresh"], headers["Content-Type"]) == (200, "5", "text/html; charset=utf-8")
+    assert "<h1>Job 0123abcd</h1>" in text
+    assert token not in text
+    status, text, headers = get(server, "/metrics?x=1", header)
+    assert headers["Content-Type"].startswith("application/openmetrics-text")
+    assert '\nringreduce_steps_total{job="0123abcd",rank="0"} 300\n' in text
+    assert get(server, "/elsewhere", header)[0] == 404
+
+
+def test_nobody_else_does(server: TextServer):
+    """Whatever else is sent; nothing of the job is in the answer, and not whether there is such a path."""
+    token, _ = job_token(None, make=False)
+    wrong = ["Bearer", "Bearer ", "Bearer x", f"Bearer {token}x", f"Token {token}", token, basic("x"), basic("")]
+    wrong += ["Basic !", "Basic " + b64encode(b"\xff\xfe").decode(), basic("x", user=token)]
+    for header in (None, *wrong):
+        for path in ("/", "/metrics", "/health", "/ranks", "/elsewhere"):
+            status, text, headers = get(server, path, header)
+            assert (status, text) == (401, "a token is needed, as a bearer or as the password\n")
+            assert headers["WWW-Authenticate"].startswith("Basic ")
+
+
+def test_it_listens_where_it_was_asked_to(server: TextServer):
+    """On the loopback alone, and no more once it has ended: the port is free at once."""
+    port = server.server_address[1]
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+    server.end()
+    again = TextServer("127.0.0.1", port, {})
+    again.server_close()
+
+
+def test_many_clients_take_no_more_than_some_threads(server: TextServer):
+    """One that says nothing does not keep others from an answer; what is beyond a limit is closed."""
+    token, _ = job_token(None, make=False)
+    port = server.server_address[1]
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(20)]
+    assert get(server, "/health", f"Bearer {token}")[0] == 200
+    silent += [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(30)]
+    assert silent[-1].recv(1) == b""
+    for each in silent:
+        each.close()
+
+
+def test_the_token_of_a_file(tmp_path: Path):
+    """Is made once, and then taken; others may not read it, and what is too short is none."""
+    path = tmp_path / "token"
+    token, where = job_token(str(path), make=True)
+    assert (where, path.stat().st_mode & 0o777) == (path, 0o600)
+    assert job_token(str(path), make=True)[0] == token
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="other users may read"):
+        job_token(str(path), make=True)
+    path.chmod(0o600)
+    for text in ("", "short", "two words, which are long", "with ümlauts, of two bytes"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="holds no token: at least 16 characters"):
+            job_token(str(path), make=True)
+    with pytest.raises(ConfigError, match=r"nowhere.*No such file"):
+        job_token(str(tmp_path / "nowhere" / "token"), make=True)
+    with pytest.raises(ConfigError, match="No such file"):
+        job_token(None, make=False)
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["token"]
+
+
+def test_top_shows_a_job_by_its_address(server: TextServer, tmp_path: Path):
+    """A colon makes an address; errors say what is wrong."""
+    port = server.server_address[1]
+    shown = CliRunner().invoke(main, ["top", "--once", "--job", f":{port}"], standalone_mode=False)
+    assert "0123abcd: 1 ranks, " in shown.output
+    told = CliRunner().invoke(main, ["top", "--json", "--job", f"localhost:{port}"], standalone_mode=False)
+    assert [(each["rank"], each["steps"]) for each in json.loads(told.output)] == [(0, 300)]
+    none = CliRunner().invoke(main, ["top", "--once", "--job", f"{port}"], standalone_mode=False)
+    assert f"no job of this user whose name begins with {port}" in none.output
+    other = tmp_path / "other"
+    job_token(str(other), make=True)
+    with pytest.raises(ConfigError, match=f"it refuses the token of {other}"):
+        reports.top.main(["--once", "--job", f":{port}", "--status-token-file", str(other)], standalone_mode=False)
+    server.end()
+    with pytest.raises(ConfigError, match=f"there is no answer from :{port}: .*refused"):
+        ask(f":{port}", "/ranks", None)
+    with pytest.raises(ConfigError, match=r"node7: is no address: expected \[HOST:\]PORT"):
+        ask("node7:", "/ranks", None)
+
+
+def observed(config: Config) -> Observer:
+    """Return what observes a rank that is alone."""
+    made = Observer(0, 1, JobClock("0123abcd" * 4, 0.0), config, [], [])
+    made.begin(MemoryWorld(1, 30.0).messages(0), "none", lambda: Metrics.of([], []))
+    return made
+
+
+def test_a_port_that_is_taken_is_no_harm(caplog: pytest.LogCaptureFixture):
+    """The job goes on, and a warning says why nobody sees it; so it is where the token cannot be had."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = int(taken.getsockname()[1])
+        observed(Config(status_address=("127.0.0.1", port))).end()
+    assert f"port {port} of 127.0.0.1 cannot be served: Address already in use" in caplog.text
+    observed(Config(status_address=("127.0.0.1", free_port()), status_token_file="/nowhere/token")).end()
+    assert "/nowhere/.token" in caplog.text
+
+
+def test_sealed_messages_are_not_shown_in_the_open():
+    """The status has no encryption of its own, so other hosts do not get it then."""
+    with pytest.raises(ConfigError, match=r"leave out its host, and reach it by ssh -L 9400:127.0.0.1:9400"):
+        observed(Config(status_address=("0.0.0.0", 9400), key_file="/keys/key"))
+
+
+def test_a_child_does_not_keep_the_port():
+    """A process that the rank has forked serves nothing, and the port is free once the rank's world ends."""
+    port = free_port()
+    mine = observed(Config(status_address=("127.0.0.1", port)))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        mine.forked()
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        mine.end()
+        again = TextServer("127.0.0.1", port, {})
+        again.server_close()
+    finally:
+        os.write(write, b"x")
+        os.waitpid(child, 0)
