@@ -304,3 +304,43 @@ def test_a_function_on_a_host_that_has_no_temporary_folder(cluster: Cluster) -> 
     assert re.search(f"Error: ringreduce.run: {cluster.host(1)}: /root/own/.*: No such file or directory", done.text)
     assert "set TMPDIR to a folder that each host has" in done.text
     assert "returns: ConfigError" in done.text
+
+
+#: Rank 0 asks for what it serves itself, until all ranks are there.
+SEEN = """
+import json, os, sys, time
+import numpy as np
+import ringreduce as rr
+from ringreduce.common.errors import ConfigError
+from ringreduce.observe.serving import ask
+
+rr.init()
+listening = any(":24B8 " in line and " 0A " in line for line in open("/proc/net/tcp"))  # on port 9400
+assert listening == (rr.rank() == 0)
+found, seen = [], 0.0
+while not seen:
+    rr.count(steps=1)
+    time.sleep(0.05)  # of a step
+    if rr.rank() == 0:
+        try:
+            found = ask(":9400", "/ranks", sys.argv[1])
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+        seen = float(len(found) == rr.size())
+    seen = rr.allreduce(np.array([seen]), op=rr.MAX)[0]
+for each in found:
+    print("rank", each["rank"], "of", rr.size(), "on", each["host"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_one_address_shows_all_hosts(cluster: Cluster, sealed: bool) -> None:
+    """Rank 0 hears the ranks of other hosts, in sealed notes, too, and alone listens."""
+    cluster.write("seen.py", SEEN)
+    token = str(cluster.shared / "token")
+    options = ["--status", "9400", "--status-token-file", token]
+    if sealed:
+        assert cluster.run(0, "ringreduce", "keygen", str(cluster.shared / "key")).status == 0
+        options.append(f"--encrypt={cluster.shared / 'key'}")
+    done = cluster.run(0, "ringreduce", "run", *options, "-H", hosts(cluster, 1, 2), "python", "seen.py", token)
+    assert (done.status, done.ranks()) == (0, places(cluster, 1, 2)), done.text
