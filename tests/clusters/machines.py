@@ -26,6 +26,32 @@ assert (total == rr.size() * (rr.size() + 1) / 2).all(), total
 print(f"rank {rr.rank()} of {rr.size()} on {socket.gethostname()}", flush=True)
 """
 
+#: Rank 0 asks for what it serves itself, until all ranks are there.
+SEEN = """
+import socket, sys, time
+import numpy as np
+import ringreduce as rr
+from ringreduce.common.errors import ConfigError
+from ringreduce.observe.serving import ask
+
+rr.init()
+found, seen = [], 0.0
+while not seen:
+    rr.count(steps=1)
+    time.sleep(0.05)  # of a step
+    if rr.rank() == 0:
+        try:
+            found = ask(":9400", "/ranks", sys.argv[1])
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+        seen = float(len(found) == rr.size())
+    seen = rr.allreduce(np.array([seen]), op=rr.MAX)[0]
+listening = any(":24B8 " in line and " 0A " in line for line in open("/proc/net/tcp"))  # on port 9400
+assert listening == (socket.gethostname() == rr.broadcast_object(socket.gethostname(), 0))
+for each in found:
+    print("rank", each["rank"], "of", rr.size(), "on", each["host"], flush=True)
+"""
+
 
 @dataclass(frozen=True)
 class Done:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from machines import Cluster, cluster_of
+from machines import SEEN, Cluster, cluster_of
 
 cluster = cluster_of("slurm", 3, slots=4)
 
@@ -61,6 +61,17 @@ def test_srun_starts_ranks(cluster: Cluster, slots: tuple[int, ...]) -> None:
     expected = [f"rank {rank} of {len(numbers)} on {cluster.host(number)}" for rank, number in enumerate(numbers)]
     assert (done.status, done.ranks()) == (0, expected), done.text
     assert "Sorry!" not in done.text
+
+
+def test_one_address_shows_what_srun_has_started(cluster: Cluster) -> None:
+    """By a variable: rank 0 hears the ranks of other hosts, and alone listens."""
+    cluster.write("seen.py", SEEN)
+    token = str(cluster.shared / "token")
+    settings = {"PMIX_MCA_psec": "native", "RINGREDUCE_STATUS": f"9400,token:{token}"}
+    asked = ("-N2", "-n3", first_hosts(cluster, 2))
+    done = cluster.run(0, "srun", "--mpi=pmix", *asked, "python", "seen.py", token, variables=settings)
+    expected = [f"rank {rank} of 3 on {cluster.host(number)}" for rank, number in enumerate((0, 0, 1))]
+    assert (done.status, done.ranks()) == (0, expected), done.text
 
 
 @pytest.mark.parametrize("kind", ["pmi2", "none"])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machines import Cluster, Done, cluster_of
+from machines import SEEN, Cluster, Done, cluster_of
 
 cluster = cluster_of("ssh", 3)
 
@@ -304,33 +304,6 @@ def test_a_function_on_a_host_that_has_no_temporary_folder(cluster: Cluster) -> 
     assert re.search(f"Error: ringreduce.run: {cluster.host(1)}: /root/own/.*: No such file or directory", done.text)
     assert "set TMPDIR to a folder that each host has" in done.text
     assert "returns: ConfigError" in done.text
-
-
-#: Rank 0 asks for what it serves itself, until all ranks are there.
-SEEN = """
-import json, os, sys, time
-import numpy as np
-import ringreduce as rr
-from ringreduce.common.errors import ConfigError
-from ringreduce.observe.serving import ask
-
-rr.init()
-listening = any(":24B8 " in line and " 0A " in line for line in open("/proc/net/tcp"))  # on port 9400
-assert listening == (rr.rank() == 0)
-found, seen = [], 0.0
-while not seen:
-    rr.count(steps=1)
-    time.sleep(0.05)  # of a step
-    if rr.rank() == 0:
-        try:
-            found = ask(":9400", "/ranks", sys.argv[1])
-        except ConfigError as error:
-            print(error, file=sys.stderr)
-        seen = float(len(found) == rr.size())
-    seen = rr.allreduce(np.array([seen]), op=rr.MAX)[0]
-for each in found:
-    print("rank", each["rank"], "of", rr.size(), "on", each["host"], flush=True)
-"""
 
 
 @pytest.mark.parametrize("sealed", [False, True])
