@@ -76,17 +76,20 @@ def _shown(ranks: Sequence[dict[str, Any]], job: str | None) -> Any:
         here = "" if len(mine) == first["size"] else f", {len(mine)} of them seen here"
         command = " ".join(first["command"])
         title = f"{job}: {first['size']} ranks{here}, {first['seconds']:.0f} s, {command}"
+        hosts = len({each["host"] for each in mine})
+        headings = (_HEADINGS[0], *["host"] * (hosts > 1), *_HEADINGS[1:])
         failed = [each["error"] is not None for each in mine]
-        cells = table(_HEADINGS, map(_cells, mine), red=failed, text=1)
+        cells = table(headings, (_cells(each, hosts) for each in mine), red=failed, text=1)
         parts += [Text(title, no_wrap=True, overflow="ellipsis"), cells, Text("")]
     return Group(*parts[:-1])
 
 
-def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+def _cells(row: Mapping[str, Any], hosts: int) -> Sequence[str]:
     share = row["communication"]
     stale = f"silent for {row['age_s']:.0f} s" if row["age_s"] > _OLD_S else None
     return (
         str(row["rank"]),
+        *[row["host"]] * (hosts > 1),
         str(row["steps"]),
         _rate(row["steps_per_s"]),
         _rate(row["samples_per_s"]),

@@ -76,6 +76,7 @@ class TextServer(socketserver.ThreadingTCPServer):
         self.token = token
         self._clients = 0
         self._ended = False
+        self._thread: threading.Thread | None = None
         try:
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             super().__init__((host, port), _Handler)
@@ -117,18 +118,23 @@ class TextServer(socketserver.ThreadingTCPServer):
 
     def start(self) -> None:
         """Answer requests in a thread of this process, until `end` is called."""
-        threading.Thread(target=self.run, name="ringreduce status", daemon=True).start()
+        self._thread = threading.Thread(target=self.run, name="ringreduce status", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         """Serve no more."""
         self._ended = True
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread that waits for requests
+        if self._thread is not None:
+            self._thread.join(_SLOW_S)
         self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = _SLOW_S
+    server_version = "ringreduce"
+    sys_version = ""
     server: TextServer
 
     def do_GET(self) -> None:  # the name that the base calls

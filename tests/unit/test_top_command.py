@@ -127,6 +127,10 @@ def test_the_command_shows_living_ranks_and_forgets_the_dead(place: Path):
     assert not (place / "0123abcd.2.json").exists()
     found = json.loads(CliRunner().invoke(main, ["top", "--json"], standalone_mode=False).output)
     assert [each["rank"] for each in found] == [0, 1]
+    assert "node7" not in shown.output  # which all ranks share
+    (place / "0123abcd.1.json").write_text(json.dumps(said(1, host="node8")))
+    shown = CliRunner().invoke(main, ["top", "--once"], standalone_mode=False)
+    assert all(f"{host} " in shown.output for host in ("node7", "node8"))
     other = CliRunner().invoke(main, ["top", "--once", "--job", "ffff"], standalone_mode=False)
     assert "no job of this user whose name begins with ffff" in other.output
 
