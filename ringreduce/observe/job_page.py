@@ -119,13 +119,12 @@ def _host_cells(name: str, host: Row) -> Sequence[str]:
     limit = host["memory_limit_nbytes"]
     used = host["memory_nbytes"]
     network = [
-        f"{each}: {format_nbytes(round(used['rx']))}, {format_nbytes(round(used['tx']))}/s{_of(used['share'])}"
-        for each, used in host["interfaces"].items()
+        f"{each}: {_nbytes(rates, 'rx_nbytes', 'tx_nbytes')} ({_share(rates['share'])})"
+        for each, rates in host["interfaces"].items()
     ]
     disks = [
-        f"{each}: {format_nbytes(round(used['read']))}, {format_nbytes(round(used['written']))}/s, "
-        f"busy {used['busy']:.0%}"
-        for each, used in host["disks"].items()
+        f"{each}: {_nbytes(rates, 'read_nbytes', 'written_nbytes')}, busy {_share(rates['busy_s'])}"
+        for each, rates in host["disks"].items()
     ]
     return (
         name,
@@ -139,12 +138,12 @@ def _host_cells(name: str, host: Row) -> Sequence[str]:
     )
 
 
+def _nbytes(rates: Row, *keys: str) -> str:
+    return ", ".join(format_nbytes(round(rates[key])) for key in keys) + "/s"
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
-
-
-def _of(share: float | None) -> str:
-    return "" if share is None else f" ({share:.0%})"
 
 
 # ---- ranks ----

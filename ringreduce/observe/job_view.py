@@ -88,8 +88,8 @@ def usage(now: Sequence[Snapshot], then: Sequence[Snapshot]) -> dict[str, dict[s
 
     Returns:
         ``ranks`` (a list), ``memory_nbytes``, ``memory_limit_nbytes``; shares, 0 to 1, of all cores ``processor`` and
-        ``steal``, ``retransmitted`` of segments; ``interfaces`` by name: bytes a second ``rx`` and ``tx``, ``share`` of
-        the speed; ``disks`` by name: bytes a second ``read`` and ``written``, ``busy`` (a share). None: not known.
+        ``steal``, ``retransmitted`` of segments; ``interfaces`` and ``disks``, those that were used, by name: their
+        counters (`Resources.read`) a second, and ``share`` of the speed of an interface. None: not known.
     """
     before = {each["rank"]: each for each in then}
     found: dict[str, dict[str, Any]] = {}
@@ -117,29 +117,22 @@ def _used(now: Mapping[str, Any], then: Mapping[str, Any], seconds: float) -> di
         "processor": (times["user"] + times["system"]) / whole if whole > 0 else None,
         "steal": times["steal"] / whole if whole > 0 else None,
         "retransmitted": passed("retransmitted_segments") / sent if sent > 0 else None,
-        "interfaces": {
-            name: {
-                **{"rx": rates["rx_nbytes"], "tx": rates["tx_nbytes"]},
-                "share": 8 * max(rates["rx_nbytes"], rates["tx_nbytes"]) / speed if speed else None,
-            }
-            for name, rates, speed in _rates(now, then, "interfaces", seconds)
-        },
-        "disks": {
-            name: {"read": rates["read_nbytes"], "written": rates["written_nbytes"], "busy": min(rates["busy_s"], 1.0)}
-            for name, rates, _ in _rates(now, then, "disks", seconds)
-        },
+        "interfaces": _rates(now, then, "interfaces", seconds),
+        "disks": _rates(now, then, "disks", seconds),
     }
 
 
-def _rates(
-    now: Mapping[str, Any], then: Mapping[str, Any], kind: str, seconds: float
-) -> Iterator[tuple[str, dict[str, float], int | None]]:
-    """Yield the devices that were used, how much a second, and the speed of an interface."""
-    for name, counters in now.get(kind, {}).items():
+def _rates(now: Mapping[str, Any], then: Mapping[str, Any], kind: str, seconds: float) -> dict[str, dict[str, Any]]:
+    """Return by how much the counters of the devices that were used have grown a second."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, counters in now.get(kind, {}).items() if seconds > 0 else ():
         old = then.get(kind, {}).get(name, counters)
-        passed = {key: value - old[key] for key, value in counters.items() if key != "speed_bits"}
-        if seconds > 0 and any(passed.values()):
-            yield name, {key: value / seconds for key, value in passed.items()}, counters.get("speed_bits")
+        speed = counters.get("speed_bits")
+        rates = {key: (value - old[key]) / seconds for key, value in counters.items() if key != "speed_bits"}
+        if any(rates.values()):
+            share = {"share": 8 * max(rates.values()) / speed if speed else None} if kind == "interfaces" else {}
+            found[name] = rates | share
+    return found
 
 
 def mean_values(snapshots: Iterable[Snapshot]) -> dict[str, float]:
@@ -187,25 +180,17 @@ class JobView:
         if self._looks % self._every or not now:
             return
         hosts = usage(now, then).values()
-        found = {
-            "network": [each["share"] for host in hosts for each in host["interfaces"].values()],
-            "disk": [each["busy"] for host in hosts for each in host["disks"].values()],
-        }
-        points = {
-            name: max(each for each in shares if each is not None) for name, shares in found.items() if any(shares)
-        }
-        points |= {f"value {name}": value for name, value in mean_values(now).items()}
-        steps = communication_s = passed_s = 0.0
-        for each in now:
-            old = each["samples"][0]
-            new = each["samples"][-1]
-            passed_s += new[0] - old[0]
-            steps += new[1] - old[1]
-            communication_s += new[3] - old[3]
-        if passed_s > 0:
-            points["communication"] = min(communication_s / passed_s, 1.0)
-        if steps > 0:
-            points["step"] = passed_s / steps
+        interfaces = [each["share"] for host in hosts for each in host["interfaces"].values()]
+        disks = [each["busy_s"] for host in hosts for each in host["disks"].values()]
+        points = {f"value {name}": value for name, value in mean_values(now).items()}
+        for name, shares in (("network", interfaces), ("disk", disks)):
+            if known := [each for each in shares if each is not None]:
+                points[name] = max(known)
+        ranks = rows(now)
+        if shares := [each["communication"] for each in ranks if each["communication"] is not None]:
+            points["communication"] = sum(shares) / len(shares)
+        if rates := [each["steps_per_s"] for each in ranks if each["steps_per_s"]]:
+            points["step"] = len(rates) / sum(rates)
         with self._lock:
             for name, value in points.items():
                 self._lines.setdefault(name, []).append((now[0]["time"], value))
@@ -253,59 +238,44 @@ class JobView:
 
 # ---- Prometheus ----
 
-#: Families of metrics: name, type, meaning, and the key in a row.
-_ROWS = {
-    "steps": ("steps", "counter", "Training steps."),
-    "samples": ("samples", "counter", "Samples that were read."),
-    "communication": ("communication_ratio", "gauge", "Share of time spent in communication."),
-    "nbytes": ("resident_memory_bytes", "gauge", "Resident memory."),
-    "age_s": ("silence_seconds", "gauge", "Since the rank has told of itself."),
-    "step_age_s": ("last_step_seconds", "gauge", "Since the last training step."),
-}
-#: Families: name, type, meaning, the name of a label, and its values with their keys in ``resources`` or in ``spent``.
-_Keyed = tuple[str, str, str, str, Mapping[str, str]]
-_OF_RANKS: tuple[_Keyed, ...] = (
-    ("processor_seconds", "counter", "Processor time.", "mode", {"user": "user_s", "system": "system_s"}),
-    ("page_faults", "counter", "Page faults.", "kind", {"minor": "minor_faults", "major": "major_faults"}),
-    ("garbage_collection_seconds", "counter", "Pauses for Python's garbage collector.", "", {"": "gc_pause_s"}),
-    ("switched_away", "counter", "How often the rank had to leave a core.", "", {"": "switched_away"}),
-    ("delayed_seconds", "counter", "How long its threads have waited for a core.", "", {"": "delayed_s"}),
+#: Families of metrics: the key in a row, name, and meaning. Those whose names end in _total are counters.
+_ROWS = (
+    ("steps", "steps_total", "Training steps."),
+    ("samples", "samples_total", "Samples that were read."),
+    ("communication", "communication_ratio", "Share of time spent in communication."),
+    ("nbytes", "resident_memory_bytes", "Resident memory."),
+    ("age_s", "silence_seconds", "Since the rank has told of itself."),
+    ("step_age_s", "last_step_seconds", "Since the last training step."),
+)
+#: Families: name and a label, the values of the label with the keys of the numbers, and meaning.
+_OF_RANKS = (  # from "resources" and "spent"
+    ("processor_seconds_total mode", "user=user_s system=system_s", "Processor time."),
+    ("page_faults_total kind", "minor=minor_faults major=major_faults", "Page faults."),
+    ("garbage_collection_seconds_total", "gc_pause_s", "Pauses for Python's garbage collector."),
+    ("switched_away_total", "switched_away", "How often the rank had to leave a core."),
+    ("delayed_seconds_total", "delayed_s", "How long its threads have waited for a core."),
     (
-        *("spent_seconds", "counter", "Where the time of training steps went.", "on"),
-        {name: f"{name}_s" for name in ("steps", "input", "communication", "waiting")},
+        *("spent_seconds_total on", "steps=steps_s input=input_s communication=communication_s waiting=waiting_s"),
+        "Where the time of training steps went.",
     ),
 )
-_OF_HOSTS: tuple[_Keyed, ...] = (
+_OF_HOSTS = (  # from "resources"
     (
-        *("host_processor_seconds", "counter", "Time of all cores.", "mode"),
-        {name: f"host_{name}_s" for name in ("user", "system", "idle", "iowait", "steal")},
+        "host_processor_seconds_total mode",
+        " ".join(f"{mode}=host_{mode}_s" for mode in ("user", "system", "idle", "iowait", "steal")),
+        "Time of all cores.",
     ),
-    ("throttled_seconds", "counter", "How long the quota of processor time was used up.", "", {"": "throttled_s"}),
-    ("memory_used_bytes", "gauge", "Memory in use, without caches.", "", {"": "memory_nbytes"}),
-    ("memory_limit_bytes", "gauge", "Memory that there is.", "", {"": "memory_limit_nbytes"}),
-    ("swapped_pages", "counter", "Pages that were written to swap, or read.", "", {"": "swapped_pages"}),
-    (
-        *("tcp_segments", "counter", "Segments of TCP.", "kind"),
-        {"sent": "sent_segments", "retransmitted": "retransmitted_segments"},
-    ),
+    ("throttled_seconds_total", "throttled_s", "How long the quota of processor time was used up."),
+    ("memory_used_bytes", "memory_nbytes", "Memory in use, without caches."),
+    ("memory_limit_bytes", "memory_limit_nbytes", "Memory that there is."),
+    ("swapped_pages_total", "swapped_pages", "Pages that were written to swap, or read."),
+    ("tcp_segments_total kind", "sent=sent_segments retransmitted=retransmitted_segments", "Segments of TCP."),
 )
-_OF_DEVICES: tuple[tuple[str, _Keyed], ...] = (
-    (
-        "interfaces",
-        (
-            *("network_bytes", "counter", "Bytes by network interface.", "direction"),
-            {"receive": "rx_nbytes", "transmit": "tx_nbytes"},
-        ),
-    ),
-    ("interfaces", ("network_speed_bits", "gauge", "Bits that an interface carries a second.", "", {"": "speed_bits"})),
-    (
-        "disks",
-        (
-            *("disk_bytes", "counter", "Bytes by disk.", "direction"),
-            {"read": "read_nbytes", "write": "written_nbytes"},
-        ),
-    ),
-    ("disks", ("disk_busy_seconds", "counter", "How long a disk was busy.", "", {"": "busy_s"})),
+_OF_DEVICES = (  # from "interfaces" and "disks"
+    ("network_bytes_total direction", "receive=rx_nbytes transmit=tx_nbytes", "Bytes by network interface."),
+    ("network_speed_bits", "speed_bits", "Bits that an interface carries a second."),
+    ("disk_bytes_total direction", "read=read_nbytes write=written_nbytes", "Bytes by disk."),
+    ("disk_busy_seconds_total", "busy_s", "How long a disk was busy."),
 )
 
 
@@ -318,34 +288,39 @@ def prometheus_text(snapshots: Sequence[Snapshot], more: Sequence[Family] = ()) 
     """
     found = rows(snapshots)
     ranks = [({"job": each["job"], "rank": str(each["rank"])}, each) for each in snapshots]
-    hosts = {(each["job"], each["host"]): each.get("resources", {}) for each in reversed(snapshots)}
-    families: list[Family] = [
-        (*about, [({"job": each["job"], "rank": each["rank"]}, each[key]) for each in found if each[key] is not None])
-        for key, about in _ROWS.items()
-    ]
-    families += more
-    info = [({**mine, "host": each["host"]}, 1.0) for mine, each in ranks if "resources" in each]
-    families.append(("rank_info", "gauge", "On which host a rank is.", info))
+    of_rows = [({"job": each["job"], "rank": str(each["rank"])}, each) for each in found]
     of_ranks = [(mine, {**each.get("resources", {}), **each.get("spent", {})}) for mine, each in ranks]
-    of_hosts = [({"job": job, "host": host}, each) for (job, host), each in hosts.items()]
-    families += [_family(about, of_ranks) for about in _OF_RANKS]
-    families += [_family(about, of_hosts) for about in _OF_HOSTS]
-    for kind, about in _OF_DEVICES:
-        devices = [
-            ({**mine, "device": name}, device) for mine, each in of_hosts for name, device in each.get(kind, {}).items()
-        ]
-        families.append(_family(about, devices))
-    return openmetrics(
-        (name, type_, meaning, said) for name, type_, meaning, samples in families if (said := [*samples])
-    )
+    # The first rank of a host speaks for it.
+    firsts = {(each["job"], each["host"]): each.get("resources", {}) for each in reversed(snapshots)}
+    of_hosts = [({"job": job, "host": host}, each) for (job, host), each in firsts.items()]
+    of_devices = [
+        ({**mine, "device": name}, device)
+        for mine, each in of_hosts
+        for kind in ("interfaces", "disks")
+        for name, device in each.get(kind, {}).items()
+    ]
+    info = [({**mine, "host": each["host"]}, 1.0) for mine, each in ranks]
+    families = [
+        *(_family(name, key, meaning, sources=of_rows) for key, name, meaning in _ROWS),
+        *more,
+        ("rank_info", "gauge", "On which host a rank is.", info),
+        *(_family(*about, sources=of_ranks) for about in _OF_RANKS),
+        *(_family(*about, sources=of_hosts) for about in _OF_HOSTS),
+        *(_family(*about, sources=of_devices) for about in _OF_DEVICES),
+    ]
+    return openmetrics(each for each in families if each[3])
 
 
-def _family(about: _Keyed, sources: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]]) -> Family:
-    name, type_, meaning, label, keys = about
+def _family(
+    named: str, keys: str, meaning: str, sources: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]]
+) -> Family:
+    """Return a family of what there is of it; see the tables above."""
+    name, _, label = named.partition(" ")
+    pairs = [each.rpartition("=") for each in keys.split()]
     samples = [
-        ({**labels, **({label: value} if label else {})}, source[key])
+        ({**labels, label: value} if label else labels, source[key])
         for labels, source in sources
-        for value, key in keys.items()
+        for value, _, key in pairs
         if source.get(key) is not None
     ]
-    return name, type_, meaning, samples
+    return name.removesuffix("_total"), "counter" if name.endswith("_total") else "gauge", meaning, samples

@@ -113,8 +113,10 @@ def test_how_much_of_a_host_is_used():
     assert {name: host["ranks"] for name, host in found.items()} == {"node0": [*range(8)], "node1": [*range(8, 12)]}
     host = found["node1"]
     assert (host["processor"], host["steal"], host["retransmitted"]) == pytest.approx((0.7, 0.1, 0.01))
-    assert host["interfaces"] == {"eth0": {"rx": 1e9, "tx": 5e8, "share": pytest.approx(0.8)}}  # the other one is idle
-    assert host["disks"] == {"sda": {"read": 1e6, "written": 0, "busy": pytest.approx(0.2)}}
+    assert host["interfaces"] == {
+        "eth0": {"rx_nbytes": 1e9, "tx_nbytes": 5e8, "share": pytest.approx(0.8)}
+    }  # the other one is idle
+    assert host["disks"] == {"sda": {"read_nbytes": 1e6, "written_nbytes": 0, "busy_s": pytest.approx(0.2)}}
     (first,) = usage([snapshot(0, 1, 20.0)], []).values()  # nothing earlier is known
     assert (first["processor"], first["interfaces"], first["memory_nbytes"]) == (None, {}, 12 << 30)
 

@@ -106,7 +106,7 @@ def test_prometheus_gets_every_rank():
     assert '\nringreduce_steps_total{job="0123abcd",rank="0"} 250\n' in text
     assert '\nringreduce_communication_ratio{job="0123abcd",rank="0"} 0.25\n' in text
     assert 'communication_ratio{job="0123abcd",rank="2"}' not in text
-    assert text.count("# TYPE") == 5
+    assert text.count("# TYPE") == 6
 
 
 @pytest.fixture
