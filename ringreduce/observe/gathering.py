@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import zlib
@@ -11,10 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ringreduce.common.errors import RingReduceError
+from ringreduce.common.errors import RingReduceError, TransportError
 from ringreduce.transport.messages import Messages
 
 __all__ = ["Gathering"]
+
+_log = logging.getLogger(__name__)
 
 Snapshot = dict[str, Any]
 
@@ -32,6 +35,9 @@ class Gathering:
     Args:
         messages: between all ranks, for this alone; None: there is no other rank, or none can be heard.
         rank, size: of this rank, and of its world.
+
+    Attributes:
+        nbytes: of all notes that this rank has sent or received.
     """
 
     def __init__(self, messages: Messages | None, rank: int, size: int) -> None:
@@ -41,23 +47,22 @@ class Gathering:
         self._everyone = list(range(size))
         self._said: Snapshot = {}
         self._packing = zlib.compressobj(9, zlib.DEFLATED, -_WINDOW_BITS, _MEMORY_LEVEL)
-        self._unpacking = [zlib.decompressobj(-_WINDOW_BITS) for _ in range(size)]
+        self._unpacking = [zlib.decompressobj(-_WINDOW_BITS) for _ in range(size if rank == 0 else 0)]
         self._kept: list[deque[Snapshot]] = [deque(maxlen=_REMEMBERED) for _ in range(size)]
         self._lock = threading.Lock()
-        self.nbytes = 0  # of all notes that this rank has sent or received
+        self._hears = True
+        self.nbytes = 0
 
     def tell(self, snapshot: Snapshot) -> None:
         """Hand a snapshot of this rank to rank 0; there, take what has come from the others, too. Never waits.
 
         Raises:
-            TransportError: rank 0 cannot be reached; or another rank, whose snapshots end then.
+            TransportError: rank 0 cannot be reached.
         """
         said = {**snapshot, "samples": snapshot["samples"][-1:]}
         if self._rank == 0:
             self._add(0, said)
-            for _ in range(2):  # a look that finds nothing lets MPI receive what the next one finds
-                while self._messages is not None and (come := self._messages.poll()) is not None:
-                    self._receive(*come)
+            self._hear()
         elif self._messages is not None:
             said["sets"] = [self._without_everyone(each) for each in said["sets"]]
             values = _shortened(said.pop("values", {}), lambda value: float(f"{value:.6g}"))
@@ -68,6 +73,19 @@ class Gathering:
             note = self._packing.compress(text) + self._packing.flush(zlib.Z_SYNC_FLUSH)
             self.nbytes += len(note)
             self._messages.post(note, 0)
+
+    def _hear(self) -> None:
+        """Take what has come from the others."""
+        messages = self._messages
+        if messages is None or not self._hears:
+            return
+        try:
+            for _ in range(2):  # a look that finds nothing lets MPI receive what the next one finds
+                while (come := messages.poll()) is not None:
+                    self._receive(*come)
+        except TransportError as error:  # what comes later would be read with a context that lacks something
+            self._hears = False
+            _log.info("what the other ranks do is not heard any more: %s", error)
 
     def latest(self) -> list[Snapshot]:
         """Return the last snapshot of each rank that has sent one, in order of ranks; on rank 0.

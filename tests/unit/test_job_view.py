@@ -15,6 +15,7 @@ import pytest
 from browser import look
 from recorded_ranks import snapshot
 
+from ringreduce.common.errors import TransportError
 from ringreduce.observe.gathering import Gathering
 from ringreduce.observe.job_page import job_page
 from ringreduce.observe.job_view import JobView, mean_values, rows, usage
@@ -96,6 +97,21 @@ def test_a_note_that_is_lost_silences_its_rank_alone():
     ranks.tell(1.0)
     ranks.tell(2.0)
     assert [each["time"] for each in ranks.gatherings[0].latest()] == [1002.0, 1000.0, 1002.0]
+
+
+def test_after_a_note_that_does_not_open_nothing_is_heard():
+    """What comes later could be read wrongly; rank 0 sees itself, and nothing fails."""
+    ranks = Ranks(3)
+    ranks.tell(0.0)
+
+    def fail() -> None:
+        raise TransportError("control note 1 from rank 2 (150 bytes) does not open")
+
+    ranks.messages[0].poll = fail
+    ranks.tell(1.0)
+    del ranks.messages[0].poll
+    ranks.tell(2.0)
+    assert [each["time"] for each in ranks.gatherings[0].latest()] == [1002.0, 1000.0, 1000.0]
 
 
 def test_one_rank_needs_no_messages():
