@@ -107,7 +107,8 @@ def _used(now: Mapping[str, Any], then: Mapping[str, Any], seconds: float) -> di
     """Return how much of a host was used between two looks."""
 
     def passed(key: str) -> float:
-        return (now.get(key) or 0) - (then.get(key) or now.get(key) or 0)
+        old = then.get(key)
+        return 0.0 if old is None else (now.get(key) or 0) - old
 
     times = {name: passed(f"host_{name}_s") for name in ("user", "system", "idle", "iowait", "steal")}
     whole = sum(times.values())

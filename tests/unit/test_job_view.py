@@ -133,6 +133,8 @@ def test_how_much_of_a_host_is_used():
         "eth0": {"rx_nbytes": 1e9, "tx_nbytes": 5e8, "share": pytest.approx(0.8)}
     }  # the other one is idle
     assert host["disks"] == {"sda": {"read_nbytes": 1e6, "written_nbytes": 0, "busy_s": pytest.approx(0.2)}}
+    (begun,) = usage([snapshot(0, 1, 10.0)], [snapshot(0, 1, 0.0)]).values()  # from counters that are 0
+    assert (begun["processor"], begun["steal"], begun["retransmitted"]) == pytest.approx((0.7, 0.1, 0.01))
     (first,) = usage([snapshot(0, 1, 20.0)], []).values()  # nothing earlier is known
     assert (first["processor"], first["interfaces"], first["memory_nbytes"]) == (None, {}, 12 << 30)
 
