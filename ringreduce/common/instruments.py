@@ -129,7 +129,8 @@ class Pace:
         late_s: how long these others have waited for it then, on average (seconds).
         sampled_s: how long those own parts took of which the following is known (seconds).
         processor_s: of processors that the process used in these, all its threads together (seconds).
-        switches: how often the system took a core from it in these.
+        delayed_s: how long its main thread waited for a core in these, which others had; 0 where the system does not
+            count that (seconds).
         faults: page faults in these.
         loading_s: how long the program has waited for data, as far as ``loading`` has seen it (seconds).
         cores: on which the process may run, by number.
@@ -141,7 +142,7 @@ class Pace:
     late_s: float
     sampled_s: float
     processor_s: float
-    switches: int
+    delayed_s: float
     faults: int
     loading_s: float
     cores: tuple[int, ...]

@@ -143,6 +143,19 @@ def continue_stopped(pid: int) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+def delayed_s() -> float:
+    """Return how long the main thread of this process has waited for a core (seconds); 0 where nobody counts that."""
+    try:
+        return int(os.pread(_schedstat(os.getpid()), 64, 0).split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+@cache
+def _schedstat(pid: int) -> int:
+    return os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)  # stays open, as it is read in steps of a training
+
+
 def began(pid: int) -> int | None:
     """Return when a process began, in the kernel's ticks; None: it has ended. Others of its number began later."""
     try:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce.common.processes import delayed_s
+
 __all__ = ["LATE_S", "Pacemaker", "Paces", "ProcessUsage"]
 
 #: A rank that comes this much after the others, on average, is last; less is no news.
@@ -26,16 +28,16 @@ _KEPT = 2  # reports that some ranks have not sent yet
 
 
 class ProcessUsage(NamedTuple):
-    """What this process has used: seconds of processors, involuntary context switches, page faults."""
+    """What this process has used: seconds of processors, seconds in which it waited for a core, page faults."""
 
     processor_s: float
-    switches: int
+    delayed_s: float
     faults: int
 
     @classmethod
     def now(cls) -> ProcessUsage:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(used.ru_utime + used.ru_stime, used.ru_nivcsw, used.ru_minflt + used.ru_majflt)
+        return cls(used.ru_utime + used.ru_stime, delayed_s(), used.ru_minflt + used.ru_majflt)
 
 
 class Pacemaker:

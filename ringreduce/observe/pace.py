@@ -18,8 +18,7 @@ _COSTS = 0.1  # of a step's time: shorter waits are not reported
 _ALWAYS = 0.8  # of all steps
 _SOMETIMES = 0.2
 _LESS = 0.9  # of the core that others have
-_CROWDED = 0.1  # who wants a core has more of one, even if others want it, too
-_PREEMPTED_S = 0.02  # the longest that others have a core before the system gives it back
+_DELAYED = 0.5  # of the time without a core: that others have it is the reason
 _FAULT_S = 1e-6  # what the system takes for one, if not for reading a disk
 
 # What makes slowness last. Two ranks of which either is last by chance have one of them last in three of four of 128
@@ -198,7 +197,7 @@ def _reason(
     most = max(map(_cores, others))
     if cores >= _LESS * most:
         return "work", f"it computes all the time, with {cores:.0%} of a core: it has more work, or a slower core"
-    if cores < _CROWDED or slow.switches * _PREEMPTED_S < slow.sampled_s - slow.processor_s:
+    if slow.delayed_s < _DELAYED * (slow.sampled_s - slow.processor_s):
         used = f"it used {cores:.0%} of a core, the others up to {most:.0%}"
         return "waiting", f"{used}: it waits for a disk, a device or a lock"
     cause, why = _sharing(rank, paces, nodes=nodes, names=names)

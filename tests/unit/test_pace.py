@@ -26,21 +26,22 @@ class Machine:
 
     def __init__(self) -> None:
         self.now_s = self.waited_s = self.processor_s = 0.0
-        self.switches = self.faults = 0
+        self.delayed_s = 0.0
+        self.faults = 0
         self.sent: list[Any] = []
         self.pacemaker = Pacemaker(
             2, lambda: self.waited_s, self.sent.append, (4, 5), lambda: self.now_s, lambda: self.usage()
         )
 
     def usage(self) -> ProcessUsage:
-        return ProcessUsage(self.processor_s, self.switches, self.faults)
+        return ProcessUsage(self.processor_s, self.delayed_s, self.faults)
 
     def step(self, own_s: float, waits_s: float = 0.0, joins: int = 0) -> None:
         """Make a step: own work of which the process gets half a core, and waits; then a reduction of 1 s."""
         self.now_s += own_s + waits_s
         self.waited_s += waits_s
         self.processor_s += own_s / 2
-        self.switches += 3
+        self.delayed_s += own_s / 4
         self.faults += 5
         self.pacemaker.arrive(joins)
         self.now_s += 1.0
@@ -59,7 +60,7 @@ def test_a_report_holds_own_times_without_reductions_and_waits():
     sampled = own[1::8][:2]
     ((kind, joins, number, times, *rest),) = machine.sent
     assert (kind, joins, number, times) == ("pace", 0, 0, own[1:])
-    assert rest == [sum(sampled), sum(sampled) / 2, 6, 10, 0.0, (4, 5)]
+    assert rest == [sum(sampled), sum(sampled) / 2, sum(sampled) / 4, 10, 0.0, (4, 5)]
     for each in own[:16]:
         machine.step(each, waits_s=3.0)
     _, _, number, times, *rest = machine.sent[1]
@@ -112,7 +113,7 @@ def test_reports_that_some_ranks_do_not_send_are_forgotten():
 
 def pace(last: int = 0, late_s: float = 0.0, **more: Any) -> Pace:
     usual: dict[str, Any] = {
-        "steps": 100, "own_s": 10.0, "sampled_s": 2.5, "processor_s": 2.5, "switches": 0, "faults": 100,
+        "steps": 100, "own_s": 10.0, "sampled_s": 2.5, "processor_s": 2.5, "delayed_s": 0.0, "faults": 100,
         "loading_s": 0.0, "cores": (),
     }  # fmt: skip
     return Pace(last=last, late_s=late_s, **(usual | more))
@@ -126,22 +127,22 @@ SLOW = {"last": 85, "late_s": 3.4, "own_s": 13.4}
     [
         ({}, "it computes all the time, with 100% of a core: it has more work, or a slower core", "fewer samples"),
         (
-            {"processor_s": 1.275, "switches": 300, "cores": (1,)},
+            {"processor_s": 1.275, "delayed_s": 1.0, "cores": (1,)},
             "it had 51% of a core, as rank 2 has the same one",
             "--bind-to core",
         ),
         (
-            {"processor_s": 1.275, "switches": 300},
+            {"processor_s": 1.275, "delayed_s": 1.0},
             "it had 51% of a core, as other processes, or its own threads",
             "OMP_NUM_THREADS",
         ),
         (
-            {"processor_s": 0.5, "switches": 50, "cores": (1,)},
+            {"processor_s": 0.5, "delayed_s": 0.25, "cores": (1,)},
             "it used 20% of a core, the others up to 100%: it waits for a disk",
             "find what it waits for",
         ),
         (
-            {"processor_s": 0.2, "switches": 900},
+            {"processor_s": 0.2, "delayed_s": 0.9},
             "it used 8% of a core, the others up to 100%: it waits for a disk",
             "find what it waits for",
         ),
