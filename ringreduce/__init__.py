@@ -35,6 +35,7 @@ from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, Reduce
 from ringreduce.common.topology import Topology
 from ringreduce.launcher.function import run
 from ringreduce.observe.fingerprints import fingerprint
+from ringreduce.observe.job_report import JobReport
 from ringreduce.observe.metrics import Metrics
 from ringreduce.runtime import (
     Recovery,
@@ -59,6 +60,8 @@ from ringreduce.runtime import (
     record,
     recoveries,
     remove_process_set,
+    report,
+    report_value,
     request_stop,
     set_conventions,
     shutdown,
@@ -113,6 +116,7 @@ __all__ = [
     "Feedback",
     "ForeignFileError",
     "Instrument",
+    "JobReport",
     "Metrics",
     "MismatchError",
     "NotFiniteError",
@@ -167,6 +171,8 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_init",
     "remove_process_set",
+    "report",
+    "report_value",
     "reproducible_allreduce",
     "request_stop",
     "run",

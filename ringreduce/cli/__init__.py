@@ -28,6 +28,7 @@ __all__ = ["main"]
 _PLACES = {
     "audit": "audits.audit",
     "bench": "commands.bench",
+    "compare": "reports.compare",
     "doctor": "reports.doctor",
     "explain": "commands.explain",
     "export": "reports.export",

@@ -10,19 +10,21 @@ from typing import Any
 import click
 
 import ringreduce
+from ringreduce.cli.run import Parsed
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import replace_file, require_own
 from ringreduce.common.launch import launch
-from ringreduce.common.quantities import format_nbytes
+from ringreduce.common.quantities import format_nbytes, parse_share
 from ringreduce.common.sealed_files import PLAIN, KeyFile, disk_keys
 from ringreduce.doctor import doctor as machine
 from ringreduce.doctor import dumps, trace_report
 from ringreduce.doctor import top as jobs
 from ringreduce.elastic.commit_store import CommitStore
+from ringreduce.observe import job_report
 from ringreduce.observe.audit import AuditRecord
 
-__all__ = ["doctor", "export", "timeline", "top"]
+__all__ = ["compare", "doctor", "export", "timeline", "top"]
 
 
 @click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
@@ -141,6 +143,27 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> None:
         click.echo(json.dumps(found, indent=1))
     else:
         trace_report.show(found)
+
+
+@click.command("compare", short_help="Say what differs between two jobs.")
+@click.argument("before", type=click.Path(exists=True, dir_okay=False))
+@click.argument("after", type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "--tolerance",
+    type=Parsed("share", parse_share),
+    default="5%",
+    help="Steps may take so much longer: 5% or 0.05.",
+)
+def compare(before: str, after: str, tolerance: float) -> int:
+    """Say how the steps of the job with the report AFTER differ from those of BEFORE, beyond noise.
+
+    `ringreduce run --report FILE` writes a report. The exit status is 1 if steps have become slower than the tolerance
+    allows: for continuous integration. Noise is what the median of a step's time varies within a job by chance; what
+    else differs between two jobs on one machine, only a second run of each shows.
+    """
+    lines, is_slower = job_report.compare(job_report.load(before), job_report.load(after), tolerance)
+    click.echo("\n".join(lines))
+    return int(is_slower)
 
 
 @click.command("export", short_help="Write a committed model to a file of its own.")

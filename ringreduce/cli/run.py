@@ -234,6 +234,14 @@ def _words(text: str) -> tuple[str, ...]:
 @click.option(
     "--verbose", is_flag=True, help="Show the command line of mpirun, what is set for it, and what it says of failures."
 )
+@click.option(
+    "--report",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    callback=lambda context, option, file: file and os.path.abspath(file),
+    help="Write what steps took, and why, to this file of rank 0's host: for `ringreduce compare`.",
+)
+@click.option("--quiet", is_flag=True, help="Do not say at the end what steps took, and why.")
 @click.option("--horovod-variables", "horovod", is_flag=True, hidden=True, help="Set HOROVOD_RANK and its kin.")
 @click.option("--results", type=click.Path(exists=True, file_okay=False), hidden=True, help="Of `ringreduce.run`.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")

@@ -202,6 +202,8 @@ class Config:
             ``RINGREDUCE_STATUS=[HOST:]PORT``
         status_token_file: the file with the token that this asks for; None: one that is made for this user.
             ``RINGREDUCE_STATUS=PORT,token:FILE``
+        verdict: whether rank 0 says at the end, on standard error, what steps took and why. ``RINGREDUCE_VERDICT``
+        report: the file to which rank 0 writes that at the end, as JSON; None: none. ``RINGREDUCE_REPORT``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
             SIGUSR1; None: none. ``RINGREDUCE_DUMP``
         audit: the file to which rank 0 appends a record of the run (see `ringreduce.observe.audit`); None: none.
@@ -241,6 +243,8 @@ class Config:
     status: bool = _setting("RINGREDUCE_STATUS", _seen, True)
     status_address: tuple[str, int] | None = _setting("RINGREDUCE_STATUS", _address, None)
     status_token_file: str | None = _setting("RINGREDUCE_STATUS=token", str, None)
+    verdict: bool = _setting("RINGREDUCE_VERDICT", _switch, False)
+    report: str | None = _setting("RINGREDUCE_REPORT", str, None)
     dump: str | None = _setting("RINGREDUCE_DUMP", _or_zero(str, None), None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
     disk_key_file: str | None = _setting("RINGREDUCE_DISK_KEY_FILE", str, None)

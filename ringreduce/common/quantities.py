@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_nbytes", "format_seconds", "parse_nbytes", "parse_rate", "parse_seconds", "plural"]
+__all__ = ["format_nbytes", "format_seconds", "parse_nbytes", "parse_rate", "parse_seconds", "parse_share", "plural"]
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0, "m": 60.0, "h": 3600.0}
@@ -89,6 +89,22 @@ def parse_seconds(text: str) -> float:
     if found is None or found[2].lower() not in _SECONDS:
         raise ValueError("expected a time, such as 2us, 1.5ms, 1s, 5m or 1.5h")
     return float(found[1]) * _SECONDS[found[2].lower()]
+
+
+def parse_share(text: str) -> float:
+    """Read a share such as ``5%`` or ``0.05``.
+
+    Raises:
+        ValueError: it is none, or less than 0.
+    """
+    number = text.strip().removesuffix("%")
+    try:
+        share = float(number) / (100 if number != text.strip() else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < float("inf"):
+        raise ValueError("expected a share, such as 5% or 0.05")
+    return share
 
 
 def plural(number: float, word: str) -> str:

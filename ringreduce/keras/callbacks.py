@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import keras
@@ -17,7 +18,7 @@ from ringreduce.keras.functions import broadcast_variables
 from ringreduce.keras.local import require_whole_steps
 from ringreduce.keras.metrics import UNKNOWN, averages_of, samples_of
 from ringreduce.keras.private import layers_of, velocities_of
-from ringreduce.runtime import config, rank, size
+from ringreduce.runtime import config, rank, report_value, size
 from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
 from ringreduce.training.options.local_options import LocalArguments, averaging, local_options
@@ -44,7 +45,8 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
 
     Seeds of layers that draw random numbers stay each rank's own. A model that gets its weights only in the first
     batch, as a subclass may on the backend tensorflow, is broadcast after that. At the end of training with
-    ``staleness``, the callback applies the last averages.
+    ``staleness``, the callback applies the last averages. After each batch it reports this rank's metrics; see
+    `ringreduce.report_value`.
 
     Args:
         root_rank: whose values count.
@@ -79,6 +81,9 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
         if not self._done:
             self._done = True
             self._broadcast()
+        for name, value in (logs or {}).items():
+            if isinstance(value, Real):
+                report_value(name, value)
 
     def _broadcast(self) -> None:
         optimizer = self.model.optimizer

@@ -56,6 +56,8 @@ class LaunchSpec:
         ship: whether hosts get a copy of the environment and the program first.
         ship_paths: files and folders that they get, too.
         keep: whether the copies stay at the end, for the next job.
+        report: file to which rank 0 writes at the end what steps took, and why; None: none.
+        quiet: whether it says nothing of that.
         results: a folder that other hosts get, too, and from which what ranks write there comes back.
     """
 
@@ -93,6 +95,8 @@ class LaunchSpec:
     ship: bool = False
     ship_paths: tuple[str, ...] = ()
     keep: bool = False
+    report: str | None = None
+    quiet: bool = False
     results: str | None = None
 
     @property

@@ -152,6 +152,10 @@ class Start:
             settings["RINGREDUCE_RESTARTABLE"] = "1"
         if remote and spec.elastic and spec.host_timeout_s:
             settings["RINGREDUCE_PULSE"] = f"{spec.host_timeout_s / _PULSES:g}"
+        if spec.report is not None:
+            settings["RINGREDUCE_REPORT"] = spec.report
+        if spec.quiet or "RINGREDUCE_VERDICT" not in environ:
+            settings["RINGREDUCE_VERDICT"] = "0" if spec.quiet else "1"
         settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
         if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest

@@ -107,8 +107,8 @@ def _used(now: Mapping[str, Any], then: Mapping[str, Any], seconds: float) -> di
     """Return how much of a host was used between two looks."""
 
     def passed(key: str) -> float:
-        old = then.get(key)
-        return 0.0 if old is None else (now.get(key) or 0) - old
+        old, new = (each.get(key) for each in (then, now))
+        return 0.0 if old is None or new is None else float(new - old)
 
     times = {name: passed(f"host_{name}_s") for name in ("user", "system", "idle", "iowait", "steal")}
     whole = sum(times.values())

@@ -25,7 +25,7 @@ _TOTALS = (
     ("collective_bytes", "Bytes of this rank's that these were over.", "nbytes"),
     ("collective_seconds", "How long they took, waiting for other ranks included.", "seconds"),
 )
-_NESTED = ("collectives", "paces", "slow")
+_NESTED = ("collectives", "paces", "slow", "values")
 _PACES = (
     ("steps", "Steps that all ranks have reported.", "steps"),
     ("own_seconds", "How long this rank's own parts of these took.", "own_s"),
@@ -76,6 +76,7 @@ class Metrics:
             that have ended the same steps.
         slow: the rank for which the others wait most in the last 128 steps (with more than 16 ranks, in eight times as
             many steps as ranks), and why; None: they hardly wait, or there were fewer than 64 steps.
+        values: the last ones that this rank has reported (`ringreduce.report_value`), by name.
     """
 
     collectives: dict[str, Tally]
@@ -88,6 +89,7 @@ class Metrics:
     late_s: float
     paces: dict[int, Pace] = field(default_factory=dict)
     slow: Slow | None = None
+    values: dict[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
         """Return all of it as numbers by name: ``allreduce/seconds``, ``operations``, ``overlap``, ...; NaN: none."""
@@ -98,6 +100,7 @@ class Metrics:
         }
         singles = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NESTED}
         singles["overlap"] = self.overlap
+        found |= {f"value/{name}": each for name, each in self.values.items()}
         return found | {name: math.nan if value is None else float(value) for name, value in singles.items()}
 
     def add_to(self, writer: Any, step: int) -> None:
@@ -129,6 +132,9 @@ class Metrics:
             families.append((name, "counter", meaning, [(mine, getattr(self, part))]))
         if (pace := self.paces.get(rank)) is not None:
             families += [(name, "counter", meaning, [(mine, getattr(pace, part))]) for name, meaning, part in _PACES]
+        if self.values:
+            values = [({"name": name, **mine}, each) for name, each in self.values.items()]
+            families.append(("value", "gauge", "What the program has reported last.", values))
         return openmetrics(families)
 
     @property

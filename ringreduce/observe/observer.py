@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -17,9 +19,11 @@ from ringreduce.common.launch import launch
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.gathering import Gathering
+from ringreduce.observe.host_uses import uses_of
+from ringreduce.observe.job_report import JobReport, figures_of, report_of
 from ringreduce.observe.job_view import JobView
 from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.snapshots import FlightRecorder, Observed
+from ringreduce.observe.snapshots import FlightRecorder, Observed, Snapshot
 from ringreduce.observe.timeline import JobClock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, together
 from ringreduce.transport.waiting import Waiter
@@ -72,19 +76,24 @@ class Observer:
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
         self._stopped = True  # whether `stop_timeline` was called since
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
+        self._began_s = time.monotonic()
         self._ends = threading.Event()
         self._writer: threading.Thread | None = None
         self._gathering: Gathering | None = None
+        self._first: list[Snapshot] = []  # of the ranks, as soon as there is one of each
         self._view: JobView | None = None
         self._server: TextServer | None = None
 
-    def begin(self, messages: Messages, library: str, metrics: Callable[[], Metrics], recoveries: int = 0) -> None:
+    def begin(
+        self, messages: Messages, library: str, metrics: Callable[[], Metrics], *, nodes: int = 1, recoveries: int = 0
+    ) -> None:
         """Begin what the settings ask for; where a rank cannot, none of them does. Collective.
 
         Args:
             messages: between all ranks.
             library: what carries them.
             metrics: returns what this rank's calls add up to.
+            nodes: on how many hosts the ranks are.
             recoveries: how often the job has gone on without ranks that had failed.
 
         Raises:
@@ -110,28 +119,34 @@ class Observer:
                     self.refuse("status", error)
             else:
                 self._start_writing()
-        if self._config.status_address is not None:
-            self._show_job(self._config.status_address, messages, recoveries)
+        address = self._config.status_address
+        if address is not None or (nodes > 1 and (self._config.verdict or self._config.report)):
+            self._gather(messages, is_shown=address is not None)
+        if address is not None:
+            self._show_job(address, recoveries)
 
-    def _show_job(self, address: tuple[str, int], messages: Messages, recoveries: int) -> None:
-        """Gather what all ranks do at rank 0, and show it there. Collective."""
+    def _gather(self, messages: Messages, *, is_shown: bool) -> None:
+        """Gather what all ranks do at rank 0. Collective."""
+        gathered = None
+        if messages.size > 1 and messages.concurrent:
+            gathered = messages.subset(range(self._size), Waiter(self._config.timeout_s))
+        elif messages.size > 1 and self._rank == 0 and is_shown:
+            _log.warning("%s lets one thread alone communicate: of this job, rank 0 alone is shown", messages.library)
+        self._gathering = Gathering(gathered, self._rank, self._size)
+        self._start_writing()
+
+    def _show_job(self, address: tuple[str, int], recoveries: int) -> None:
+        """Show at rank 0 what is gathered there."""
         if self._config.key_file is not None and address[0] not in _LOOPBACK:
             raise ConfigError(
                 f"RINGREDUCE_KEY_FILE seals what goes to other hosts, but the status would be served on {address[0]} "
                 f"unencrypted: leave out its host, and reach it by ssh -L {address[1]}:127.0.0.1:{address[1]}"
             )
-        gathered = None
-        if messages.size > 1 and messages.concurrent:
-            gathered = messages.subset(range(self._size), Waiter(self._config.timeout_s))
-        elif messages.size > 1 and self._rank == 0:
-            _log.warning("%s lets one thread alone communicate: of this job, rank 0 alone is shown", messages.library)
-        self._gathering = Gathering(gathered, self._rank, self._size)
-        if self._rank == 0:
+        if self._rank == 0 and self._gathering is not None:
             from ringreduce.observe.job_server import serve_job  # its libraries take time, and few jobs need them
 
             self._view = JobView(self._size, launch().restarts, recoveries)
             self._server = serve_job(address, self._config.status_token_file, self._gathering, self._view)
-        self._start_writing()
 
     def watch(self, observed: Observed) -> None:
         """Observe this rank as a member of one thing more."""
@@ -175,6 +190,49 @@ class Observer:
         for each in self._ended.values():
             each.stop(ranks=0, at_once=error is not None)  # those that have not begun it by now do not come
 
+    def report(self, metrics: Metrics, nodes: Sequence[Sequence[int]]) -> JobReport | None:
+        """Return what the steps of this job took, and why; None: there were too few.
+
+        Args:
+            metrics: of this rank.
+            nodes: the ranks of each host.
+        """
+        recorder = self.recorder
+        then = self._first
+        now = [] if self._gathering is None else self._gathering.latest()
+        if not now:
+            then = list(recorder.ends[:1])
+            now = list(recorder.ends[-1:])
+        laps = [] if recorder.step_clock is None else [*recorder.step_clock.laps]
+        figures = figures_of(
+            metrics,
+            laps,
+            nodes=nodes,
+            seconds=time.monotonic() - self._began_s,
+            hosts={each["rank"]: each["host"] for each in now},
+            uses=uses_of(then, now),
+        )
+        return report_of(figures, laps, recorder.values.last())
+
+    def conclude(self, report: Callable[[], JobReport | None]) -> None:
+        """Let rank 0 say what the steps took, and why, if the settings ask for that and this world ends well."""
+        wanted = self._config.verdict or self._config.report
+        if self._rank or not wanted or getattr(sys, "last_value", None) is not None:
+            return
+        path = self._config.report
+        found = report()
+        if path is not None:
+            try:
+                if found is None:
+                    raise ConfigError(f"{path} is not written: a report is about 17 steps or more")
+                found.write(path)
+            except ConfigError as error:
+                _log.error("%s", error)
+        if found is not None and self._config.verdict:
+            with suppress(OSError, ValueError):  # its reader has ended, or the program has closed it
+                sys.stderr.write("".join(f"ringreduce: {line}\n" for line in found.lines))
+                sys.stderr.flush()
+
     def _start_writing(self) -> None:
         if self._writer is None:
             self._writer = threading.Thread(target=self._write, name="ringreduce observer", daemon=True)
@@ -189,6 +247,8 @@ class Observer:
                 status = self.recorder.write_status()
                 if self._gathering is not None and status is not None:
                     self._gathering.tell(status)
+                    if self._rank == 0 and len(self._first) < self._size:
+                        self._first = self._gathering.latest()
                     if self._view is not None:
                         self._view.remember(self._gathering.latest(), self._gathering.earlier())
 

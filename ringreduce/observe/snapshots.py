@@ -22,6 +22,10 @@ is removed with the world, and has the last call and the operation that waits lo
     samples[]                               [time, steps, samples, seconds spent in communication], the oldest first
     nbytes                                  resident memory
     resources                               counters of this process and its host; see `Resources.read`
+    spent{}                                 seconds since the first step: steps_s, input_s, communication_s, of that
+                                            waiting_s for other ranks, and waited_for{} by rank; null before it
+    values{}                                by name, of what the program reports: the sum of what came since the last
+                                            snapshot, how many that were, and the last value
     late                                    [rank, seconds]: who was waited for last, and how long; null
     slow                                    [rank, text]: who is last in recent training steps, how often and why; null
 """
@@ -54,7 +58,9 @@ from ringreduce.common.errors import CollectiveTimeoutError, ForeignFileError
 from ringreduce.common.files import replace_file
 from ringreduce.common.sealed_files import PLAIN
 from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.reported_values import ReportedValues
 from ringreduce.observe.resources import Resources
+from ringreduce.observe.step_clock import Spent, StepClock
 
 __all__ = ["FlightRecorder", "Observed", "Snapshot", "folder", "read_all"]
 
@@ -100,6 +106,9 @@ class FlightRecorder:
         keys: seals what is written down.
         observed: what this rank is a member of.
         steps, samples: how many the program has counted.
+        values: what the program has reported.
+        step_clock: when it has made these steps; None: nothing was said about its time.
+        ends: the first snapshot for `ringreduce top` and the last one, as far as there are any.
         failure: the first error after which no call was possible in one of these.
     """
 
@@ -107,6 +116,9 @@ class FlightRecorder:
         self.keys = PLAIN
         self.observed: list[Observed] = []
         self.steps = self.samples = 0
+        self.values = ReportedValues()
+        self.step_clock: StepClock | None = None
+        self.ends: tuple[Snapshot, ...] = ()
         self.failure: BaseException | None = None
         self._rank = rank
         self._size = size
@@ -125,6 +137,19 @@ class FlightRecorder:
         self.observed = [each for each in self.observed if each.is_open()] + [observed]
         for communicator in observed.communicators.values():
             communicator.lifetime.listen_while_held("failed", self._failed)
+
+    def count(self, steps: int, samples: int) -> None:
+        """Take note of steps and samples that the program has finished."""
+        self.steps += steps
+        self.samples += samples
+        if steps and self.step_clock is not None:
+            self.step_clock.look(self.steps, self.samples)
+
+    def spent(self, waited_s: float, loading_s: float) -> Spent:
+        """Return how this rank has spent its time, in ended calls; arguments as the attributes of `Spent`."""
+        blocking = [each.communicators["blocking"] for each in self.observed if each.is_open()]
+        blocking_s = sum(tally.seconds for each in blocking for tally in each.tallies.values())
+        return Spent(blocking_s, waited_s, loading_s, processes.delayed_s())
 
     def snapshot(self, *, brief: bool) -> Snapshot:
         """Return what this rank does. Local; takes no lock.
@@ -196,8 +221,8 @@ class FlightRecorder:
             return None
         said = self.snapshot(brief=True)
         total = metrics()
-        blocking = [each.communicators["blocking"] for each in self.observed if each.is_open()]
-        spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
+        spent = self.spent(total.waited_s, 0.0)
+        spent_s = spent.waited_s + spent.blocking_s
         under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
         spent_s += sum(said["time"] - call["started"] for call in under_way)
         resources = self._resources.read()
@@ -209,20 +234,29 @@ class FlightRecorder:
             "samples": list(self._samples),
             "nbytes": resources["resident_nbytes"],
             "resources": resources,
+            "values": self.values.take(),
+            "spent": None if self.step_clock is None else self._of_steps(self.step_clock, total),
             "late": None if total.late_rank is None else [total.late_rank, total.late_s],
             "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness],
         }
         status = {**said, **self._common, **more}
+        self.ends = (*self.ends[:1], status)
         if path is not None:
             _write(path, lambda file: file.write(json.dumps(status).encode()))
         return status
+
+    def _of_steps(self, clock: StepClock, total: Metrics) -> dict[str, Any] | None:
+        """Return how the time of steps was spent since the first one; None: there was none."""
+        spent = clock.until_now()
+        late = {rank: each.late_s for rank, each in total.paces.items() if each.late_s and rank != self._rank}
+        return spent and {**spent, "waiting_s": sum(late.values()), "waited_for": late}
 
     def end_status(self) -> None:
         """Remove the file, and write it no more; not in a process that was forked."""
         path = self._status
         self._status = None
         self._resources.end()
-        self._metrics = None  # it keeps the world alive, which has this
+        self._metrics = self.step_clock = None  # they keep the world alive, which has this
         if path is not None and os.getpid() == self._pid:
             path.unlink(missing_ok=True)
 

@@ -14,6 +14,7 @@ from ringreduce.common.errors import CollectiveError, ConfigError, ForeignFileEr
 from ringreduce.common.launch import launch
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.observe.audit import require_facts
+from ringreduce.observe.job_report import JobReport
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.timeline import Program
 from ringreduce.runtime.blocking import (
@@ -94,6 +95,8 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_init",
     "remove_process_set",
+    "report",
+    "report_value",
     "request_stop",
     "scatter",
     "send",
@@ -365,13 +368,41 @@ def count(steps: int = 0, samples: int = 0) -> None:
     """
     own = _process.own()
     if own is not None:
-        own.observer.recorder.steps += steps
-        own.observer.recorder.samples += samples
+        own.observer.recorder.count(steps, samples)
 
 
 def metrics() -> Metrics:
     """Return what this rank's calls add up to since `init`: numbers, bytes, seconds, overlap, and who was late."""
     return _process.here().metrics()
+
+
+def report() -> JobReport | None:
+    """Return what the steps of this job took until now, and why; ``print`` shows it. Local.
+
+    Times are those of this rank, and those of steps of which ranks have told each other: every 16 steps. At the end of
+    a job, `ringreduce run` has rank 0 show it.
+
+    Returns:
+        None if there were fewer than 17 steps.
+    """
+    return _process.rank_here().report()
+
+
+def report_value(name: str, value: Any) -> None:
+    """Report a value of the program, such as its loss, to all that shows this rank. Local; waits for nothing.
+
+    A value in device memory is read later, by another thread: the array must not be written to meanwhile.
+
+    Args:
+        name: for people.
+        value: a number, or an array of one element, of any framework.
+
+    Raises:
+        ConfigError: it is none of these, or the name is no text.
+    """
+    own = _process.own()
+    if own is not None:
+        own.observer.recorder.values.add(name, value)
 
 
 def audit(event: str, /, **facts: Any) -> None:

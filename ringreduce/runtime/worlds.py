@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,10 @@ from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.common.topology import Topology
 from ringreduce.observe.audit import AuditRecord
+from ringreduce.observe.job_report import JobReport
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observer
+from ringreduce.observe.step_clock import Spent, StepClock
 from ringreduce.observe.timeline import JobClock, Program
 from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, check_settings, check_versions
 from ringreduce.runtime.groups import Group
@@ -186,6 +188,7 @@ class OwnWorld(World):
         )
         lifetime.listen_while_held("failed below", self.note_refusal)
         self._register(everyone, list(range(messages.size)), parts)
+        self.observer.recorder.step_clock = StepClock(self._spent)
 
     @classmethod
     def start(
@@ -234,7 +237,13 @@ class OwnWorld(World):
             )
             world._log_choices()
             world._use_table()
-            world.observer.begin(messages, world.communicator.library, world.metrics, recoveries)
+            world.observer.begin(
+                messages,
+                world.communicator.library,
+                world.metrics,
+                nodes=len(world.hosts.nodes),
+                recoveries=recoveries,
+            )
             world.observer.watch(everyone.observed())  # not before there is a key for what is written down
         except Exception as error:
             if config.audit is not None and isinstance(error, (ConfigError, MismatchError, ChangedMessageError)):
@@ -343,6 +352,19 @@ class OwnWorld(World):
             self.stops = True
             announce_stop()
         return bool(self._asked[0])
+
+    def metrics(self) -> Metrics:
+        return replace(super().metrics(), values=self.observer.recorder.values.last())
+
+    def report(self) -> JobReport | None:
+        """Return what the steps took, and why; None: there were too few. Local."""
+        return self.observer.report(self.metrics(), self.hosts.nodes)
+
+    def _spent(self) -> Spent:
+        engines = [each.engine for each in self.sets.values() if each.included()]
+        return self.observer.recorder.spent(
+            sum(each.waited_s for each in engines), sum(each.pacemaker.loading_s for each in engines)
+        )
 
     def _advance(self) -> None:
         """Move on the messages of all groups: while this rank waits, peers may wait for these."""
@@ -462,6 +484,7 @@ class OwnWorld(World):
 
     def close(self) -> None:
         """End the world. Collective."""
+        self.observer.conclude(self.report)
         self.observer.end()
         groups = (each.close for each in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)

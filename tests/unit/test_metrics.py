@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,6 +39,13 @@ def test_tensorboard_gets_every_scalar():
     found().add_to(Writer(), 40)
     assert written["ringreduce/allreduce/seconds", 40] == 0.5
     assert len(written) == len(found().scalars())
+
+
+def test_values_of_the_program_are_there_too():
+    """As scalars under a name of their own, and as a family with the name as a label."""
+    metrics = replace(found(), values={"loss": 0.25})
+    assert metrics.scalars()["value/loss"] == 0.25
+    assert 'ringreduce_value{name="loss",rank="5"} 0.25' in metrics.to_openmetrics(5).splitlines()
 
 
 def test_openmetrics_text():

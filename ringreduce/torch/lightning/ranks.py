@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -109,6 +109,14 @@ class RanksStrategy:
                 DistributedOptimizer(each, self.model, reduce_in="backward", shard=self._shard)
                 for each in self.optimizers
             ]
+
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        """Return what the module's step returns, and report its loss; see `ringreduce.report_value`."""
+        output = super().training_step(*arguments, **options)  # type: ignore[misc]
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            runtime.report_value("loss", loss)
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -1,0 +1,464 @@
+"""Why a job is slow: each rule with figures to which it applies, and with figures beside these."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import ringreduce as rr
+from ringreduce.cli import main
+from ringreduce.common.instruments import Pace
+from ringreduce.observe.host_uses import uses_of
+from ringreduce.observe.job_report import figures_of, report_of
+from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.pace import Slow
+from ringreduce.observe.reported_values import ReportedValues
+from ringreduce.observe.step_clock import Lap, Spent, StepClock
+from ringreduce.observe.verdicts import RULES, Figures, HostUse, in_words, judge
+
+#: Steps of 0.1 s, of which a healthy job computes most.
+HEALTHY = Figures(
+    ranks=4,
+    nodes=2,
+    seconds=60.0,
+    steps=500,
+    samples_per_s=640.0,
+    step_s=0.1,
+    compute_s=0.08,
+    input_s=0.005,
+    waiting_s=0.005,
+    communication_s=0.01,
+    crowded=0.02,
+    hosts={0: "h1", 1: "h1", 2: "h2", 3: "h2"},
+    uses=[
+        HostUse(host="h1", interface="eth0", network=0.3, disk="sda", busy=0.2),
+        HostUse(host="h2", interface="eth0", network=0.2, disk="sda", busy=0.1, memory=0.99, faults=1.0, swapped=9),
+    ],
+)
+
+
+def slow(kind: str, part: float) -> Slow:
+    return Slow(3, kind, part, late_s=0.05, reason="it waits for a disk, a device or a lock", cause="waiting")
+
+
+def use(**parts: Any) -> list[HostUse]:
+    return [HostUse(host="h1"), HostUse(host="h2", interface="eth1", disk="sdb", **parts)]
+
+
+#: By rule: figures to which it applies, and the nearest to which it does not; the words, and the speedup at most.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, float]] = {
+    "slow rank": (
+        {"slow": slow("always", 0.9), "waiting_s": 0.05, "compute_s": 0.035},
+        {"slow": slow("always", 0.9), "waiting_s": 0.009},
+        "rank 3 of h2 is last in 90% of steps, by 50 ms: it waits for a disk",
+        2.0,
+    ),
+    "uneven ranks": (
+        {"slow": slow("sometimes", 0.4), "waiting_s": 0.05},
+        {"slow": slow("rarely", 0.1), "waiting_s": 0.05},
+        "ranks are late by turns; rank 3 of h2 most, last in 40% of steps",
+        2.0,
+    ),
+    "input": ({"input_s": 0.064}, {"input_s": 0.019}, "ranks wait for data in 64% of the time", 1 / 0.36),
+    "network": (
+        {"communication_s": 0.08, "uses": use(network=0.94)},
+        {"communication_s": 0.08, "uses": use(network=0.7)},
+        "eth1 of h2 is at 94% of its speed",
+        1 / 0.4,
+    ),
+    "communication": (
+        {"communication_s": 0.05, "uses": use(network=0.7)},
+        {"communication_s": 0.05, "uses": use(network=0.9)},
+        "communication takes 50% of a step",
+        2.0,
+    ),
+    "crowded cores": (
+        {"crowded": 0.5, "communication_s": 0.02},
+        {"crowded": 0.19},
+        "ranks wait for a core, which others have, in 50% of the time in which they compute",
+        2.0,
+    ),
+    "disk": (
+        {"uses": use(busy=0.9), "input_s": 0.05},
+        {"uses": use(busy=0.7), "input_s": 0.05},
+        "disk sdb of h2 is busy 90% of the time",
+        2.0,
+    ),
+    "garbage collector": (
+        {"uses": use(collecting=0.2)},
+        {"uses": use(collecting=0.09)},
+        "Python collects garbage in 20% of the time",
+        1.25,
+    ),
+    "throttled": (
+        {"uses": use(throttled=0.5)},
+        {"uses": use(throttled=0.04)},
+        "h2 limits processors, and stops its ranks 50% of the time",
+        2.0,
+    ),
+    "steal": (
+        {"uses": use(stolen=0.2)},
+        {"uses": use(stolen=0.04)},
+        "other virtual machines have 20% of the processors of h2",
+        1.25,
+    ),
+    "swapping": ({"uses": use(swapped=300)}, {"uses": use(swapped=200)}, "h2 swaps memory to disk", 1.0),
+    "memory": (
+        {"uses": use(memory=0.99, faults=50.0)},
+        {"uses": use(memory=0.9, faults=50.0)},
+        "h2 uses 99% of its memory",
+        1.0,
+    ),
+    "retransmissions": (
+        {"uses": use(resent=0.02)},
+        {"uses": use(resent=0.009)},
+        "h2 sends 2.0% of its TCP segments again",
+        1.0,
+    ),
+    "shared cores": ({"crowds": [((2, 3), 1)]}, {"crowds": []}, "ranks 2-3 share 1 core", 1.0),
+}
+
+
+def test_each_rule_has_its_figures() -> None:
+    """The table of rules, in order; a new one needs a case."""
+    assert [rule.name for rule in RULES] == [*CASES]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_applies_to_its_figures_and_not_beside_them(name: str) -> None:
+    """With what it says, and what its remedy brings at most; and it is what is to be changed first."""
+    applies, beside, says, speedup = CASES[name]
+    found = {each.name: each for each in judge(replace(HEALTHY, **applies))}
+    assert found[name].says.startswith(says)
+    assert found[name].remedy
+    assert found[name].speedup == pytest.approx(speedup)
+    assert name not in {each.name for each in judge(replace(HEALTHY, **beside))}
+
+
+def test_a_healthy_job_gets_no_blame() -> None:
+    """Its parts are said, and that there is nothing to change."""
+    assert judge(HEALTHY) == []
+    assert in_words(HEALTHY, []) == [
+        "4 ranks on 2 hosts, 60.0 s, 500 steps of 100 ms, 640 samples/s",
+        "a step: compute 80%, input 5%, waiting for other ranks 5%, communication 10%",
+        "nothing to change: no part of a step takes longer than usual",
+    ]
+
+
+def test_what_saves_most_comes_first_and_eight_lines_are_enough() -> None:
+    """However much applies."""
+    uses = use(network=0.94, busy=0.9, throttled=0.5, stolen=0.2, swapped=300, memory=0.99, faults=50.0, resent=0.02)
+    everything = replace(
+        HEALTHY, slow=slow("always", 0.9), waiting_s=0.03, input_s=0.04, uses=uses, crowds=[((2, 3), 1)]
+    )
+    found = judge(everything)
+    assert [each.saves_s for each in found] == sorted((each.saves_s for each in found), reverse=True)
+    lines = in_words(everything, found)
+    assert len(lines) <= 8
+    assert lines[2] == "slow: h2 limits processors, and stops its ranks 50% of the time"
+    assert lines[3].startswith("first: raise the limit of the container")
+    assert lines[3].endswith(": at most 2.0 times as fast")
+
+
+# ---- what figures are made of ----
+
+
+def test_laps_are_few_and_even_however_many_steps() -> None:
+    """The first is that of the first step; between two of them are equally many steps."""
+    now = iter(range(10**6))
+    clock = StepClock(lambda: Spent(loading_s=1.0), lambda: float(next(now)))
+    for step in range(1, 5001):
+        clock.look(step, 2 * step)
+    steps = [lap.steps for lap in clock.laps]
+    assert steps[0] == 1
+    assert len({after - before for before, after in pairwise(steps)}) == 1
+    assert 32 <= len(steps) <= 64
+    assert steps[-1] > 4800
+    assert clock.laps[-1].samples == 2 * steps[-1]
+
+
+def laps(*, step_s: float, count: int = 101, **spent: float) -> list[Lap]:
+    """Return laps of ten steps, given what is spent in each step."""
+    return [
+        Lap(1 + 10 * n, 320 * n, 5.0 + 10 * n * step_s, Spent(**{name: 10 * n * each for name, each in spent.items()}))
+        for n in range(count)
+    ]
+
+
+def pace(**parts: Any) -> Pace:
+    usual: dict[str, Any] = {
+        "steps": 1000, "own_s": 60.0, "last": 0, "late_s": 0.0, "sampled_s": 10.0, "processor_s": 10.0,
+        "delayed_s": 0.0, "faults": 0, "loading_s": 10.0, "cores": (),
+    }  # fmt: skip
+    return Pace(**(usual | parts))
+
+
+def metrics(*paces: Pace) -> Metrics:
+    return replace(Metrics.of([], []), paces=dict(enumerate(paces)))
+
+
+def test_parts_add_up_to_a_step() -> None:
+    """Those of an average rank: its own time, what it waits for the last one, and the rest, which is communication."""
+    late = pace(own_s=90.0, last=1000, late_s=30.0, processor_s=3.0, sampled_s=15.0)
+    found = figures_of(metrics(pace(), late), laps(step_s=0.1, blocking_s=0.002), nodes=[[0, 1]], seconds=110.0)
+    assert found is not None
+    assert (found.step_s, found.samples_per_s) == pytest.approx((0.1, 640.0))
+    assert (found.input_s, found.waiting_s, found.communication_s) == pytest.approx((0.01, 0.015, 0.012))
+    assert found.compute_s + found.input_s + found.waiting_s + found.communication_s == pytest.approx(found.step_s)
+    assert found.slow is not None
+    assert (found.slow.rank, found.slow.kind, found.slow.cause) == (1, "always", "waiting")
+
+
+def test_without_paces_this_rank_alone_is_known() -> None:
+    """As in programs that reduce by themselves: waiting is a part of communication."""
+    spent = {"blocking_s": 0.03, "waited_s": 0.01, "loading_s": 0.02, "delayed_s": 0.001}
+    found = figures_of(metrics(), laps(step_s=0.1, **spent), nodes=[[0], [1]], seconds=110.0)
+    assert found is not None
+    assert (found.input_s, found.waiting_s, found.communication_s) == pytest.approx((0.02, 0.0, 0.04))
+    assert (found.ranks, found.nodes, found.slow, found.crowded) == (2, 2, None, pytest.approx(0.01))
+
+
+def test_waiting_for_a_core_counts_while_ranks_compute() -> None:
+    """What they wait while they load data, or wait for others, is not known to cost anything."""
+    ranks = metrics(pace(delayed_s=5.0, loading_s=30.0), pace(delayed_s=1.0, loading_s=0.0))
+    found = figures_of(ranks, laps(step_s=0.1, delayed_s=0.09), nodes=[[0, 1]], seconds=110.0)
+    assert found is not None
+    assert found.crowded == pytest.approx(6.0 / (5.0 + 10.0))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_of_few_steps_nothing_is_said(count: int) -> None:
+    assert figures_of(metrics(), laps(step_s=0.1, count=count), nodes=[[0]], seconds=1.0) is None
+    assert report_of(None, [], {}) is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "crowds"),
+    [
+        (((0,), (0,), (1,), (1,)), [([0, 1], 1), ([2, 3], 1)]),
+        (((0, 1),) * 4, []),
+        (((0, 1), (0, 1), (0,), (1,)), []),
+        (((), (), (), ()), []),
+    ],
+)
+def test_ranks_that_share_too_few_cores_are_named(cores: tuple[tuple[int, ...], ...], crowds: list[Any]) -> None:
+    """Only those of one host, and only where there are fewer cores than ranks; many cores are not known."""
+    paces = metrics(*(pace(cores=each) for each in cores))
+    found = figures_of(paces, laps(step_s=0.1), nodes=[[0, 1], [2, 3]], seconds=110.0)
+    assert found is not None
+    assert list(found.crowds) == crowds
+
+
+def snapshot(rank: int, host: str, time: float, **resources: Any) -> dict[str, Any]:
+    return {"rank": rank, "host": host, "time": time, "resources": resources}
+
+
+def test_uses_of_hosts_are_between_two_snapshots() -> None:
+    """Of counters that grow; what the system does not say, and interfaces without a speed, are left out."""
+    then: dict[str, Any] = {
+        "interfaces": {
+            "eth0": {"speed_bits": 1e9, "rx_nbytes": 100, "tx_nbytes": 0},
+            "lo": {"speed_bits": None, "rx_nbytes": 0, "tx_nbytes": 0},
+        },
+        "disks": {"sda": {"read_nbytes": 0, "written_nbytes": 0, "busy_s": 5.0}},
+        "host_user_s": 10.0, "host_idle_s": 10.0, "host_steal_s": 0.0, "host_iowait_s": None, "throttled_s": 1.0,
+        "gc_pause_s": 0.0, "sent_segments": 0, "retransmitted_segments": 0, "swapped_pages": 7, "major_faults": 0,
+    }  # fmt: skip
+    now = then | {
+        "interfaces": {
+            "eth0": {"speed_bits": 1e9, "rx_nbytes": 100, "tx_nbytes": 10**9},
+            "lo": {"speed_bits": None, "rx_nbytes": 10**12, "tx_nbytes": 0},
+        },
+        "disks": {"sda": {"read_nbytes": 0, "written_nbytes": 0, "busy_s": 9.0}},
+        "host_user_s": 14.0, "host_idle_s": 15.0, "host_steal_s": 1.0, "throttled_s": 3.0, "gc_pause_s": 0.5,
+        "sent_segments": 5000, "retransmitted_segments": 100, "swapped_pages": 10, "major_faults": 20,
+        "memory_nbytes": 3, "memory_limit_nbytes": 4,
+    }  # fmt: skip
+    before = [
+        snapshot(0, "h1", 100.0, **then),
+        snapshot(1, "h1", 100.0, **then),
+        {"rank": 2, "host": "h2", "time": 1.0},
+    ]
+    after = [snapshot(0, "h1", 110.0, **then), snapshot(1, "h1", 110.0, **now), {"rank": 2, "host": "h2", "time": 9.0}]
+    after[0] = snapshot(0, "h1", 110.0, **(now | {"gc_pause_s": 0.1, "major_faults": 0}))
+    assert uses_of(before, after) == [
+        HostUse(
+            host="h1", interface="eth0", network=0.8, disk="sda", busy=0.4, throttled=0.2, stolen=0.1, collecting=0.05,
+            swapped=3, resent=0.02, memory=0.75, faults=2.0,
+        )
+    ]  # fmt: skip
+
+
+# ---- reports ----
+
+
+def written(path: Path, step_s: float, *, noise: float = 0.0, **changes: Any) -> str:
+    """Write the report of a job, whose laps differ in turn by a share of a step."""
+    figures = replace(HEALTHY, step_s=step_s, **changes)
+    steps: list[Lap] = []
+    now = 0.0
+    for number in range(41):
+        steps.append(Lap(1 + 10 * number, 0, now, Spent()))
+        now += 10 * step_s * (1 + noise * (number % 3 - 1))
+    report = report_of(figures, steps, {"loss": 0.25})
+    assert report is not None
+    report.write(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("before_s", "after_s", "noise", "tolerance", "status"),
+    [
+        (0.1, 0.1, 0.01, "5%", 0),
+        (0.1, 0.2, 0.01, "5%", 1),
+        (0.1, 0.106, 0.001, "5%", 1),
+        (0.1, 0.104, 0.001, "5%", 0),
+        (0.1, 0.104, 0.001, "0.03", 1),
+        (0.1, 0.106, 0.4, "5%", 0),
+        (0.2, 0.1, 0.01, "0%", 0),
+    ],
+)
+def test_a_slower_job_is_told_from_noise(
+    tmp_path: Path, before_s: float, after_s: float, noise: float, tolerance: str, status: int
+) -> None:
+    """Slower steps end in status 1 if they are beyond the tolerance and beyond noise."""
+    before = written(tmp_path / "a.json", before_s, noise=noise)
+    after = written(tmp_path / "b.json", after_s, noise=noise)
+    done = CliRunner().invoke(main, ["compare", before, after, "--tolerance", tolerance])
+    assert done.exit_code == status, done.output
+    assert done.output.startswith("a step: ")
+    assert ("slower than" in done.output) == bool(status)
+
+
+def test_what_is_new_and_what_has_gone_is_said(tmp_path: Path) -> None:
+    """By rules, and by parts of a step; ranks that differ in number make no fair comparison."""
+    before = written(tmp_path / "a.json", 0.1, input_s=0.04, compute_s=0.04)
+    after = written(tmp_path / "b.json", 0.1, crowds=[((0, 1), 1)], ranks=2)
+    done = CliRunner().invoke(main, ["compare", before, after])
+    assert done.exit_code == 0
+    assert done.output.splitlines()[1:] == [
+        "compute: 40 ms -> 80 ms (+100.0%)",
+        "input: 40 ms -> 5 ms (-87.5%)",
+        "new: ranks 0-1 share 1 core",
+        "gone: ranks wait for data in 40% of the time",
+        "ranks: 4 -> 2, so these jobs are not alike",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"laps_s": "x"}', "null"])
+def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    good = written(tmp_path / "good.json", 0.1)
+    (tmp_path / "bad.json").write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(main, ["compare", good, str(tmp_path / "bad.json")])
+    assert done.exit_code == 2
+    assert "bad.json is no report" in done.output
+
+
+def test_a_world_reports_its_steps_and_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At any time, and at its end into the file that the settings name; on standard error where they ask for that."""
+    path = tmp_path / "report.json"
+    monkeypatch.setenv("RINGREDUCE_REPORT", str(path))
+    rr.init()
+    assert rr.report() is None
+    for step in range(40):
+        rr.count(steps=1, samples=8)
+        rr.report_value("loss", 1 / (step + 1))
+    found = rr.report()
+    assert isinstance(found, rr.JobReport)
+    assert str(found).startswith("1 rank, ")
+    rr.shutdown()
+    said = json.loads(path.read_text(encoding="utf-8"))
+    assert (said["ranks"], said["values"]) == (1, {"loss": 1 / 40})
+    assert said["samples_per_s"] == pytest.approx(8 / said["step_s"])
+
+
+def test_the_verdict_is_on_standard_error_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing is on standard output."""
+    for asked in ("1", "0"):
+        monkeypatch.setenv("RINGREDUCE_VERDICT", asked)
+        rr.init()
+        rr.count(steps=1)
+        for _ in range(30):
+            rr.count(steps=1)
+        rr.shutdown()
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert err.startswith("ringreduce: 1 rank, ") == (asked == "1")
+        assert len(err.splitlines()) <= 8
+
+
+def test_a_report_that_cannot_be_written_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RINGREDUCE_REPORT", str(tmp_path / "none" / "report.json"))
+    rr.init()
+    for _ in range(30):
+        rr.count(steps=1)
+    rr.shutdown()
+    assert "the report cannot be written to" in caplog.text
+    rr.init()
+    rr.shutdown()
+    assert "a report is about 17 steps or more" in caplog.text
+
+
+# ---- values of the program ----
+
+
+def test_values_are_summed_until_they_are_taken() -> None:
+    """Of each name: the sum since the last time, how many, and the last; numbers and arrays of one element."""
+    values = ReportedValues()
+    for each in (1, 2.5, np.float32(3), np.ones((1, 1))):
+        values.add("loss", each)
+    values.add("rate", 0.5)
+    assert values.take() == {"loss": [7.5, 4, 1.0], "rate": [0.5, 1, 0.5]}
+    assert values.take() == {"loss": [0.0, 0, 1.0], "rate": [0.0, 0, 0.5]}
+    for _ in range(5000):
+        values.add("loss", 2.0)
+    assert values.take()["loss"] == [10_000.0, 5000, 2.0]
+    assert values.last() == {"loss": 2.0, "rate": 0.5}
+
+
+def test_a_tensor_of_a_graph_does_not_keep_it() -> None:
+    """What is kept until it is read is detached."""
+    torch = pytest.importorskip("torch")
+    values = ReportedValues()
+    weight = torch.ones(3, requires_grad=True)
+    loss = weight.square().sum()
+    values.add("loss", loss)
+    freed = weakref.ref(loss)
+    del loss
+    assert freed() is None
+    assert values.last() == {"loss": 3.0}
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss", "x"), ("loss", None), ("loss", np.ones(2)), (3, 1.0)])
+def test_what_is_no_value_is_refused(name: Any, value: Any) -> None:
+    values = ReportedValues()
+    with pytest.raises(rr.ConfigError, match="report_value"):
+        values.add(name, value)
+    assert values.last() == {}
+
+
+def test_a_value_that_cannot_be_read_later_is_nan() -> None:
+    """And others are read."""
+
+    class Symbol:
+        def __float__(self) -> float:
+            raise TypeError
+
+    values = ReportedValues()
+    values.add("loss", Symbol())
+    values.add("rate", 1)
+    assert math.isnan(values.last()["loss"])
+    assert values.last()["rate"] == 1.0
