@@ -241,6 +241,20 @@ def _words(text: str) -> tuple[str, ...]:
     callback=lambda context, option, file: file and os.path.abspath(file),
     help="Write what steps took, and why, to this file of rank 0's host: for `ringreduce compare`.",
 )
+@click.option(
+    "--watchdog",
+    "watchdog_s",
+    type=float,
+    metavar="SECONDS",
+    help="Say why if no rank has made a step, a collective or a report for so long.",
+)
+@click.option(
+    "--watchdog-action",
+    type=click.Choice(["dump", "end", "restart"]),
+    default="dump",
+    show_default=True,
+    help="And then let ranks go on, end the job with status 124, or start it again, by --max-restarts.",
+)
 @click.option("--quiet", is_flag=True, help="Do not say at the end what steps took, and why.")
 @click.option("--horovod-variables", "horovod", is_flag=True, hidden=True, help="Set HOROVOD_RANK and its kin.")
 @click.option("--results", type=click.Path(exists=True, file_okay=False), hidden=True, help="Of `ringreduce.run`.")

@@ -121,6 +121,12 @@ def _address(text: str) -> tuple[str, int] | None:
         raise ValueError(f"{error}; or 1 or 0") from None
 
 
+def _action(text: str) -> str:
+    if text not in ("dump", "end", "restart"):
+        raise ValueError("expected dump, end or restart")
+    return text
+
+
 def _gpu(text: str) -> str:
     if text.lower() not in ("staged", "nccl", "mpi"):
         raise ValueError("expected staged, nccl or mpi")
@@ -204,6 +210,10 @@ class Config:
             ``RINGREDUCE_STATUS=PORT,token:FILE``
         verdict: whether rank 0 says at the end, on standard error, what steps took and why. ``RINGREDUCE_VERDICT``
         report: the file to which rank 0 writes that at the end, as JSON; None: none. ``RINGREDUCE_REPORT``
+        watchdog_s: rank 0 says what a job waits for in which no rank has made a step, a collective or a report for so
+            long (seconds); None: never. ``RINGREDUCE_WATCHDOG``
+        watchdog_action: what follows: ``"dump"``: nothing, each rank has written down what it does; ``"end"``: the job
+            is ended; ``"restart"``: and started again. ``RINGREDUCE_WATCHDOG=60,action:end``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
             SIGUSR1; None: none. ``RINGREDUCE_DUMP``
         audit: the file to which rank 0 appends a record of the run (see `ringreduce.observe.audit`); None: none.
@@ -245,6 +255,8 @@ class Config:
     status_token_file: str | None = _setting("RINGREDUCE_STATUS=token", str, None)
     verdict: bool = _setting("RINGREDUCE_VERDICT", _switch, False)
     report: str | None = _setting("RINGREDUCE_REPORT", str, None)
+    watchdog_s: float | None = _setting("RINGREDUCE_WATCHDOG", _or_zero(_positive_float, None), None)
+    watchdog_action: str = _setting("RINGREDUCE_WATCHDOG=action", _action, "dump")
     dump: str | None = _setting("RINGREDUCE_DUMP", _or_zero(str, None), None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
     disk_key_file: str | None = _setting("RINGREDUCE_DISK_KEY_FILE", str, None)

@@ -58,6 +58,9 @@ TORCHRUN = Launcher("torchrun (or what sets its variables)", "WORLD_SIZE", "RANK
 #: Has no variable for the size, but where a rank is not 0 there are others.
 _PMIX_RANK = "PMIX_RANK"
 
+#: The status with which a job is ended that stalls: that of timeout(1).
+STALLED = 124
+
 #: Schedulers: the variable with the number of the job, one that only jobs of it have, the one that says which hosts it
 #: has granted, in words, if there is one, and the one that counts how often the job was run again.
 _SCHEDULERS = {

@@ -40,7 +40,8 @@ class Mark(NamedTuple):
             ``"lives"``, every few seconds, for its host. Of the rank: ``"is connected"``, to all others by MPI, which
             reports deaths to it; ``"has a commit"``: it has written one to disk; ``"begins again"``: its commit is on
             disk, and it ends for a job on other hosts; ``"has gone on"`` after some of the others have failed;
-            ``"agrees to stop"``, as all ranks of its world do.
+            ``"stalls"``: none has gone on for long, and the job is to be ended; ``"agrees to stop"``, as all ranks of
+            its world do.
         rank: which.
         host: on which it runs, by its name there.
     """

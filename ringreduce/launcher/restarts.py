@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import STALLED
 from ringreduce.launcher import failures
 from ringreduce.launcher.allocations_end import StepSignals, StopBefore
 from ringreduce.launcher.failures import LogFiles
@@ -110,6 +111,7 @@ class _JobRanks:
         leaving: time of the first mark that the job begins again; None if there was none.
         asked: time when they were first asked to begin again; None if they were not, or need not any more.
         said: reason that users saw last.
+        has_stalled: whether rank 0 has found that none goes on, in a job that survives deaths.
         was_warned: whether this process got a SIGUSR1 for them or for those of a job before, which asks those to stop
             that listen.
         are_to_stop: whether one has said that they have agreed to stop.
@@ -123,6 +125,7 @@ class _JobRanks:
     leaving: float | None = None
     asked: float | None = None
     said: str = ""
+    has_stalled: bool = False
     was_warned: bool = False
     are_to_stop: bool = False
     without_package: set[str] = field(default_factory=set)
@@ -189,6 +192,8 @@ class Restarts:
         while True:
             status, stopped = self._run_one(starts)
             starts += 1
+            if self._spec.watchdog_action == "end" and (self._ranks.has_stalled or status == STALLED):
+                return STALLED
             if self._ranks.has_commit:  # it made steps
                 self._has_commit = True
                 failed = in_a_row = 0
@@ -366,6 +371,9 @@ class Restarts:
                 ranks.any_ended_well = True
             case "agrees to stop":
                 ranks.are_to_stop = True
+            case "stalls":
+                ranks.has_stalled = True
+                job.end()
             case "begins again":
                 ranks.leaving = now if ranks.leaving is None else ranks.leaving
             case "has gone on" if ranks.leaving is not None:

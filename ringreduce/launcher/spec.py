@@ -57,6 +57,8 @@ class LaunchSpec:
         ship_paths: files and folders that they get, too.
         keep: whether the copies stay at the end, for the next job.
         report: file to which rank 0 writes at the end what steps took, and why; None: none.
+        watchdog_s: seconds without progress of any rank after which a job counts as stalled; None: no limit.
+        watchdog_action: what is done then: ``"dump"``, ``"end"`` or ``"restart"``.
         quiet: whether it says nothing of that.
         results: a folder that other hosts get, too, and from which what ranks write there comes back.
     """
@@ -96,6 +98,8 @@ class LaunchSpec:
     ship_paths: tuple[str, ...] = ()
     keep: bool = False
     report: str | None = None
+    watchdog_s: float | None = None
+    watchdog_action: str = "dump"
     quiet: bool = False
     results: str | None = None
 
@@ -117,6 +121,12 @@ class LaunchSpec:
             raise ConfigError("--status-token-file is for what is served; add --status")
         if given and not self.elastic:
             raise ConfigError(f"{given[0]} is for elastic jobs; add --elastic")
+        if self.watchdog_s is None and self.watchdog_action != "dump":
+            raise ConfigError("--watchdog-action is for jobs that stall; add --watchdog SECONDS")
+        if self.watchdog_action == "restart" and not self.restarts:
+            raise ConfigError("--watchdog-action restart needs --max-restarts")
+        if self.watchdog_s is not None and not 0 < self.watchdog_s < TIMEOUT_MAX:
+            raise ConfigError(f"--watchdog {self.watchdog_s:g} is no time to wait; give seconds, more than 0")
         if (self.ship_paths or self.keep) and not self.ship:
             raise ConfigError(f"{'--ship-path' if self.ship_paths else '--keep'} is for copies; add --ship")
         if self.ship and self.script is not None:

@@ -154,6 +154,8 @@ class Start:
             settings["RINGREDUCE_PULSE"] = f"{spec.host_timeout_s / _PULSES:g}"
         if spec.report is not None:
             settings["RINGREDUCE_REPORT"] = spec.report
+        if spec.watchdog_s is not None:
+            settings["RINGREDUCE_WATCHDOG"] = f"{spec.watchdog_s:g},action:{spec.watchdog_action}"
         if spec.quiet or "RINGREDUCE_VERDICT" not in environ:
             settings["RINGREDUCE_VERDICT"] = "0" if spec.quiet else "1"
         settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"

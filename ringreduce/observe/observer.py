@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError, RingReduceError
 from ringreduce.common.instruments import Instruments
-from ringreduce.common.launch import launch
+from ringreduce.common.launch import STALLED, launch, notify_launcher
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.gathering import Gathering
@@ -25,6 +25,7 @@ from ringreduce.observe.job_view import JobView
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.snapshots import FlightRecorder, Observed, Snapshot
 from ringreduce.observe.timeline import JobClock, Program, Timeline, Track
+from ringreduce.observe.watchdog import Watchdog
 from ringreduce.transport.messages import Messages, StepFailedError, together
 from ringreduce.transport.waiting import Waiter
 
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0  # how often the status and the trace are written
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_TO_DUMP_S = 2.0  # that other ranks have to write down what they do
 _PATIENCE_S = 5.0  # in the end, with a disk that is slow
 
 
@@ -80,12 +82,21 @@ class Observer:
         self._ends = threading.Event()
         self._writer: threading.Thread | None = None
         self._gathering: Gathering | None = None
+        self._watchdog: Watchdog | None = None
+        self._abort: Callable[[int], object] = os._exit
         self._first: list[Snapshot] = []  # of the ranks, as soon as there is one of each
         self._view: JobView | None = None
         self._server: TextServer | None = None
 
     def begin(
-        self, messages: Messages, library: str, metrics: Callable[[], Metrics], *, nodes: int = 1, recoveries: int = 0
+        self,
+        messages: Messages,
+        library: str,
+        metrics: Callable[[], Metrics],
+        *,
+        nodes: int = 1,
+        recoveries: int = 0,
+        abort: Callable[[int], object] = os._exit,
     ) -> None:
         """Begin what the settings ask for; where a rank cannot, none of them does. Collective.
 
@@ -95,6 +106,7 @@ class Observer:
             metrics: returns what this rank's calls add up to.
             nodes: on how many hosts the ranks are.
             recoveries: how often the job has gone on without ranks that had failed.
+            abort: ends the job with a status.
 
         Raises:
             ConfigError: the trace or the record cannot be written, the key for the disk cannot be read, or the status
@@ -120,7 +132,13 @@ class Observer:
             else:
                 self._start_writing()
         address = self._config.status_address
-        if address is not None or (nodes > 1 and (self._config.verdict or self._config.report)):
+        if self._config.watchdog_s is not None:
+            if not self._config.status:
+                raise ConfigError("RINGREDUCE_WATCHDOG reads what ranks say of themselves; unset RINGREDUCE_STATUS=0")
+            self._watchdog = Watchdog(self._config.watchdog_s, self._size)
+            self._abort = abort
+        reports = bool(self._config.verdict or self._config.report)
+        if self._watchdog is not None or address is not None or (nodes > 1 and reports):
             self._gather(messages, is_shown=address is not None)
         if address is not None:
             self._show_job(address, recoveries)
@@ -249,8 +267,30 @@ class Observer:
                     self._gathering.tell(status)
                     if self._rank == 0 and len(self._first) < self._size:
                         self._first = self._gathering.latest()
+                    self._watch(status)
                     if self._view is not None:
                         self._view.remember(self._gathering.latest(), self._gathering.earlier())
+
+    def _watch(self, status: Snapshot) -> None:
+        """Look whether the job stalls: each rank writes down what it does then, and rank 0 says why."""
+        seen = [status] if self._rank or self._gathering is None else self._gathering.latest()
+        said = None if self._watchdog is None else self._watchdog.look(seen)
+        if said is None:
+            return
+        folder = self._config.dump or "ringreduce-dumps"
+        with suppress(OSError):  # then the other ranks may have written theirs
+            self.recorder.dump(folder)
+        if self._rank:
+            return
+        ends = self._config.watchdog_action != "dump"
+        then = "; the job is ended" if ends else ""
+        _log.error("%s. `ringreduce doctor --dump %s` shows what each rank does%s", said, folder, then)
+        if ends:
+            time.sleep(_TO_DUMP_S)
+            if launch().survives_deaths:  # else the others would go on without this rank
+                notify_launcher("stalls")
+            else:
+                self._abort(STALLED)
 
     # ---- the trace ----
 

@@ -24,6 +24,7 @@ is removed with the world, and has the last call and the operation that waits lo
     resources                               counters of this process and its host; see `Resources.read`
     spent{}                                 seconds since the first step: steps_s, input_s, communication_s, of that
                                             waiting_s for other ranks, and waited_for{} by rank; null before it
+    progress, busy, place                   steps, collectives and reports; with what it is busy, or null; where it is
     values{}                                by name, of what the program reports: the sum of what came since the last
                                             snapshot, how many that were, and the last value
     late                                    [rank, seconds]: who was waited for last, and how long; null
@@ -61,6 +62,7 @@ from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.reported_values import ReportedValues
 from ringreduce.observe.resources import Resources
 from ringreduce.observe.step_clock import Spent, StepClock
+from ringreduce.observe.watchdog import Activity
 
 __all__ = ["FlightRecorder", "Observed", "Snapshot", "folder", "read_all"]
 
@@ -107,6 +109,7 @@ class FlightRecorder:
         observed: what this rank is a member of.
         steps, samples: how many the program has counted.
         values: what the program has reported.
+        activity: what a watchdog needs to know.
         step_clock: when it has made these steps; None: nothing was said about its time.
         ends: the first snapshot for `ringreduce top` and the last one, as far as there are any.
         failure: the first error after which no call was possible in one of these.
@@ -118,6 +121,7 @@ class FlightRecorder:
         self.steps = self.samples = 0
         self.values = ReportedValues()
         self.step_clock: StepClock | None = None
+        self.activity = Activity()
         self.ends: tuple[Snapshot, ...] = ()
         self.failure: BaseException | None = None
         self._rank = rank
@@ -235,6 +239,7 @@ class FlightRecorder:
             "nbytes": resources["resident_nbytes"],
             "resources": resources,
             "values": self.values.take(),
+            **self.activity.told(self.steps + self.values.count + self._calls()),
             "spent": None if self.step_clock is None else self._of_steps(self.step_clock, total),
             "late": None if total.late_rank is None else [total.late_rank, total.late_s],
             "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness],
@@ -244,6 +249,12 @@ class FlightRecorder:
         if path is not None:
             _write(path, lambda file: file.write(json.dumps(status).encode()))
         return status
+
+    def _calls(self) -> int:
+        """Return how many collectives have ended."""
+        communicators = [one for each in self.observed if each.is_open() for one in each.communicators.values()]
+        tallies = [kind.values() for each in communicators for kind in (each.tallies, each.message_tallies)]
+        return sum(each.calls for kind in tallies for each in kind)
 
     def _of_steps(self, clock: StepClock, total: Metrics) -> dict[str, Any] | None:
         """Return how the time of steps was spent since the first one; None: there was none."""

@@ -16,7 +16,6 @@ _SLOW = 0.1  # of a step that the others wait for a slow rank; see `ringreduce.o
 _SUBSTANTIAL = 0.2  # of a step: less is usual
 _FULL = 0.8  # of the speed of a network, or of the time of a disk
 _LOST = 0.05  # of the time: less is no news
-_COLLECTS = 0.1  # of the time, in garbage: it is measured from the beginning of a job, with its imports
 _NARROWER = 4  # bytes of float32 for one of int8
 _SWAPPED = 256  # pages: a megabyte
 _RESENT = 0.01  # of segments of TCP: fewer slow no connection down
@@ -219,7 +218,7 @@ RULES = (
     ),
     VerdictRule(
         "garbage collector",
-        lambda it: it.worst("collecting").collecting >= _COLLECTS,
+        lambda it: it.worst("collecting").collecting >= _SUBSTANTIAL,
         _of_host("collecting", "Python collects garbage in {0.collecting:.0%} of the time"),
         lambda it: "call gc.freeze() before the training, or gc.disable()",
         lambda it: it.worst("collecting").collecting * it.step_s,

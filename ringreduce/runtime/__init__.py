@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_init",
+    "busy",
     "collect_records",
     "config",
     "count",
@@ -403,6 +405,18 @@ def report_value(name: str, value: Any) -> None:
     own = _process.own()
     if own is not None:
         own.observer.recorder.values.add(name, value)
+
+
+def busy(what: str) -> AbstractContextManager[None]:
+    """Return a context in which this rank does something that makes no steps, such as an evaluation. Local.
+
+    ``RINGREDUCE_WATCHDOG``, or ``ringreduce run --watchdog``, takes no job for stalled meanwhile.
+
+    Args:
+        what: a word for people.
+    """
+    own = _process.own()
+    return nullcontext() if own is None else own.observer.recorder.activity.busy(what)
 
 
 def audit(event: str, /, **facts: Any) -> None:

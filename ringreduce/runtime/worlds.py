@@ -243,6 +243,7 @@ class OwnWorld(World):
                 world.metrics,
                 nodes=len(world.hosts.nodes),
                 recoveries=recoveries,
+                abort=connection.abort,
             )
             world.observer.watch(everyone.observed())  # not before there is a key for what is written down
         except Exception as error:

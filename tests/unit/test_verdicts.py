@@ -94,10 +94,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, float]] = {
         2.0,
     ),
     "garbage collector": (
-        {"uses": use(collecting=0.2)},
-        {"uses": use(collecting=0.09)},
-        "Python collects garbage in 20% of the time",
-        1.25,
+        {"uses": use(collecting=0.25)},
+        {"uses": use(collecting=0.19)},
+        "Python collects garbage in 25% of the time",
+        1 / 0.75,
     ),
     "throttled": (
         {"uses": use(throttled=0.5)},

@@ -1,0 +1,102 @@
+"""Notices that a whole job stalls: no rank makes a step, a collective or a report for some time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ringreduce.common.errors import name_ranks
+from ringreduce.observe.waits import waits
+
+__all__ = ["Activity", "Watchdog"]
+
+_SILENT_S = 5.0  # of a rank that tells of itself every second
+_OURS = str(Path(__file__).parents[1])
+_SHOWN = 4  # ranks whose places are said
+
+
+class Activity:
+    """Whether this rank is busy with something that makes no steps, and where its main thread is."""
+
+    def __init__(self) -> None:
+        self._busy: list[str] = []
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Return a context in which no progress of this rank is expected."""
+        self._busy.append(what)
+        try:
+            yield
+        finally:
+            self._busy.remove(what)
+
+    def told(self, progress: int) -> dict[str, Any]:
+        """Return what a `Watchdog` needs of a snapshot; ``progress``: how much was done."""
+        return {"progress": progress, "busy": self._busy[-1] if self._busy else None, "place": self._place()}
+
+    def _place(self) -> str:
+        """Return where the main thread is in the program's own code."""
+        ident = threading.main_thread().ident
+        frame = None if ident is None else sys._current_frames().get(ident)
+        while frame is not None and frame.f_code.co_filename.startswith((_OURS, "<frozen")):
+            frame = frame.f_back
+        return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+class Watchdog:
+    """Looks at snapshots of ranks, and says once for each stall that there is one.
+
+    Args:
+        limit_s: so long nothing has to happen on any rank (seconds).
+        size: of the world.
+        clock: returns seconds.
+    """
+
+    def __init__(self, limit_s: float, size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._size = size
+        self._clock = clock
+        self._since_s = clock()
+        self._moved: list[tuple[int, int]] = []
+        self._has_said = False
+
+    def look(self, snapshots: Sequence[dict[str, Any]]) -> str | None:
+        """Return what the job waits for, in a paragraph, if it stalls and that was not said yet."""
+        now_s = self._clock()
+        moved = [(each["rank"], each["progress"]) for each in snapshots]
+        if moved != self._moved or any(each["busy"] for each in snapshots):
+            self._moved = moved
+            self._since_s = now_s
+            self._has_said = False
+        if self._has_said or now_s - self._since_s < self._limit_s:
+            return None
+        self._has_said = True
+        return f"no rank has made a step, a collective or a report for {self._limit_s:g} s. {self._cause(snapshots)}"
+
+    def _cause(self, snapshots: Sequence[dict[str, Any]]) -> str:
+        """Return the likely cause."""
+        ranks = {each["rank"]: each for each in snapshots}
+        now = time.time()
+        silent = [rank for rank in range(self._size) if rank not in ranks]
+        silent += [rank for rank, each in ranks.items() if now - each.get("arrived", each["time"]) > _SILENT_S]
+        if silent:
+            return f"{name_ranks(sorted(silent))} told nothing: stopped, lost, or in code that holds Python"
+        for wait in waits(ranks):
+            what = wait.first["collective"] if wait.is_call else repr(wait.first["name"])
+            present = name_ranks(sorted(wait.present))
+            if wait.absent:
+                absent = name_ranks(wait.absent)
+                return f"{absent} did not come to {what}, in which {present} waited{_at(ranks, wait.absent)}"
+            if wait.is_call:
+                return f"all ranks are in {what}, which does not end: look at the network, and at who has left before"
+        return f"no rank waits for another{_at(ranks, sorted(ranks))}"
+
+
+def _at(ranks: dict[int, dict[str, Any]], which: Sequence[int]) -> str:
+    """Return where some ranks are."""
+    return "".join(f"; rank {rank} is at {ranks[rank]['place']}" for rank in which[:_SHOWN] if ranks[rank]["place"])
