@@ -31,7 +31,7 @@ def _use(host: str, seen: Mapping[str, Any], ranks: Sequence[tuple[Snapshot, Sna
     network, interface = max(
         ((each["share"] or 0.0, name) for name, each in seen["interfaces"].items()), default=(0.0, "")
     )
-    busy, disk = max(((each["busy"], name) for name, each in seen["disks"].items()), default=(0.0, ""))
+    busy, disk = max(((each["busy_s"], name) for name, each in seen["disks"].items()), default=(0.0, ""))
     first = ranks[0]
     sent = _more(first, "sent_segments")
     return HostUse(
@@ -39,7 +39,7 @@ def _use(host: str, seen: Mapping[str, Any], ranks: Sequence[tuple[Snapshot, Sna
         interface=interface,
         network=network,
         disk=disk,
-        busy=busy,
+        busy=min(busy, 1.0),
         throttled=min(_rate(first, "throttled_s"), 1.0),
         stolen=seen["steal"] or 0.0,
         collecting=max(_rate(each, "gc_pause_s") for each in ranks),

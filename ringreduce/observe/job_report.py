@@ -27,6 +27,7 @@ _ENOUGH = 16  # steps after the first one
 _BEYOND = 3.0
 #: The standard error of a median, over that of a mean; and a standard deviation, over the median of deviations.
 _OF_MEDIANS = 1.2533 * 1.4826
+_SHOWN = 10  # times as long: what has grown by more was next to nothing
 _PARTS = ("compute_s", "input_s", "waiting_s", "communication_s")
 
 
@@ -62,9 +63,9 @@ class JobReport:
             {
                 **figures,
                 "slow": None if slow is None else slow._asdict(),
-                "found": [each._asdict() for each in self.found],
+                "found": [each._asdict() | {"speedup": _or_none(each.speedup)} for each in self.found],
                 "laps_s": self.laps_s,
-                "values": self.values,
+                "values": {name: _or_none(value) for name, value in self.values.items()},
                 "lines": self.lines,
             },
             indent=1,
@@ -81,6 +82,11 @@ class JobReport:
             replace_file(Path(path), lambda file: file.write(text), durable=False)
         except OSError as error:
             raise ConfigError(f"the report cannot be written to {path}: {error.strerror}") from None
+
+
+def _or_none(value: float) -> float | None:
+    """Return a number, or None if JSON has none for it."""
+    return value if math.isfinite(value) else None
 
 
 def figures_of(
@@ -158,8 +164,9 @@ def _crowded(paces: Sequence[Pace], delayed: float) -> float:
         paces: of all ranks; empty: they are not known.
         delayed: the share of all time in which this rank did.
     """
-    computed_s = sum(each.sampled_s * (1 - min(each.loading_s / each.own_s, 1.0)) for each in paces if each.own_s)
-    return min(sum(each.delayed_s for each in paces) / computed_s if computed_s else delayed, 1.0)
+    delayed_s = sum(each.delayed_s for each in paces)
+    wanted_s = delayed_s + sum(each.processor_s for each in paces)
+    return delayed_s / wanted_s if wanted_s else min(delayed, 1.0)
 
 
 def _places(nodes: Sequence[Sequence[int]], ranks: Sequence[int]) -> tuple[list[list[int]], Sequence[int]]:
@@ -236,5 +243,5 @@ def _error_s(laps_s: Sequence[float]) -> float:
 
 
 def _change(was_s: float, is_s: float) -> str:
-    share = f" ({is_s / was_s - 1:+.1%})" if was_s else ""
+    share = f" ({is_s / was_s - 1:+.1%})" if is_s < _SHOWN * was_s else ""
     return f"{format_seconds(was_s)} -> {format_seconds(is_s)}{share}"

@@ -237,8 +237,14 @@ class Observer:
         wanted = self._config.verdict or self._config.report
         if self._rank or not wanted or getattr(sys, "last_value", None) is not None:
             return
+        try:
+            self._say(report())
+        except Exception:  # whatever it is, this world is to end
+            _log.exception("there is no verdict")
+
+    def _say(self, found: JobReport | None) -> None:
+        """Write a report to the file for it, and to standard error, as the settings ask; None: there is none."""
         path = self._config.report
-        found = report()
         if path is not None:
             try:
                 if found is None:

@@ -14,7 +14,11 @@ _PENDING = 1000  # of a name, before they are read at once
 
 
 class ReportedValues:
-    """The values of this rank, by name."""
+    """The values of this rank, by name.
+
+    Attributes:
+        count: how many were added.
+    """
 
     def __init__(self) -> None:
         self._pending: dict[str, list[Any]] = {}
@@ -53,7 +57,8 @@ class ReportedValues:
     def last(self) -> dict[str, float]:
         """Return the last value of each name."""
         self._settle()
-        return {name: each[2] for name, each in self._read.items()}
+        with self._reading:
+            return {name: each[2] for name, each in self._read.items()}
 
     def _settle(self) -> None:
         with self._reading:

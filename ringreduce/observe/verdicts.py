@@ -146,7 +146,8 @@ def _is_long(figures: Figures, part_s: float) -> bool:
 
 
 def _is_full(figures: Figures) -> bool:
-    return _is_long(figures, figures.communication_s) and figures.worst("network").network >= _FULL
+    is_long = figures.nodes > 1 and _is_long(figures, figures.communication_s)
+    return is_long and figures.worst("network").network >= _FULL
 
 
 def _communicates(figures: Figures) -> bool:
@@ -251,7 +252,7 @@ RULES = (
     ),
     VerdictRule(
         "retransmissions",
-        lambda it: it.worst("resent").resent >= _RESENT,
+        lambda it: it.nodes > 1 and it.worst("resent").resent >= _RESENT,
         _of_host("resent", "{0.host} sends {0.resent:.1%} of its TCP segments again"),
         lambda it: "look for losses of the network",
     ),

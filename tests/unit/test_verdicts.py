@@ -144,6 +144,13 @@ def test_a_rule_applies_to_its_figures_and_not_beside_them(name: str) -> None:
     assert name not in {each.name for each in judge(replace(HEALTHY, **beside))}
 
 
+def test_one_host_is_not_blamed_for_its_network() -> None:
+    """Other programs use it."""
+    uses = use(network=0.95, resent=0.1)
+    found = judge(replace(HEALTHY, nodes=1, communication_s=0.05, uses=uses))
+    assert [each.name for each in found] == ["communication"]
+
+
 def test_a_healthy_job_gets_no_blame() -> None:
     """Its parts are said, and that there is nothing to change."""
     assert judge(HEALTHY) == []
@@ -228,11 +235,11 @@ def test_without_paces_this_rank_alone_is_known() -> None:
 
 
 def test_waiting_for_a_core_counts_while_ranks_compute() -> None:
-    """What they wait while they load data, or wait for others, is not known to cost anything."""
+    """What they wait while they wait for others costs nothing; a rank wants a core while it has one or waits for it."""
     ranks = metrics(pace(delayed_s=5.0, loading_s=30.0), pace(delayed_s=1.0, loading_s=0.0))
     found = figures_of(ranks, laps(step_s=0.1, delayed_s=0.09), nodes=[[0, 1]], seconds=110.0)
     assert found is not None
-    assert found.crowded == pytest.approx(6.0 / (5.0 + 10.0))
+    assert found.crowded == pytest.approx(6.0 / (20.0 + 6.0))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -352,6 +359,15 @@ def test_what_is_new_and_what_has_gone_is_said(tmp_path: Path) -> None:
         "gone: ranks wait for data in 40% of the time",
         "ranks: 4 -> 2, so these jobs are not alike",
     ]
+
+
+def test_what_is_no_number_is_null_in_a_report() -> None:
+    """As JSON has neither NaN nor infinity."""
+    report = report_of(replace(HEALTHY, input_s=0.1), laps(step_s=0.1), {"loss": math.nan})
+    assert report is not None
+    assert report.found[0].speedup == math.inf
+    said = json.loads(report.to_json(), parse_constant=pytest.fail)
+    assert (said["values"], said["found"][0]["speedup"]) == ({"loss": None}, None)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"laps_s": "x"}', "null"])
