@@ -665,7 +665,7 @@ def raise_interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kind", ["notes", "data 0"])
+@pytest.mark.parametrize("kind", ["notes", "data"])
 def test_threads_of_one_channel_use_no_nonce_twice(kind: str, monkeypatch: pytest.MonkeyPatch):
     """As when one aborts a group in which another one waits: one of them waits, and all that is sent arrives."""
     Recording.used = []

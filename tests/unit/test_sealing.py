@@ -219,18 +219,6 @@ def test_what_is_done_to_a_handshake_is_an_error(number: int, victim: int, size:
         assert isinstance(got[victim], RingReduceError), (each, got)
 
 
-def test_nobody_persuades_a_rank_that_there_is_no_key(key_files: list[str]):
-    """By taking the greetings of all ranks away, its own as well: it does not fall back to open messages."""
-
-    def change(found: int, arrived: list[bytes]) -> None:
-        if found == 0:
-            arrived[:] = [json.dumps([*json.loads(each)[:2], None]).encode() for each in arrived]
-
-    for got in shake([key_files[0]] * 3, lambda rank, messages: Tap(messages, change=change)):
-        assert isinstance(got, ConfigError)
-        assert "is not set on ranks 0-2 of 3" in str(got)
-
-
 def flipped(place: int, text: bytes) -> bytes:
     """Return a message with one bit changed; nothing, if it has no such byte."""
     return text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :] if place < len(text) else b""

@@ -78,7 +78,8 @@ def install_cupy(monkeypatch: pytest.MonkeyPatch, nccl: Any) -> None:
     module: Any = ModuleType("cupy")
     module.__spec__ = ModuleSpec("cupy", None)
     module.cuda = SimpleNamespace(nccl=nccl)
-    monkeypatch.setitem(sys.modules, "cupy", module)
+    for name, each in (("cupy", module), ("cupy.cuda", module.cuda), ("cupy.cuda.nccl", nccl)):
+        monkeypatch.setitem(sys.modules, name, each)
 
 
 def test_nccl_is_what_cupy_has(monkeypatch: pytest.MonkeyPatch) -> None:
