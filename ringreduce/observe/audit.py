@@ -34,21 +34,24 @@ import secrets
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timezone
 from typing import Any
 
 from ringreduce.common.config import VERSION, Config
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ChangedMessageError, ConfigError, RingReduceError
 from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.common.launch import allocation, launch
 from ringreduce.observe.audit_chain import ChainedFile, plain, said_by
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
+from ringreduce.transport.waiting import Waiter
 
-__all__ = ["AuditRecord", "loaded_versions", "require_facts"]
+__all__ = ["AuditRecord", "loaded_versions", "record_no_begin", "require_facts"]
 
 _log = logging.getLogger(__name__)
 
+_TO_RECORD_S = 3.0  # that rank 0 has to write down why a world does not begin, before other ranks end the job
 _MOST_KEPT = 1000  # lines of a rank, until the next commit
 #: Events that programs do not name.
 _OWN = {"", "begin", "commit", "written", "exported", "refused", "failed", "end"}
@@ -260,3 +263,18 @@ def require_facts(event: Any, facts: Mapping[str, Any]) -> None:
                 f"{name} cannot be recorded as JSON ({error}); give numbers, texts, lists and dicts, and of arrays and "
                 "files ringreduce.fingerprint(...)"
             ) from None
+
+
+def record_no_begin(messages: Messages, config: Config, error: RingReduceError) -> None:
+    """Record why no world begins. Other ranks wait for rank 0 to do so: the first one that ends is the end of the job.
+
+    A changed message may have come to a single rank, which then records that itself.
+    """
+    rank = messages.rank
+    if rank == 0 or isinstance(error, ChangedMessageError):
+        AuditRecord.refuse_alone(config, "init", error, rank)
+    with suppress(RingReduceError):
+        if rank:
+            Waiter(_TO_RECORD_S).until(messages.poll, lambda: "rank 0")
+        for peer in range(1, messages.size if rank == 0 else 0):
+            messages.post(b"", peer)

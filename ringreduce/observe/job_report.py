@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file
 from ringreduce.common.instruments import Pace
@@ -20,7 +24,9 @@ from ringreduce.observe.pace import find_slow
 from ringreduce.observe.step_clock import Lap
 from ringreduce.observe.verdicts import Figures, HostUse, Verdict, in_words, judge
 
-__all__ = ["JobReport", "compare", "figures_of", "load", "report_of"]
+__all__ = ["JobReport", "compare", "figures_of", "load", "report_of", "say"]
+
+_log = logging.getLogger(__name__)
 
 _ENOUGH = 16  # steps after the first one
 #: A difference of medians by so many of its standard errors is no chance.
@@ -207,6 +213,22 @@ def load(path: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{path} is no report of `ringreduce run --report`") from None
     return dict(found)
+
+
+def say(found: JobReport | None, config: Config) -> None:
+    """Write a report to the file for it, and to standard error, as the settings ask; None: there is none."""
+    path = config.report
+    if path is not None:
+        try:
+            if found is None:
+                raise ConfigError(f"{path} is not written: a report is about 17 steps or more")
+            found.write(path)
+        except ConfigError as error:
+            _log.error("%s", error)
+    if found is not None and config.verdict:
+        with suppress(OSError, ValueError):  # its reader has ended, or the program has closed it
+            sys.stderr.write("".join(f"ringreduce: {line}\n" for line in found.lines))
+            sys.stderr.flush()
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float) -> tuple[list[str], bool]:

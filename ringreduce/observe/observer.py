@@ -20,7 +20,7 @@ from ringreduce.common.sealed_files import disk_keys
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.gathering import Gathering
 from ringreduce.observe.host_uses import uses_of
-from ringreduce.observe.job_report import JobReport, figures_of, report_of
+from ringreduce.observe.job_report import JobReport, figures_of, report_of, say
 from ringreduce.observe.job_view import JobView
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.snapshots import FlightRecorder, Observed, Snapshot
@@ -238,24 +238,9 @@ class Observer:
         if self._rank or not wanted or getattr(sys, "last_value", None) is not None:
             return
         try:
-            self._say(report())
+            say(report(), self._config)
         except Exception:  # whatever it is, this world is to end
             _log.exception("there is no verdict")
-
-    def _say(self, found: JobReport | None) -> None:
-        """Write a report to the file for it, and to standard error, as the settings ask; None: there is none."""
-        path = self._config.report
-        if path is not None:
-            try:
-                if found is None:
-                    raise ConfigError(f"{path} is not written: a report is about 17 steps or more")
-                found.write(path)
-            except ConfigError as error:
-                _log.error("%s", error)
-        if found is not None and self._config.verdict:
-            with suppress(OSError, ValueError):  # its reader has ended, or the program has closed it
-                sys.stderr.write("".join(f"ringreduce: {line}\n" for line in found.lines))
-                sys.stderr.flush()
 
     def _start_writing(self) -> None:
         if self._writer is None:

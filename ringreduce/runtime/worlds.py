@@ -32,7 +32,7 @@ from ringreduce.common.launch import announce_stop, launch
 from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.common.topology import Topology
-from ringreduce.observe.audit import AuditRecord
+from ringreduce.observe.audit import record_no_begin
 from ringreduce.observe.job_report import JobReport
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observer
@@ -47,7 +47,6 @@ from ringreduce.transport.waiting import Waiter
 
 _log = logging.getLogger(__name__)
 
-_TO_RECORD_S = 3.0  # that rank 0 has to write down why a world does not begin, before other ranks end the job
 _WHEN_REMOVED = "this process set was removed, or ringreduce was shut down; add it again"
 
 
@@ -235,7 +234,7 @@ class OwnWorld(World):
                 followers=followers,
                 lifetime=lifetime,
             )
-            world._log_choices()
+            _log_choices(world, is_sealed=key is not None)
             world._use_table()
             world.observer.begin(
                 messages,
@@ -248,7 +247,7 @@ class OwnWorld(World):
             world.observer.watch(everyone.observed())  # not before there is a key for what is written down
         except Exception as error:
             if config.audit is not None and isinstance(error, (ConfigError, MismatchError, ChangedMessageError)):
-                _record_no_begin(messages, config, error)
+                record_no_begin(messages, config, error)
             with suppress(Exception):  # the first error is the one that is reported
                 if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
                     # Others may wait for this rank. What it leaves open, `Connection.reconfigure` ends for them, too.
@@ -395,26 +394,6 @@ class OwnWorld(World):
 
     # ---- its begin ----
 
-    def _log_choices(self) -> None:
-        """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""
-        if self.rank != 0 or not _log.isEnabledFor(logging.INFO):
-            return
-        versions = f"ringreduce {VERSION}, Python {platform.python_version()}, NumPy {np.__version__}"
-        if "torch" in sys.modules:
-            versions += f", torch {sys.modules['torch'].__version__}"
-        launcher = launch().launcher
-        shares = "shared memory" if max(map(len, self.communicator.topology.nodes)) > 1 else "no shared memory"
-        _log.info("%s", versions)
-        between = self.communicator.library if self.size > 1 else "nothing"
-        if isinstance(self._connection, SealedConnection):
-            between += " (sealed)"
-        ranks = f"{self.hosts.describe()}, started by {'no launcher' if launcher is None else launcher.name}"
-        _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
-        standard = Config(launched_size=self.config.launched_size, tuning=self.config.tuning)
-        settings = {each.name: getattr(self.config, each.name) for each in fields(Config)}
-        changed = [f"{name}={value}" for name, value in settings.items() if value != getattr(standard, name)]
-        _log.info("settings: %s", ", ".join(changed) or "as they come")
-
     def _use_table(self) -> None:
         """Choose from the table that ``ringreduce tune`` left for these ranks, if there is one: rank 0 reads it."""
         if self.size == 1:
@@ -491,26 +470,32 @@ class OwnWorld(World):
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
 
 
+def _log_choices(world: OwnWorld, *, is_sealed: bool) -> None:
+    """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""
+    if world.rank != 0 or not _log.isEnabledFor(logging.INFO):
+        return
+    versions = f"ringreduce {VERSION}, Python {platform.python_version()}, NumPy {np.__version__}"
+    if "torch" in sys.modules:
+        versions += f", torch {sys.modules['torch'].__version__}"
+    launcher = launch().launcher
+    shares = "shared memory" if max(map(len, world.communicator.topology.nodes)) > 1 else "no shared memory"
+    _log.info("%s", versions)
+    between = world.communicator.library if world.size > 1 else "nothing"
+    if is_sealed:
+        between += " (sealed)"
+    ranks = f"{world.hosts.describe()}, started by {'no launcher' if launcher is None else launcher.name}"
+    _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
+    standard = Config(launched_size=world.config.launched_size, tuning=world.config.tuning)
+    settings = {each.name: getattr(world.config, each.name) for each in fields(Config)}
+    changed = [f"{name}={value}" for name, value in settings.items() if value != getattr(standard, name)]
+    _log.info("settings: %s", ", ".join(changed) or "as they come")
+
+
 def _abandon(parts: Membership, error: CollectiveError) -> None:
     parts.communicator.abort(error)
     parts.engine.fail(error)
     with suppress(RingReduceError):
         parts.close()
-
-
-def _record_no_begin(messages: Messages, config: Config, error: RingReduceError) -> None:
-    """Record why no world begins. Other ranks wait for rank 0 to do so: the first one that ends is the end of the job.
-
-    A changed message may have come to a single rank, which then records that itself.
-    """
-    rank = messages.rank
-    if rank == 0 or isinstance(error, ChangedMessageError):
-        AuditRecord.refuse_alone(config, "init", error, rank)
-    with suppress(RingReduceError):
-        if rank:
-            Waiter(_TO_RECORD_S).until(messages.poll, lambda: "rank 0")
-        for peer in range(1, messages.size if rank == 0 else 0):
-            messages.post(b"", peer)
 
 
 def tuning_key(communicator: Communicator) -> Key:
