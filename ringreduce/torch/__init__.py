@@ -209,5 +209,6 @@ for _name, _module in list(sys.modules.items()):
 # What the wrapped optimizer and closures do can be compiled.
 _around = [DistributedOptimizer.step, DistributedOptimizer._evaluate, DiLoCo.step]
 leave_uncompiled(*_around, Stepper.step, ShardedStep.step, ShardedStep._evaluated, callees=False)
+leave_uncompiled(runtime.count, runtime.report_value)
 for _place in (runtime, Communicator):
     leave_uncompiled(_place.barrier, *(getattr(_place, each.value) for each in Collective))
