@@ -59,8 +59,7 @@ def test_an_elastic_job_goes_on(
     if restarts:
         cluster.boot(2)
     assert ended == (0, ranks_of(cluster, 2)), training.text
-    assert "(sealed between 3 hosts)" in training.text
-    assert "(sealed between 2 hosts)" in training.text
+    assert training.text.count("(sealed) between them") >= 2  # of both worlds
     begins = [each["facts"] for each in recorded(folder) if each["event"] == "begin"]
     assert [(each["size"], len(each["hosts"]), each["restart"]) for each in begins] == [(3, 3, 0), (2, 2, restarts)]
     assert recorded(folder)[-1]["event"] == "end"

@@ -40,6 +40,8 @@ ELSEWHERE = {
     "CONTRIBUTING.md: . .venv-frameworks/bin/activate": "scripts/test",
     "docs/observe.md: ringreduce top": "ends when it is told to; tests/unit/test_top_command.py",
     "docs/observe.md: ringreduce top --prometheus 9400": "ends when it is told to; tests/unit/test_top_command.py",
+    "docs/observe.md: ringreduce run --status 9400 -H": "takes two hosts; tests/clusters/test_ssh.py",
+    "docs/slow.md: ringreduce compare": "takes two reports; tests/jobs/test_slow_jobs.py",
     "docs/observe.md: mpirun -np 2 python -m ringreduce doctor": "tests/jobs/test_doctor_job.py",
     "docs/endings.md: srun": "takes Slurm; tests/clusters/test_slurm.py",
     "docs/speed.md: mpirun -np 2 python -m ringreduce bench async": "tests/jobs/test_bench_job.py",
