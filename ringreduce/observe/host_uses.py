@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringreduce.observe.job_view import usage
+from ringreduce.observe.job_view import growth, usage
 from ringreduce.observe.verdicts import HostUse
 
 __all__ = ["uses_of"]
@@ -51,9 +51,8 @@ def _use(host: str, seen: Mapping[str, Any], ranks: Sequence[tuple[Snapshot, Sna
 
 
 def _more(pair: tuple[Snapshot, Snapshot], name: str) -> float:
-    """Return by how much a counter has grown; 0 where it is not known."""
-    old, new = (each["resources"].get(name) for each in pair)
-    return 0.0 if old is None or new is None else float(new - old)
+    old, new = pair
+    return growth(old["resources"], new["resources"], name)
 
 
 def _rate(pair: tuple[Snapshot, Snapshot], name: str) -> float:

@@ -11,7 +11,7 @@ from ringreduce.common.errors import name_ranks
 from ringreduce.observe.metrics import Family, openmetrics
 from ringreduce.observe.waits import waits
 
-__all__ = ["JobView", "mean_values", "prometheus_text", "rows", "usage"]
+__all__ = ["JobView", "growth", "mean_values", "prometheus_text", "rows", "usage"]
 
 Snapshot = Mapping[str, Any]
 
@@ -105,22 +105,23 @@ def usage(now: Sequence[Snapshot], then: Sequence[Snapshot]) -> dict[str, dict[s
 
 def _used(now: Mapping[str, Any], then: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """Return how much of a host was used between two looks."""
-
-    def passed(key: str) -> float:
-        old, new = (each.get(key) for each in (then, now))
-        return 0.0 if old is None or new is None else float(new - old)
-
-    times = {name: passed(f"host_{name}_s") for name in ("user", "system", "idle", "iowait", "steal")}
+    times = {name: growth(then, now, f"host_{name}_s") for name in ("user", "system", "idle", "iowait", "steal")}
     whole = sum(times.values())
-    sent = passed("sent_segments")
+    sent = growth(then, now, "sent_segments")
     return {
         **{key: now.get(key) for key in ("memory_nbytes", "memory_limit_nbytes")},
         "processor": (times["user"] + times["system"]) / whole if whole > 0 else None,
         "steal": times["steal"] / whole if whole > 0 else None,
-        "retransmitted": passed("retransmitted_segments") / sent if sent > 0 else None,
+        "retransmitted": growth(then, now, "retransmitted_segments") / sent if sent > 0 else None,
         "interfaces": _rates(now, then, "interfaces", seconds),
         "disks": _rates(now, then, "disks", seconds),
     }
+
+
+def growth(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> float:
+    """Return by how much a counter of a rank's ``resources`` has grown; 0 where it is not known."""
+    old, new = (each.get(key) for each in (then, now))
+    return 0.0 if old is None or new is None else float(new - old)
 
 
 def _rates(now: Mapping[str, Any], then: Mapping[str, Any], kind: str, seconds: float) -> dict[str, dict[str, Any]]:

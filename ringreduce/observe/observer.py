@@ -277,7 +277,7 @@ class Observer:
         then = "; the job is ended" if ends else ""
         _log.error("%s. `ringreduce doctor --dump %s` shows what each rank does%s", said, folder, then)
         if ends:
-            time.sleep(_TO_DUMP_S)
+            time.sleep(_TO_DUMP_S)  # nothing says when the other ranks have written what they do
             if launch().survives_deaths:  # else the others would go on without this rank
                 notify_launcher("stalls")
             else:
