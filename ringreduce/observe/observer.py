@@ -157,7 +157,7 @@ class Observer:
         """Show at rank 0 what is gathered there."""
         if self._config.key_file is not None and address[0] not in _LOOPBACK:
             raise ConfigError(
-                f"RINGREDUCE_KEY_FILE seals what goes to other hosts, but the status would be served on {address[0]} "
+                f"RINGREDUCE_KEY_FILE seals all messages, but the status would be served on {address[0]} "
                 f"unencrypted: leave out its host, and reach it by ssh -L {address[1]}:127.0.0.1:{address[1]}"
             )
         if self._rank == 0 and self._gathering is not None:
