@@ -82,6 +82,12 @@ class SeenProcess(NamedTuple):
                 found += map(int, path.read_text(encoding="ascii").split())
         return [each for each in map(SeenProcess.look, found) if each is not None]
 
+    def command_line(self) -> list[str]:
+        """Return its words; none if it has ended."""
+        with suppress(OSError):
+            return Path(f"/proc/{self.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        return []
+
     def rank(self) -> int | None:
         """Return its rank, None if it belongs to no rank."""
         with suppress(OSError, ValueError):
@@ -173,6 +179,10 @@ class Chains:
         top = SeenProcess.look(self._pid)
         found = {} if top is None else self._find(top)
         return [chain.top for chain in found.values() if chain.top.lives]
+
+    def logins(self) -> list[list[str]]:
+        """Return the command lines by which mpirun starts daemons; a login stays until its daemon has connected."""
+        return [each.command_line() for each in self.mpirun.children() if each.name == "ssh"]
 
     def has_told(self, rank: int) -> None:
         """Note that the shell over a rank has reported its end."""

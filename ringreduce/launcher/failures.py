@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import signal
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 __all__ = [
@@ -16,8 +17,8 @@ __all__ = [
     "has_ended_job",
     "has_lost_daemon",
     "is_told",
-    "lacks_horovod",
-    "lacks_package",
+    "name_rank",
+    "sentences",
 ]
 
 #: So much of the end of what is written is looked at.
@@ -38,6 +39,9 @@ _LOST = re.compile(
     r"Remote daemon: \[[^\]\n]*\] on node (\S+)|Remote host: +(\S+)|ssh: connect to host (\S+) port|"
     r"ssh: Could not resolve hostname (\S+?):"
 )
+#: Of ssh, which asks nobody under mpirun.
+_UNKNOWN_KEY = "Host key verification failed."
+_NO_KEY = re.compile(r"^(?:\S+@)?(\S+): Permission denied \(", re.MULTILINE)
 _NO_HOROVOD = re.compile(r"^ModuleNotFoundError: No module named 'horovod[.']", re.MULTILINE)
 _NO_PACKAGE = re.compile(r"No module named '?ringreduce\b")
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -89,19 +93,67 @@ def has_lost_daemon(text: str) -> bool:
     return "PRTE has lost communication with a remote daemon." in text and "Remote daemon: [" in text
 
 
-def lacks_horovod(text: str) -> bool:
-    """Return whether a rank has failed because it imports Horovod, which is not there."""
-    return _NO_HOROVOD.search(text) is not None
-
-
-def lacks_package(text: str) -> bool:
-    """Return whether a rank has failed because its Python does not find ringreduce."""
-    return _NO_PACKAGE.search(text) is not None
-
-
 def is_told(text: str) -> bool:
     """Return whether any rank has written why it failed."""
     return _TRACEBACK in text or _NO_PROGRAM.search(text) is not None
+
+
+def name_rank(rank: int, places: Mapping[int, str]) -> str:
+    """Return the name of a rank for users; with its host, if that is among the places."""
+    return f"rank {rank} on {places[rank]}" if rank in places else f"rank {rank}"
+
+
+def sentences(
+    written: str,
+    status: int,
+    logs: LogFiles | None,
+    places: Mapping[int, str],
+    *,
+    without_package: Collection[str] = (),
+    others: Collection[str] = (),
+) -> Iterator[str]:
+    """Yield what users read of a job that has failed: which rank, and its last output if that is in a file alone.
+
+    Args:
+        written: the end of what ranks and mpirun have written, mixed line by line.
+        status: of the job.
+        logs: the files of the ranks; None: there are none.
+        places: the hosts of ranks, where there may be several.
+        without_package: hosts that do not have ringreduce in the folder where this one has it.
+        others: hosts that mpirun reaches by ssh.
+    """
+    ended = f"and the job has ended with status {status}"
+    killed = find_killed(written)
+    if killed is not None:
+        rank, number = killed
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = "; if nobody sent that, memory ran out: see dmesg" * (number == signal.SIGKILL)
+        yield f"{name_rank(rank, places)} was ended by {name}, {ended}{hint}"
+    elif (unfinished := find_unfinished(written)) is not None:
+        yield (
+            f"{name_rank(unfinished, places)} has ended, with status 0, without init() or by os._exit(), {ended}: all "
+            "ranks call ringreduce.init(), and leave by the end of the program or sys.exit()"
+        )
+    elif logs is not None and (found := logs.find()) is not None:
+        failed, words = found
+        shown = words.rpartition("\n")[2] in written
+        yield f"{name_rank(failed, places)} failed, {ended}" + ("" if shown else f":\n{words}")
+        written += words
+    elif (failed_rank := find(written)) is not None:
+        yield f"{name_rank(failed_rank, places)} failed, {ended}"
+    elif is_told(written):
+        yield f"a rank failed, {ended}"
+    if _UNKNOWN_KEY in written:
+        yield f"the key of {' or '.join(others)} is not known here, or has changed: log in once by ssh, which says more"
+    for host in dict.fromkeys(_NO_KEY.findall(written)):
+        yield f"{host} takes no key that is here, and nobody can type a password: `ssh-copy-id {host}`"
+    if without_package and _NO_PACKAGE.search(written):
+        yield (
+            f"there is no ringreduce on {' and '.join(sorted(without_package))}; here it is in "
+            f"{Path(__file__).parents[1]}: install it there, too, or share that folder"
+        )
+    if _NO_HOROVOD.search(written):
+        yield "the program imports horovod: start it by `horovodrun`, which gives it ringreduce by that name"
 
 
 class LogFiles:

@@ -132,6 +132,7 @@ class Job:
         stopped: whether it ends because this process got SIGTERM, SIGHUP or an interrupt.
         asks_later: whether it will ask its ranks to stop once they listen.
         written: the end of its standard error.
+        logins: returns the command lines by which mpirun starts daemons by ssh.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class Job:
             patience=_timeout_s(environment) / _LOOK_EVERY_S,
             has_mpirun=is_launcher(Path(line[0]).name),
         )
+        self.logins = self._chains.logins
         self._looked = time.monotonic()
         self._starters: dict[int, SeenProcess] = {}  # of daemons on hosts of Slurm
 

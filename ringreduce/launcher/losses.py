@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -27,6 +30,21 @@ _LOOK_EVERY_S = 1.0
 _ASK_EVERY_S = 5.0
 _ANSWER_S = 30.0  # that a host has to answer: a login may hang
 _LOGIN_S = 10.0  # the same where a job waits for it
+_CONNECT_S = 15.0  # that a daemon has to connect to mpirun, before it is asked for whether its host can
+#: Where mpirun waits for its daemons: in the command line of each; see PRRTE's ``prte_hnp_uri``.
+_AWAITS = re.compile(r"tcp://([0-9.,]+):([0-9]+):")
+#: On another host: ends with this status if no address of this one lets it connect to a port.
+_NO_WAY = 9
+_CONNECTS = f"""
+import socket, sys
+port, *addresses = sys.argv[1:]
+for each in addresses:
+    try:
+        sys.exit(socket.create_connection((each, int(port)), 6 / len(addresses)).close())
+    except OSError:
+        pass
+sys.exit({_NO_WAY})
+"""
 
 
 class Losses:
@@ -52,6 +70,7 @@ class Losses:
         self._has_said = False
         self._asked: dict[str, subprocess.Popen[bytes]] = {}
         self._asked_at = -math.inf
+        self._checked: dict[str, subprocess.Popen[bytes]] = {}
         self.begin({})
 
     def begin(self, ranks: Mapping[str, int]) -> None:
@@ -62,6 +81,8 @@ class Losses:
         self._ranks = ranks
         self._to_come = set(range(sum(ranks.values()))) if hears else set()
         self._late_at = self._clock() + spec.start_timeout_s
+        self._checked_at = self._clock() + _CONNECT_S
+        self._checked.clear()
         self.lost: list[str] = []
         self.has_returned = False
         self._speakers: dict[int, str] = {}
@@ -83,6 +104,13 @@ class Losses:
             ended = self._speakers.pop(mark.rank)
             self._silent.pop(ended, None)
             self._here = "" if ended == self._here else self._here
+
+    @property
+    def by_ssh(self) -> list[str]:
+        """The hosts of this job that mpirun reaches by ssh."""
+        start = self._start
+        named = self._ranks.keys() - {UNNAMED} or fill(start.slots, sum(self._ranks.values())).keys()
+        return [host for host in sorted(named) if not is_here(host, start.here)] if start.by_ssh else []
 
     def silent(self) -> list[str]:
         """Return the hosts that have become silent, once each; to be called every second, or more often."""
@@ -149,25 +177,55 @@ class Losses:
         )
         return True
 
+    def are_cut_off(self, logins: Callable[[], list[list[str]]]) -> bool:
+        """Return whether a host lets us log in, and cannot connect to mpirun here, and say so; once.
+
+        While no rank has come to its host: a daemon that cannot connect tries for minutes.
+
+        Args:
+            logins: returns the command lines by which mpirun starts daemons.
+        """
+        count = sum(self._ranks.values())
+        if not self._start.by_ssh or len(self._to_come) < max(count, 1):
+            return False
+        cut_off = sorted(host for host, process in self._checked.items() if process.poll() == _NO_WAY)
+        if cut_off:
+            self._to_come = set()
+            say(
+                f"{' and '.join(cut_off)} cannot connect to mpirun on this host, though a login by ssh succeeds: a "
+                "firewall is between them, or --network-interface is to name another network; the job is ended"
+            )
+            return True
+        if self._clock() >= self._checked_at:
+            self._checked_at = self._clock() + _CONNECT_S
+            for words in logins():
+                host = next((each for each in self.by_ssh if each in words), None)
+                awaits = _AWAITS.search(" ".join(words))
+                if (
+                    host is not None
+                    and awaits
+                    and (host not in self._checked or self._checked[host].poll() is not None)
+                ):
+                    test = [sys.executable, "-I", "-S", "-c", _CONNECTS, awaits[2], *awaits[1].split(",")]
+                    self._checked[host] = self._call(host, _ANSWER_S, shlex.join(test))
+        return False
+
     def lose_silent_logins(self, hosts: Hosts) -> Hosts:
         """Return the hosts without those of this job that do not answer to ssh within 10 s."""
-        start = self._start
-        named = self._ranks.keys() - {UNNAMED} or fill(start.slots, sum(self._ranks.values())).keys()
-        others = [host for host in sorted(named) if not is_here(host, start.here)] if start.by_ssh else []
-        for host, process in {host: self._call(host, _LOGIN_S) for host in others}.items():
+        for host, process in {host: self._call(host, _LOGIN_S) for host in self.by_ssh}.items():
             if process.wait():
                 hosts = self.lose(hosts, host, f"its login by ssh does not answer within {_LOGIN_S:g} s")
         return hosts
 
-    def _call(self, host: str, limit_s: float) -> subprocess.Popen[bytes]:
-        """Begin to log in to a host and out; the status is 0 if that succeeds."""
+    def _call(self, host: str, limit_s: float, command: str = "true") -> subprocess.Popen[bytes]:
+        """Begin to log in to a host and out; the status is 0 if that, and a command there, succeeds."""
         return subprocess.Popen(
             [
                 "timeout",
                 "--kill-after=1",
                 f"{limit_s:g}",
                 *self._start.mpirun.ssh_to(host, self._start.spec, os.environ),
-                "true",
+                command,
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -178,9 +236,10 @@ class Losses:
 
     def close(self) -> None:
         """Ask no host any more."""
-        for process in self._asked.values():
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for process in (*self._asked.values(), *self._checked.values()):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def _awaited(self, hosts: Hosts) -> list[str]:
         return hosts.returning() if self._start.asks_lost_hosts else []

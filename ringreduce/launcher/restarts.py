@@ -117,6 +117,7 @@ class _JobRanks:
         are_to_stop: whether one has said that they have agreed to stop.
         without_package: hosts that do not have ringreduce in the folder where this one has it.
         has_commit: whether one has written a commit to disk.
+        places: the hosts of ranks, where there may be several.
     """
 
     are_connected: bool = False
@@ -130,6 +131,7 @@ class _JobRanks:
     are_to_stop: bool = False
     without_package: set[str] = field(default_factory=set)
     has_commit: bool = False
+    places: dict[int, str] = field(default_factory=dict)
 
     def say_once(self, text: str) -> None:
         if text != self.said:
@@ -289,7 +291,15 @@ class Restarts:
             job.end_line()
             for name in failures.find_lost_hosts(written) if self._start.remote else ():
                 self._hosts = self._losses.lose(self._hosts, name, "mpirun has no connection to it")
-            self._report_failure(written, status, logs)
+            for text in failures.sentences(
+                written,
+                status,
+                logs,
+                ranks.places,
+                without_package=ranks.without_package,
+                others=self._losses.by_ssh,
+            ):
+                say(text)
         return status, job.stopped
 
     def _hand_on(self, number: signal.Signals, job: Job, ranks: _JobRanks) -> bool:
@@ -299,37 +309,6 @@ class Restarts:
             return takes
         ranks.was_warned |= takes
         return takes and ranks.leaving is None  # those that end for a new start hear nothing: the run is warned then
-
-    def _report_failure(self, written: str, status: int, logs: LogFiles | None) -> None:
-        """Name the rank that has failed; show its last output only if that is in a file, and so was not shown."""
-        ended = f"and the job has ended with status {status}"
-        killed = failures.find_killed(written)
-        if killed is not None:
-            rank, number = killed
-            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            hint = "; if nobody sent that, memory ran out: see dmesg" * (number == signal.SIGKILL)
-            say(f"rank {rank} was ended by {name}, {ended}{hint}")
-        elif (unfinished := failures.find_unfinished(written)) is not None:
-            say(
-                f"rank {unfinished} has ended, with status 0, without init() or by os._exit(), {ended}: all ranks call "
-                "ringreduce.init(), and leave by the end of the program or sys.exit()"
-            )
-        elif logs is not None and (found := logs.find()) is not None:
-            failed, words = found
-            shown = words.rpartition("\n")[2] in written
-            say(f"rank {failed} failed, {ended}" + ("" if shown else f":\n{words}"))
-            written += words
-        elif (failed_rank := failures.find(written)) is not None:
-            say(f"rank {failed_rank} failed, {ended}")
-        elif failures.is_told(written):
-            say(f"a rank failed, {ended}")
-        if self._ranks.without_package and failures.lacks_package(written):
-            say(
-                f"there is no ringreduce on {' and '.join(sorted(self._ranks.without_package))}; here it is in "
-                f"{Path(__file__).parents[1]}: install it there, too, or share that folder"
-            )
-        if failures.lacks_horovod(written):
-            say("the program imports horovod: start it by `horovodrun`, which gives it ringreduce by that name")
 
     def _wait_for_slots(self) -> Mapping[str, int]:
         policy = self._policy
@@ -359,8 +338,11 @@ class Restarts:
     def _on_mark(self, mark: Mark, job: Job) -> None:
         ranks = self._ranks
         now = self._clock()
-        self._losses.hear(mark, self._hosts.host_of(mark.rank, mark.host) or mark.host)
+        host = self._hosts.host_of(mark.rank, mark.host) or mark.host
+        self._losses.hear(mark, host)
         match mark.what:
+            case "has come":
+                ranks.places[mark.rank] = host
             case "is connected":
                 ranks.are_connected = True
             case "has no package there":
@@ -388,7 +370,8 @@ class Restarts:
                 self._hosts = self._hosts.died(host, now, self._policy)
                 if not ranks.are_connected and not ranks.has_no_start:
                     ranks.has_no_start = True  # the others would wait for it, as MPI does not know of it yet
-                    say(f"rank {mark.rank} has died before all ranks came to init(), so the job is ended")
+                    who = failures.name_rank(mark.rank, ranks.places)
+                    say(f"{who} has died before all ranks came to init(), so the job is ended")
                     job.end()
 
     def _look(self, job: Job) -> None:
@@ -397,8 +380,8 @@ class Restarts:
         for name in silent:
             why = f"it has said nothing for {self._spec.host_timeout_s:g} s"
             self._hosts = self._losses.lose(self._hosts, name, why)
-        if silent:
-            job.kill()  # mpirun would wait for the lost host, to end as to go on
+        if silent or self._losses.are_cut_off(job.logins):
+            job.kill()  # mpirun would wait for such a host, to end as to go on
             return
         if self._losses.are_late():
             self._hosts = self._losses.lose_silent_logins(self._hosts)

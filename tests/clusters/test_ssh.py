@@ -134,8 +134,21 @@ def test_an_unknown_key_is_an_error_in_a_terminal_too(cluster: Cluster, stranger
     """What ssh would ask there stops it, as it is no process of the terminal's own group."""
     done = in_terminal(cluster, 30, "ringreduce", "run", "-H", f"{cluster.host(0)}:1,{stranger}:1", "who.py")
     assert done.status not in (0, 124), done.text
-    assert "Host key verification failed" in done.text
-    assert stranger in done.text
+    assert f"ringreduce: the key of {stranger} is not known here, or has changed: log in once by ssh" in done.text
+
+
+def test_a_password_is_not_asked_for(cluster: Cluster) -> None:
+    """By a host that does not take the key of the first one; in a terminal, too."""
+    host = cluster.host(2)
+    keys = "/root/.ssh/authorized_keys"
+    cluster.run(2, "mount", "--bind", "/dev/null", keys)
+    try:
+        done = in_terminal(cluster, 30, "ringreduce", "run", "-H", f"{cluster.host(0)}:1,{host}:1", "who.py")
+    finally:
+        cluster.run(2, "umount", keys)
+    assert done.status not in (0, 124), done.text
+    said = f"ringreduce: {host} takes no key that is here, and nobody can type a password: `ssh-copy-id {host}`"
+    assert said in done.text
 
 
 def test_a_host_that_lacks_what_a_rank_needs_is_named(cluster: Cluster) -> None:
@@ -188,6 +201,27 @@ def test_a_host_that_sends_nothing(cluster: Cluster) -> None:
         cluster.run(0, "sh", "-c", "ip neigh flush dev eth0 nud permanent")
     assert done.status not in (0, 124), done.text
     assert cluster.host(1) in done.text
+
+
+@pytest.mark.thorough
+def test_a_host_that_cannot_connect_back(cluster: Cluster) -> None:
+    """It lets others log in, and its own connections to the first host are lost: it is named, before they give up."""
+    first = cluster.run(0, "getent", "hosts", cluster.host(0)).text.split()[0]
+    nobody = f"{first.rpartition('.')[0]}.99"
+    lose = (
+        "ip rule add ipproto tcp sport 22 lookup main pref 10",  # answers to logins
+        f"ip rule add to {first} lookup 100 pref 20",
+        f"ip route add default dev eth0 via {nobody} table 100",
+        f"ip neigh replace {nobody} lladdr 02:00:00:00:00:99 nud permanent dev eth0",
+    )
+    cluster.run(1, "sh", "-c", " && ".join(lose))
+    try:
+        done = cluster.run(0, "ringreduce", "run", "-H", hosts(cluster, 1, 1, 1), "who.py", timeout_s=100)
+    finally:
+        for number in ("10", "20"):
+            cluster.run(1, "ip", "rule", "del", "pref", number)
+    assert done.status not in (0, 124), done.text
+    assert f"ringreduce: {cluster.host(1)} cannot connect to mpirun on this host, though a login by ssh" in done.text
 
 
 @pytest.mark.thorough

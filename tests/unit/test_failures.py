@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.launcher.failures import LogFiles, find, find_unfinished, is_told, lacks_horovod
+from ringreduce.launcher.failures import LogFiles, find, find_unfinished, is_told, sentences
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"t.py\", line 5, in <module>\n    f()\nKeyError: 'why'"
 NOISE = "-" * 74 + "\nMPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + "-" * 74
@@ -46,9 +46,62 @@ def test_a_rank_that_has_ended_with_status_0_is_none_that_failed() -> None:
 
 def test_a_program_that_imports_horovod_is_seen() -> None:
     """Where Horovod is not there; in the line of the exception alone."""
-    assert lacks_horovod("Traceback\nModuleNotFoundError: No module named 'horovod'\n")
-    assert lacks_horovod("ModuleNotFoundError: No module named 'horovod.torch'")
-    assert not lacks_horovod("print: No module named 'horovod'\nModuleNotFoundError: No module named 'horovodrun'")
+    remedy = "the program imports horovod: start it by `horovodrun`, which gives it ringreduce by that name"
+    for text in ("Traceback\nModuleNotFoundError: No module named 'horovod'\n",
+                 "ModuleNotFoundError: No module named 'horovod.torch'"):  # fmt: skip
+        assert list(sentences(text, 1, None, {})) == [remedy]
+    text = "print: No module named 'horovod'\nModuleNotFoundError: No module named 'horovodrun'"
+    assert list(sentences(text, 1, None, {})) == []
+
+
+BOX = "prterun has exited due to process rank 1 with PID 7 on node vm exiting\nimproperly. There are three reasons"
+BY_SIGNAL = "prterun noticed that process rank 1 with PID 7 on node vm exited on\nsignal {}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENDING, "rank 1 on h2 failed, and the job has ended with status 3"),
+        (BY_SIGNAL.format(15), "rank 1 on h2 was ended by SIGTERM, and the job has ended with status 3"),
+        (BY_SIGNAL.format(99), "rank 1 on h2 was ended by signal 99, and the job has ended with status 3"),
+        (
+            BY_SIGNAL.format(9),
+            "rank 1 on h2 was ended by SIGKILL, and the job has ended with status 3; if nobody sent that, "
+            "memory ran out: see dmesg",
+        ),
+        (
+            BOX,
+            "rank 1 on h2 has ended, with status 0, without init() or by os._exit(), "
+            "and the job has ended with status 3: all ranks call ringreduce.init(), and leave by the end of the "
+            "program or sys.exit()",
+        ),
+        (TRACEBACK, "a rank failed, and the job has ended with status 3"),
+    ],
+)
+def test_the_host_of_the_rank_that_failed_is_named(text: str, said: str) -> None:
+    """Where there may be several."""
+    assert list(sentences(text, 3, None, {0: "h1", 1: "h2"})) == [said]
+    assert list(sentences(text, 3, None, {})) == [said.replace(" on h2", "")]
+
+
+def test_what_helps_where_ssh_lets_nobody_in() -> None:
+    """By the words of OpenSSH and mpirun; each host once."""
+    (said,) = sentences("Host key verification failed.\r\n", 255, None, {}, others=["h2", "h3"])
+    assert said == "the key of h2 or h3 is not known here, or has changed: log in once by ssh, which says more"
+    refused = [f"ada@{host}: Permission denied (publickey,password).\r\n" for host in ("h2", "h3", "h2")]
+    assert list(sentences("".join(refused), 255, None, {}, others=["h1", "h2", "h3"])) == [
+        f"{host} takes no key that is here, and nobody can type a password: `ssh-copy-id {host}`"
+        for host in ("h2", "h3")
+    ]
+
+
+def test_hosts_without_ringreduce_are_named() -> None:
+    """If a rank has failed by that."""
+    text = "ModuleNotFoundError: No module named 'ringreduce'\n"
+    here = Path(__file__).parents[2] / "ringreduce"
+    said = f"there is no ringreduce on h2 and h3; here it is in {here}: install it there, too, or share that folder"
+    assert list(sentences(text, 1, None, {}, without_package=["h3", "h2"])) == [said]
+    assert list(sentences("other", 1, None, {}, without_package=["h3", "h2"])) == []
 
 
 @pytest.mark.parametrize(

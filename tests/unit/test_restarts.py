@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -37,6 +40,7 @@ class Jobs:
         takes: whether jobs take signals.
         asks_later: by job, whether it is to ask its ranks to stop once they listen.
         written: what each writes to standard error.
+        logins: the command lines by which mpirun starts daemons.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *tells: Tell) -> None:
@@ -47,6 +51,7 @@ class Jobs:
         self.now, self.ended, self.killed = 0.0, 0, 0
         self.takes = False
         self.asks_later: list[bool] = []
+        self.logins: list[list[str]] = []
         jobs, left = self, list(tells)
 
         class FakeJob:
@@ -63,6 +68,9 @@ class Jobs:
             def wait(self, look: Callable[[], None]) -> int:
                 jobs.asks_later.append(self.asks_later)
                 return self._tell(self._on_mark, look)
+
+            def logins(self) -> list[list[str]]:
+                return jobs.logins
 
             def signal_ranks(self) -> None:
                 jobs.asked[-1] += 1
@@ -666,3 +674,53 @@ def test_ranks_that_do_not_come_to_their_hosts_end_the_job(
     assert "rank 2 of 3 did not come to their hosts within 5 s (--start-timeout); the job is ended\n" in text
     assert "b is lost: its login by ssh does not answer within 10 s" in text
     assert "c is lost" not in text
+
+
+def test_a_host_that_cannot_connect_back_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It is named; others that can, and one that does not answer, are not. No job ends where a rank has come."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(
+        '#!/bin/sh\ncase $* in *" d "*) exit 255;; esac\nfor last; do :; done\nexec sh -c "$last"\n'
+    )
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    listening, bound = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    bound.bind(("127.0.0.1", 0))  # nothing can connect to it
+
+    def login(host: str, port: int) -> list[str]:
+        return [
+            "ssh",
+            "-x",
+            host,
+            f'prted --prtemca prte_hnp_uri "prterun-a-7@0.0;tcp://127.0.0.1,127.0.0.1:{port}:8,8"',
+        ]
+
+    def connecting(on_mark: OnMark, look: Callable[[], None]) -> int:
+        look()
+        jobs.now += 15.0
+        deadline = time.monotonic() + 60
+        while not jobs.killed:
+            assert time.monotonic() < deadline
+            look()
+            select.select([], [], [], 0.01)  # logins end by themselves, and nobody says so
+        return 137
+
+    def begun(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has come", 0, "a"))
+        jobs.now += 15.0
+        look()
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    with listening, bound:
+        for tell, status in ((connecting, 137), (begun, 0)):
+            jobs = Jobs(monkeypatch, tell)
+            jobs.listed = {"a": 1, "b": 1, "c": 1, "d": 1}
+            ports = {"b": listening.getsockname()[1], "c": bound.getsockname()[1], "d": bound.getsockname()[1]}
+            jobs.logins = [login(*each) for each in ports.items()]
+            assert jobs.run(4, 4, grows=False) == status
+    said = "ringreduce: c cannot connect to mpirun on this host, though a login by ssh succeeds: a firewall is between"
+    assert capsys.readouterr().err.count(said) == 1
