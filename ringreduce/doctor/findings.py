@@ -252,11 +252,14 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
     if not known:
         return Finding("threads", "OMP_NUM_THREADS is not set")
     variable = "" if "OMP_NUM_THREADS" in ranks[0].environ else "; OMP_NUM_THREADS is not set"
+    is_ours = "RINGREDUCE_START_TIMEOUT" in ranks[0].environ  # ringreduce run has started them
     text = by_rank({rank: f"{number} per rank" for rank, number in known.items()}, len(ranks)) + variable
     for facts in ranks:
         cores = len(facts.core_numbers)
         if known.get(facts.rank, 0) > cores:
-            remedy = f"ringreduce run, mpirun --map-by slot:PE={known[facts.rank]} or --bind-to none gives them more."
+            by, none = f"--map-by slot:PE={known[facts.rank]}", "--bind-to none"
+            how = f"--mpi-args '{by}' or '{none}'" if is_ours else f"ringreduce run, mpirun {by} or {none}"
+            remedy = f"{how} gives them more."
             text += f"; rank {facts.rank} is bound to {plural(cores, 'core')}"
             return Finding("threads", text, level="warning", remedy=remedy)
     for node in _nodes(ranks):
@@ -264,7 +267,8 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
         share = _cores_of(node)
         if len(node) > 1 and number > max(share, len(node)):
             each = max(1, int(share) // len(node))
-            remedy = f"Use ringreduce run, or export OMP_NUM_THREADS={each}: threads of other ranks take the cores."
+            other = f"export OMP_NUM_THREADS={each}: threads of other ranks take the cores."
+            remedy = f"E{other[1:]}" if is_ours else f"Use ringreduce run, or {other}"
             return Finding("threads", f"{text}; {number} on {plural(share, 'core')}", level="warning", remedy=remedy)
     return Finding("threads", text)
 

@@ -219,7 +219,15 @@ JOBS = [
     ),
     (
         *("threads", job(*[{"torch_threads": 4, "environ": {"OMPI_COMM_WORLD_SIZE": "2"}}] * 2), "warning"),
-        *("OMP_NUM_THREADS is not set; 8 on 4 cores", "export OMP_NUM_THREADS=2"),
+        *("OMP_NUM_THREADS is not set; 8 on 4 cores", "Use ringreduce run, or export OMP_NUM_THREADS=2"),
+    ),
+    (  # which is not advised where it has started them
+        *("threads", job(*[{"torch_threads": 4, "environ": launched(2, RINGREDUCE_START_TIMEOUT="600")}] * 2)),
+        *("warning", "4 per rank; 8 on 4 cores", "Export OMP_NUM_THREADS=2: threads"),
+    ),
+    (
+        *("threads", job(*[{"core_numbers": (3,), "environ": launched(2, RINGREDUCE_START_TIMEOUT="600")}] * 2)),
+        *("warning", "rank 0 is bound to 1 core", "--mpi-args '--map-by slot:PE=2' or '--bind-to none' gives"),
     ),
     ("shared memory", job({}, {}, shared=False), "problem", "none: for an unknown reason", "one user"),
     (
