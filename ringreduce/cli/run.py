@@ -286,7 +286,7 @@ def command(dry_run: bool, **options: Any) -> int:
     start = prepare(spec)
     if dry_run:
         if start.allocation is not None:
-            click.echo(f"# hosts of {start.allocation.describe()}")
+            click.echo(f"# hosts of {start.allocation.describe()}; tried on {start.allocation.scheduler.tried}")
         if spec.ship:
             click.echo("# --ship copies files to the hosts first; paths of these files lead to the copies then")
         line, settings = start.line_and_settings(Hosts(start.listed).next_ranks(start.policy, 0.0), {})

@@ -37,6 +37,7 @@ class Scheduler:
         variables: names; one that is set and not empty means that there is an allocation.
         read: returns the slots by host, given the variable that is set and all others.
         library: whose variables they are, of the MPI libraries; empty: of none.
+        tried: on what this row has run.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Scheduler:
     variables: tuple[str, ...]
     read: Callable[[str, Mapping[str, str]], dict[str, int]]
     library: str = ""
+    tried: str = "no cluster: its variables alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +233,15 @@ _LSF = frozenset({"lsf"})
 
 #: In the order in which they are looked for: a file that names the hosts is meant for this job alone.
 SCHEDULERS = (
-    Scheduler(_HOSTFILE, frozenset(), _OPEN_MPI, _hostfile, "Open MPI"),
+    Scheduler(_HOSTFILE, frozenset(), _OPEN_MPI, _hostfile, "Open MPI", "containers with the files of Kubeflow's pods"),
     Scheduler(_HOSTFILE, frozenset(), ("I_MPI_HYDRA_HOST_FILE",), _hostfile, "Intel MPI"),
     Scheduler(_HOSTFILE, frozenset(), ("HYDRA_HOST_FILE",), _hostfile, "MPICH"),
     Scheduler("Slurm", _SLURM, ("SLURM_HET_SIZE",), _components),
-    Scheduler("Slurm", _SLURM, ("SLURM_JOB_NODELIST",), _slurm),
+    Scheduler("Slurm", _SLURM, ("SLURM_JOB_NODELIST",), _slurm, tried="Slurm 22.05"),
     Scheduler("PBS", frozenset({"pbs", "tm"}), ("PBS_NODEFILE",), _lines),
     Scheduler("LSF", _LSF, ("LSB_MCPU_HOSTS",), _pairs),
     Scheduler("LSF", _LSF, ("LSB_DJOB_HOSTFILE",), _lines),
-    Scheduler("Grid Engine", frozenset({"gridengine"}), ("PE_HOSTFILE",), _grid_engine),
+    Scheduler(
+        "Grid Engine", frozenset({"gridengine"}), ("PE_HOSTFILE",), _grid_engine, tried="Son of Grid Engine 8.1.9"
+    ),
 )

@@ -33,7 +33,7 @@ def test_a_dry_run_says_which_hosts_slurm_has_granted(cluster: Cluster) -> None:
     asked = ("-N2", "-n2", first_hosts(cluster, 2))
     done = cluster.run(0, "salloc", "-Q", *asked, "ringreduce", "run", "--dry-run", "python", "who.py")
     first, second = cluster.host(0), cluster.host(1)
-    assert f"# hosts of Slurm, from SLURM_JOB_NODELIST: {first}:1,{second}:1" in done.text, done.text
+    assert f"# hosts of Slurm, from SLURM_JOB_NODELIST: {first}:1,{second}:1; tried on Slurm 22.05\n" in done.text
 
 
 def test_more_ranks_than_slurm_has_granted(cluster: Cluster) -> None:
