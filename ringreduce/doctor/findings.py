@@ -148,8 +148,7 @@ def _mpi_library(facts: Facts) -> Finding | None:
     brought = [name for name in LIBRARIES if name in facts.packages]
     if facts.mpi.problem:
         remedy = f"mpi4py found no MPI library that works: {install}"
-        # pip of Debian's own Python installs into /usr/local, where mpi4py does not look.
-        if brought and "cannot load" in facts.mpi.problem:
+        if brought and "cannot load" in facts.mpi.problem:  # Debian's pip installs where mpi4py does not look
             remedy = f"{brought[0]} is installed: let MPI4PY_LIBMPI name its libmpi.so, or run ldconfig as root."
         return Finding(topic, facts.mpi.problem, level="problem", remedy=remedy)
     if len(brought) > 1:
@@ -252,14 +251,14 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
     if not known:
         return Finding("threads", "OMP_NUM_THREADS is not set")
     variable = "" if "OMP_NUM_THREADS" in ranks[0].environ else "; OMP_NUM_THREADS is not set"
-    is_ours = "RINGREDUCE_START_TIMEOUT" in ranks[0].environ  # ringreduce run has started them
+    how = ("ringreduce run, mpirun", "Use ringreduce run, or export")
+    if "RINGREDUCE_START_TIMEOUT" in ranks[0].environ:  # ringreduce run has started them
+        how = ("--mpi-args with", "Export")
     text = by_rank({rank: f"{number} per rank" for rank, number in known.items()}, len(ranks)) + variable
     for facts in ranks:
         cores = len(facts.core_numbers)
         if known.get(facts.rank, 0) > cores:
-            by, none = f"--map-by slot:PE={known[facts.rank]}", "--bind-to none"
-            how = f"--mpi-args '{by}' or '{none}'" if is_ours else f"ringreduce run, mpirun {by} or {none}"
-            remedy = f"{how} gives them more."
+            remedy = f"{how[0]} --map-by slot:PE={known[facts.rank]} or --bind-to none gives them more."
             text += f"; rank {facts.rank} is bound to {plural(cores, 'core')}"
             return Finding("threads", text, level="warning", remedy=remedy)
     for node in _nodes(ranks):
@@ -267,8 +266,7 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
         share = _cores_of(node)
         if len(node) > 1 and number > max(share, len(node)):
             each = max(1, int(share) // len(node))
-            other = f"export OMP_NUM_THREADS={each}: threads of other ranks take the cores."
-            remedy = f"E{other[1:]}" if is_ours else f"Use ringreduce run, or {other}"
+            remedy = f"{how[1]} OMP_NUM_THREADS={each}: threads of other ranks take the cores."
             return Finding("threads", f"{text}; {number} on {plural(share, 'core')}", level="warning", remedy=remedy)
     return Finding("threads", text)
 

@@ -227,7 +227,7 @@ JOBS = [
     ),
     (
         *("threads", job(*[{"core_numbers": (3,), "environ": launched(2, RINGREDUCE_START_TIMEOUT="600")}] * 2)),
-        *("warning", "rank 0 is bound to 1 core", "--mpi-args '--map-by slot:PE=2' or '--bind-to none' gives"),
+        *("warning", "rank 0 is bound to 1 core", "--mpi-args with --map-by slot:PE=2 or --bind-to none"),
     ),
     ("shared memory", job({}, {}, shared=False), "problem", "none: for an unknown reason", "one user"),
     (
