@@ -251,9 +251,8 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
     if not known:
         return Finding("threads", "OMP_NUM_THREADS is not set")
     variable = "" if "OMP_NUM_THREADS" in ranks[0].environ else "; OMP_NUM_THREADS is not set"
-    how = ("ringreduce run, mpirun", "Use ringreduce run, or export")
-    if "RINGREDUCE_START_TIMEOUT" in ranks[0].environ:  # ringreduce run has started them
-        how = ("--mpi-args with", "Export")
+    is_ours = "RINGREDUCE_START_TIMEOUT" in ranks[0].environ  # ringreduce run has started them
+    how = ("--mpi-args with", "Export") if is_ours else ("ringreduce run, mpirun", "Use ringreduce run, or export")
     text = by_rank({rank: f"{number} per rank" for rank, number in known.items()}, len(ranks)) + variable
     for facts in ranks:
         cores = len(facts.core_numbers)
