@@ -15,11 +15,12 @@ __all__ = ["RULES", "Figures", "HostUse", "Verdict", "VerdictRule", "in_words", 
 _SLOW = 0.1  # of a step that the others wait for a slow rank; see `ringreduce.observe.pace`
 _SUBSTANTIAL = 0.2  # of a step: less is usual
 _FULL = 0.8  # of the speed of a network, or of the time of a disk
+_ALIKE = 0.9  # of the largest figure of any host
 _LOST = 0.05  # of the time: less is no news
 _NARROWER = 4  # bytes of float32 for one of int8
 _SWAPPED = 256  # pages: a megabyte
 _RESENT = 0.01  # of segments of TCP: fewer slow no connection down
-_MEMORY = 0.95  # of its limit: a full cache of files alone is no fault
+_MEMORY = 0.8  # of its limit: a full cache of files that were read once alone is no fault
 _FAULTS = 10.0  # a second that read a disk
 
 
@@ -94,8 +95,14 @@ class Figures:
         return f"rank {rank}" + (f" of {self.hosts[rank]}" if self.nodes > 1 and rank in self.hosts else "")
 
     def worst(self, part: str) -> HostUse:
-        """Return the use of the host where one of its attributes is largest."""
-        return max(self.uses, key=lambda each: float(getattr(each, part)), default=HostUse(host=""))
+        """Return the use of the host where one of its attributes is largest; of about equal ones, the slow rank's host.
+
+        Hosts that are containers of one machine see the same disks.
+        """
+        late = None if self.slow is None else self.hosts.get(self.slow.rank)
+        least = _ALIKE * max((getattr(each, part) for each in self.uses), default=0.0)
+        alike = [each for each in self.uses if getattr(each, part) >= least]
+        return max(alike, key=lambda each: (each.host == late, getattr(each, part)), default=HostUse(host=""))
 
 
 class VerdictRule(NamedTuple):
@@ -150,10 +157,41 @@ def _is_full(figures: Figures) -> bool:
     return is_long and figures.worst("network").network >= _FULL
 
 
+def _is_lossy(figures: Figures) -> bool:
+    return figures.nodes > 1 and figures.worst("resent").resent >= _RESENT
+
+
+def _repeating_s(figures: Figures) -> float:
+    """Return how long lost segments delay communication at most; on a full network it is bytes that take long."""
+    is_long = _is_long(figures, figures.communication_s) and not _is_full(figures)
+    return figures.communication_s if is_long else 0.0
+
+
 def _communicates(figures: Figures) -> bool:
     """Return whether communication takes long by itself; on crowded cores it lasts until all ranks have one again."""
     is_long = figures.ranks > 1 and _is_long(figures, figures.communication_s)
-    return is_long and not _is_full(figures) and figures.crowded < _SUBSTANTIAL
+    return is_long and not _is_full(figures) and not _is_lossy(figures) and figures.crowded < _SUBSTANTIAL
+
+
+def _crowding_s(figures: Figures) -> float:
+    """Return how long ranks wait for cores; communication that waits for the network does not become shorter."""
+    if figures.crowded < _SUBSTANTIAL:
+        return 0.0
+    waits = _is_full(figures) or _is_lossy(figures)
+    return figures.crowded * (figures.compute_s + (0.0 if waits else figures.communication_s))
+
+
+def _evening_s(figures: Figures) -> float:
+    """Return how much shorter steps become with even ranks."""
+    return max(figures.waiting_s, _crowding_s(figures) if _slow(figures).cause == "crowded" else 0.0)
+
+
+def _reading_s(figures: Figures, part: str) -> float:
+    """Return how long ranks wait for data, or for a rank that does on the host where something is largest."""
+    slow = figures.slow
+    reads = slow is not None and slow.cause in ("data", "faults", "waiting")
+    is_there = reads and figures.hosts.get(_slow(figures).rank) == figures.worst(part).host
+    return figures.input_s + (figures.waiting_s if is_there else 0.0)
 
 
 def _crowds(figures: Figures) -> str:
@@ -166,14 +204,35 @@ def _of_host(part: str, text: str) -> Callable[[Figures], str]:
     return lambda figures: text.format(figures.worst(part))
 
 
-#: Of several that apply, that which saves most is to be changed first; of equal ones, the first.
+#: Of several that apply, that which saves most is to be changed first; of equal ones, the first, which says why.
 RULES = (
+    VerdictRule(
+        "shared cores",
+        lambda it: bool(it.crowds),
+        _crowds,
+        lambda it: "give each rank cores of its own (--bind-to core), or start fewer ranks",
+        _crowding_s,
+    ),
+    VerdictRule(
+        "memory",
+        lambda it: it.worst("faults").faults >= _FAULTS and it.worst("faults").memory >= _MEMORY,
+        _of_host("faults", "{0.host} uses {0.memory:.0%} of its memory, and reads from disk what does not fit"),
+        lambda it: "use less memory, or raise its limit",
+        lambda it: _reading_s(it, "faults"),
+    ),
+    VerdictRule(
+        "disk",
+        lambda it: it.worst("busy").busy >= _FULL,
+        _of_host("busy", "disk {0.disk} of {0.host} is busy {0.busy:.0%} of the time"),
+        lambda it: "read from faster storage, or keep data in memory",
+        lambda it: _reading_s(it, "busy"),
+    ),
     VerdictRule(
         "slow rank",
         lambda it: _is_slow(it, "always", _SLOW),
         lambda it: f"{it.name(_slow(it).rank)} is {_slow(it).lateness}",
         lambda it: _slow(it).remedy,
-        lambda it: it.waiting_s,
+        _evening_s,
     ),
     VerdictRule(
         "uneven ranks",
@@ -197,6 +256,13 @@ RULES = (
         lambda it: it.communication_s * (1 - 1 / _NARROWER),
     ),
     VerdictRule(
+        "retransmissions",
+        _is_lossy,
+        _of_host("resent", "{0.host} sends {0.resent:.1%} of its TCP segments again"),
+        lambda it: "look for losses of the network",
+        _repeating_s,
+    ),
+    VerdictRule(
         "communication",
         _communicates,
         lambda it: f"communication takes {it.communication_s / it.step_s:.0%} of a step",
@@ -205,17 +271,10 @@ RULES = (
     ),
     VerdictRule(
         "crowded cores",
-        lambda it: it.crowded >= _SUBSTANTIAL,
+        lambda it: _crowding_s(it) > 0.0,
         lambda it: f"ranks wait for a core, which others have, in {it.crowded:.0%} of the time in which they compute",
         lambda it: "start fewer ranks or threads (OMP_NUM_THREADS), or stop what else runs",
-        lambda it: it.crowded * (it.compute_s + it.communication_s),
-    ),
-    VerdictRule(
-        "disk",
-        lambda it: it.worst("busy").busy >= _FULL,
-        _of_host("busy", "disk {0.disk} of {0.host} is busy {0.busy:.0%} of the time"),
-        lambda it: "read from faster storage, or keep data in memory",
-        lambda it: it.input_s,
+        _crowding_s,
     ),
     VerdictRule(
         "garbage collector",
@@ -243,24 +302,6 @@ RULES = (
         lambda it: it.worst("swapped").swapped >= _SWAPPED,
         _of_host("swapped", "{0.host} swaps memory to disk"),
         lambda it: "use less memory, or more hosts",
-    ),
-    VerdictRule(
-        "memory",
-        lambda it: it.worst("faults").faults >= _FAULTS and it.worst("faults").memory >= _MEMORY,
-        _of_host("faults", "{0.host} uses {0.memory:.0%} of its memory, and reads from disk what does not fit"),
-        lambda it: "use less memory, or raise its limit",
-    ),
-    VerdictRule(
-        "retransmissions",
-        lambda it: it.nodes > 1 and it.worst("resent").resent >= _RESENT,
-        _of_host("resent", "{0.host} sends {0.resent:.1%} of its TCP segments again"),
-        lambda it: "look for losses of the network",
-    ),
-    VerdictRule(
-        "shared cores",
-        lambda it: bool(it.crowds),
-        _crowds,
-        lambda it: "give each rank cores of its own (--bind-to core), or start fewer ranks",
     ),
 )
 
