@@ -9,6 +9,9 @@ have), time (ISO 8601, UTC), ranks (a list), host, pid, facts. Events:
     commit    of an elastic training, one that copies the weights; facts: number, and sha256 of models, optimizers and
               the like, by name, or why there is none
     written   of a commit, to disk; facts: number, file, sha256
+    values    that the program reports; facts: by name, the mean of the last ones of those ranks that are in ``ranks``,
+              or text where JSON has no number for it. With each commit of an elastic training that the ranks make
+              together, and before the end: of rank 0, and of others as far as they are gathered there
     exported  a model, by ``ringreduce export``; facts: file, sha256, name, commit, folder
     refused   facts: what (init, message, or the call or command), and the error
     any       what the program says itself (`ringreduce.audit`)
@@ -28,6 +31,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import secrets
@@ -44,6 +48,7 @@ from ringreduce.common.errors import ChangedMessageError, ConfigError, RingReduc
 from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.common.launch import allocation, launch
 from ringreduce.observe.audit_chain import ChainedFile, plain, said_by
+from ringreduce.observe.reported_values import mean_values
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 
@@ -54,7 +59,7 @@ _log = logging.getLogger(__name__)
 _TO_RECORD_S = 3.0  # that rank 0 has to write down why a world does not begin, before other ranks end the job
 _MOST_KEPT = 1000  # lines of a rank, until the next commit
 #: Events that programs do not name.
-_OWN = {"", "begin", "commit", "written", "exported", "refused", "failed", "end"}
+_OWN = {"", "begin", "commit", "written", "values", "exported", "refused", "failed", "end"}
 
 
 class AuditRecord:
@@ -188,22 +193,23 @@ class AuditRecord:
         except OSError as error:
             self._log_lack(entry["event"], error)
 
-    def collect(self, gather: Callable[[Any], list[Any]]) -> None:
+    def collect(self, gather: Callable[[Any], list[Any]], values: Mapping[str, float]) -> None:
         """Let rank 0 append what other ranks have kept; an error of the file is logged. Collective.
 
         Args:
             gather: gives a value to all ranks and returns everyone's, in rank order.
+            values: the last ones that the program has reported on this rank.
         """
         kept = list(self._kept)
         try:
-            everyone = gather(kept)
+            everyone = gather((kept, values))
         except ConfigError as error:  # on all ranks: the lines are larger than the limit for objects
             _log.error("the audit record %s lacks lines of other ranks: %s", self._file.path, error)
             everyone = []
         for _ in kept:
             self._kept.popleft()
         merged: dict[str, dict[str, Any]] = {}
-        for entry in (entry for entries in everyone for entry in entries):
+        for entry in (entry for entries, _ in everyone for entry in entries):
             first = merged.setdefault(said_by(entry), entry)
             if entry["ranks"][0] not in first["ranks"]:
                 first["ranks"] += entry["ranks"]
@@ -212,13 +218,28 @@ class AuditRecord:
                 self._file.append_new(list(merged.values()), self._world)
             except OSError as error:
                 self._log_lack("of other ranks", error)
+        self._append_values({rank: said for rank, (_, said) in enumerate(everyone)})
 
-    def end(self, error: str | None) -> None:
-        """Record that the world has ended; does nothing the second time."""
+    def _append_values(self, values: Mapping[int, Mapping[str, float]]) -> None:
+        """Let rank 0 append the means of what ranks have reported, if they have."""
+        said = {rank: each for rank, each in values.items() if each}
+        if said and not self._rank:
+            means = mean_values(said.values())
+            facts = {name: each if math.isfinite(each) else str(each) for name, each in means.items()}
+            self._append_now(self._entry("values", facts) | {"ranks": sorted(said)})
+
+    def end(self, error: str | None, values: Mapping[int, Mapping[str, float]] = {}) -> None:
+        """Record that the world has ended; does nothing the second time.
+
+        Args:
+            error: why; None: it was shut down.
+            values: on rank 0, the last ones that the program has reported, by rank, as far as they are known.
+        """
         if not self._running:
             return
         self._running = False
         if not self._rank:
+            self._append_values(values)
             self.append("end", {"error": error})
             return
         if error is not None:

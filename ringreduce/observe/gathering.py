@@ -49,7 +49,7 @@ class Gathering:
         self._packing = zlib.compressobj(9, zlib.DEFLATED, -_WINDOW_BITS, _MEMORY_LEVEL)
         self._unpacking = [zlib.decompressobj(-_WINDOW_BITS) for _ in range(size if rank == 0 else 0)]
         self._kept: list[deque[Snapshot]] = [deque(maxlen=_REMEMBERED) for _ in range(size)]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may look, in the midst of a look
         self._hears = True
         self.nbytes = 0
 

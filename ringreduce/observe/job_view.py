@@ -9,9 +9,10 @@ from typing import Any
 
 from ringreduce.common.errors import name_ranks
 from ringreduce.observe.metrics import Family, openmetrics
+from ringreduce.observe.reported_values import mean_values
 from ringreduce.observe.waits import waits
 
-__all__ = ["JobView", "growth", "mean_values", "prometheus_text", "rows", "usage"]
+__all__ = ["JobView", "growth", "last_values", "prometheus_text", "rows", "usage"]
 
 Snapshot = Mapping[str, Any]
 
@@ -137,13 +138,9 @@ def _rates(now: Mapping[str, Any], then: Mapping[str, Any], kind: str, seconds: 
     return found
 
 
-def mean_values(snapshots: Iterable[Snapshot]) -> dict[str, float]:
-    """Return what the program reports: the mean over the ranks of the last value of each name."""
-    last: dict[str, list[float]] = {}
-    for each in snapshots:
-        for name, (_, _, value) in each.get("values", {}).items():
-            last.setdefault(name, []).append(value)
-    return {name: sum(each) / len(each) for name, each in last.items()}
+def last_values(snapshots: Iterable[Snapshot]) -> dict[int, dict[str, float]]:
+    """Return the last values that the program has reported, by rank and name."""
+    return {each["rank"]: {name: last for name, (_, _, last) in each.get("values", {}).items()} for each in snapshots}
 
 
 # ---- one job ----
@@ -184,7 +181,7 @@ class JobView:
         hosts = usage(now, then).values()
         interfaces = [each["share"] for host in hosts for each in host["interfaces"].values()]
         disks = [each["busy_s"] for host in hosts for each in host["disks"].values()]
-        points = {f"value {name}": value for name, value in mean_values(now).items()}
+        points = {f"value {name}": value for name, value in mean_values(last_values(now).values()).items()}
         for name, shares in (("network", interfaces), ("disk", disks)):
             if known := [each for each in shares if each is not None]:
                 points[name] = max(known)
@@ -227,7 +224,8 @@ class JobView:
         """Return all of it for Prometheus."""
         health = self.health(rows(snapshots))
         mine = {"job": health["job"] or ""}
-        values = [({**mine, "name": name}, value) for name, value in mean_values(snapshots).items()]
+        means = mean_values(last_values(snapshots).values())
+        values = [({**mine, "name": name}, value) for name, value in means.items()]
         more: list[Family] = [
             ("ranks", "gauge", "Ranks of the job.", [(mine, health["ranks"])]),
             ("ranks_missing", "gauge", "Ranks that have told nothing for 10 s.", [(mine, len(health["missing"]))]),

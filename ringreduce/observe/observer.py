@@ -21,7 +21,7 @@ from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.gathering import Gathering
 from ringreduce.observe.host_uses import uses_of
 from ringreduce.observe.job_report import JobReport, figures_of, report_of, say
-from ringreduce.observe.job_view import JobView
+from ringreduce.observe.job_view import JobView, last_values
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.snapshots import FlightRecorder, Observed, Snapshot
 from ringreduce.observe.timeline import JobClock, Program, Timeline, Track
@@ -190,8 +190,12 @@ class Observer:
 
     def end_audit(self, error: str | None) -> None:
         """Record that this world ends, and why; the first reason counts."""
-        if self.audit is not None:
-            self.audit.end(error)
+        if self.audit is None:
+            return
+        values = {} if self._gathering is None else last_values(self._gathering.latest())
+        own = self.recorder.values  # an error may come from a signal handler, and leave a device that does not answer
+        values[self._rank] = own.last() if error is None else own.last_read()
+        self.audit.end(error, values)
 
     def end(self, error: str | None = None) -> None:
         """Observe nothing more, as this world ends; ``error``: why, if something went wrong."""

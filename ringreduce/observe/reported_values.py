@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["ReportedValues"]
+__all__ = ["ReportedValues", "mean_values"]
 
 _PENDING = 1000  # of a name, before they are read at once
 
@@ -57,8 +58,11 @@ class ReportedValues:
     def last(self) -> dict[str, float]:
         """Return the last value of each name."""
         self._settle()
-        with self._reading:
-            return {name: each[2] for name, each in self._read.items()}
+        return self.last_read()
+
+    def last_read(self) -> dict[str, float]:
+        """Return the last value of each name that was read; takes no lock, and waits for no device."""
+        return {name: each[2] for name, each in self._read.copy().items()}
 
     def _settle(self) -> None:
         with self._reading:
@@ -76,3 +80,12 @@ def _number(value: Any) -> float:
         return float(value.item() if hasattr(value, "item") else value)
     except Exception:
         return math.nan
+
+
+def mean_values(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean over ranks of the last value of each name."""
+    found: dict[str, list[float]] = {}
+    for last in ranks:
+        for name, value in last.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(each) / len(each) for name, each in found.items()}

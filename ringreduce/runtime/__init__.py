@@ -460,7 +460,7 @@ def collect_records(gather: Callable[[Any], list[Any]]) -> None:
     """
     own = _process.own()
     if own is not None and own.observer.audit is not None:
-        own.observer.audit.collect(gather)
+        own.observer.audit.collect(gather, own.observer.recorder.values.last())
 
 
 def audited() -> bool:

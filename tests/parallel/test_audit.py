@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import ringreduce as rr
+from ringreduce import runtime
 from ringreduce.common.keys import read_secret, write_secret
 from ringreduce.observe.audit_chain import examine, is_signed
 
@@ -79,6 +81,49 @@ def test_what_ranks_say_is_recorded_with_the_next_commit(recorded: Path) -> None
     found = examine(recorded.read_bytes())
     said = {each["facts"]["odd"]: each["ranks"] for each in found.lines if each["event"] == "data"}
     assert said == {0: [0], **({1: list(range(1, rr.size(), 2))} if rr.size() > 1 else {})}
+    rr.barrier()
+
+
+@pytest.mark.parametrize("are_gathered", [False, True])
+def test_values_of_the_program_are_recorded(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, are_gathered: bool
+) -> None:
+    """At commits, means over the ranks; at the end of all ranks where rank 0 gathers them, else its own."""
+    rank, size = rr.rank(), rr.size()
+    rr.shutdown()
+    with monkeypatch.context() as patch:
+        if are_gathered:
+            patch.setenv("RINGREDUCE_WATCHDOG", "1000")
+        rr.init()
+    state = hvd.elastic.TorchState(torch.nn.Linear(3, 2), epoch=0)
+    for step in range(3):
+        rr.report_value("loss", 10.0 * step + rank)
+    state.commit()
+    rr.report_value("loss", torch.tensor(100.0 + 2 * rank, requires_grad=True) ** 2)
+    own = runtime._process.own()
+    assert own is not None
+    if are_gathered and rank == 0:
+        gathering = own.observer._gathering
+        assert gathering is not None
+        deadline = time.monotonic() + 60
+        told = {other: (100.0 + 2 * other) ** 2 for other in range(size)}
+        while {each["rank"]: each["values"].get("loss", [0.0])[-1] for each in gathering.latest()} != told:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # ranks tell once a second
+    rr.barrier()
+    rr.shutdown()
+    rr.init()
+    rr.barrier()
+    found = examine(recorded.read_bytes())
+    assert found.wrong is None
+    (world,) = {each["world"] for each in found.lines if each["event"] == "values"}
+    lines = [each for each in found.lines if each["world"] == world]
+    assert [each["event"] for each in lines] == ["begin", "commit", "values", "values", "end"]
+    everyone = list(range(size))
+    assert (lines[2]["ranks"], lines[2]["facts"]) == (everyone, {"loss": 20 + (size - 1) / 2})
+    mean = sum((100.0 + 2 * other) ** 2 for other in everyone) / size
+    last = (everyone, {"loss": mean}) if are_gathered else ([0], {"loss": 10000.0})
+    assert (lines[3]["ranks"], lines[3]["facts"]) == last
     rr.barrier()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -78,7 +79,7 @@ def test_what_json_cannot_say_is_refused_anywhere(fact: object) -> None:
     """Also on ranks, and in runs, that keep no record."""
     with pytest.raises(rr.ConfigError, match="data cannot be recorded as JSON"):
         rr.audit("mine", data=fact)
-    for event in ("begin", "commit", "written", "exported", "refused", "failed", "end", "", 3):
+    for event in ("begin", "commit", "written", "values", "exported", "refused", "failed", "end", "", 3):
         with pytest.raises(rr.ConfigError, match="the event of an audit"):
             rr.audit(event)  # type: ignore[arg-type]
     rr.audit("mine", data=[1, "a", None])
@@ -325,15 +326,17 @@ def test_other_ranks_have_one_line_for_what_they_say(tmp_path: Path, caplog: pyt
     for rank, each in enumerate(ranks):
         each.append("same", {"a": 1})
         each.append("own", {"rank is odd": rank % 2})
-    for kept in [[list(each._kept) for each in ranks]]:
-        for each in reversed(ranks):
-            each.collect(lambda mine, kept=kept: kept)  # type: ignore[misc]
+    values = [{"loss": 0.25, "seconds": math.inf}, {}, {"loss": 0.75}, {"loss": 2.0}]
+    everyone = [(list(each._kept), said) for each, said in zip(ranks, values, strict=True)]
+    for each, said in reversed(list(zip(ranks, values, strict=True))):
+        each.collect(lambda mine: everyone, said)
     said = [(each["event"], each["ranks"]) for each in lines_of(path)]
-    assert said == [("same", [0]), ("own", [0]), ("own", [1, 3])]
+    assert said == [("same", [0]), ("own", [0]), ("own", [1, 3]), ("values", [0, 2, 3])]
+    assert lines_of(path)[-1]["facts"] == {"loss": 1.0, "seconds": "inf"}
     for rank in (1, 2, 3):
         ranks[rank].append("late", {})
         ranks[rank].end("no")
-    assert [(each["event"], each["ranks"]) for each in lines_of(path)[3:]] == [("late", [1]), ("failed", [1])]
+    assert [(each["event"], each["ranks"]) for each in lines_of(path)[4:]] == [("late", [1]), ("failed", [1])]
     assert examine(path.read_bytes()).wrong is None
     assert "lacks a line (late and failed): rank 0, which keeps it, is on another host" in caplog.text
     elsewhere = AuditRecord(str(tmp_path / "other"), "world", 1)

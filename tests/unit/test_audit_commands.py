@@ -61,6 +61,15 @@ def ringreduce(*words: object) -> Result:
     return CliRunner().invoke(main, [*map(str, words)])
 
 
+def test_values_of_the_program_are_shown_with_the_ranks_that_they_are_of(tmp_path: Path) -> None:
+    """The record is whole with them."""
+    path = tmp_path / "audit.jsonl"
+    AuditRecord(str(path), "0123abcd").end(None, {0: {"loss": 0.5}, 1: {"loss": 1.0}, 2: {}})
+    shown = [line.split() for line in ringreduce("audit", "show", path).stdout.splitlines()]
+    assert [words[1:] for words in shown[1:]] == [["values", "ranks", "0-1:", "loss=0.75"], ["end", "well"]]
+    assert ringreduce("audit", "verify", path).exit_code == 0
+
+
 def test_verify_says_whether_a_record_is_whole_and_what_it_cannot_know(path: Path) -> None:
     """A hash that was kept elsewhere shows that lines were removed at the end, or the chain made anew."""
     lines = path.read_text().splitlines(keepends=True)
