@@ -74,6 +74,7 @@ from ringreduce.torch.ops import (
     grouped_allgather_async,
 )
 from ringreduce.torch.optimizer import DistributedOptimizer
+from ringreduce.torch.private import get_batches_by
 from ringreduce.torch.reductions import (
     allreduce,
     allreduce_,
@@ -107,7 +108,7 @@ from ringreduce.training.calls.built import (
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.calls.requests import Handle, barrier, join, poll, synchronize
-from ringreduce.training.data.shares import loading, share
+from ringreduce.training.data.shares import get_batch, loading, share
 
 __all__ = [
     "Adasum",
@@ -202,6 +203,7 @@ __all__ = [
 
 runtime.follow_timelines(phases.follow)
 phases.count_steps()
+get_batches_by(get_batch)
 ringreduce_torch_backend.register()  # where torch has not done so itself
 for _name, _module in list(sys.modules.items()):
     if _name.startswith(("ringreduce.training", "ringreduce.torch.")) and _module is not phases:

@@ -11,7 +11,7 @@ import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import import_module
 from operator import attrgetter, methodcaller
 from types import CodeType, FrameType, FunctionType
@@ -383,6 +383,30 @@ def before_profiler_stops(action: Callable[[], object]) -> None:
     _profiler._disable_profiler = act_and_disable
 
 
+# ---- loaders ----
+
+_Iterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
+
+
+def get_batches_by(get: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Let programs get the batches of each ``DataLoader`` by a function from now on; for this, torch has no hook.
+
+    Puts another function into the place of ``__next__`` of ``_BaseDataLoaderIter``. Without that this does nothing.
+
+    Args:
+        get: takes what was in that place and the iterator, and returns the next batch.
+    """
+    if _Iterator is None:
+        return
+    following = _Iterator.__next__
+
+    @wraps(following)
+    def get_next(iterator: Any) -> Any:
+        return get(following, iterator)
+
+    _Iterator.__next__ = get_next
+
+
 def backend_class() -> Any:
     """Return the C++ class of which backends of process groups are instances; `torch.distributed.Backend` names them.
 
@@ -597,6 +621,11 @@ def _groups_have_backends() -> bool:
     return not torch.distributed.is_available() or hasattr(torch.distributed.ProcessGroup, "_get_backend")
 
 
+def _loaders_are_known() -> bool:
+    loader: Any = torch.utils.data.DataLoader([0])  # type: ignore[arg-type]
+    return isinstance(iter(loader), _Iterator)
+
+
 PARTS = (
     Part("version_of", _versions_are_counted, "writes to gradients between backward() and step() go unnoticed"),
     Part("holders_at", _holders_are_counted, "gradients that the program has kept may be overwritten"),
@@ -628,6 +657,7 @@ PARTS = (
     Part("BatchNorm", lambda: issubclass(torch.nn.SyncBatchNorm, BatchNorm), "batch normalisations are not converted"),
     Part("skip_in_compiler", _code_can_be_skipped, "functions that communicate must not be compiled"),
     Part("is_profiling", lambda: _can_profile, "torch's profiles do not show collectives"),
+    Part("get_batches_by", _loaders_are_known, "waiting for a DataLoader counts as input only with loading()"),
     Part("backend_class", _has_backends, "torch.distributed takes no second backend beside ringreduce"),
     Part("is_open_group", _lists_groups, "torch's flight recorder does not watch process groups"),
     Part("cpu_backend_of", _groups_have_backends, "process groups with a second backend are not recognised"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import random
+import threading
+import time
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,73 @@ def test_mistakes_with_data() -> None:
         hvd.DistributedSampler([1], ends="pad")
     with pytest.raises(ConfigError, match="seed"):
         hvd.DistributedSampler([1], seed=-1)
+
+
+class Slow(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Each sample takes a while; in a loader within it, if ``inner``."""
+
+    def __init__(self, *, inner: bool = False) -> None:
+        self._inner = inner
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        if self._inner:
+            return int(list(DataLoader(Slow()))[index])
+        time.sleep(0.02)  # what is measured
+        return index
+
+
+def loaded_s(batches: Iterable[Any], *, elsewhere: bool = False) -> float:
+    """Return how long this rank is said to have waited for data, meanwhile; ``elsewhere``: on another thread."""
+    pacemaker = hvd.global_process_set.engine.pacemaker
+    before = pacemaker.loading_s
+    thread = threading.Thread(target=lambda: list(batches))
+    if elsewhere:
+        thread.start()
+        thread.join()
+    else:
+        assert [int(each) for each in batches] == [0, 1, 2]
+    return float(pacemaker.loading_s - before)
+
+
+def test_waiting_for_a_loader_of_torch_is_counted_by_itself(world: rr.Communicator) -> None:
+    """Once, also through `loading`, and where one loader has another inside; on the main thread alone."""
+    loader = DataLoader(Slow())
+    nested = DataLoader(Slow(inner=True))
+    for batches, least_s in ((loader, 0.06), (hvd.loading(loader), 0.06), (nested, 3 * 0.06)):
+        began = time.perf_counter()
+        found = loaded_s(batches)
+        assert least_s <= found <= time.perf_counter() - began
+    assert loaded_s(loader, elsewhere=True) == 0.0
+    workers = DataLoader(Slow(), num_workers=1, multiprocessing_context="fork")
+    assert loaded_s(workers) > 0.0
+
+
+def test_the_verdict_of_a_slow_loader_is_input(world: rr.Communicator) -> None:
+    """The program says nothing of its loader."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    rr.shutdown()
+    rr.init()  # the report is about these steps alone
+    for _ in range(7):
+        for batch in DataLoader(Slow()):
+            optimizer.zero_grad()
+            model(batch[:, None].float()).sum().backward()
+            optimizer.step()
+    report = rr.report()
+    assert report is not None
+    assert 0.02 <= report.figures.input_s <= report.figures.step_s
+    (said,) = [each.says for each in report.found if each.name == "input"]
+    assert said == f"ranks wait for data in {report.figures.input_s / report.figures.step_s:.0%} of the time"
+
+
+def test_a_loader_of_torch_works_without_a_world(no_world: None) -> None:
+    """As without ringreduce; also within a function that is compiled."""
+    assert list(map(int, DataLoader(Slow()))) == [0, 1, 2]
+    total = torch.compile(lambda loader: sum(each + 1 for each in loader), backend="eager")
+    assert int(total(DataLoader(Slow()))) == 6
 
 
 # ---- averages ----

@@ -97,6 +97,7 @@ def test_a_part_that_fails_is_missing_too():
         ("_is_profiler_enabled", {"is_profiling"}),
         ("_disable_profiler", {"is_profiling"}),
         ("_call_end_callbacks_on_future", {"is_profiling"}),
+        ("_BaseDataLoaderIter", {"get_batches_by"}),
         ("_distributed_c10d", {"backend_class"}),
         ("_get_backend", {"cpu_backend_of"}),
     ],
@@ -273,6 +274,9 @@ def test_what_torch_lacks_for_compilers_and_profilers_is_left_out():
     private.before_profiler_stops(print)
     assert whole._profiler._disable_profiler is disable
     assert not private.is_profiling()
+    following = whole._Iterator.__next__
+    without(whole, "_BaseDataLoaderIter").get_batches_by(print)
+    assert whole._Iterator.__next__ is following
     assert not private.is_open_group(object())
     assert private.cpu_backend_of(function) is function
     assert private.accelerate_state() is None

@@ -6,7 +6,8 @@ not. The mean over a global batch is then a weighted mean of the ranks' means; s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import get_ident, main_thread
 from time import perf_counter
 from typing import Literal, TypeVar
 from weakref import WeakSet
@@ -250,20 +251,31 @@ def _paces_of(engine: Engine) -> Sequence[Pace]:
     return tally.earlier if lags and tally.reports >= pacemaker.number else tally.paces
 
 
+def get_batch(following: Callable[[Iterator[T]], T], iterator: Iterator[T]) -> T:
+    """Return the next batch of a loader; on the main thread, count how long the program waits for it."""
+    if get_ident() != main_thread().ident or not global_process_set.connected:  # other threads read ahead
+        return following(iterator)
+    pacemaker = global_process_set.engine.pacemaker
+    loaded_s = pacemaker.loading_s
+    began = perf_counter()
+    try:
+        return following(iterator)
+    finally:  # a loader that gets batches of another one counts once
+        pacemaker.loading_s = loaded_s + perf_counter() - began
+
+
 def loading(batches: Iterable[T]) -> Iterator[T]:
     """Iterate over batches, and count how long the program waits for them: a reason why a rank is slow.
 
+    Torch's ``DataLoader`` needs it not: once `ringreduce.torch` is imported, waiting for it is counted by itself.
+
     Args:
-        batches: a loader of any framework.
+        batches: a loader of any framework; the main thread iterates over it.
     """
-    pacemaker = global_process_set.engine.pacemaker if is_initialized() else None
     iterator = iter(batches)
     while True:
-        began = perf_counter()
         try:
-            batch = next(iterator)
+            batch = get_batch(next, iterator)
         except StopIteration:
             return
-        if pacemaker is not None:
-            pacemaker.loading_s += perf_counter() - began
         yield batch
