@@ -208,6 +208,7 @@ class Config:
             ``RINGREDUCE_STATUS=[HOST:]PORT``
         status_token_file: the file with the token that this asks for; None: one that is made for this user.
             ``RINGREDUCE_STATUS=PORT,token:FILE``
+        otlp: whether rank 0 sends what all ranks do to a collector of OpenTelemetry. ``RINGREDUCE_OTLP``
         verdict: whether rank 0 says at the end, on standard error, what steps took and why. ``RINGREDUCE_VERDICT``
         report: the file to which rank 0 writes that at the end, as JSON; None: none. ``RINGREDUCE_REPORT``
         watchdog_s: rank 0 says what a job waits for in which no rank has made a step, a collective or a report for so
@@ -253,6 +254,7 @@ class Config:
     status: bool = _setting("RINGREDUCE_STATUS", _seen, True)
     status_address: tuple[str, int] | None = _setting("RINGREDUCE_STATUS", _address, None)
     status_token_file: str | None = _setting("RINGREDUCE_STATUS=token", str, None)
+    otlp: bool = _setting("RINGREDUCE_OTLP", _switch, False)
     verdict: bool = _setting("RINGREDUCE_VERDICT", _switch, False)
     report: str | None = _setting("RINGREDUCE_REPORT", str, None)
     watchdog_s: float | None = _setting("RINGREDUCE_WATCHDOG", _or_zero(_positive_float, None), None)

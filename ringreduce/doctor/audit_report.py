@@ -26,7 +26,7 @@ _HASH_LENGTH = 64
 #: Events by which a program names its configuration and its data.
 _NAMED = ("configuration", "data")
 #: Settings that change no number of a training.
-_OF_THIS_RUN = {"audit", "dump", "launched_size", "log_level", "status", "timeline", "tuning"}
+_OF_THIS_RUN = {"audit", "dump", "launched_size", "log_level", "otlp", "status", "timeline", "tuning"}
 
 
 def verdict(found: Examination, known: str | None, key: Secret | None = None) -> tuple[bool, list[str]]:

@@ -14,7 +14,7 @@ from rich.text import Text
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import format_nbytes
 from ringreduce.doctor.tables import table
-from ringreduce.observe.job_view import prometheus_text, rows
+from ringreduce.observe.job_view import families_of, prometheus_text, rows
 from ringreduce.observe.serving import OPENMETRICS, Answer, TextServer, ask
 from ringreduce.observe.snapshots import Snapshot, read_all
 
@@ -114,7 +114,9 @@ def serve(port: int, job: str | None, report: Callable[[str], object]) -> None:
     Raises:
         ConfigError: the port cannot be used.
     """
-    server = TextServer("127.0.0.1", port, {"/metrics": lambda: Answer(prometheus_text(_said(job)), OPENMETRICS)})
+    server = TextServer(
+        "127.0.0.1", port, {"/metrics": lambda: Answer(prometheus_text(families_of(_said(job))), OPENMETRICS)}
+    )
     report(f"{server.address}/metrics")
     with suppress(KeyboardInterrupt):
         server.run()

@@ -12,7 +12,7 @@ from ringreduce.observe.metrics import Family, openmetrics
 from ringreduce.observe.reported_values import mean_values
 from ringreduce.observe.waits import waits
 
-__all__ = ["JobView", "growth", "last_values", "prometheus_text", "rows", "usage"]
+__all__ = ["JobView", "families_of", "growth", "last_values", "prometheus_text", "rows", "usage"]
 
 Snapshot = Mapping[str, Any]
 
@@ -222,6 +222,10 @@ class JobView:
 
     def metrics(self, snapshots: Sequence[Snapshot]) -> str:
         """Return all of it for Prometheus."""
+        return prometheus_text(self.families(snapshots))
+
+    def families(self, snapshots: Sequence[Snapshot]) -> list[Family]:
+        """Return all of it as metrics; some families may be empty."""
         health = self.health(rows(snapshots))
         mine = {"job": health["job"] or ""}
         means = mean_values(last_values(snapshots).values())
@@ -233,7 +237,7 @@ class JobView:
             ("recoveries", "counter", "Failures after which the others went on.", [(mine, health["recoveries"])]),
             ("value", "gauge", "Values that the program reports, means over the ranks.", values),
         ]
-        return prometheus_text(snapshots, more)
+        return families_of(snapshots, more)
 
 
 # ---- Prometheus ----
@@ -279,8 +283,13 @@ _OF_DEVICES = (  # from "interfaces" and "disks"
 )
 
 
-def prometheus_text(snapshots: Sequence[Snapshot], more: Sequence[Family] = ()) -> str:
-    """Return snapshots of ranks as metrics for Prometheus.
+def prometheus_text(families: Iterable[Family]) -> str:
+    """Return metrics as Prometheus reads them, without families that are empty."""
+    return openmetrics(each for each in families if each[3])
+
+
+def families_of(snapshots: Sequence[Snapshot], more: Sequence[Family] = ()) -> list[Family]:
+    """Return snapshots of ranks as metrics; some families may be empty.
 
     Args:
         snapshots: of any jobs.
@@ -300,7 +309,7 @@ def prometheus_text(snapshots: Sequence[Snapshot], more: Sequence[Family] = ()) 
         for name, device in each.get(kind, {}).items()
     ]
     info = [({**mine, "host": each["host"]}, 1.0) for mine, each in ranks]
-    families = [
+    return [
         *(_family(name, key, meaning, sources=of_rows) for key, name, meaning in _ROWS),
         *more,
         ("rank_info", "gauge", "On which host a rank is.", info),
@@ -308,7 +317,6 @@ def prometheus_text(snapshots: Sequence[Snapshot], more: Sequence[Family] = ()) 
         *(_family(*about, sources=of_hosts) for about in _OF_HOSTS),
         *(_family(*about, sources=of_devices) for about in _OF_DEVICES),
     ]
-    return openmetrics(each for each in families if each[3])
 
 
 def _family(

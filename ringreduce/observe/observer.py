@@ -30,6 +30,7 @@ from ringreduce.transport.messages import Messages, StepFailedError, together
 from ringreduce.transport.waiting import Waiter
 
 if TYPE_CHECKING:
+    from ringreduce.observe.otlp import Telemetry
     from ringreduce.observe.serving import TextServer
 
 __all__ = ["Observer"]
@@ -87,6 +88,7 @@ class Observer:
         self._first: list[Snapshot] = []  # of the ranks, as soon as there is one of each
         self._view: JobView | None = None
         self._server: TextServer | None = None
+        self._telemetry: Telemetry | None = None
 
     def begin(
         self,
@@ -109,8 +111,8 @@ class Observer:
             abort: ends the job with a status.
 
         Raises:
-            ConfigError: the trace or the record cannot be written, the key for the disk cannot be read, or the status
-                would go to other hosts in the open while messages are sealed.
+            ConfigError: the trace or the record cannot be written, the key for the disk cannot be read, the library for
+                OTLP is missing, or the status would go to other hosts in the open while messages are sealed.
         """
         path = self._config.timeline
         key_file = self._config.disk_key_file
@@ -119,6 +121,8 @@ class Observer:
                 self.recorder.keys = together(messages, lambda: disk_keys(key_file))
             if path is not None:
                 together(messages, lambda: self.start_timeline(path, mark_batches=self._config.timeline_marks_batches))
+            # On all ranks: another one may be rank 0 later.
+            telemetry = together(messages, _telemetry) if self._config.otlp else None
         except StepFailedError as error:
             raise ConfigError(str(error)) from None
         self.audit = AuditRecord.of_world(self._config, messages, library)
@@ -132,16 +136,20 @@ class Observer:
             else:
                 self._start_writing()
         address = self._config.status_address
+        if not self._config.status and (self._config.watchdog_s is not None or self._config.otlp):
+            name = "OTLP" if self._config.otlp else "WATCHDOG"
+            raise ConfigError(f"RINGREDUCE_{name} reads what ranks say of themselves; unset RINGREDUCE_STATUS=0")
         if self._config.watchdog_s is not None:
-            if not self._config.status:
-                raise ConfigError("RINGREDUCE_WATCHDOG reads what ranks say of themselves; unset RINGREDUCE_STATUS=0")
             self._watchdog = Watchdog(self._config.watchdog_s, self._size)
             self._abort = abort
         reports = bool(self._config.verdict or self._config.report)
-        if self._watchdog is not None or address is not None or (nodes > 1 and reports):
-            self._gather(messages, is_shown=address is not None)
+        is_shown = address is not None or telemetry is not None
+        if self._watchdog is not None or is_shown or (nodes > 1 and reports):
+            self._gather(messages, is_shown=is_shown)
         if address is not None:
             self._show_job(address, recoveries)
+        if telemetry is not None and self._rank == 0 and self._gathering is not None:
+            self._telemetry = telemetry(self._gathering, JobView(self._size, launch().restarts, recoveries))
 
     def _gather(self, messages: Messages, *, is_shown: bool) -> None:
         """Gather what all ranks do at rank 0. Collective."""
@@ -205,6 +213,8 @@ class Observer:
             self._writer.join(_PATIENCE_S)
         if self._server is not None:
             self._server.end()
+        if self._telemetry is not None:
+            self._telemetry.end(waits=error is None)
         if self._gathering is not None and not (self._writer is not None and self._writer.is_alive()):
             self._gathering.end(together=error is None)
         self.recorder.end_status()
@@ -344,3 +354,15 @@ class Observer:
             track = self._timeline.track(name, place, communicator.rank, communicator.size)
             communicator.instruments.add(track)
             self._tracks.append((communicator.instruments, track))
+
+
+def _telemetry() -> type[Telemetry]:
+    """Return what sends to a collector; imported here, as it takes time, and few jobs need it."""
+    try:
+        from ringreduce.observe.otlp import Telemetry
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"RINGREDUCE_OTLP needs OpenTelemetry, and {error.name} is not installed: "
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        ) from None
+    return Telemetry

@@ -146,7 +146,10 @@ class FlightRecorder:
         """Take note of steps and samples that the program has finished."""
         self.steps += steps
         self.samples += samples
-        if steps and self.step_clock is not None:
+        if not steps:
+            return
+        self._stepped = time.time()
+        if self.step_clock is not None:
             self.step_clock.look(self.steps, self.samples)
 
     def spent(self, waited_s: float, loading_s: float) -> Spent:
@@ -208,7 +211,8 @@ class FlightRecorder:
         Raises:
             ConfigError, OSError: there is no folder for it.
         """
-        self._common = {"job": job, "command": sys.orig_argv, "began": time.time()}
+        self._stepped = time.time()
+        self._common = {"job": job, "command": sys.orig_argv, "began": self._stepped}
         self._common["process_began"] = processes.began(self._pid)  # or another of its number would seem to be this one
         self._metrics = metrics
         self._resources.begin()
@@ -230,8 +234,6 @@ class FlightRecorder:
         under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
         spent_s += sum(said["time"] - call["started"] for call in under_way)
         resources = self._resources.read()
-        if not self._samples or self._samples[-1][1] != self.steps:
-            self._stepped = said["time"]
         self._samples.append([said["time"], self.steps, self.samples, spent_s])
         more = {
             "stepped": self._stepped,

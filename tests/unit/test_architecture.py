@@ -47,6 +47,7 @@ HOMES = {
             "matplotlib",
             "ml_dtypes",
             "mpi4py",
+            "opentelemetry",
             "optax",
             "pytorch_lightning",
             "rich",

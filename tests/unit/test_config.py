@@ -44,6 +44,7 @@ VARIABLES = {
     "RINGREDUCE_STATUS=token": "status_token_file",
     "RINGREDUCE_WATCHDOG": "watchdog_s",
     "RINGREDUCE_WATCHDOG=action": "watchdog_action",
+    "RINGREDUCE_OTLP": "otlp",
     "RINGREDUCE_VERDICT": "verdict",
     "RINGREDUCE_REPORT": "report",
     "RINGREDUCE_DUMP": "dump",
@@ -59,7 +60,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 
 
 def test_every_setting_has_a_variable_and_says_so() -> None:
-    """Each field but the launcher's and the size of segments is read from one of 25 variables that the docstring names,
+    """Each field but the launcher's and the size of segments is read from one of 26 variables that the docstring names,
     or a part of one; the variable of the status has two fields.
     """
     fields = {field.name for field in dataclasses.fields(Config)}
@@ -67,7 +68,7 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
     assert all(
         name in Config.__doc__.replace("FILE,", "").replace("PORT,", "").replace("60,", "") for name in VARIABLES
     )
-    assert len({name.partition("=")[0] for name in VARIABLES}) == 25
+    assert len({name.partition("=")[0] for name in VARIABLES}) == 26
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+import ringreduce as rr
 from ringreduce.common.libraries import FRAMEWORKS, require_framework, require_library
 
 
@@ -95,3 +96,25 @@ def test_a_missing_library_is_told_from_one_that_lacks_another(monkeypatch: pyte
     with pytest.raises(ModuleNotFoundError, match="the_other_half") as error:
         require_library("half_a_library", "X", "ringreduce.some", "Y")
     assert error.value.name == "the_other_half"
+
+
+def test_without_opentelemetry_the_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the training, with what to install; so is a job in which ranks say nothing that could be sent."""
+    monkeypatch.setenv("RINGREDUCE_OTLP", "1")
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "ringreduce.observe.otlp", raising=False)
+    remedy = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http$"
+    with pytest.raises(rr.ConfigError, match=f"RINGREDUCE_OTLP needs OpenTelemetry, .* is not installed: {remedy}"):
+        rr.init()
+    assert not rr.is_initialized()
+    monkeypatch.setitem(sys.modules, "ringreduce.observe.otlp", ModuleType("otlp"))
+    monkeypatch.setattr(sys.modules["ringreduce.observe.otlp"], "Telemetry", None, raising=False)
+    monkeypatch.setenv("RINGREDUCE_STATUS", "0")
+    with pytest.raises(rr.ConfigError, match="unset RINGREDUCE_STATUS=0"):
+        rr.init()
+
+
+def test_opentelemetry_is_imported_only_if_that_is_wanted() -> None:
+    source = "import sys, ringreduce as rr; rr.init(); print('opentelemetry' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n"

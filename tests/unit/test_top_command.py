@@ -19,7 +19,7 @@ from ringreduce.common import processes
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.observe import observer, snapshots
-from ringreduce.observe.job_view import prometheus_text, rows
+from ringreduce.observe.job_view import families_of, prometheus_text, rows
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.snapshots import FlightRecorder
 from ringreduce.observe.timeline import JobClock
@@ -102,7 +102,7 @@ def test_a_slow_rank_is_named_with_the_reason():
 
 def test_prometheus_gets_every_rank():
     """A line for each rank and metric, with its type before it; what is not known is left out."""
-    text = prometheus_text([said(0), said(2, samples=[[1060.0, 1, 2, 3.0]])])
+    text = prometheus_text(families_of([said(0), said(2, samples=[[1060.0, 1, 2, 3.0]])]))
     assert '\nringreduce_steps_total{job="0123abcd",rank="0"} 250\n' in text
     assert '\nringreduce_communication_ratio{job="0123abcd",rank="0"} 0.25\n' in text
     assert 'communication_ratio{job="0123abcd",rank="2"}' not in text
