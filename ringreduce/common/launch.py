@@ -197,6 +197,12 @@ def launch() -> Launch:
     return Launch.from_environ(os.environ)
 
 
+def collectors() -> list[str]:
+    """Return the addresses that OpenTelemetry's variables name for metrics and spans; none: collectors of this host."""
+    names = (f"OTEL_EXPORTER_OTLP_{part}ENDPOINT" for part in ("", "METRICS_", "TRACES_"))
+    return [os.environ[name] for name in names if os.environ.get(name)]
+
+
 def allocation(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
     """Return what a scheduler says of the job that this process is in; None: there is no scheduler.
 

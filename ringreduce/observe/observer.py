@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError, RingReduceError
 from ringreduce.common.instruments import Instruments
-from ringreduce.common.launch import STALLED, launch, notify_launcher
+from ringreduce.common.launch import STALLED, collectors, launch, notify_launcher
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.gathering import Gathering
@@ -112,7 +113,7 @@ class Observer:
 
         Raises:
             ConfigError: the trace or the record cannot be written, the key for the disk cannot be read, the library for
-                OTLP is missing, or the status would go to other hosts in the open while messages are sealed.
+                OTLP is missing, or what ranks do would go to other hosts in the open while messages are sealed.
         """
         path = self._config.timeline
         key_file = self._config.disk_key_file
@@ -122,7 +123,7 @@ class Observer:
             if path is not None:
                 together(messages, lambda: self.start_timeline(path, mark_batches=self._config.timeline_marks_batches))
             # On all ranks: another one may be rank 0 later.
-            telemetry = together(messages, _telemetry) if self._config.otlp else None
+            telemetry = together(messages, lambda: _telemetry(self._config)) if self._config.otlp else None
         except StepFailedError as error:
             raise ConfigError(str(error)) from None
         self.audit = AuditRecord.of_world(self._config, messages, library)
@@ -356,8 +357,15 @@ class Observer:
             self._tracks.append((communicator.instruments, track))
 
 
-def _telemetry() -> type[Telemetry]:
+def _telemetry(config: Config) -> type[Telemetry]:
     """Return what sends to a collector; imported here, as it takes time, and few jobs need it."""
+    for address in collectors():
+        parts = urlsplit(address)
+        if config.key_file is not None and parts.scheme != "https" and parts.hostname not in _LOOPBACK:
+            raise ConfigError(
+                f"RINGREDUCE_KEY_FILE seals all messages, but what ranks do would go to {address} unencrypted: let "
+                "OTEL_EXPORTER_OTLP_ENDPOINT be an address of https, or of a collector on the host of rank 0"
+            )
     try:
         from ringreduce.observe.otlp import Telemetry
     except ModuleNotFoundError as error:

@@ -6,9 +6,11 @@ import http.client
 import json
 import os
 import socket
+import sys
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -179,6 +181,30 @@ def test_sealed_messages_are_not_shown_in_the_open():
     """The status has no encryption of its own, so other hosts do not get it then."""
     with pytest.raises(ConfigError, match=r"leave out its host, and reach it by ssh -L 9400:127.0.0.1:9400"):
         observed(Config(status_address=("0.0.0.0", 9400), key_file="/keys/key"))
+
+
+class Unsent:
+    """Stands for what sends to a collector."""
+
+    def __init__(self, *of_job: object) -> None:
+        pass
+
+    def end(self, *, waits: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
+def test_sealed_messages_are_not_collected_in_the_open(monkeypatch: pytest.MonkeyPatch, name: str):
+    """By a collector on another host: its address must be one of https; one on this host is none."""
+    config = Config(otlp=True, key_file="/keys/key")
+    monkeypatch.setitem(sys.modules, "ringreduce.observe.otlp", SimpleNamespace(Telemetry=Unsent))
+    monkeypatch.setenv(name, "http://collector:4318/v1")
+    with pytest.raises(ConfigError, match=r"would go to http://collector:4318/v1 unencrypted: let OTEL_EXPORTER"):
+        observed(config)
+    observed(Config(otlp=True)).end()
+    for address in ("https://collector:4318", "http://localhost:4318", "http://[::1]:4318", ""):
+        monkeypatch.setenv(name, address)
+        observed(config).end()
 
 
 def test_a_child_does_not_keep_the_port():
