@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def submitted(cluster: Cluster, *words: str) -> Done:
     return Done(done.status, (cluster.shared / "job.txt").read_text() + done.text, done.seconds)
 
 
+#: What each rank may use: cores, and threads by its variable.
+CORES = """
+print("cores of", rr.rank(), len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS"), flush=True)
+"""
+
+
 def places(*names: str) -> list[str]:
     """Return what two ranks on each of the hosts say."""
     return [f"rank {rank} of {2 * len(names)} on {names[rank // 2]}" for rank in range(2 * len(names))]
@@ -33,9 +40,12 @@ def places(*names: str) -> list[str]:
 )
 def test_jobs_of_slurm(slurm: Cluster, name: str) -> None:
     """By sbatch, with two ranks of two cores on each of two hosts."""
-    slurm.write("train.py", WHO)
+    slurm.write("train.py", WHO + CORES)
     done = submitted(slurm, "--ntasks-per-node=2", str(FILES / name))
     assert (done.status, done.ranks()) == (0, places(slurm.host(0), slurm.host(1))), done.text
+    cores = len(os.sched_getaffinity(0))  # neither Slurm, in this cluster, nor mpirun binds a rank
+    found = sorted(line for line in done.text.splitlines() if line.startswith("cores of "))
+    assert found == [f"cores of {rank} {cores} 2" for rank in range(4)], done.text
     assert "Sorry!" not in done.text
 
 
