@@ -14,6 +14,9 @@ from ringreduce.launcher.job_files import KINDS, Asked, submit
 
 __all__ = ["command"]
 
+#: Of elastic jobs of Slurm: it signals up to a minute early, and a job that stops before it trains is queued for ever.
+_SHORTEST_S = 600
+
 
 def _seconds(text: str) -> int:
     """Return the seconds of HH:MM:SS."""
@@ -75,8 +78,8 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 def _slurm(program: tuple[str, ...], yes: bool, **numbers: int | str) -> int:
     """Print a job for sbatch that runs `ringreduce run PROGRAM`.
 
-    In front of PROGRAM come first these options, then those of `ringreduce run`; the job of --elastic keeps hosts when
-    one is lost.
+    In front of PROGRAM come first these options, then those of `ringreduce run`. The job of --elastic keeps its hosts
+    when one is lost, and is asked to stop two minutes before its end; with --requeue, Slurm then runs it again.
     """
     return _act("slurm", program, yes, {"image": "", **numbers})
 
@@ -99,6 +102,8 @@ def _act(scheduler: str, program: tuple[str, ...], yes: bool, numbers: Mapping[s
         raise click.UsageError(f"there is no option {parsed['program'][0]}; those of submit come before those of run")
     if parsed["hosts"] or parsed["hostfile"]:
         raise click.UsageError("the scheduler names the hosts; leave out -H and --hostfile")
+    if scheduler == "slurm" and parsed["elastic"] and numbers["time_s"] < _SHORTEST_S:
+        raise click.UsageError("an elastic job is asked to stop two minutes before its end; give it --time 00:10:00 or more")
     kind = KINDS[scheduler]
     text = kind.fill(Asked(command=("ringreduce", "run", *program), **numbers), elastic=parsed["elastic"])
     if yes:

@@ -79,7 +79,7 @@ KINDS = {
             r"(?<=^#SBATCH --ntasks-per-node=).*": lambda asked: str(asked.ranks),
             r"(?<=^#SBATCH --cpus-per-task=).*": lambda asked: str(asked.cores),
             r"(?<=^#SBATCH --time=).*": lambda asked: _clock(asked.time_s),
-            r"^ringreduce run .*": lambda asked: shlex.join(asked.command),
+            r"(^|(?<=^exec ))ringreduce run .*": lambda asked: shlex.join(asked.command),
         },
     ),
     "k8s": JobFile(

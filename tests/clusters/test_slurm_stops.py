@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import time
 from itertools import product
+from pathlib import Path
 
 import pytest
 from machines import Cluster, cluster_of
 
 cluster = cluster_of("slurm", 2, slots=2)
+ROOT = Path(__file__).parents[2]
 
 #: Prints each step, and in the end the bits of its weights. In its first run it goes on until it is asked to stop.
 PROGRAM = """
@@ -55,7 +57,13 @@ def wait_for(cluster: Cluster, job: str, wanted: str) -> str:
 
 def submit(cluster: Cluster, name: str, options: tuple[str, ...], line: str) -> str:
     """Submit a batch script of one line; return the number of the job."""
-    script = cluster.write(f"{name}.sh", f"#!/bin/bash\nexport PYTHONUNBUFFERED=1\n{line}\n")
+    return submit_file(
+        cluster, name, options, cluster.write(f"{name}.sh", f"#!/bin/bash\nexport PYTHONUNBUFFERED=1\n{line}\n")
+    )
+
+
+def submit_file(cluster: Cluster, name: str, options: tuple[str, ...], script: Path) -> str:
+    """Submit a batch script; return the number of the job."""
     output = cluster.shared / f"{name}.out"
     said = cluster.run(0, "sbatch", "--parsable", "--open-mode=append", f"--output={output}", *options, str(script))
     assert said.status == 0, said.text
@@ -112,12 +120,17 @@ def start(cluster: Cluster, name: str, options: tuple[str, ...], how: str) -> st
     program = f"python stops.py waits commits-{name}"
     line = SRUN.format(program=program) if how == "srun" else f"exec ringreduce run --requeue {how} {program}"
     job = submit(cluster, name, (*options, "-n2", "--exclusive", "--requeue"), line)
+    wait_for_step_4(cluster, name)
+    return job
+
+
+def wait_for_step_4(cluster: Cluster, name: str) -> None:
+    """Wait until a training waits to be stopped."""
     deadline = time.monotonic() + LIMIT_S
     output = cluster.shared / f"{name}.out"
     while not output.exists() or "step 4" not in output.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.2)  # Slurm and its jobs do not say when
-    return job
 
 
 @pytest.mark.parametrize(
@@ -141,6 +154,16 @@ def test_a_signal_to_the_batch_script(cluster: Cluster, undisturbed: list[str], 
     job = start(cluster, f"signal-{signal}", ("-N2",), "")
     cluster.run(0, "scancel", "--batch", f"--signal={signal}", job)
     assert end_of(cluster, f"signal-{signal}", job, queued=True) == undisturbed
+
+
+def test_the_signal_that_the_documents_file_asks_for(cluster: Cluster, undisturbed: list[str]) -> None:
+    """Its job is queued again by its own lines."""
+    cluster.write("train.py", "import sys\nsys.argv[1:] = ['waits', 'commits-file']\n" + PROGRAM)
+    smaller = ("--ntasks-per-node=1", "--cpus-per-task=1")
+    job = submit_file(cluster, "file", smaller, ROOT / "docs" / "clusters" / "slurm-elastic.sh")
+    wait_for_step_4(cluster, "file")
+    cluster.run(0, "scancel", "--batch", "--signal=USR1", job)
+    assert end_of(cluster, "file", job, queued=True) == undisturbed
 
 
 @pytest.mark.parametrize(("nodes", "how"), [("-N1", ""), ("-N2", "--elastic"), ("-N2", ""), ("-N2", "srun")])

@@ -36,7 +36,8 @@ def test_the_files_that_are_filled_in_are_those_that_are_shown() -> None:
     """With the numbers that these have, the same text."""
     asked = ("--cores-per-rank", "2", "python", "train.py")
     assert printed("slurm", *asked) == (FILES / "slurm-run.sh").read_text()
-    elastic = printed("slurm", *asked[:2], "--elastic", "--max-restarts", "3", *asked[2:])
+    options = ("--requeue", "--elastic", "--grace", "20", "--max-restarts", "3")
+    elastic = printed("slurm", *asked[:2], *options, *asked[2:])
     assert elastic == (FILES / "slurm-elastic.sh").read_text()
     image = ("--image", "registry.example.org/train:1")
     assert printed("k8s", *image, "python", "train.py") == (FILES / "mpijob.yaml").read_text()
@@ -162,6 +163,7 @@ def test_trainer_knows_all_fields_of_its_files() -> None:
         (("slurm", "-H", "a:2", "train.py"), "leave out -H and --hostfile"),
         (("slurm", "--time", "1h", "train.py"), "give hours, minutes and seconds"),
         (("slurm", "--min-np", "x", "train.py"), "--min-np"),
+        (("slurm", "--time", "00:09:59", "--elastic", "train.py"), "give it --time 00:10:00 or more"),
         (("k8s", "train.py"), "--image"),
         (("k8s", "--image", "a\nb", "train.py"), "no name of an image"),
         (("slurm", "--name", "a b", "train.py"), "lower-case letters"),
