@@ -230,14 +230,18 @@ def stopping() -> bool:
 
     The first call, if it is on the main thread, lets SIGTERM and SIGUSR1 ask this rank, unless the program handles
     them: then its handler calls `request_stop`. The second SIGTERM, three seconds or more after the first, ends the
-    rank at once. Until the first call, signals do what they did before, and SIGTERM after `shutdown`, too.
+    rank at once. Until the first call, signals do what they did before, and SIGTERM after `shutdown`, too, unless
+    the answer was true: then none that comes while the program exits ends this rank.
 
     Raises:
         ConfigError: `init` was not called, or this process is no rank.
     """
     own = _process.rank_here()
     _process.stop.listen()
-    return own.agree_to_stop(_process.stop.made)
+    stops = own.agree_to_stop(_process.stop.made)
+    if stops:
+        _process.stop.agree()
+    return stops
 
 
 def request_stop() -> None:

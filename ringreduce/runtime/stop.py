@@ -34,6 +34,7 @@ class StopRequest:
         self._can_stop = can_stop
         self._clock = clock
         self._listens = False
+        self._is_agreed = False
         self._terminated: float | None = None  # when SIGTERM came first
         self._before: dict[int, Any] = {}  # the handlers that were there, by signal
 
@@ -51,12 +52,18 @@ class StopRequest:
             if unhandled or _is_ours(before):
                 self._before[number] = signal.signal(number, self._on_signal)
 
+    def agree(self) -> None:
+        """Take note that all ranks stop: this one ends, and warnings that come until it has are the same warning."""
+        if not self._is_agreed:
+            self._is_agreed = True
+            processes.at_exit(_ignore_warnings)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         before = self._before[number]
         if number == signal.SIGTERM:
             now = self._clock()
             first = now if self._terminated is None else self._terminated
-            if self._can_stop() and now - first < _ONE_WARNING_S:
+            if (self._is_agreed or self._can_stop()) and now - first < _ONE_WARNING_S:
                 self._terminated = first
                 self.made = True
                 return
@@ -71,6 +78,12 @@ class StopRequest:
         else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _ignore_warnings() -> None:
+    # Python then drops the handlers, while MPI and the program's objects are still to end.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _is_ours(handler: Any) -> bool:

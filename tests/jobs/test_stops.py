@@ -405,3 +405,30 @@ for now in (0.0, 2.9, 3.1):
         line = [sys.executable, "-c", program]
         done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "0.0 True\n2.9 True\n"), done.stderr
+
+
+def test_warnings_of_a_rank_that_ends_are_no_new_ones() -> None:
+    """As where Slurm signals all processes, and the launcher again: in its last moments Python has no handlers left."""
+    program = """
+import os, signal, sys
+import ringreduce as rr
+
+class Late:
+    def __del__(self, kill=os.kill, me=os.getpid(), numbers=(signal.SIGTERM, signal.SIGUSR1)):
+        for number in numbers:
+            kill(me, number)
+        os.write(1, b"late")
+
+sys.modules["late"] = Late()  # is dropped as modules are
+rr.init()
+assert not rr.stopping()
+os.kill(os.getpid(), signal.SIGUSR1)
+assert rr.stopping()
+rr.shutdown()
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(os.EX_TEMPFAIL)
+"""
+    with job_environment() as environment:
+        line = [sys.executable, "-c", program]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (STOPPED, "late"), done.stderr
