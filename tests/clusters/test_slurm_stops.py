@@ -175,6 +175,37 @@ def test_a_signal_to_the_steps(cluster: Cluster, undisturbed: list[str], nodes: 
     assert end_of(cluster, name, job, queued=True) == undisturbed
 
 
+@pytest.mark.parametrize(("nodes", "how"), [("-N2", "--elastic"), pytest.param("-N1", "", marks=pytest.mark.thorough)])
+def test_scancel_stops_a_job_that_is_then_queued_again(
+    cluster: Cluster, undisturbed: list[str], nodes: str, how: str
+) -> None:
+    """As by any warning: it sends SIGTERM to all processes."""
+    name = f"scancel{nodes}{how}"
+    job = start(cluster, name, (nodes,), how)
+    cluster.run(0, "scancel", job)
+    assert end_of(cluster, name, job, queued=True) == undisturbed
+
+
+def test_a_second_scancel_ends_a_job_that_is_queued_again(cluster: Cluster) -> None:
+    """For good."""
+    cluster.write("stops.py", PROGRAM)
+    job = start(cluster, "cancelled", ("-N1",), "")
+    cluster.run(0, "scancel", job)
+    wait_for(cluster, job, "JobState=PENDING.*Restarts=1 ")
+    cluster.run(0, "scancel", job)
+    wait_for(cluster, job, "JobState=CANCELLED.*Restarts=1 ")
+
+
+@pytest.mark.thorough
+def test_scancel_under_srun_ends_the_job(cluster: Cluster) -> None:
+    """The ranks stop, and their commit is on disk; the batch script ends by the signal, and asks for no other run."""
+    cluster.write("stops.py", PROGRAM)
+    job = start(cluster, "script", ("-N2",), "srun")
+    cluster.run(0, "scancel", job)
+    wait_for(cluster, job, "JobState=CANCELLED.*Restarts=0 ")
+    assert cluster.run(0, "sh", "-c", "ls commits-script/*.pt").status == 0
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("nodes", "how", "signal"),
