@@ -11,10 +11,31 @@ from documents import BLOCK, PAGES, ROOT, blocks, name_of
 from launching import run
 
 #: A line, indented or in a block of shell, that is a command.
-COMMAND = re.compile(r"(?:\./|scripts/|mpirun|python|pip|ringreduce|sudo|horovodrun|srun|module|export|cd|\. )[^\n]*")
+COMMAND = re.compile(r"(?:\./|scripts/|mpirun|python|pip|ringreduce|sudo|horovodrun|srun|sbatch|docker|module|export|cd|\. )[^\n]*")
 #: Pages and commands that nothing here runs as they stand -> what runs them, or why nothing does.
 ELSEWHERE = {
-    "docs/clusters.md": "tests/clusters; what needs a module, an image or a network is not run",
+    "docs/clusters.md: ringreduce submit slurm --nodes 4 --yes": "takes Slurm; tests/clusters/test_job_files.py"
+    "::test_a_job_that_submit_has_handed_to_slurm, and tests/unit/test_job_files.py"
+    "::test_submit_gives_the_file_to_the_scheduler",
+    "docs/clusters.md: ringreduce run -H h1:2,h2:2 python -m ringreduce doctor": "takes two hosts; "
+    "tests/clusters/test_page.py::test_doctor_looks_at_both",
+    "docs/clusters.md: ringreduce run -H h1:2,h2:2 python train.py": "takes two hosts; "
+    "tests/clusters/test_page.py::test_two_machines",
+    "docs/clusters.md: ringreduce run -H h1:2,h2:2 --ship --ship-path data python": "takes two hosts; "
+    "tests/clusters/test_ship.py::test_hosts_get_what_they_do_not_have",
+    "docs/clusters.md: ringreduce run -H h1:2,h2:2 --ship --ship-path data --keep": "takes two hosts; "
+    "tests/clusters/test_ship.py::test_a_kept_copy_serves_jobs_of_another_host",
+    "docs/clusters.md: sbatch": "takes Slurm; tests/clusters/test_job_files.py::test_jobs_of_slurm",
+    "docs/clusters.md: export PMIX_MCA_psec=native": "tests/clusters/test_slurm.py::test_srun_starts_ranks",
+    "docs/clusters.md: srun": "takes Slurm; tests/clusters/test_job_files.py::test_jobs_of_slurm, whose slurm.sh has it",
+    "docs/clusters.md: docker build": "takes podman and minutes; "
+    "tests/clusters/test_image.py::test_ranks_run_in_the_workers",
+    "docs/clusters.md: module load openmpi": "takes a site with modules",
+    "docs/clusters.md: pip install": "scripts/install, with more extras",
+    "docs/clusters.md: export OMPI_MCA_btl_tcp_if_include": "takes two hosts; "
+    "tests/clusters/test_page.py::test_mpirun_with_the_network_that_is_named",
+    "docs/clusters.md: export PRTE_MCA_prte_if_include": "as above",
+    "docs/clusters.md: mpirun -x PATH --hostfile hosts": "as above",
     "README.md: ./scripts/demo": "scripts/demo, whose example tests/jobs/test_examples.py runs",
     "README.md: ./scripts/test": "scripts/test, which this is a part of",
     "README.md: python3 -m venv venv": "scripts/first_hour",
@@ -89,10 +110,11 @@ SCRIPT = "import ringreduce as rr; rr.init(); assert rr.allreduce(1.0, op=rr.SUM
 
 
 def test_what_runs_the_others_is_there() -> None:
-    """No reason is left over, and the files that reasons name exist."""
+    """No reason is left over, and the files and tests that reasons name exist."""
     assert [start for start in ELSEWHERE if not any(each.startswith(start) for each in ALL)] == []
-    named = {path for why in ELSEWHERE.values() for path in re.findall(r"(?:tests|scripts)/[\w/.]+\w", why)}
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    named = {each for why in ELSEWHERE.values() for each in re.findall(r"((?:tests|scripts)/[\w/.]+\w)(?:::(\w+))?", why)}
+    assert [path for path, _ in named if not (ROOT / path).exists()] == []
+    assert [test for path, test in named if test and f"def {test}(" not in (ROOT / path).read_text()] == []
 
 
 @pytest.mark.parametrize("command", HERE)

@@ -181,9 +181,17 @@ def test_submit_gives_the_file_to_the_scheduler(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", str(tmp_path))
     done = CliRunner().invoke(command, ["slurm", "--yes", "train.py"])
     assert "there is no sbatch here" in str(done.exception)
-    taken = tmp_path / "taken"
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f'#!/bin/sh\nwhile read -r line; do echo "$line"; done >{taken}\nexit 3\n')
-    sbatch.chmod(0o755)
-    assert CliRunner().invoke(command, ["slurm", "--yes", "train.py"], standalone_mode=False).return_value == 3
-    assert taken.read_text() == printed("slurm", "train.py")
+    for program, arguments, asked in (
+        ("sbatch", "", ("slurm",)),
+        ("kubectl", "create -f -", ("k8s", "--image", "a.b/c:1", "--nodes", "3")),
+    ):
+        taken = tmp_path / "taken"
+        stub = tmp_path / program
+        stub.write_text(
+            f'#!/bin/sh\n[ "$*" = "{arguments}" ] || exit 1\n'
+            f"while IFS= read -r line; do printf '%s\\n' \"$line\"; done >{taken}\nexit 3\n"
+        )
+        stub.chmod(0o755)
+        done = CliRunner().invoke(command, [*asked, "--yes", "train.py"], standalone_mode=False)
+        assert done.return_value == 3
+        assert taken.read_text() == printed(*asked, "train.py")
