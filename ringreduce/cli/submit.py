@@ -103,7 +103,9 @@ def _act(scheduler: str, program: tuple[str, ...], yes: bool, numbers: Mapping[s
     if parsed["hosts"] or parsed["hostfile"]:
         raise click.UsageError("the scheduler names the hosts; leave out -H and --hostfile")
     if scheduler == "slurm" and parsed["elastic"] and numbers["time_s"] < _SHORTEST_S:
-        raise click.UsageError("an elastic job is asked to stop two minutes before its end; give it --time 00:10:00 or more")
+        raise click.UsageError(
+            "an elastic job is asked to stop two minutes before its end; give it --time 00:10:00 or more"
+        )
     kind = KINDS[scheduler]
     text = kind.fill(Asked(command=("ringreduce", "run", *program), **numbers), elastic=parsed["elastic"])
     if yes:

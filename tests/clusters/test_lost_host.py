@@ -113,6 +113,26 @@ def test_a_job_begins_again_without_a_lost_host(cluster: Cluster, lose: Callable
 
 
 @pytest.mark.thorough
+def test_a_lost_host_that_a_script_does_not_list_any_more(cluster: Cluster) -> None:
+    """The job goes on without it, on the hosts that the script names, and spends no restart."""
+    script = cluster.write("hosts.sh", f"#!/bin/sh\ncat {cluster.shared}/listed\n")
+    script.chmod(0o755)
+    cluster.write("listed", "".join(f"{cluster.host(number)}:1\n" for number in range(3)))
+    doomed = cluster.host(2)
+    words = ("ringreduce", "run", "--elastic", "-np", "3", "--host-discovery-script", str(script))
+    training = Training(cluster, doomed, *words)
+    training.until("waits")
+    cluster.die(2)
+    cluster.write("listed.new", "".join(f"{cluster.host(number)}:1\n" for number in range(2)))
+    (cluster.shared / "listed.new").rename(cluster.shared / "listed")
+    ended = training.end()
+    cluster.boot(2)
+    assert ended == (0, ranks_of(cluster, 2)), training.text
+    assert f"{doomed} is no longer listed" in training.text
+    nothing_is_left(cluster, 0, 1)
+
+
+@pytest.mark.thorough
 def test_a_host_that_comes_back_is_used_at_a_commit(cluster: Cluster) -> None:
     """Once it answers; the job then begins again with as many ranks as at first."""
     training = Training(cluster, cluster.host(2), *elastic(cluster), sizes=3)

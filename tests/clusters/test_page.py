@@ -1,4 +1,4 @@
-"""What docs/clusters.md says for machines that reach each other by ssh, which here have the names that it gives them."""
+"""What docs/clusters.md says for machines that reach each other by ssh; here they have the names that it gives them."""
 
 from __future__ import annotations
 

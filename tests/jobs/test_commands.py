@@ -11,7 +11,9 @@ from documents import BLOCK, PAGES, ROOT, blocks, name_of
 from launching import run
 
 #: A line, indented or in a block of shell, that is a command.
-COMMAND = re.compile(r"(?:\./|scripts/|mpirun|python|pip|ringreduce|sudo|horovodrun|srun|sbatch|docker|module|export|cd|\. )[^\n]*")
+COMMAND = re.compile(
+    r"(?:\./|scripts/|mpirun|python|pip|ringreduce|sudo|horovodrun|srun|sbatch|docker|module|export|cd|\. )[^\n]*"
+)
 #: Pages and commands that nothing here runs as they stand -> what runs them, or why nothing does.
 ELSEWHERE = {
     "docs/clusters.md: ringreduce submit slurm --nodes 4 --yes": "takes Slurm; tests/clusters/test_job_files.py"
@@ -27,7 +29,7 @@ ELSEWHERE = {
     "tests/clusters/test_ship.py::test_a_kept_copy_serves_jobs_of_another_host",
     "docs/clusters.md: sbatch": "takes Slurm; tests/clusters/test_job_files.py::test_jobs_of_slurm",
     "docs/clusters.md: export PMIX_MCA_psec=native": "tests/clusters/test_slurm.py::test_srun_starts_ranks",
-    "docs/clusters.md: srun": "takes Slurm; tests/clusters/test_job_files.py::test_jobs_of_slurm, whose slurm.sh has it",
+    "docs/clusters.md: srun": "takes Slurm; tests/clusters/test_job_files.py::test_jobs_of_slurm, as slurm.sh",
     "docs/clusters.md: docker build": "takes podman and minutes; "
     "tests/clusters/test_image.py::test_ranks_run_in_the_workers",
     "docs/clusters.md: module load openmpi": "takes a site with modules",
@@ -112,7 +114,9 @@ SCRIPT = "import ringreduce as rr; rr.init(); assert rr.allreduce(1.0, op=rr.SUM
 def test_what_runs_the_others_is_there() -> None:
     """No reason is left over, and the files and tests that reasons name exist."""
     assert [start for start in ELSEWHERE if not any(each.startswith(start) for each in ALL)] == []
-    named = {each for why in ELSEWHERE.values() for each in re.findall(r"((?:tests|scripts)/[\w/.]+\w)(?:::(\w+))?", why)}
+    named = {
+        each for why in ELSEWHERE.values() for each in re.findall(r"((?:tests|scripts)/[\w/.]+\w)(?:::(\w+))?", why)
+    }
     assert [path for path, _ in named if not (ROOT / path).exists()] == []
     assert [test for path, test in named if test and f"def {test}(" not in (ROOT / path).read_text()] == []
 

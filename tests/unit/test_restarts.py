@@ -17,7 +17,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import Cooldown, SizePolicy
 from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.mpirun import Mpirun
-from ringreduce.launcher.restarts import Restarts
+from ringreduce.launcher.restarts import Discovery, Restarts
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import Start
 
@@ -108,7 +108,8 @@ class Jobs:
         start = Recorded(
             spec, Mpirun("mpirun", "Open MPI", 5), policy, frozenset({"me"}), remote=True, by_ssh=True, grows=True
         )
-        return Restarts(start, lambda: self.listed, lambda: self.now).run()
+        listed = None if spec.script else lambda: self.listed
+        return Restarts(start, listed, lambda: self.now).run()
 
 
 def begin(on_mark: OnMark, size: int, host: str = "a") -> None:
@@ -398,6 +399,37 @@ def test_restarts_wait_and_come_back_with_steps(monkeypatch: pytest.MonkeyPatch)
     jobs = Jobs(monkeypatch, failing, failing, failing, working, failing, failing, failing)
     assert jobs.run(1, 2, restarts=3) == 1
     assert begun == [0.0, 1.0, 3.0, 7.0, 8.0, 10.0, 14.0]
+
+
+def test_a_script_is_asked_again_before_a_restart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it says after the pause counts: its last answer, from before that, names a host that is gone."""
+    listed = tmp_path / "listed"
+    listed.write_text("a:1\nb:1\n")
+    script = tmp_path / "hosts.sh"
+    script.write_text(f"#!/bin/sh\ncat {listed}\n")
+    script.chmod(0o755)
+
+    def failing(on_mark: OnMark, look: Callable[[], None]) -> int:
+        return 1
+
+    def ending(on_mark: OnMark, look: Callable[[], None]) -> int:
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    sleep = time.sleep
+
+    def wait(seconds: float) -> None:
+        if not jobs.started:
+            sleep(seconds)  # until the thread has the first answer
+            return
+        jobs.wait(seconds)
+        listed.write_text("a:1\nc:1\n")
+
+    monkeypatch.setattr(Discovery, "ask_for_ever", Discovery.ask)  # in place of every second
+    jobs = Jobs(monkeypatch, failing, ending)
+    monkeypatch.setattr("time.sleep", wait)
+    assert jobs.run(2, 2, restarts=1, script=str(script)) == 0
+    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1, "c": 1}]
 
 
 def test_a_lost_host_may_be_unlisted_or_call_itself_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
