@@ -199,11 +199,15 @@ class Start:
         spec = self.spec
         program = shutil.which(spec.program[0])
         folder = os.path.dirname(os.path.abspath(program)) if program and os.sep not in spec.program[0] else ""
+        name = spec.program[0]
+        is_python = PythonLine.of(spec.program) is not None
+        if folder and is_python and os.path.exists(os.path.join(folder, os.pardir, "pyvenv.cfg")):
+            name = os.path.join(folder, name)  # another Python of a host has not what is in this environment
         script = script_of(spec.program)
         # What another program reads may be its own business, and not a matter of every host.
-        reads = os.path.exists(script) and (script.endswith(".py") or PythonLine.of(spec.program) is not None)
+        reads = os.path.exists(script) and (script.endswith(".py") or is_python)
         package = "" if spec.prefix else str(Path(__file__).parents[1])  # a prefix would be in front of what is said
-        return [os.uname().nodename, spec.program[0], folder, os.path.abspath(script) if reads else "", package]
+        return [os.uname().nodename, name, folder, os.path.abspath(script) if reads else "", package]
 
     def describe(self, settings: Mapping[str, str]) -> str:
         """Return settings as a shell takes them, without the values of users' own variables, which may be secret."""

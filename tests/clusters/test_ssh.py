@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_a_password_is_not_asked_for(cluster: Cluster) -> None:
 
 
 def test_a_host_that_lacks_what_a_rank_needs_is_named(cluster: Cluster) -> None:
-    """The script, the program or ringreduce, with where it is on the first host."""
+    """The script, the program or its Python, with where it is on the first host; another Python will not do."""
     here, there = cluster.host(0), cluster.host(1)
     asked = ("-H", hosts(cluster, 1, 1))
     cluster.run(0, "sh", "-c", "mkdir -p /opt/own && cp who.py /opt/own/ && printf '#!/bin/sh\n' >/opt/own/tool && "
@@ -164,6 +165,12 @@ def test_a_host_that_lacks_what_a_rank_needs_is_named(cluster: Cluster) -> None:
     done = cluster.run(0, "env", f"PATH=/opt/own:{os.environ['PATH']}", "ringreduce", "run", *asked, "tool")
     assert done.status not in (0, 124), done.text
     assert f"rank 1 on {there} finds no tool; on {here} it is /opt/own/tool" in done.text
+    environment = f"mkdir -p /opt/env/bin && touch /opt/env/pyvenv.cfg && ln -sf {sys.executable} /opt/env/bin/python"
+    assert cluster.run(0, "sh", "-c", environment).status == 0
+    for path, python in ((f"/opt/env/bin:{os.environ['PATH']}", "python"), (os.environ["PATH"], "/opt/env/bin/python")):
+        done = cluster.run(0, "env", f"PATH={path}", "ringreduce", "run", *asked, python, "who.py")
+        assert done.status not in (0, 124), done.text
+        assert f"rank 1 on {there} finds no python in /opt/env/bin; on {here} it is there" in done.text, done.text
 
 
 @pytest.mark.thorough

@@ -19,7 +19,7 @@ print(" ".join(map(str, said)) + "\\n", end="", flush=True)  # in one piece: MPI
 
 
 class Library(NamedTuple):
-    """A library: the environment that has it, its file there, how its version begins, and the environment without it."""
+    """A library: the environment that has it, its file there, how its version begins, and an environment without it."""
 
     home: str
     file: str

@@ -1,8 +1,9 @@
 # shellcheck shell=sh
 #
 # Lets a rank find on its host what was found where the job was started, and becomes it. Arguments: the name of that
-# first host; the program; the folder in which that is there, or nothing; the file that the program reads as its script,
-# or nothing; the folder of ringreduce there, or nothing: the launcher reads no marks; what to start, and its arguments.
+# first host; the program, or its path if no other will do; the folder in which that is there, or nothing; the file that
+# the program reads as its script, or nothing; the folder of ringreduce there, or nothing: the launcher reads no marks;
+# what to start, and its arguments.
 
 first=$1
 program=$2
@@ -23,8 +24,10 @@ lacks() {
 if [ -n "$folder" ]; then
     export PATH="$folder:$PATH"
 fi
+for path in "$program" "$script"; do
+    [ "$path" = "${path%/*}" ] || [ -e "$path" ] || lacks "$(basename "$path") in $(dirname "$path")" "there"
+done
 command -v "$program" >/dev/null || lacks "$program" "$folder/$program"
-[ -z "$script" ] || [ -e "$script" ] || lacks "$(basename "$script") in $(dirname "$script")" "there"
 
 # The launcher waits for the first of these, and says the second where Python then finds no ringreduce.
 if [ -n "$package" ]; then
