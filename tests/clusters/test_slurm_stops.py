@@ -207,6 +207,17 @@ def test_scancel_under_srun_ends_the_job(cluster: Cluster) -> None:
 
 
 @pytest.mark.thorough
+def test_ranks_of_other_hosts_hear_a_signal_to_the_steps(cluster: Cluster) -> None:
+    """Also without --requeue; the job stops, and is not queued again."""
+    cluster.write("stops.py", PROGRAM)
+    line = "exec ringreduce run python stops.py waits commits-heard"
+    job = submit(cluster, "heard", ("-N2", "-n2", "--exclusive", "--requeue"), line)
+    wait_for_step_4(cluster, "heard")
+    cluster.run(0, "scancel", "--signal=USR1", job)
+    wait_for(cluster, job, "JobState=FAILED.*Restarts=0 .*ExitCode=75:0")
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("nodes", "how", "signal"),
     [
