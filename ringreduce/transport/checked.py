@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ringreduce.buffers import Array, Bytes
+from ringreduce.buffers import Array
 from ringreduce.common.errors import ChangedMessageError
 from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.waiting import Waiter
@@ -39,7 +39,7 @@ class _Route(NamedTuple):
 class _StagedMessage(NamedTuple):
     """A buffer from which a message travels, or into which it does, and the request of the transport for that."""
 
-    room: Bytes
+    room: memoryview
     request: Prequest
 
 
@@ -50,6 +50,7 @@ class GuardedTransfer:
     Attributes:
         data: what is sent, or where it is received, as bytes.
         route: where it goes.
+        is_send, tag: of the route.
         spare: buffers of this route that no message uses now.
         stream: what those who count messages have for its peer and direction.
         number: which message it is of that one and of the tag.
@@ -57,8 +58,10 @@ class GuardedTransfer:
         under_way: whether it was started, and is not known to be complete.
     """
 
-    data: Bytes
+    data: memoryview
     route: _Route
+    is_send: bool
+    tag: int
     spare: list[_StagedMessage]
     stream: Any = None
     number: int = 0
@@ -93,14 +96,11 @@ class GuardedMessages(ABC):
         """Take note of a message that was described."""
 
     @abstractmethod
-    def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
-        """Lay out in ``room`` what travels for the data of a send that starts."""
-
-    def expect(self, transfer: GuardedTransfer) -> None:  # noqa: B027  # those that count messages do more
-        """Take note that a receive starts."""
+    def begin(self, transfer: GuardedTransfer, room: memoryview) -> None:
+        """Take note that a message starts; of a send, lay out in ``room`` what travels for the data."""
 
     @abstractmethod
-    def unpack(self, transfer: GuardedTransfer, room: Bytes) -> None:
+    def unpack(self, transfer: GuardedTransfer, room: memoryview) -> None:
         """Move what has come in ``room`` to its place, or raise a `ChangedMessageError` if it is not what was sent."""
 
     # ---- messages ----
@@ -114,18 +114,18 @@ class GuardedMessages(ABC):
     def _described(self, data: Array, peer: int, tag: int, *, is_send: bool) -> Prequest:
         route = _Route(is_send, peer, tag, data.nbytes)
         self._users[route] += 1
-        transfer = GuardedTransfer(data.reshape(-1).view(np.uint8), route, self._spare.setdefault(route, []))
+        spare = self._spare.setdefault(route, [])
+        content = data.reshape(-1).view(np.uint8).data
+        transfer = GuardedTransfer(content, route, is_send=is_send, tag=tag, spare=spare)
         self.describe(transfer)
         return transfer
 
-    def start(self, requests: Sequence[Prequest]) -> None:
-        inner: list[Prequest] = []
-        for each in _transfers(requests):
-            staged = each.staged = each.spare.pop() if each.spare else self._new_buffer(each.route)
-            if each.route.is_send:
-                self.pack(each, staged.room)
-            else:
-                self.expect(each)
+    def start(self, requests: Sequence[Any]) -> None:
+        inner = []
+        for each in requests:
+            spare = each.spare
+            staged = each.staged = spare.pop() if spare else self._new_buffer(each.route)
+            self.begin(each, staged.room)
             each.under_way = True
             inner.append(staged.request)
         self._inner.start(inner)
@@ -133,37 +133,34 @@ class GuardedMessages(ABC):
     def _new_buffer(self, route: _Route) -> _StagedMessage:
         room = np.empty(route.nbytes + self._more, np.uint8)
         describe = self._inner.send if route.is_send else self._inner.recv
-        return _StagedMessage(room, describe(room, route.peer, route.tag))
+        return _StagedMessage(room.data, describe(room, route.peer, route.tag))
 
-    def test_all(self, requests: Sequence[Prequest]) -> bool:
-        if not self._inner.test_all(_inner(requests)):
+    def test_all(self, requests: Sequence[Any]) -> bool:
+        if not self._inner.test_all([each.staged.request for each in requests if each.under_way]):
             return False
-        for each in _transfers(requests):
-            self._end(each)
+        self._end(requests)
         return True
 
-    def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
-        transfers = _transfers(requests)
-        left = [number for number, each in enumerate(transfers) if each.under_way]
-        ended = [left[place] for place in self._inner.test_some(_inner([transfers[number] for number in left]))]
-        for number in ended:
-            self._end(transfers[number])
+    def test_some(self, requests: Sequence[Any]) -> Sequence[int]:
+        left = [number for number, each in enumerate(requests) if each.under_way]
+        inner = [requests[number].staged.request for number in left]
+        ended = [left[place] for place in self._inner.test_some(inner)]
+        self._end([requests[number] for number in ended])
         return ended
 
-    def _end(self, transfer: GuardedTransfer) -> None:
-        """Take note that a message is complete for the transport."""
-        if transfer.under_way:
-            staged = transfer.staged
-            assert staged is not None
-            transfer.under_way = False
-            transfer.spare.append(staged)
-            if not transfer.route.is_send:
-                self.unpack(transfer, staged.room)
+    def _end(self, requests: Sequence[Any]) -> None:
+        """Take note that messages are complete for the transport."""
+        for each in requests:
+            if each.under_way:
+                each.under_way = False
+                each.spare.append(each.staged)
+                if not each.is_send:
+                    self.unpack(each, each.staged.room)
 
-    def free(self, requests: Sequence[Prequest]) -> None:
+    def free(self, requests: Sequence[Any]) -> None:
         freed: list[Prequest] = []
-        for each in _transfers(requests):
-            if each.under_way and each.staged is not None:
+        for each in requests:
+            if each.under_way:
                 each.under_way = False
                 freed.append(each.staged.request)
             self._users[each.route] -= 1
@@ -179,11 +176,10 @@ class GuardedMessages(ABC):
         self._given_up = [each for each in self._given_up if each[0] != route]
         return [each.request for each in buffers]
 
-    def give_up(self, requests: Sequence[Prequest]) -> None:
-        transfers = _transfers(requests)
-        self._inner.give_up([each.staged.request for each in transfers if each.staged is not None])
-        for each in transfers:
-            if each.under_way and each.staged is not None:
+    def give_up(self, requests: Sequence[Any]) -> None:
+        self._inner.give_up([each.staged.request for each in requests])
+        for each in requests:
+            if each.under_way:
                 each.under_way = False
                 self._given_up.append((each.route, each.staged))
 
@@ -192,15 +188,6 @@ class GuardedMessages(ABC):
         for route, staged in self._given_up:
             self._spare[route].append(staged)
         self._given_up = []
-
-
-def _transfers(requests: Sequence[Prequest]) -> Sequence[GuardedTransfer]:
-    return cast("Sequence[GuardedTransfer]", requests)
-
-
-def _inner(requests: Sequence[Prequest]) -> list[Prequest]:
-    """Return what the transport underneath knows of requests that it may not have completed, in their order."""
-    return [each.staged.request for each in _transfers(requests) if each.under_way and each.staged is not None]
 
 
 _CHECKSUM_NBYTES = 4
@@ -221,15 +208,15 @@ def checked(inner: Messages) -> Messages:
 class _CheckedMessages(GuardedMessages):
     """See `checked`."""
 
-    def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
-        room[:-_CHECKSUM_NBYTES] = transfer.data
-        checksum = zlib.crc32(transfer.data.data)
-        room[-_CHECKSUM_NBYTES:] = np.frombuffer(checksum.to_bytes(_CHECKSUM_NBYTES, "big"), np.uint8)
+    def begin(self, transfer: GuardedTransfer, room: memoryview) -> None:
+        if transfer.is_send:
+            room[:-_CHECKSUM_NBYTES] = transfer.data
+            room[-_CHECKSUM_NBYTES:] = zlib.crc32(transfer.data).to_bytes(_CHECKSUM_NBYTES, "big")
 
-    def unpack(self, transfer: GuardedTransfer, room: Bytes) -> None:
-        np.copyto(transfer.data, room[:-_CHECKSUM_NBYTES])
-        found = zlib.crc32(transfer.data.data)
-        sent = int.from_bytes(room[-_CHECKSUM_NBYTES:].tobytes(), "big")
+    def unpack(self, transfer: GuardedTransfer, room: memoryview) -> None:
+        transfer.data[:] = room[:-_CHECKSUM_NBYTES]
+        found = zlib.crc32(transfer.data)
+        sent = int.from_bytes(room[-_CHECKSUM_NBYTES:], "big")
         if found != sent:
             raise ChangedMessageError(
                 f"{transfer.data.nbytes} bytes from rank {transfer.route.peer} have changed on their way: their CRC-32 "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
-from ringreduce.buffers import Array, Bytes
+from ringreduce.buffers import Array
 from ringreduce.common.errors import ChangedMessageError, TransportError
 from ringreduce.common.keys import KEY_NBYTES, Secret
 from ringreduce.common.reduce_ops import ReduceOp
@@ -43,15 +43,22 @@ class TagCounts:
         Raises:
             TransportError: as many as can be counted.
         """
-        number = self._counts.get(tag, int(tag < self._below))
-        if number > _MOST:
+        counts = self._counts
+        number = counts.get(tag)
+        if number is None:
+            number = int(tag < self._below)
+        elif number > _MOST:
             raise TransportError(f"there were {number} messages of tag {tag}, and no more can be sealed")
-        self._counts[tag] = number + 1
+        counts[tag] = number + 1
+        if tag == self._below:
+            self._advance()
+        return number
+
+    def _advance(self) -> None:
         while self._below in self._counts:
             if self._counts[self._below] == 1:
                 del self._counts[self._below]
             self._below += 1
-        return number
 
 
 class Cipher:
@@ -65,7 +72,9 @@ class Cipher:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        self._cipher = AESGCM(key)
+        cipher = AESGCM(key)
+        self._encrypt = cipher.encrypt_into
+        self._decrypt = cipher.decrypt_into
         self._invalid = InvalidTag
 
     def seal(self, nonce: tuple[int, int], plain: _Buffer, sealed: _Buffer) -> None:
@@ -76,7 +85,7 @@ class Cipher:
             plain: what to encrypt.
             sealed: where to, 16 bytes more.
         """
-        self._cipher.encrypt_into(_NONCE.pack(*nonce), plain, None, sealed)
+        self._encrypt(_NONCE.pack(*nonce), plain, None, sealed)
 
     def open(self, nonce: tuple[int, int], sealed: _Buffer, plain: _Buffer) -> bool:
         """Decrypt; return whether it is what was sealed with this key and nonce. If not, ``plain`` is undefined.
@@ -84,13 +93,11 @@ class Cipher:
         Args:
             nonce: of what is to come.
             sealed: what has come.
-            plain: where to, 16 bytes less.
+            plain: where to, 16 bytes less; empty, if less than 16 bytes have come.
         """
-        if len(sealed) < _SEAL_NBYTES:
-            return False
         try:
-            self._cipher.decrypt_into(_NONCE.pack(*nonce), sealed, None, plain)
-        except self._invalid:
+            self._decrypt(_NONCE.pack(*nonce), sealed, None, plain)
+        except self._invalid:  # also if less than 16 bytes have come
             return False
         return True
 
@@ -132,7 +139,7 @@ def _in_turn(method: Callable[Concatenate[SealedMessages, P], T]) -> Callable[Co
     def run(self: SealedMessages, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._lock:
             if self._busy:
-                raise TransportError("a signal handler communicates while the thread that it has interrupted does so")
+                raise _interrupted()
             self._busy = True
             try:
                 return method(self, *args, **kwargs)
@@ -173,20 +180,26 @@ class SealedMessages(GuardedMessages):
     def describe(self, transfer: GuardedTransfer) -> None:
         transfer.stream = self._stream("data", transfer.route.peer, is_send=transfer.route.is_send)
 
-    @_in_turn
-    def pack(self, transfer: GuardedTransfer, room: Bytes) -> None:
+    def start(self, requests: Sequence[Any]) -> None:
+        with self._lock:  # as `_in_turn` does, with fewer calls: small messages notice them
+            if self._busy:
+                raise _interrupted()
+            self._busy = True
+            try:
+                GuardedMessages.start(self, requests)
+            finally:
+                self._busy = False
+
+    def begin(self, transfer: GuardedTransfer, room: memoryview) -> None:
         stream: _SealedStream = transfer.stream
-        tag = transfer.route.tag
-        stream.cipher.seal((tag, stream.counts.next(tag)), transfer.data, room)
+        number = transfer.number = stream.counts.next(transfer.tag)
+        if transfer.is_send:
+            stream.cipher.seal((transfer.tag, number), transfer.data, room)
 
-    @_in_turn
-    def expect(self, transfer: GuardedTransfer) -> None:
-        transfer.number = transfer.stream.counts.next(transfer.route.tag)
-
-    def unpack(self, transfer: GuardedTransfer, room: Bytes) -> None:
-        _, peer, tag, nbytes = transfer.route
-        if not transfer.stream.cipher.open((tag, transfer.number), room, transfer.data):
-            transfer.data.fill(0)  # which holds now what somebody else has made of it
+    def unpack(self, transfer: GuardedTransfer, room: memoryview) -> None:
+        if not transfer.stream.cipher.open((transfer.tag, transfer.number), room, transfer.data):
+            _, peer, tag, nbytes = transfer.route
+            transfer.data[:] = bytes(nbytes)  # as it holds now what somebody else has made of it
             raise _not_opened(f"message {transfer.number} of tag {tag} from rank {peer} ({nbytes} bytes)")
 
     def renew(self) -> None:
@@ -245,6 +258,10 @@ class SealedMessages(GuardedMessages):
         if part is None:
             return None
         return sealed(part, self._key, f"subset {self._subsets} of ranks {list(ranks)}")
+
+
+def _interrupted() -> TransportError:
+    return TransportError("a signal handler communicates while the thread that it has interrupted does so")
 
 
 def _not_opened(what: str) -> ChangedMessageError:
