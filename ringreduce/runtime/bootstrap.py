@@ -19,7 +19,7 @@ from ringreduce.algorithms import Collective, names
 from ringreduce.collectives import NCCL, VENDOR
 from ringreduce.common import processes
 from ringreduce.common.config import VERSION, Config, ignored_variables
-from ringreduce.common.errors import ChangedMessageError, CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
 from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, notify_launcher
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, exchange_json
@@ -326,10 +326,12 @@ def check_versions(messages: Messages, greeting: Any) -> list[Any]:
     Returns:
         Of each rank its version, its host, and its greeting.
     """
-    everyone = exchange_json(messages, [VERSION, platform.node() if greeting is None else "a host", greeting])
-    for rank, each in enumerate(everyone):
-        if not isinstance(each, list) or len(each) != 3:
-            raise ChangedMessageError(f"what rank {rank} gives to all cannot be read: it has changed on its way")
+
+    def fits(each: Any) -> bool:
+        return isinstance(each, list) and len(each) == 3 and isinstance(each[0], str)
+
+    mine = [VERSION, platform.node() if greeting is None else "a host", greeting]
+    everyone = exchange_json(messages, mine, fits)
     if len({version for version, _, _ in everyone}) > 1:
         raise MismatchError(
             {rank: f"ringreduce {version} on {host}" for rank, (version, host, _) in enumerate(everyone)}

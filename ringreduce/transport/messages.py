@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from ringreduce.buffers import Array
@@ -97,16 +98,26 @@ class Messages(Protocol):
         """Give back what the transport holds; local, and safe to call twice."""
 
 
-def exchange_json(messages: Messages, value: Any) -> list[Any]:
-    """Give a value of JSON to all ranks and return everyone's, in rank order. Collective; see `Messages.exchange`."""
-    return [_value(rank, text) for rank, text in enumerate(messages.exchange(json.dumps(value).encode()))]
+def exchange_json(messages: Messages, value: Any, fits: Callable[[Any], object] = lambda each: True) -> list[Any]:
+    """Give a value of JSON to all ranks and return everyone's, in rank order. Collective; see `Messages.exchange`.
+
+    Args:
+        messages: the ranks.
+        value: of this one.
+        fits: returns whether a value has the form that is expected, where messages are not sealed.
+
+    Raises:
+        ChangedMessageError: what a rank has given cannot be read, or does not fit.
+    """
+    return [_value(rank, text, fits) for rank, text in enumerate(messages.exchange(json.dumps(value).encode()))]
 
 
-def _value(rank: int, text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ChangedMessageError(f"what rank {rank} gives to all cannot be read: it has changed on its way") from None
+def _value(rank: int, text: bytes, fits: Callable[[Any], object]) -> Any:
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if fits(value):
+            return value
+    raise ChangedMessageError(f"what rank {rank} gives to all cannot be read: it has changed on its way")
 
 
 class StepFailedError(Exception):

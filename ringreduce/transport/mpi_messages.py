@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ringreduce.buffers import Array
-from ringreduce.common.errors import CollectiveTimeoutError, TransportError, name_ranks
+from ringreduce.common.errors import ChangedMessageError, CollectiveTimeoutError, TransportError, name_ranks
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Prequest, exchange_json
 from ringreduce.transport.mpi import duplicates, library, peers_in, soon, translate, translated
@@ -163,7 +163,8 @@ class MpiMessages:
     def renew(self) -> None:
         given_up = self._given_up
         self._given_up = []
-        sends = exchange_json(self, [(each.peer, each.tag, each.nbytes) for each in given_up if each.is_send])
+        mine = [(each.peer, each.tag, each.nbytes) for each in given_up if each.is_send]
+        sends = exchange_json(self, mine, self._may_be_sends)
         # Of one sender and tag, messages and receives match in their order. So of messages coming to this rank, or
         # of its receives, the last ones are too many.
         coming: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -191,6 +192,16 @@ class MpiMessages:
         freeing = self._to_free
         self._to_free = []
         self.free(freeing)
+
+    def _may_be_sends(self, value: Any) -> bool:
+        """Return whether what a rank says of messages that it has started can be so; it is not sealed."""
+        return isinstance(value, list) and all(
+            isinstance(each, list)
+            and len(each) == 3
+            and all(type(number) is int and 0 <= number < 1 << 31 for number in each)
+            and each[1] <= self.max_tag
+            for each in value
+        )
 
     def revoke(self) -> None:
         comms = self._data, self._control.comm
@@ -278,6 +289,8 @@ class _Control:
         with translated(self.comm):
             own = np.array([len(payload)], np.int64)
             self._finish(self.comm.Iallgather(own, sizes), own, sizes)
+            if sizes.min() < 0 or sizes.max() >= 1 << 31:  # as MPI counts
+                raise ChangedMessageError(f"ranks exchange {sizes.tolist()} bytes: a number has changed on its way")
             gathered = bytearray(int(sizes.sum()))
             counts = sizes.tolist()
             request = self.comm.Iallgatherv([payload, MPI.BYTE], [gathered, (counts, None), MPI.BYTE])

@@ -139,3 +139,28 @@ def test_a_rank_that_does_not_fit_is_named_on_all(
     monkeypatch.setenv("RINGREDUCE_KEY_FILE", str(key_file))
     rr.init()
     assert (rr.allreduce(np.ones(5), rr.SUM) == rr.size()).all()
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 40])
+def test_a_changed_size_of_an_exchange_is_an_error(size: int) -> None:
+    """It travels in the open; before any memory is taken for it."""
+    messages = MpiMessages(MPI.COMM_WORLD, Waiter(30.0, crowded=True))
+    if messages.rank == 1:
+        sizes = np.zeros(messages.size, np.int64)
+        messages._control.comm.Iallgather(np.array([size]), sizes).Wait()
+    else:
+        with pytest.raises(rr.ChangedMessageError, match="a number has changed"):
+            messages.exchange(b"")
+    messages.close()
+
+
+@pytest.mark.parametrize("text", [b"[[0, 1]]", b"[[0, 1, -1]]", b'[[0, "1", 1]]', b"7", b"[" * 100_000])
+def test_a_changed_list_of_messages_that_were_given_up_is_an_error(text: bytes) -> None:
+    """It travels in the open, too."""
+    messages = MpiMessages(MPI.COMM_WORLD, Waiter(30.0, crowded=True))
+    if messages.rank == 1:
+        messages.exchange(text)
+    else:
+        with pytest.raises(rr.ChangedMessageError, match="what rank 1 gives to all cannot be read"):
+            messages.renew()
+    messages.close()

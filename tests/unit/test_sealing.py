@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from ringreduce.common import launch as launching
 from ringreduce.common.config import VERSION, Config
-from ringreduce.common.errors import ConfigError, RingReduceError, TransportError
+from ringreduce.common.errors import ChangedMessageError, ConfigError, RingReduceError, TransportError
 from ringreduce.common.keys import Secret, write_secret
 from ringreduce.common.launch import Launch
 from ringreduce.runtime import sealing
@@ -24,7 +27,7 @@ from ringreduce.runtime.bootstrap import check_versions
 from ringreduce.runtime.sealing import Handshake
 from ringreduce.testing import run_threads
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.messages import Messages, exchange_json
 
 
 @pytest.fixture
@@ -192,31 +195,72 @@ class Tap:
         return arrived
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("size", "victim"), [(size, victim) for size in (2, 3, 4) for victim in range(size)])
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_what_is_done_to_a_handshake_is_an_error(number: int, victim: int, size: int, key_files: list[str]):
     """To any byte of any message of another rank that a rank gets: changed, cut off, another's or nothing."""
+    if number == 1 and victim == 0:  # of the second exchange, only what rank 0 gives matters
+        return
     sent: list[list[bytes]] = []
     shake([key_files[0]] * size, lambda rank, messages: Tap(messages, change=lambda n, all_: sent.append([*all_])))
-    peer = 1 - victim
-    length = max(len(each[peer]) for each in sent)
-    changes: list[Callable[[bytes], bytes]] = [lambda text: b"", lambda text: text[:-1], lambda text: text + text]
-    changes += [partial(flipped, place) for place in range(0, length, 7)]
-    for each in changes:
+    for peer in {0} if number == 1 else {*range(size)} - {victim}:
+        length = max(len(each[peer]) for each in sent)
+        changes: list[Callable[[bytes], bytes]] = [lambda text: b"", lambda text: text[:-1], lambda text: text + text]
+        changes += [partial(flipped, place) for place in range(0, length, 7)]
+        for each in changes:
 
-        def change(found: int, arrived: list[bytes], each: Any = each) -> None:
-            if found == number:
-                arrived[peer] = each(arrived[peer])
+            def change(found: int, arrived: list[bytes], each: Any = each, peer: int = peer) -> None:
+                if found == number:
+                    arrived[peer] = each(arrived[peer])
 
+            got = shake(
+                [key_files[0]] * size,
+                lambda rank, messages, change=change: Tap(messages, change=change if rank == victim else None),
+                ends=True,
+            )
+            assert isinstance(got[victim], RingReduceError), (each, got)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just(VERSION),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["message", "refused"]), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=150)
+@given(value=JSON, number=st.sampled_from([0, 1, 2]), peer=st.sampled_from([0, 1]))
+@example(value=[VERSION, "a host", {"refused": []}], number=0, peer=1)
+@example(value=[[VERSION], "a host", None], number=0, peer=0)
+@example(value=["", {"message": "ff"}], number=1, peer=0)
+def test_whatever_comes_in_a_handshake_is_an_error(value: Any, number: int, peer: int):
+    """Of any form: a rank that gets it raises one of our errors."""
+
+    def change(found: int, arrived: list[bytes]) -> None:
+        if found == number:
+            arrived[peer] = json.dumps(value).encode()
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "key")
+        write_secret(path)
         got = shake(
-            [key_files[0]] * size,
-            lambda rank, messages: Tap(messages, change=change if rank == victim else None),
+            [str(path)] * 2,
+            lambda rank, messages: Tap(messages, change=change if rank != peer else None),
             ends=True,
         )
-        if number == 1 and victim == 0:  # of the second exchange, only what rank 0 gives matters
-            continue
-        assert isinstance(got[victim], RingReduceError), (each, got)
+    assert (number, peer) == (1, 1) or isinstance(got[1 - peer], RingReduceError), got
+
+
+def test_what_cannot_be_read_is_an_error_whatever_it_is():
+    """Also what takes the reader of JSON too deep."""
+
+    class Other:
+        def exchange(self, payload: bytes) -> list[bytes]:
+            return [payload, b"[" * 100_000]
+
+    messages: Any = Other()
+    with pytest.raises(ChangedMessageError, match="what rank 1 gives to all cannot be read"):
+        exchange_json(messages, 1)
 
 
 def flipped(place: int, text: bytes) -> bytes:
