@@ -163,8 +163,8 @@ class MpiMessages:
     def renew(self) -> None:
         given_up = self._given_up
         self._given_up = []
-        mine = [(each.peer, each.tag, each.nbytes) for each in given_up if each.is_send]
-        sends = exchange_json(self, mine, self._may_be_sends)
+        sent = [(each.peer, each.tag, each.nbytes) for each in given_up if each.is_send]
+        sends = exchange_json(self, sent, self._may_be_sends)
         # Of one sender and tag, messages and receives match in their order. So of messages coming to this rank, or
         # of its receives, the last ones are too many.
         coming: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
