@@ -1,6 +1,6 @@
 """Make jobs slow in nine ways, on hosts of this machine, and count how often the verdict names what was done first.
 
-    python benchmarks/verdicts.py                              # as root, on a quiet machine; 12 minutes
+    python benchmarks/verdicts.py                              # as root, on a quiet machine; 11 minutes
     python benchmarks/verdicts.py --faults disk loader --repeat 1 --healthy 0
 
 A job has one rank on each of two hosts (`scripts/cluster`); the fault is at the second one, but for that of loaders. It

@@ -86,7 +86,7 @@ class Observer:
         self._gathering: Gathering | None = None
         self._watchdog: Watchdog | None = None
         self._abort: Callable[[int], object] = os._exit
-        self._first: list[Snapshot] = []  # of the ranks, as soon as there is one of each
+        self._first: list[Snapshot] = []  # of all ranks, the last ones before the first step
         self._view: JobView | None = None
         self._server: TextServer | None = None
         self._telemetry: Telemetry | None = None
@@ -271,7 +271,8 @@ class Observer:
                 status = self.recorder.write_status()
                 if self._gathering is not None and status is not None:
                     self._gathering.tell(status)
-                    if self._rank == 0 and len(self._first) < self._size:
+                    clock = self.recorder.step_clock
+                    if self._rank == 0 and (clock is None or not clock.laps or len(self._first) < self._size):
                         self._first = self._gathering.latest()
                     self._watch(status)
                     if self._view is not None:
