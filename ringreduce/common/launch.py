@@ -71,12 +71,12 @@ _SCHEDULERS = {
     "flux": ("FLUX_JOB_ID", "FLUX_JOB_ID", "", ""),
 }
 
-#: What `ringreduce run` sets, and `horovodrun` (the folder of commits).
+#: What `ringreduce run` sets, `horovodrun` (the folder of commits), and what calls functions on ranks (of engines).
 VARIABLES = {
     f"RINGREDUCE_{name}"
     for name in (
         *("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "COMMIT_REPLICAS"),
-        *("MIN_NP", "RESET_LIMIT", "PULSE"),
+        *("MIN_NP", "RESET_LIMIT", "PULSE", "CALL"),
     )
 }
 

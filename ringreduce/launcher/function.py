@@ -23,7 +23,7 @@ from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.common.launch import launch
 from ringreduce.common.processes import end_with_parent
 
-__all__ = ["run", "work"]
+__all__ = ["begin", "carry_out", "end", "make_call", "pickled_call", "results", "run", "work"]
 
 _T = TypeVar("_T")
 
@@ -158,7 +158,7 @@ def run(
         words += _ship_paths()
     command = [*words, *options, executable or sys.executable, *_WORK]
     return _call_on_ranks(
-        command, _pickled_call(func, tuple(args), dict(kwargs or {})), size=None if elastic else size, env=env
+        command, pickled_call(func, tuple(args), dict(kwargs or {})), size=None if elastic else size, env=env
     )
 
 
@@ -190,7 +190,7 @@ def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: M
         folder = Path(name)
         (folder / "call").write_bytes(call)
         line = [*_RUN, f"--results={name}", *command, name]
-        return _results(folder, size, _carry_out(line, env, folder=folder, size=size))
+        return results(folder, size, carry_out(line, env, folder=folder, size=size))
 
 
 def _find_pickle() -> Any:
@@ -201,10 +201,19 @@ def _find_pickle() -> Any:
         return pickle
 
 
-def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pickled_call(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, here: bool = True
+) -> bytes:
     """Return the input of a worker.
 
     It has modules to import, the folder of this environment, data for `multiprocessing.spawn.prepare`, and the call.
+
+    Args:
+        func, args, kwargs: the call.
+        here: whether ranks have the folder and the path of modules of this process, not those of an engine's worker.
+
+    Raises:
+        ConfigError: it cannot be pickled.
     """
     import multiprocessing  # which would make the import of ringreduce slower
 
@@ -213,7 +222,8 @@ def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             "run was called by a rank that it started, while that imports the script; "
             'put the call under if __name__ == "__main__":'
         )
-    preparation: dict[str, Any] = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
+    preparation: dict[str, Any] = {"sys_argv": sys.argv}
+    preparation |= {"sys_path": sys.path, "dir": os.getcwd()} if here else {}
     pickler = _find_pickle()
     if pickler is pickle:  # the other takes along what the script defines
         main = _main_module()
@@ -238,7 +248,7 @@ def _main_module() -> dict[str, str]:
     return {"init_main_from_path": file} if os.path.isfile(file) else {}
 
 
-def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Path, size: int | None) -> int:
+def carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Path, size: int | None) -> int:
     """Run a job until it ends; for some seconds more at most once a rank has failed or all have returned.
 
     Args:
@@ -250,14 +260,7 @@ def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pa
     Returns:
         Its status.
     """
-    # Its own session: an interrupt is for this process, which ends the other, and so does its end.
-    process = subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
-    )
+    process = begin(command, env)
     deadline = math.inf
     try:
         while time.monotonic() < deadline:
@@ -272,16 +275,33 @@ def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pa
         _log.warning("the job has not ended by itself; ending it")
         return -signal.SIGTERM
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=_TO_END_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        end(process)
 
 
-def _results(folder: Path, size: int | None, status: int) -> list[Any]:
+def begin(command: Sequence[str], env: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+    """Start a job, which ends with this process, and with the thread that calls this."""
+    # Its own session: an interrupt is for this process, which ends the other, and so does its end.
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a job, if it has not ended."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=_TO_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def results(folder: Path, size: int | None, status: int) -> list[Any]:
     """Return the results in the folder, or raise the error of the first rank that failed.
 
     Args:
@@ -329,14 +349,15 @@ def work() -> None:
         )
     place = f"{launch().restarts}-{launch().rank}"
     try:
-        result = _call((folder / "call").read_bytes())
+        result = make_call((folder / "call").read_bytes())
     except BaseException:
         _leave(folder / f"{place}.failure", traceback.format_exc().encode())
         raise
     _leave(folder / f"{place}.result", result)
 
 
-def _call(pickled: bytes) -> bytes:
+def make_call(pickled: bytes) -> bytes:
+    """Make the call that `pickled_call` has pickled; return its pickled result."""
     import multiprocessing.spawn
 
     modules, prefix, preparation, call = pickle.loads(pickled)
@@ -371,9 +392,11 @@ def _as_here(preparation: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     def here(path: str) -> str:
         return root + path if root and path and os.path.exists(root + path) else path
 
-    found = {**preparation, "sys_path": [*map(here, preparation["sys_path"])], "dir": here(preparation["dir"])}
-    if not os.path.isdir(found["dir"]):  # mpirun has left this process elsewhere, too
-        del found["dir"]
+    found = {**preparation}
+    if "dir" in preparation:
+        found |= {"sys_path": [*map(here, preparation["sys_path"])], "dir": here(preparation["dir"])}
+        if not os.path.isdir(found["dir"]):  # mpirun has left this process elsewhere, too
+            del found["dir"]
     script = here(preparation.get("init_main_from_path", ""))
     if script:
         found["init_main_from_path"] = script

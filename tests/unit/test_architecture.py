@@ -50,6 +50,7 @@ HOMES = {
             "opentelemetry",
             "optax",
             "pytorch_lightning",
+            "ray",
             "rich",
             "ringreduce_torch_backend",
             "tensorflow",
@@ -221,15 +222,15 @@ def floors(below: Mapping[str, set[str]]) -> int:
     floor: dict[str, int] = {}
     for place in TopologicalSorter(below).static_order():
         floor[place] = 1 + max((floor[each] for each in below.get(place, ())), default=0)
-    return max(floor.values())
+    return max(floor.values(), default=0)
 
 
 def test_the_picture_of_folders_is_small():
-    """At most 13 floors, at most 120 arrows; the one that goes up is that of the entry point of torch's backend."""
+    """At most 13 floors, at most 122 arrows; the one that goes up is that of the entry point of torch's backend."""
     below: dict[str, set[str]] = defaultdict(set)
     for module, others in modules_imported().items():
         below[room(module)] |= {room(other) for other in others} - {room(module)}
-    assert sum(map(len, below.values())) <= 120
+    assert sum(map(len, below.values())) <= 122
     assert below.pop(ENTRY.stem) == {"common", "torch"}
     assert floors(below) <= 13
 
@@ -384,7 +385,7 @@ FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 FACES = [
     *("elastic/__init__.py", "tensorflow/__init__.py", "tensorflow/mpi_ops.py"),
-    *("torch/__init__.py", "torch/elastic/__init__.py"),
+    *("ray/__init__.py", "torch/__init__.py", "torch/elastic/__init__.py"),
 ]
 
 

@@ -1,0 +1,110 @@
+"""Ranks where Ray, Spark or Dask already run: the engine starts mpirun's daemons on its hosts, and MPI the ranks.
+
+An engine has two things: a function that runs a command on one of its hosts, by `run_command` of `agent_server.py`
+there, and the slots by
+host, by its own names for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.agent_server import PYTHON, agent_server, as_worker, private_folder, worker_environment
+from ringreduce.launcher.call_server import VARIABLE, call_served, connected, leave_there
+from ringreduce.launcher.function import carry_out, make_call, pickled_call, results
+
+__all__ = ["engine", "job_line", "run_on", "work_there"]
+
+
+def engine(name: str, extra: str) -> ModuleType:
+    """Import the library of an engine.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"ringreduce.{extra} needs {name}: pip install 'ringreduce[{extra}]' ({error})") from None
+
+
+def job_line(hosts: Mapping[str, int], options: Sequence[str], module: str, function: str) -> list[str]:
+    """Return the command line that starts a job, whose ranks call a function without arguments.
+
+    Args:
+        hosts: slots by host.
+        options: more options of ``ringreduce run``.
+        module, function: of the installed package.
+    """
+    listed = ",".join(f"{host}:{slots}" for host, slots in hosts.items())
+    program = f'exec "${PYTHON}" -c "from {module} import {function}; {function}()"'
+    size = str(sum(hosts.values()))
+    # No grace: ranks get SIGTERM only when the caller has an error already, or ends.
+    line = [sys.executable, "-m", "ringreduce", "run", "--grace=0", "-np", size, "-H", listed, *options]
+    return [*line, "sh", "-c", program]
+
+
+def run_on(
+    start: Callable[[str, str], int],
+    hosts: Mapping[str, int],
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    address: str,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call a function on new ranks on the hosts of an engine, and wait for them.
+
+    Args:
+        start: as for `agent_server`; it calls `run_command` on the host. It is not called for this host.
+        hosts: slots by host, by the engine's names, which are names or addresses that this host can resolve.
+        fn, args, kwargs: the call; pickled by cloudpickle, if it is installed.
+        address: of this host, by which ranks reach it.
+        options: more options of ``ringreduce run``; with ``--elastic``, ranks that die are survived.
+        env: variables for all ranks.
+
+    Returns:
+        The results of the ranks, in their order; of an elastic job those of ranks that have reached the end.
+
+    Raises:
+        ConfigError: an argument is wrong, mpirun is missing, or the function cannot be pickled.
+        CollectiveError: a rank failed, and ended the job; the message has its traceback.
+    """
+    call = pickled_call(fn, tuple(args), dict(kwargs or {}), here=False)
+    size = None if "--elastic" in options else sum(hosts.values())
+    exported = [word for name in env or () for word in ("-x", name)]  # values are in no command line
+    line = job_line(hosts, [*exported, *options], "ringreduce.engines", "work_there")
+    with (
+        private_folder() as folder,
+        call_served(address, call, folder) as where,
+        agent_server(start, folder) as environ,
+    ):
+        environ |= {**worker_environment(address), **(env or {}), VARIABLE: where}
+        return results(folder, size, carry_out(line, environ, folder=folder, size=size))
+
+
+# ---- in a rank ----
+
+
+def work_there() -> None:
+    """Make the call that `run_on` hands out, and send it the result or the traceback.
+
+    In a process of its own: one rank, on a host that need not share a folder with the program.
+    """
+    as_worker()
+    try:
+        with connected({"what": "call"}) as (_, stream):
+            call = stream.read()
+        result = make_call(call)
+    except BaseException:
+        leave_there("failure", traceback.format_exc().encode())
+        raise
+    leave_there("result", result)

@@ -1,0 +1,36 @@
+"""What mpirun starts in place of ssh: it asks an `AgentServer` to run a command on a host, and ends with its status.
+
+    python -I -S agent.py SOCKET [options for ssh] HOST COMMAND...
+
+The file of the socket lies in a folder of this user alone. This takes the standard library alone, for a quick start.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+
+__all__ = ["UNREACHABLE"]
+
+#: The status of ssh where it reaches no host.
+UNREACHABLE = 255
+
+
+def _main(path: str, *words: str) -> int:
+    host, *command = words[next(at for at, word in enumerate(words) if not word.startswith("-")) :]
+    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rwb") as stream:
+        try:
+            connection.connect(path)
+            stream.write(json.dumps([host, " ".join(command)]).encode() + b"\n")
+            stream.flush()
+            status = stream.readline()
+        except OSError:
+            status = b""
+    if not status:
+        sys.stderr.write(f"ringreduce: nothing starts commands on {host} any more\n")
+    return int(status or UNREACHABLE)
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

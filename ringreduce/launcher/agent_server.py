@@ -1,0 +1,157 @@
+"""Starts mpirun's daemons by a function, in place of ssh: for hosts that Ray, Spark or Dask start processes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from ringreduce.launcher import agent
+
+__all__ = [
+    "HOST",
+    "PYTHON",
+    "agent_server",
+    "as_worker",
+    "private_folder",
+    "run_command",
+    "served",
+    "worker_environment",
+]
+
+#: An engine's worker: its Python, its folder, its path of modules and its host, in the environment of ranks below it.
+#: mpirun passes none of these on to other hosts.
+PYTHON = "_RINGREDUCE_PYTHON"
+_FOLDER = "_RINGREDUCE_FOLDER"
+_PATH = "_RINGREDUCE_PATH"
+HOST = "_RINGREDUCE_HOST"
+
+#: What says in which allocation or job this process is: mpirun is to take the named hosts, by the agent.
+_OF_ANOTHER_JOB = re.compile("(SLURM|PBS|LSB|PE|FLUX|PMI)_.*|PMIX_(?!MCA_).*|OMPI_COMM_WORLD_.*|PRTE_MCA_plm_ssh_args")
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make a folder of this user alone, removed at the end of the context or of this process, however that ends."""
+    folder = Path(tempfile.mkdtemp(prefix="ringreduce-"))
+    with _after_death('rm -rf "$1"', str(folder)):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _after_death(program: str, argument: str) -> Iterator[None]:
+    """Run a program of a shell once this process has ended within the context, however it did."""
+    # Its input ends with this process. In its own session: what is sent to the terminal's processes does not end it.
+    line = ["sh", "-c", f"read -r _; {program}", "ringreduce-keeper", argument]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True) as keeper:
+        try:
+            yield
+        finally:
+            keeper.kill()
+
+
+@contextmanager
+def agent_server(start: Callable[[str, str], int], folder: Path) -> Iterator[dict[str, str]]:
+    """Run what mpirun asks its agent for, as long as this context lasts.
+
+    Args:
+        start: runs a command of a shell on a host, and returns its status when it has ended; it is called on threads
+            of its own, for several hosts at once. An exception is the status of a host that is not reached, and a line.
+        folder: of this user alone, for the socket.
+
+    Yields:
+        The environment for ``ringreduce run``, whose mpirun has the agent.
+    """
+
+    def answer(connection: socket.socket) -> None:
+        with connection.makefile("rwb") as stream:
+            host, command = json.loads(stream.readline())
+            try:
+                status = start(host, command)
+            except Exception as error:
+                said = " ".join(str(error).split()) or type(error).__name__
+                print(f"ringreduce: cannot start mpirun's daemon on {host}: {said}", file=sys.stderr, flush=True)
+                status = agent.UNREACHABLE
+            stream.write(b"%d\n" % status)
+
+    path = str(folder / "agent")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen(socket.SOMAXCONN)
+    environ = {name: value for name, value in os.environ.items() if _OF_ANOTHER_JOB.fullmatch(name) is None}
+    environ["PRTE_MCA_plm"] = "ssh"
+    environ["PRTE_MCA_plm_ssh_no_tree_spawn"] = "1"  # other hosts have no agent
+    environ["PRTE_MCA_plm_ssh_agent"] = " ".join([sys.executable, "-I", "-S", str(Path(agent.__file__)), path])
+    with served(server, answer):
+        yield environ
+
+
+@contextmanager
+def served(server: socket.socket, answer: Callable[[socket.socket], object]) -> Iterator[None]:
+    """Call a function with each connection to a listening socket, on a thread of its own; close the socket at the end.
+
+    Connections that break are the business of who made them.
+    """
+
+    def accept() -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = server.accept()
+                threading.Thread(target=each, args=(connection,), name="ringreduce answers", daemon=True).start()
+
+    def each(connection: socket.socket) -> None:
+        with connection, suppress(OSError, ValueError, EOFError):
+            answer(connection)
+
+    with ExitStack() as at_end:
+        at_end.callback(server.close)
+        at_end.callback(server.shutdown, socket.SHUT_RDWR)  # which ends accept
+        threading.Thread(target=accept, name="ringreduce accepts", daemon=True).start()
+        yield
+
+
+# ---- on the host of a rank ----
+
+
+def worker_environment(host: str) -> dict[str, str]:
+    """Return the variables by which ranks of a host find the Python, folder and modules of this process."""
+    return {PYTHON: sys.executable, _FOLDER: os.getcwd(), _PATH: os.pathsep.join(sys.path), HOST: host}
+
+
+def run_command(host: str, command: str) -> int:
+    """Run a command of a shell, on the host where this is called, until it ends, or this process does.
+
+    Args:
+        host: the engine's name for this host.
+        command: as the agent's ``start`` gets it.
+
+    Returns:
+        The status.
+    """
+    # prted ignores SIGTERM, and does not end with its parent.
+    process = subprocess.Popen(
+        ["sh", "-c", command],
+        env={**os.environ, **worker_environment(host)},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    with _after_death('kill -KILL -"$1"', str(process.pid)):
+        return process.wait()
+
+
+def as_worker() -> None:
+    """Take the folder and the path of modules of the worker of this host, below which this rank is."""
+    os.chdir(os.environ[_FOLDER])
+    sys.path[:] = os.environ[_PATH].split(os.pathsep)

@@ -1,0 +1,67 @@
+"""Ranks that mpirun has not started: it starts a stand-in in place of each, and another system the rank itself.
+
+The stand-in sends what mpirun says to its rank, in the environment, to the program, which hands it to a process on that
+host. That is the rank from then on. The stand-in ends as that process ends, so that MPI notices deaths as always.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ringreduce.common.processes import launcher, pid_namespace
+from ringreduce.launcher.agent_server import HOST
+from ringreduce.launcher.call_server import VARIABLE, connected
+
+__all__ = ["LEAVE", "become", "stand_in"]
+
+#: What mpirun, and `ringreduce run`, say to a rank.
+_HANDED = ("PMIX_", "OMPI_", "PRTE_", "OPAL_", "RINGREDUCE_", "HOROVOD_")
+#: The program says by this that the end of the rank is a good one.
+LEAVE = b"leave\n"
+
+
+def stand_in() -> None:
+    """Be in a rank's place, until the process has ended whose number the program sends; then end well, or by a signal.
+
+    The request to the program has ``environ``, for `become`; ``host``, the engine's name for it; ``pids``: the
+    namespace of numbers of processes.
+    """
+    environ = {name: value for name, value in os.environ.items() if name.startswith(_HANDED) and name != VARIABLE}
+    leaves = False
+    with (
+        suppress(OSError),
+        connected({"environ": environ, "host": os.environ[HOST], "pids": pid_namespace()}) as (connection, stream),
+    ):
+        rank = os.pidfd_open(int(stream.readline() or 0))
+        waiting = select.poll()
+        waiting.register(rank, select.POLLIN)
+        waiting.register(connection, select.POLLIN)
+        daemon = os.pidfd_open(launcher() or os.getppid())
+        waiting.register(daemon, select.POLLIN)
+        while True:
+            ready = [number for number, _ in waiting.poll()]
+            if daemon in ready:
+                break
+            if connection.fileno() in ready:
+                if connection.recv(len(LEAVE)) != LEAVE:  # the program has ended
+                    break
+                leaves = True
+                waiting.unregister(connection)
+            elif rank in ready:
+                break
+    if not leaves:
+        os.kill(os.getpid(), signal.SIGKILL)  # which MPI reports to the others
+
+
+def become(environ: Mapping[str, str]) -> None:
+    """Be the rank that mpirun says this to, with further variables; before anything calls ``init``."""
+    os.environ.update(environ)
+    # Other ranks of this host look at this file for a process that has ended before it called `init`.
+    known = Path(environ.get("PMIX_SERVER_TMPDIR", ""), f"ringreduce-process-{environ['OMPI_COMM_WORLD_RANK']}")
+    if known.exists():
+        known.write_text(str(os.getpid()))
