@@ -16,7 +16,7 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.launch import launch
-from ringreduce.horovod.common.util import EXTENSIONS, check_extension
+from ringreduce.horovod.common.util import ENGINES, EXTENSIONS, check_extension
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class _Finder(MetaPathFinder):
         found = importlib.util.find_spec(ours)
         if found is None:
             raise ModuleNotFoundError(
-                f"no {fullname} here: ringreduce, in Horovod's place, has horovod.torch, horovod.tensorflow and "
-                "horovod.keras",
+                f"no {fullname} here: ringreduce, in Horovod's place, has "
+                f"{', '.join(f'horovod.{each}' for each in (*EXTENSIONS, *ENGINES))}",
                 name=fullname,
             )
         is_package = found.submodule_search_locations is not None
@@ -97,7 +97,7 @@ def _counterpart(name: str) -> str:
     _, *below = name.split(".")
     if below[:2] == ["tensorflow", "keras"]:
         del below[0]
-    home = ["ringreduce"] if below[:1] and below[0] in EXTENSIONS else ["ringreduce", "horovod"]
+    home = ["ringreduce"] if below[:1] and below[0] in (*EXTENSIONS, *ENGINES) else ["ringreduce", "horovod"]
     return ".".join([*home, *below])
 
 

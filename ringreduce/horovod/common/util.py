@@ -17,6 +17,7 @@ from ringreduce.horovod.common.exceptions import HorovodVersionMismatchError, ge
 from ringreduce.training.calls import built
 
 __all__ = [
+    "ENGINES",
     "EXTENSIONS",
     "HorovodVersionMismatchError",
     "binding_in_use",
@@ -45,6 +46,8 @@ __all__ = [
 _T = TypeVar("_T")
 
 EXTENSIONS = ["torch", "tensorflow", "keras"]
+#: What starts ranks, and is below ``horovod`` as well.
+ENGINES = ["ray"]
 
 
 def get_ext_suffix() -> str:
