@@ -1,0 +1,13 @@
+"""Programs that start ranks on other systems; `scripts/install engines` makes the environment that has these."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _has_mpirun() -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not on the path")
