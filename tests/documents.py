@@ -33,6 +33,8 @@ SETUP = re.compile(r"^<!-- example: setup\n(.*?)^-->", re.MULTILINE | re.DOTALL)
 BINDINGS = {f"ringreduce.{name}": name for name in ("jax", "keras", "tensorflow", "torch")}
 #: What only the environment of `scripts/install frameworks` has.
 FRAMEWORKS = {"flax", "jax", "keras", "optax", "tensorflow"}
+#: What only the environment of `scripts/install engines` has; `tests/engines` runs these examples.
+ENGINES = {"ray"}
 
 
 def name_of(page: Path) -> str:

@@ -197,23 +197,34 @@ class RayExecutor:
         self._is_leaving = False
         with ExitStack() as at_end:
             actors = self._actors(ray, at_end)
-            places = ray.get([each.where.remote() for each in actors], timeout=self._settings.timeout_s)
-            self._stand_ins = self._hand_over(ray, dict(zip(actors, places, strict=True)), at_end)
+            try:
+                found = ray.get([each.where.remote() for each in actors], timeout=self._settings.timeout_s)
+            except ray.exceptions.RayError as error:
+                raise ConfigError(f"actors of Ray cannot start: {' '.join(str(error).split())}") from None
+            places = dict(zip(actors, found, strict=True))
+            self._stand_ins = self._hand_over(ray, places, at_end)
             self._at_end = at_end.pop_all()
         atexit.register(self.shutdown)
-        gpus: dict[str, list[str]] = {place.host: [] for place in places}
-        place_of = dict(zip(actors, places, strict=True))
+        try:
+            self._prepare(places, extra_env_vars or {})
+            if executable_cls is not None:
+                call = executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})
+                self._results({each.actor.make.remote(*call): rank for rank, each in self._stand_ins.items()})
+        except BaseException:
+            self._end(in_order=False)
+            raise
+
+    def _prepare(self, places: Mapping[Any, _ActorPlace], variables: Mapping[str, str]) -> None:
+        """Make the actors ranks."""
+        gpus: dict[str, list[str]] = {place.host: [] for place in places.values()}
         for each in self._stand_ins.values():
-            gpus[each.host] += place_of[each.actor].gpus
+            gpus[each.host] += places[each.actor].gpus
         modules = [name for name in (_HOROVOD,) if name in sys.modules]
         calls = {}
         for rank, each in self._stand_ins.items():
             seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[each.host])} if gpus[each.host] else {}
-            calls[each.actor.become.remote({**(extra_env_vars or {}), **seen, **each.said}, modules)] = rank
+            calls[each.actor.become.remote({**variables, **seen, **each.said}, modules)] = rank
         self._results(calls)
-        if executable_cls is not None:
-            call = executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})
-            self._results({each.actor.make.remote(*call): rank for rank, each in self._stand_ins.items()})
 
     def _actors(self, ray: Any, at_end: ExitStack) -> list[Any]:
         """Return actors in a placement group of their own."""
@@ -252,6 +263,9 @@ class RayExecutor:
         came: queue.Queue[_StandIn] = queue.Queue()
 
         def offer(request: dict[str, Any], stream: BufferedRWPair) -> None:
+            if self._at_end is not None:  # the launcher begins the job again, as a host was lost: actors cannot
+                self._job_ended.set()
+                return
             rank = int(request["environ"]["OMPI_COMM_WORLD_RANK"])
             each = _StandIn(rank, request["host"], request["pids"], request["environ"], stream)
             came.put(each)

@@ -147,7 +147,7 @@ def run_command(host: str, command: str) -> int:
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-    with _after_death('kill -KILL -"$1"', str(process.pid)):
+    with _after_death('kill -s KILL -- "-$1"', str(process.pid)):
         return process.wait()
 
 

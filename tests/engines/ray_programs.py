@@ -14,7 +14,7 @@ import ringreduce as rr
 
 
 def digits() -> tuple[int, int, str, float]:
-    """Train the softmax of ten classes of random pictures on all ranks; return rank, size, a hash of the weights, loss."""
+    """Train a softmax of ten kinds of random pictures; return rank, size, a hash of the weights, and the loss."""
     rr.init()
     rng = np.random.default_rng(7)  # the same on all ranks
     pictures = rng.standard_normal((640, 64)).astype(np.float32)

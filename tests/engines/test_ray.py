@@ -17,12 +17,15 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="`scripts/install engines` makes the environment that has Ray")
 
-import ray_programs as programs  # noqa: E402  # needs Ray's environment
+import documents  # noqa: E402
+import ray_programs as programs  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 from ringreduce.common.errors import CollectiveError, ConfigError  # noqa: E402
 from ringreduce.ray import RayExecutor  # noqa: E402
 
+#: Else Ray has its workers yield to all other processes.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray's own name
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -135,7 +138,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], complaint: str) 
 def test_no_room_is_an_error() -> None:
     """It names what the cluster has, and leaves nothing."""
     settings = RayExecutor.create_settings(placement_group_timeout_s=1)
-    with pytest.raises(ConfigError, match="no room for 2 times {'CPU': 100.0}"):
+    with pytest.raises(ConfigError, match=r"no room for 2 times \{'CPU': 100.0\}"):
         RayExecutor(settings, num_workers=2, cpus_per_worker=100).start()
     assert settled() == []
 
@@ -146,7 +149,6 @@ def test_an_error_of_what_is_made_is_named() -> None:
     executor = RayExecutor(num_workers=2)
     with pytest.raises(CollectiveError, match=r"(?s)rank \d of 2 failed.*TypeError"):
         executor.start(programs.Counter)
-    executor.shutdown()
     assert settled() == []
 
 
@@ -166,7 +168,7 @@ def test_torch_trains_as_under_mpirun() -> None:
 @pytest.mark.usefixtures("_ray")
 @pytest.mark.parametrize("what", ["fn", "actor", "job"])
 def test_deaths_end_the_job(what: str) -> None:
-    """20 times: a rank that dies by itself, an actor that is killed, a launcher that is killed; all end, nothing stays."""
+    """By a rank that kills itself, an actor that is killed, or the launcher: all end, and nothing stays."""
     for number in range(20 if what == "actor" else 5):
         executor = RayExecutor(num_workers=2)
         executor.start()
@@ -284,3 +286,22 @@ def _of(folder: Path) -> list[str]:
         except OSError:
             continue  # it has ended
     return found
+
+
+@pytest.mark.limit(300)
+def test_the_program_of_the_page_learns(tmp_path: Path) -> None:
+    """docs/engines.md: on a Ray of its own."""
+    pytest.importorskip("torch")
+    ((name, source),) = [each for each in documents.programs(ROOT / "docs" / "engines.md") if "RayExecutor" in each[1]]
+    program = tmp_path / "ray_digits.py"
+    program.write_text(source)
+    done = subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        timeout=250,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
+    assert "of 1000 other digits are recognised" in done.stdout

@@ -1,0 +1,144 @@
+"""How mpirun's daemons are started by a function, and how ranks find the program."""
+
+from __future__ import annotations
+
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringreduce.launcher.agent_server import agent_server, private_folder, run_command
+from ringreduce.launcher.call_server import VARIABLE, call_served, connected, leave_there, requests_served
+
+
+def asked(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the agent as mpirun does."""
+    line = [*shlex.split(environ["PRTE_MCA_plm_ssh_agent"]), *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_the_agent_has_the_function_start_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the host and the command; its status is the agent's. An error is a status, and a line here."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    calls = []
+
+    def start(host: str, command: str) -> int:
+        calls.append((host, command))
+        if host == "lost":
+            raise RuntimeError("no such\nnode")
+        return 3
+
+    with private_folder() as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with agent_server(start, folder) as environ:
+            assert "SLURM_JOB_ID" not in environ, "mpirun would start its daemons by srun"
+            assert asked(environ, "-x", "h1", "A=1;", "prted --uri 'a b'").returncode == 3
+            assert asked(environ, "lost", "prted").returncode == 255
+        late = asked(environ, "h1", "prted")
+    assert late.returncode == 255
+    assert "nothing starts commands on h1" in late.stderr
+    assert calls == [("h1", "A=1; prted --uri 'a b'"), ("lost", "prted")]
+    assert not folder.exists()
+
+
+def test_an_error_of_the_function_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """That names the host."""
+
+    def start(host: str, command: str) -> int:
+        raise RuntimeError("no such\nnode")
+
+    with private_folder() as folder, agent_server(start, folder) as environ:
+        asked(environ, "lost", "prted")
+    assert capsys.readouterr().err == "ringreduce: cannot start mpirun's daemon on lost: no such node\n"
+
+
+def test_a_killed_process_leaves_no_folder() -> None:
+    """Nor what it runs on a host, though that ignores SIGTERM."""
+    source = (
+        "import threading, time\n"
+        "from ringreduce.launcher.agent_server import private_folder, run_command\n"
+        "with private_folder() as folder:\n"
+        "    program = 'trap \"\" TERM; echo $$; sleep 1000 & wait'\n"
+        "    threading.Thread(target=run_command, args=('h', program), daemon=True).start()\n"
+        "    print(folder, flush=True)\n"
+        "    time.sleep(1000)  # it is killed before\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = {process.stdout.readline().strip() for _ in range(2)}
+        (folder,) = [Path(each) for each in lines if not each.isdigit()]
+        (pid,) = [int(each) for each in lines if each.isdigit()]
+        ended = os.pidfd_open(pid)
+        keeper = os.pidfd_open(int(_keeper_of(folder)))
+        process.send_signal(signal.SIGKILL)
+        for each in (ended, keeper):
+            waiting = select.poll()
+            waiting.register(each, select.POLLIN)
+            assert waiting.poll(30_000), "it goes on"
+            os.close(each)
+    assert not folder.exists()
+
+
+def _keeper_of(folder: Path) -> str:
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if each.read_bytes().split(b"\0")[-2:-1] == [str(folder).encode()]:
+                return each.parent.name
+        except OSError:
+            continue  # it has ended
+    raise AssertionError("there is no keeper")
+
+
+def test_a_command_of_a_host_knows_its_worker() -> None:
+    """And its status is returned."""
+    assert run_command("h9", '[ "$_RINGREDUCE_HOST" = h9 ] && [ -x "$_RINGREDUCE_PYTHON" ] && exit 5') == 5
+
+
+def test_ranks_fetch_the_call_and_leave_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that is cut short is not kept; a rank without the token gets nothing."""
+    call = os.urandom(3_000_000)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
+    with call_served("127.0.0.1", call, tmp_path) as where:
+        monkeypatch.setenv(VARIABLE, where)
+        with connected({"what": "call"}) as (_, stream):
+            assert stream.read() == call
+        leave_there("result", call)
+        with connected({"what": "result", "job": 0, "rank": 6, "nbytes": 10}) as (connection, stream):
+            stream.write(b"short")
+            stream.flush()
+            connection.shutdown(socket.SHUT_WR)
+            assert stream.read() == b""
+        monkeypatch.setenv(VARIABLE, where[:-1] + "x")
+        with connected({"what": "call"}) as (_, stream):
+            assert stream.read() == b""
+    assert (tmp_path / "0-5.result").read_bytes() == call
+    assert [each.name for each in tmp_path.glob("*.result")] == ["0-5.result"]
+    with pytest.raises(OSError, match="refused"), connected({"what": "call"}):
+        pass
+
+
+def test_requests_are_answered_at_the_same_time() -> None:
+    """One that waits for the other does not hold it up."""
+    came: list[Any] = []
+
+    def answer(request: dict[str, Any], stream: BufferedRWPair) -> None:
+        came.append(stream)
+        if len(came) == 2:
+            for each in came:
+                each.write(b"both\n")
+                each.flush()
+        stream.read(1)
+
+    with pytest.MonkeyPatch.context() as patch, requests_served("127.0.0.1", answer) as where:
+        patch.setenv(VARIABLE, where)
+        with connected({}) as (_, one), connected({}) as (_, other):
+            assert one.readline() == other.readline() == b"both\n"
