@@ -1,8 +1,7 @@
 """Ranks where Ray, Spark or Dask already run: the engine starts mpirun's daemons on its hosts, and MPI the ranks.
 
-An engine has two things: a function that runs a command on one of its hosts, by `run_command` of `agent_server.py`
-there, and the slots by
-host, by its own names for them.
+An engine has two things: a function that runs a command on one of its hosts, by `run_command` there,
+and the slots by host, by its own names for them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def engine(name: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"ringreduce.{extra} needs {name}: pip install 'ringreduce[{extra}]' ({error})") from None
+        raise ConfigError(f"ringreduce.{extra} needs {name}: pip install {name} ({error})") from None
 
 
 def job_line(hosts: Mapping[str, int], options: Sequence[str], module: str, function: str) -> list[str]:

@@ -119,21 +119,6 @@ executor.shutdown()
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({}, "takes num_workers, or num_hosts"),
-        ({"num_workers": 0}, "at least one rank"),
-        ({"num_workers": 2, "num_hosts": 1}, "takes num_workers, or num_hosts"),
-        ({"num_workers": 2, "gpus_per_worker": 1}, "takes use_gpu=True"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], complaint: str) -> None:
-    """At once, before anything starts."""
-    with pytest.raises(ConfigError, match=complaint):
-        RayExecutor(**arguments)
-
-
 @pytest.mark.usefixtures("_ray")
 def test_no_room_is_an_error() -> None:
     """It names what the cluster has, and leaves nothing."""

@@ -1,0 +1,57 @@
+"""What starts ranks on other systems, where these are not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.engines import engine
+from ringreduce.ray import RayExecutor
+
+
+def test_a_missing_library_is_named_with_the_remedy() -> None:
+    """As an error of ringreduce's own."""
+    with pytest.raises(
+        ConfigError, match=r"^ringreduce\.ray needs no_such_library: pip install no_such_library \(No mod"
+    ):
+        engine("no_such_library", "ray")
+
+
+def test_the_library_is_imported_when_it_is_used() -> None:
+    """Not with `ringreduce.ray`, nor with Horovod's name for it."""
+    source = (
+        "import sys, ringreduce.horovod, ringreduce.ray\n"
+        "from horovod.ray import RayExecutor\n"
+        "assert RayExecutor is ringreduce.ray.RayExecutor\n"
+        "RayExecutor(RayExecutor.create_settings(timeout_s=30), 4, cpus_per_worker=2)\n"
+        "print('ray' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({}, "takes num_workers, or num_hosts"),
+        ({"num_workers": 0}, "at least one rank"),
+        ({"num_workers": 2, "num_hosts": 1}, "takes num_workers, or num_hosts"),
+        ({"num_workers": 2, "gpus_per_worker": 1}, "takes use_gpu=True"),
+    ],
+)
+def test_wrong_arguments_of_an_executor_are_refused(arguments: dict[str, Any], complaint: str) -> None:
+    """At once, before anything starts."""
+    with pytest.raises(ConfigError, match=complaint):
+        RayExecutor(**arguments)
+
+
+def test_an_executor_that_is_not_started_calls_nothing() -> None:
+    """And says so; to end it does nothing."""
+    executor = RayExecutor(num_workers=2)
+    with pytest.raises(ConfigError, match="is not started"):
+        executor.run(print)
+    executor.shutdown()
