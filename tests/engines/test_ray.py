@@ -91,29 +91,35 @@ def test_two_ranks_train_keep_their_state_and_fail() -> None:
         executor.run(programs.total)
 
 
-@pytest.mark.usefixtures("_ray")
-def test_horovods_names() -> None:
-    """A program that has Horovod's names gives them to its ranks."""
-    done = subprocess.run(
-        [sys.executable, "-c", _HOROVOD], env=os.environ, timeout=100, check=False, capture_output=True, text=True
-    )
-    assert done.stdout.splitlines()[-1:] == ["[(0, '0'), (1, '1')]"], done.stderr
+def test_horovods_names_and_runtime_environments(tmp_path: Path) -> None:
+    """A program that has Horovod's names gives them to its ranks; these find the files of a ``working_dir``."""
+    (tmp_path / "beside.py").write_text("value = 41\n")
+    line = [sys.executable, "-c", _HOROVOD, str(tmp_path)]
+    done = subprocess.run(line, timeout=100, check=False, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["[(0, '0', 41, '7'), (1, '1', 41, '7')]"], done.stderr
 
 
 _HOROVOD = """
+import sys
 import ringreduce.horovod
 from horovod.ray import RayExecutor
 import ray
 
 def where():
-    import os
+    import beside, os
     import horovod.torch as hvd
     hvd.init()
-    return hvd.rank(), os.environ["HOROVOD_RANK"]
+    return hvd.rank(), os.environ["HOROVOD_RANK"], beside.value, os.environ["OF_RANKS"]
 
-ray.init(num_cpus=2, object_store_memory=80_000_000, include_dashboard=False, log_to_driver=False)
-executor = RayExecutor(RayExecutor.create_settings(timeout_s=30), num_workers=2, use_gpu=False)
-executor.start()
+ray.init(
+    num_cpus=2,
+    object_store_memory=80_000_000,
+    include_dashboard=False,
+    log_to_driver=False,
+    runtime_env={"working_dir": sys.argv[1]},
+)
+executor = RayExecutor(RayExecutor.create_settings(timeout_s=100), num_hosts=1, num_workers_per_host=2, use_gpu=False)
+executor.start(extra_env_vars={"OF_RANKS": "7"})
 print(executor.run(where))
 executor.shutdown()
 """
@@ -230,7 +236,7 @@ def test_a_program_that_ends_leaves_nothing(number: signal.Signals, tmp_path: Pa
     address = ray.get_runtime_context().gcs_address
     for _ in range(5):
         program = subprocess.Popen(
-            [sys.executable, "-c", _WAITS, address],
+            [sys.executable, "-c", _WAITS, address, str(HERE)],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(HERE)},
@@ -251,7 +257,7 @@ import sys
 import ray, ray_programs as programs
 from ringreduce.ray import RayExecutor
 
-ray.init(address=sys.argv[1], log_to_driver=False)
+ray.init(address=sys.argv[1], log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": sys.argv[2]}})
 executor = RayExecutor(num_workers=2)
 executor.start()
 assert executor.run(programs.total) == [2.0, 2.0]
