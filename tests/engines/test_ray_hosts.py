@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.limit(600)]
 
 @pytest.fixture(scope="module")
 def run_on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """A function that runs the program below on the first of three hosts, and returns what it writes."""
+    """A function that runs the program below on the first of three hosts, and returns what it and Ray write."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("hosts take root, and the ip of iproute2")
     name = f"ry{os.getpid() % 10_000}"
@@ -34,6 +34,7 @@ def run_on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         "PYTHONPATH": str(HERE),
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",  # nothing but these hosts is in their network
         "RAY_health_check_period_ms": "1000",
     }
 
@@ -66,19 +67,19 @@ def run_on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
 
 def test_ranks_of_several_hosts_train_as_under_mpirun(run_on_host: Callable[..., str]) -> None:
     """Bit for bit, on two hosts; and nothing is left."""
-    assert run_on_host("train").splitlines()[-2:] == ["equal True", "left []"]
+    assert {"equal True", "left []"} <= {*run_on_host("train").splitlines()}
 
 
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("what", ["daemon", "worker"])
 def test_a_daemon_that_dies_ends_the_job(run_on_host: Callable[..., str], what: str, number: int) -> None:
     """Or the worker of Ray that runs it; all ranks end, and nothing is left."""
-    assert run_on_host(what).splitlines()[-2:] == ["CollectiveError", "left []"]
+    assert {"CollectiveError", "left []"} <= {*run_on_host(what).splitlines()}
 
 
 def test_a_node_that_dies_ends_the_job(run_on_host: Callable[..., str]) -> None:
     """The last test, as the cluster has one node less then."""
-    assert run_on_host("node").splitlines()[-2:] == ["CollectiveError", "left []"]
+    assert {"CollectiveError", "left []"} <= {*run_on_host("node").splitlines()}
 
 
 # ---- the program ----
@@ -115,7 +116,8 @@ def main(what: str) -> None:
     spaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in [*pids, os.getpid()]}
     others = [each for each in executor._stand_ins.values() if each.host != ADDRESS.format(1)]
     if what == "train":
-        print("equal", executor.run(programs.digits) == rr.run(programs.digits, np=4))
+        on_two_nodes = {**os.environ, "RINGREDUCE_NODE_SIZE": "2"}
+        print("equal", executor.run(programs.digits) == rr.run(programs.digits, np=4, env=on_two_nodes))
     else:
         assert executor.run(programs.total) == [4.0] * 4
         begun = executor.run_remote(programs.wait_for, [0])
