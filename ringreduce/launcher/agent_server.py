@@ -140,15 +140,16 @@ def run_command(host: str, command: str) -> int:
     Returns:
         The status.
     """
-    # prted ignores SIGTERM, and does not end with its parent.
+    # prted ignores SIGTERM, and does not end with its parent. Nothing begins before there is what kills it.
     process = subprocess.Popen(
-        ["sh", "-c", command],
+        ["sh", "-c", 'read -r _ && exec sh -c "$1" </dev/null', "ringreduce-command", command],
         env={**os.environ, **worker_environment(host)},
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         start_new_session=True,
     )
     with _after_death('kill -s KILL -- "-$1"', str(process.pid)):
-        return process.wait()
+        process.communicate(b"\n")
+        return process.returncode
 
 
 def as_worker() -> None:
