@@ -1,0 +1,261 @@
+"""Ranks on the workers of a Dask cluster; see `run`."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.engines import engine, run_on
+from ringreduce.engines.slots import Slots, address_towards, connection_to_task, hold, slots
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+__all__ = ["run"]
+
+_T = TypeVar("_T")
+
+
+def run(
+    client: Client,
+    fn: Callable[..., _T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    start_timeout: float = 60.0,
+) -> list[_T]:
+    """Call a function on new ranks, children of the workers of a Dask cluster, and wait for them.
+
+    A task holds a thread of a worker for each rank, which has the environment of that worker. The function calls `init`
+    itself. It, its arguments and its results go by cloudpickle between this process and the ranks. Data of the cluster
+    among the arguments does not go through this process:
+
+    - of a Dask collection (array, dataframe, bag), and of a list or tuple of futures, each rank gets a list of the
+      pieces (blocks, partitions, results) that lie on its worker, in their order; ranks of one worker share them out.
+      Collections of equally many pieces stay together: the pieces i of all go where piece i of the first lies. Pieces
+      on workers without a rank move to others. The list is empty if there are too few.
+    - of a single future, each rank gets the result.
+
+    A worker keeps its data; each rank gets a copy, whose NumPy arrays it may write to.
+
+    Args:
+        client: of the cluster. Workers must have this installation at the same paths, and reach this process by TCP.
+        fn: function to call.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        np: number of ranks, at most that of the threads of all workers; None: one for each worker.
+        env: variables for the ranks.
+        options: more options of ``ringreduce run``.
+        start_timeout: seconds to wait until the tasks have started on all workers.
+
+    Returns:
+        The results of the ranks, in their order.
+
+    Raises:
+        ConfigError: an argument is wrong, the client is closed, or there are too few workers or free threads.
+        CollectiveError: a rank failed, and ended the job; the message has its traceback. Or a worker has ended, or
+            somebody has cancelled the tasks.
+    """
+    distributed = engine("distributed", "dask")
+    if not isinstance(client, distributed.Client) or client.asynchronous:
+        raise ConfigError(f"ringreduce.dask.run takes a distributed.Client that is not asynchronous, not {client!r}")
+    if client.status != "running":
+        raise ConfigError(f"the client of Dask is {client.status}; ringreduce.dask.run takes one that is connected")
+    data = _Data(client)
+    call = (fn, tuple(map(data.place, args)), {name: data.place(value) for name, value in (kwargs or {}).items()})
+    held = data.held()
+    threads = {address: info["nthreads"] for address, info in client.scheduler_info(n_workers=-1)["workers"].items()}
+    count = Counter(address for addresses in held.values() for address in addresses)
+    workers = _places(sorted(threads, key=lambda each: -count[each]), threads, np)
+    # Libraries of a rank share the threads that its worker has for tasks.
+    share = min(threads[worker] // number for worker, number in Counter(workers).items())
+    names = {f"dask-{rank}": worker for rank, worker in enumerate(workers)}
+    url = urlsplit(client.scheduler.address)
+    address = address_towards(url.hostname if url.hostname and url.scheme != "inproc" else "127.0.0.1")
+    with slots(address) as (held_slots, ticket):
+        tasks = _submit(client, ticket, names, data.shares(workers, held))
+        for task in tasks:  # it ends before the job only if it has failed, or somebody cancels it
+            task.add_done_callback(lambda task: held_slots.close())
+        look = partial(_look, tasks, held_slots, names)
+        try:
+            held_slots.wait([*names], start_timeout, look)
+            env = {"OMP_NUM_THREADS": str(max(share, 1)), **(env or {})}
+            hosts = dict.fromkeys(names, 1)
+            return run_on(held_slots.start, hosts, _call, call, address=address, options=options, env=env)
+        except CollectiveError:
+            look()
+            raise
+        finally:
+            held_slots.close()
+            with suppress(Exception):  # the client may be closed, or have lost the scheduler
+                client.cancel(tasks)  # which wait for workers that have ended
+
+
+def _places(order: Sequence[str], threads: Mapping[str, int], np: int | None) -> list[str]:
+    """Return the worker of each rank: those of one worker follow each other."""
+    most = sum(threads.values())
+    if not order:
+        raise ConfigError("the Dask cluster has no workers; wait for them with client.wait_for_workers(1)")
+    np = len(order) if np is None else np
+    if not isinstance(np, int) or np < 1:
+        raise ConfigError(f"np is the number of ranks, at least 1, not {np!r}")
+    if np > most:
+        raise ConfigError(f"{np} ranks take as many threads of workers, and the Dask cluster has {most}")
+    ranks = dict.fromkeys(order, 0)
+    while sum(ranks.values()) < np:
+        ranks[min((each for each in order if ranks[each] < threads[each]), key=lambda each: ranks[each])] += 1
+    return [worker for worker in order for _ in range(ranks[worker])]
+
+
+def _submit(
+    client: Client, ticket: str, names: Mapping[str, str], shares: Sequence[Sequence[list[Future] | Future]]
+) -> list[Future]:
+    """Submit the tasks that hold slots: at once, or those of two jobs could wait for each other."""
+    import dask
+
+    job = uuid.uuid4().hex[:8]
+    calls = []
+    for (name, worker), share in zip(names.items(), shares, strict=True):
+        with dask.annotate(workers=[worker], allow_other_workers=False, retries=0):
+            key = f"ringreduce-{job}-{name}"
+            calls.append(dask.delayed(_hold, pure=False)(ticket, name, share, dask_key_name=key))
+    return list(client.compute(calls, optimize_graph=False))
+
+
+def _look(tasks: Sequence[Future], held: Slots, names: Mapping[str, str]) -> None:
+    """Raise why tasks have ended, if some have."""
+    for name in held.lost:
+        raise CollectiveError(f"the worker {names[name]} of Dask has ended, and with it rank {[*names].index(name)}")
+    for task in tasks:
+        if task.status == "error":
+            raise CollectiveError(f"the task of a rank has failed: {task.exception()!r}")
+        if task.done():
+            raise CollectiveError(f"the task of a rank was {task.status}: somebody has cancelled it, or closed the client")
+
+
+class _Place(NamedTuple):
+    """Where data of the cluster belongs among the arguments: it comes as one of several objects, by number."""
+
+    number: int
+
+
+class _Data:
+    """The data of the cluster among the arguments of a call.
+
+    Args:
+        client: of the cluster.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._all: list[list[Future] | Future] = []
+
+    def place(self, value: object) -> object:
+        """Return what a rank gets as an argument: the value, or a place if it is data of the cluster."""
+        import dask
+        from distributed import Future
+
+        if dask.is_dask_collection(value) and not isinstance(value, Future):
+            kept = self._client.persist(value)
+            keys = dask.core.flatten(kept.__dask_keys__())
+            value = [Future(key, self._client) for key in keys]
+        is_list = isinstance(value, list | tuple) and value and all(isinstance(each, Future) for each in value)
+        if not is_list and not isinstance(value, Future):
+            return value
+        self._all.append(list(value) if is_list else value)
+        return _Place(len(self._all) - 1)
+
+    def held(self) -> dict[str, Sequence[str]]:
+        """Wait for the data; return the addresses of the workers that have each piece, by key.
+
+        Raises:
+            Exception: that of a piece that could not be computed.
+        """
+        from distributed import wait
+
+        pieces = [each for data in self._all if isinstance(data, list) for each in data]
+        every = [*pieces, *(each for each in self._all if not isinstance(each, list))]
+        for each in wait(every).done if every else ():
+            if each.status != "finished":
+                each.result()
+        found: dict[str, Sequence[str]] = self._client.who_has(pieces) if pieces else {}
+        return found
+
+    def shares(self, workers: Sequence[str], held: Mapping[str, Sequence[str]]) -> list[list[list[Future] | Future]]:
+        """Return what each rank gets for each place.
+
+        Args:
+            workers: of the ranks.
+            held: as `held` returns it.
+        """
+        owners: dict[int, list[int]] = {}
+        for data in self._all:
+            if isinstance(data, list) and len(data) not in owners:
+                counts = [0] * len(workers)
+                owners[len(data)] = []
+                for piece in data:
+                    there = [rank for rank, worker in enumerate(workers) if worker in held[piece.key]]
+                    rank = min(there or range(len(workers)), key=counts.__getitem__)
+                    counts[rank] += 1
+                    owners[len(data)].append(rank)
+        return [
+            [
+                [piece for piece, owner in zip(data, owners[len(data)], strict=True) if owner == rank]
+                if isinstance(data, list)
+                else data
+                for data in self._all
+            ]
+            for rank in range(len(workers))
+        ]
+
+
+# ---- in a task, on a worker ----
+
+
+def _hold(ticket: str, name: str, data: Sequence[object]) -> None:
+    hold(ticket, name, partial(_send, data))
+
+
+def _send(data: Sequence[object], connection: socket.socket) -> None:
+    """Send objects: a line with the numbers of bytes, the pickle, and its buffers, straight from their arrays."""
+    import cloudpickle
+
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = cloudpickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    parts = [memoryview(pickled), *(each.raw() for each in buffers)]
+    connection.sendall(json.dumps([part.nbytes for part in parts]).encode() + b"\n")
+    for part in parts:
+        connection.sendall(part)
+
+
+# ---- in a rank ----
+
+
+def _call(fn: Callable[..., _T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _T:
+    """Call the function, with the data of the cluster in its places."""
+    values = [*args, *kwargs.values()]
+    if any(isinstance(each, _Place) for each in values):
+        data = _receive()
+        values = [data[each.number] if isinstance(each, _Place) else each for each in values]
+    return fn(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+
+def _receive() -> Sequence[Any]:
+    with connection_to_task() as connection, connection.makefile("rb") as stream:
+        parts = [bytearray(nbytes) for nbytes in json.loads(stream.readline() or b"null") or ()]
+        if not parts or any(stream.readinto(part) < len(part) for part in parts):
+            raise CollectiveError("the worker of Dask could not send its data: it has ended, or its log says why")
+    found: Sequence[Any] = pickle.loads(parts[0], buffers=parts[1:])
+    return found

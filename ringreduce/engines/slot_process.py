@@ -1,0 +1,98 @@
+"""What runs mpirun's daemons on a node: a process beside the task of an engine that holds slots there.
+
+It reads its ticket from standard input, and connects to the driver, whose commands it runs. It ends when the task ends,
+which closes that input, and when the driver does; then it ends all processes below it, and removes its folder, where
+daemons have their files. Its file takes the standard library alone, for a quick start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+
+__all__ = ["DATA", "END", "FOLDER"]
+
+#: The variable with its folder, which belongs to the node: mpirun passes it on to no other.
+FOLDER = "_RINGREDUCE_SLOT"
+#: The socket there, at which the task gives data to ranks.
+DATA = "data"
+#: Comes in place of a command.
+END = b"end"
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_EVERY_S = 0.05  # at commands that run
+_CONNECT_S = 30.0
+#: A driver is lost if its machine does not answer for about 30 s.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+
+
+def _main() -> None:
+    # Processes whose parents have ended become children of this one, where they are found.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # are for the task, which ends this process
+        signal.signal(each, lambda *_: None)  # if they were ignored, the ranks would ignore them, too
+    try:
+        ticket, name = json.loads(sys.stdin.buffer.readline())
+        address, port, token = ticket.split("|")
+        with socket.create_connection((address, int(port)), _CONNECT_S) as driver:
+            driver.settimeout(None)
+            driver.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                driver.setsockopt(socket.IPPROTO_TCP, option, value)
+            driver.sendall(json.dumps({"token": token, "name": name}).encode() + b"\n")
+            try:
+                _serve(driver)
+            finally:
+                _end_all()  # before the connection ends, for which the driver waits
+    finally:
+        shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+
+
+def _serve(driver: socket.socket) -> None:
+    """Run the commands that come, each a line with its number; answer with number and status when one has ended."""
+    # Daemons that are killed leave their files.
+    environ = {**os.environ, "PRTE_MCA_prte_tmpdir_base": os.environ[FOLDER]}
+    commands: dict[int, subprocess.Popen[bytes]] = {}
+    unread = b""
+    while True:
+        ready, _, _ = select.select([0, driver], [], [], _LOOK_EVERY_S if commands else None)
+        if 0 in ready:
+            return
+        if driver in ready:
+            try:
+                piece = driver.recv(1 << 16)
+            except OSError:
+                return
+            *lines, unread = (unread + piece).split(b"\n")
+            if not piece or END in lines:
+                return
+            for line in lines:
+                number, command = json.loads(line)
+                commands[number] = subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL, env=environ)
+        for number, process in list(commands.items()):
+            if process.poll() is not None:
+                del commands[number]
+                with suppress(OSError):  # the next look finds that the driver has ended
+                    driver.sendall(b"%d %d\n" % (number, process.returncode))
+
+
+def _end_all() -> None:
+    """Kill all processes below this one, as each becomes a child of it once its parent has ended."""
+    with suppress(ChildProcessError):
+        while True:
+            for name in filter(str.isdecimal, os.listdir("/proc")):
+                with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                    if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                        os.kill(int(name), signal.SIGKILL)
+            os.wait()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,203 @@
+"""Slots that tasks of an engine hold on its nodes, for the daemons of mpirun, and the data that tasks give to ranks.
+
+A task calls `hold`, which starts a process of `slot_process` beside it. That connects to the driver, where `Slots` sends
+it the commands that mpirun's agent asks for. A rank calls `connection_to_task`, and gets its data over that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.engines import slot_process
+from ringreduce.launcher import agent
+from ringreduce.launcher.agent_server import served, worker_environment
+from ringreduce.launcher.call_server import requests_served
+
+__all__ = ["Slots", "address_towards", "connection_to_task", "hold", "slots"]
+
+_LOOK_EVERY_S = 0.2
+#: What slots get to end.
+_END_S = 10.0
+
+
+class Slots:
+    """The slots of a job, by the name that mpirun has for each, as for a host.
+
+    Attributes:
+        lost: names of those whose tasks have ended before the job.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._streams: dict[str, IO[bytes]] = {}
+        self._statuses: dict[int, int] = {}
+        self._started = 0
+        self._is_closed = False
+        self.lost: list[str] = []
+
+    def wait(self, names: Sequence[str], limit_s: float, look: Callable[[], object]) -> None:
+        """Wait for all slots.
+
+        Args:
+            names: of the slots.
+            limit_s: for so many seconds.
+            look: called from time to time; may raise why they will not come.
+
+        Raises:
+            ConfigError: some have not come.
+        """
+        deadline = time.monotonic() + limit_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._streams.keys() >= {*names}, _LOOK_EVERY_S)
+                missing = [name for name in names if name not in self._streams]
+            look()
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"{len(missing)} of {len(names)} tasks have not started within {limit_s:g} s, as there was no room "
+                    f"for them, or could not connect to this process: {', '.join(missing)}"
+                )
+
+    def start(self, host: str, command: str) -> int:
+        """Run a command of a shell in a slot; return its status.
+
+        Raises:
+            CollectiveError: the task of that slot has ended.
+        """
+        with self._changed:
+            self._started = number = self._started + 1
+            if host in self._streams:
+                with suppress(OSError):
+                    self._streams[host].write(json.dumps([number, command]).encode() + b"\n")
+                    self._streams[host].flush()
+            self._changed.wait_for(lambda: number in self._statuses or host not in self._streams)
+            if number not in self._statuses and host in self.lost:
+                raise CollectiveError("the task there has ended")
+            return self._statuses.pop(number, agent.UNREACHABLE)
+
+    def answer(self, request: Mapping[str, Any], stream: IO[bytes]) -> None:
+        """Take what a slot says, until its connection ends."""
+        name = request["name"]
+        with self._changed:
+            if self._is_closed:
+                return
+            self._streams[name] = stream
+            self._changed.notify_all()
+        try:
+            for line in stream:
+                number, status = map(int, line.split())
+                with self._changed:
+                    self._statuses[number] = status
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                del self._streams[name]
+                if not self._is_closed:
+                    self.lost.append(name)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Have all slots end, with all that runs in them, and wait until they have; not for what is lost."""
+        with self._changed:
+            if not self._is_closed:
+                self._is_closed = True
+                for stream in self._streams.values():
+                    with suppress(OSError):
+                        stream.write(slot_process.END + b"\n")
+                        stream.flush()
+            self._changed.wait_for(lambda: not self._streams, _END_S)
+
+
+@contextmanager
+def slots(address: str) -> Iterator[tuple[Slots, str]]:
+    """Listen for slots, as long as this context lasts; at its end they end.
+
+    Args:
+        address: of this process, by which nodes reach it.
+
+    Yields:
+        The slots, and the ticket that tasks have to show, a secret.
+
+    Raises:
+        ConfigError: this machine has no such address.
+    """
+    made = Slots()
+    try:
+        with requests_served(address, made.answer) as ticket:
+            try:
+                yield made, ticket
+            finally:
+                made.close()
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {address}, where the engine says that this process is: {error}") from error
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine from which it reaches a host.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # which sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"this machine cannot reach {host}: {error}") from None
+
+
+# ---- in a task, on a node ----
+
+
+def hold(ticket: str, name: str, give: Callable[[socket.socket], object]) -> None:
+    """Hold a slot until its job ends.
+
+    Args:
+        ticket: as `slots` returned it.
+        name: of the slot.
+        give: called with a connection to the rank there, on a thread of its own, when it asks for data.
+    """
+    folder = tempfile.mkdtemp(prefix="ringreduce-")  # which the process removes, as this one may be killed
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(f"{folder}/{slot_process.DATA}")
+    server.listen()
+    with served(server, give):
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", slot_process.__file__],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **worker_environment(name), slot_process.FOLDER: folder},
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps([ticket, name]).encode() + b"\n")
+            process.stdin.flush()
+            process.wait()
+        finally:
+            process.communicate()
+            shutil.rmtree(folder, ignore_errors=True)  # if the process was killed
+
+
+# ---- in a rank ----
+
+
+def connection_to_task() -> socket.socket:
+    """Return a connection to the task that holds the slot of this rank."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"{os.environ[slot_process.FOLDER]}/{slot_process.DATA}")
+    return connection
