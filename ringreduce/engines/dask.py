@@ -142,7 +142,9 @@ def _look(tasks: Sequence[Future], held: Slots, names: Mapping[str, str]) -> Non
         if task.status == "error":
             raise CollectiveError(f"the task of a rank has failed: {task.exception()!r}")
         if task.done():
-            raise CollectiveError(f"the task of a rank was {task.status}: somebody has cancelled it, or closed the client")
+            raise CollectiveError(
+                f"the task of a rank was {task.status}: somebody has cancelled it, or closed the client"
+            )
 
 
 class _Place(NamedTuple):

@@ -1,7 +1,7 @@
 """Slots that tasks of an engine hold on its nodes, for the daemons of mpirun, and the data that tasks give to ranks.
 
-A task calls `hold`, which starts a process of `slot_process` beside it. That connects to the driver, where `Slots` sends
-it the commands that mpirun's agent asks for. A rank calls `connection_to_task`, and gets its data over that.
+A task calls `hold`, which starts a process of `slot_process` beside it. That connects to the driver, whose `Slots` sends
+it the commands that mpirun's agent asks for. A rank gets its data over `connection_to_task`.
 """
 
 from __future__ import annotations

@@ -147,8 +147,10 @@ def test_large_arguments_many_starts_and_two_at_once(client: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("role", [*ROLES, *ROLES, "worker", "worker", "cancel", "close", "restart"])
-def test_a_death_leaves_nothing(client: Any, address: str, role: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("time", ["once", "twice"])
+@pytest.mark.parametrize("role", [*ROLES, "worker", "cancel", "close", "restart"])
+def test_a_death_leaves_nothing(client: Any, address: str, role: str, time: str, tmp_path: Path) -> None:
+    """What comes at random moments comes twice."""
     with distributed.Client(address) as own:
         job = Job(lambda file: ringreduce.dask.run(own, loop, (file,)), size=3, file=tmp_path / "seen")
         if role == "worker":

@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 EXTENSIONS = ["torch", "tensorflow", "keras"]
 #: What starts ranks, and is below ``horovod`` as well.
-ENGINES = ["ray"]
+ENGINES = ["ray", "spark"]
 
 
 def get_ext_suffix() -> str:

@@ -1,0 +1,358 @@
+"""Ranks in the tasks of a Spark job; see `run`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.engines import engine, run_on
+from ringreduce.engines.slots import Slots, connection_to_task, hold, slots
+
+if TYPE_CHECKING:
+    import socket
+
+    import pyarrow
+    from pyspark import SparkContext
+    from pyspark.sql import DataFrame
+
+__all__ = ["run", "run_elastic"]
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+_START_S = 60.0
+_LOOK_EVERY_S = 0.2
+#: What Spark's job gets to end once its tasks have, and once it was cancelled.
+_TO_RETURN_S = 1.0
+_END_S = 10.0
+#: Settings of Spark that do not go together with ranks, and why.
+_REFUSED = {
+    "spark.dynamicAllocation.enabled": "it takes executors away, and with them ranks, and adds some that have none",
+    "spark.speculation": "it starts second copies of slow tasks, and ranks are in one only",
+}
+_IN_FILES = "options=['--log-dir=DIR'] writes the output of the ranks to files"
+#: Arguments of Horovod's that are refused.
+_NOT_TAKEN = {
+    "stdout": _IN_FILES,
+    "stderr": _IN_FILES,
+    "prefix_output_with_timestamp": _IN_FILES,
+    "executable": "ranks run the Python of their tasks, spark.pyspark.python",
+}
+#: Follows the batches of a partition: a connection that ends before was lost.
+_WHOLE = b"."
+
+
+def run(
+    fn: Callable[..., _T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: object = None,
+    stderr: object = None,
+    verbose: int | None = None,
+    nics: str | Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+    *,
+    rows: DataFrame | None = None,
+    options: Sequence[str] = (),
+) -> list[_T]:
+    """Call a function on new ranks, children of the tasks of a Spark job, and wait for them.
+
+    The tasks are a barrier stage: Spark starts all of them, or none, and each holds its slot until the end. Rank i is
+    below the task of partition i, and has its environment. The function calls `init` itself. It, its arguments and its
+    results go by cloudpickle between the driver and the ranks.
+
+    This is ``horovod.spark.run``, too.
+
+    Args:
+        fn: function to call.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        num_proc: number of ranks, at most that of tasks that the cluster runs at a time; None: one for each partition
+            of ``rows``, or as many as Spark takes for a job (``spark.default.parallelism``).
+        start_timeout: seconds to wait until all tasks have started; None: 60.
+        extra_mpi_args: more options for mpirun, as in a shell.
+        env: variables for the ranks.
+        nics: names of interfaces for messages, a list, or separated by commas.
+        verbose: at least 2: write the command to standard error.
+        rows: a DataFrame. Each rank gets a partition of it, as the keyword argument ``rows`` of the function: an
+            iterator of `pyarrow.RecordBatch`, straight from its task, which can be read once. They are dealt out
+            anew over ``num_proc`` partitions, or stay where they are if that is None.
+        use_mpi, use_gloo: taken for Horovod's sake: it is always MPI.
+        stdout, stderr, prefix_output_with_timestamp, executable: refused; see ``options``, which has ``--log-dir=DIR``.
+        options: more options of ``ringreduce run``.
+
+    Returns:
+        The results of the ranks, in their order.
+
+    Raises:
+        ConfigError: an argument or a setting of Spark is wrong, there is no SparkContext, or it has not enough slots.
+        CollectiveError: a rank failed, and ended the job; the message has its traceback. Or an executor has ended, or
+            somebody has cancelled the job of Spark.
+    """
+    _warn_of_no_meaning(
+        use_gloo,
+        stdout=stdout,
+        stderr=stderr,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
+        executable=executable,
+    )
+    values = {"--mpi-args": extra_mpi_args, **_common_options(verbose, nics)}
+    call = (fn, tuple(args), dict(kwargs or {}))
+    return _run(call, num_proc, rows, env=env, options=[*_words(values), *options], limit_s=start_timeout or _START_S)
+
+
+def run_elastic(
+    fn: Callable[..., _T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: object = None,
+    stderr: object = None,
+    verbose: int | None = None,
+    nics: str | Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    options: Sequence[str] = (),
+) -> list[_T]:
+    """Call a function that trains by `ringreduce.elastic.run`, which goes on without ranks that die; see `run`.
+
+    The tasks are no barrier stage, which Spark would end with its first task: the others go on when an executor ends.
+
+    Args:
+        fn, args, kwargs, num_proc, start_timeout, env, verbose, nics, options: as for `run`.
+        min_num_proc, min_np: fewer ranks end the job; None: ``num_proc``.
+        max_num_proc, max_np: taken for Horovod's sake: the job has no more ranks than it has begun with.
+        reset_limit: how often the ranks may change.
+        elastic_timeout: taken for Horovod's sake: survivors go on at once.
+        stdout, stderr, prefix_output_with_timestamp: refused, as by `run`.
+
+    Returns:
+        The results of the ranks that have reached the end, in their order.
+
+    Raises:
+        ConfigError, CollectiveError: as by `run`.
+    """
+    _warn_of_no_meaning(stdout=stdout, stderr=stderr, prefix_output_with_timestamp=prefix_output_with_timestamp)
+    least = min_np if min_num_proc is None else min_num_proc
+    values = {"--min-np": least, "--reset-limit": reset_limit, **_common_options(verbose, nics)}
+    call = (fn, tuple(args), dict(kwargs or {}))
+    words = ["--elastic", *_words(values), *options]
+    return _run(call, num_proc, None, env=env, options=words, limit_s=start_timeout or _START_S)
+
+
+def _warn_of_no_meaning(use_gloo: bool | None = None, **refused: object) -> None:
+    if use_gloo:
+        _log.warning("use_gloo has no meaning here: there is only MPI, and no Gloo")
+    for name, value in refused.items():
+        if value:
+            raise ConfigError(f"ringreduce.spark takes no {name}: {_NOT_TAKEN[name]}")
+
+
+def _common_options(verbose: int | None, nics: str | Sequence[str] | None) -> dict[str, object]:
+    listed = nics if nics is None or isinstance(nics, str) else ",".join(nics)
+    return {"--network-interface": listed, "--verbose": ((verbose or 0) > 1) or None}
+
+
+def _words(values: Mapping[str, object]) -> list[str]:
+    return [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _run(
+    call: tuple[Any, ...],
+    num_proc: int | None,
+    rows: DataFrame | None,
+    *,
+    env: Mapping[str, str] | None,
+    options: Sequence[str],
+    limit_s: float,
+) -> list[Any]:
+    context = _context(rows)
+    if num_proc is None:
+        num_proc = context.defaultParallelism if rows is None else rows.rdd.getNumPartitions()
+    elif rows is not None and num_proc >= 1:
+        rows = rows.repartition(num_proc)
+    if not isinstance(num_proc, int) or num_proc < 1:
+        raise ConfigError(f"num_proc is the number of ranks, at least 1, not {num_proc!r}")
+    deadline = time.monotonic() + limit_s
+    while (most := _most_tasks(context)) < num_proc:  # executors may be starting
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{num_proc} ranks take as many tasks at a time, and this Spark cluster runs {most}: its cores, "
+                "divided by spark.task.cpus"
+            )
+        time.sleep(_LOOK_EVERY_S)
+    settings = context.getConf()
+    address = settings.get("spark.driver.host", "127.0.0.1")
+    names = [f"spark-{rank}" for rank in range(num_proc)]
+    with slots(address) as (held, ticket):
+        job = _Job(context, _work(context, rows, ticket, num_proc=num_proc, elastic="--elastic" in options))
+        try:
+            held.wait(names, max(deadline - time.monotonic(), 1.0), partial(job.look, held))
+            env = {"OMP_NUM_THREADS": settings.get("spark.task.cpus", "1"), **(env or {})}
+            inside = _call if rows is None else _call_with_rows
+            hosts = dict.fromkeys(names, 1)
+            return run_on(held.start, hosts, inside, call, address=address, options=options, env=env)
+        except CollectiveError:
+            job.look(held)
+            raise
+        finally:
+            held.close()
+            job.end()
+
+
+def _context(rows: DataFrame | None) -> SparkContext:
+    """Return the SparkContext, with settings that ranks can live with."""
+    pyspark = engine("pyspark", "spark")
+    context = pyspark.SparkContext._active_spark_context
+    if context is None or context._jsc is None:
+        raise ConfigError(
+            "there is no SparkContext: ringreduce.spark.run takes the one of this process, as "
+            "SparkSession.builder.getOrCreate() starts it; not one that was stopped, nor a session of Spark Connect"
+        )
+    if rows is not None and not isinstance(rows, pyspark.sql.DataFrame):
+        raise ConfigError(f"rows takes a DataFrame of Spark, not {rows!r}")
+    for name, why in _REFUSED.items():
+        if context.getConf().get(name, "false").lower() == "true":
+            raise ConfigError(f"ringreduce.spark.run does not go together with {name}=true: {why}")
+    return context
+
+
+def _most_tasks(context: SparkContext) -> int:
+    """Return how many tasks the cluster runs at a time, by what Spark asks itself before a barrier stage."""
+    scala = context._jsc.sc()
+    return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
+
+
+def _work(
+    context: SparkContext, rows: DataFrame | None, ticket: str, *, num_proc: int, elastic: bool
+) -> Callable[[], object]:
+    """Return what runs the tasks that hold the slots."""
+    body = partial(_hold, ticket, rows is not None)
+    if rows is not None:
+        for each in ("pandas", "pyarrow"):  # Spark takes both for that
+            engine(each, "spark")
+        return rows.mapInArrow(body, "ended boolean", barrier=True).count
+    tasks = context.parallelize(range(num_proc), num_proc)
+    return (tasks if elastic else tasks.barrier()).mapPartitions(body).count
+
+
+class _Job:
+    """The job of Spark whose tasks hold the slots, on a thread of its own.
+
+    Args:
+        context: of Spark.
+        work: runs the tasks.
+    """
+
+    def __init__(self, context: SparkContext, work: Callable[[], object]) -> None:
+        self._context = context
+        self._name = f"ringreduce-{uuid.uuid4().hex[:8]}"
+        self._error: BaseException | None = None
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._work, args=(work,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def _work(self, work: Callable[[], object]) -> None:
+        try:
+            self._context.setJobGroup(self._name, "the ranks of ringreduce")
+            work()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._has_ended = True
+
+    def look(self, held: Slots) -> None:
+        """Raise why tasks have ended, if some have."""
+        if held.lost:
+            self._thread.join(_END_S)  # it says why
+        if self._error is not None:
+            raise CollectiveError(f"the job of Spark has failed: {_first_line(self._error)}") from self._error
+        if held.lost or self._has_ended:
+            raise CollectiveError(f"tasks of Spark have ended, and with them ranks: {', '.join(held.lost)}")
+
+    def end(self) -> None:
+        """Wait for the end of the job, whose tasks have ended; cancel it if it goes on, as Spark may run them again."""
+        self._thread.join(_TO_RETURN_S)
+        if self._thread.is_alive() and self._context._jsc is not None:
+            with suppress(Exception):  # as if the context is stopped meanwhile
+                self._context.cancelJobGroup(self._name)
+        self._thread.join(_END_S)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# ---- in a task ----
+
+
+def _hold(ticket: str, has_rows: bool, batches: Iterator[Any]) -> Iterator[Any]:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    hold(ticket, f"spark-{context.partitionId()}", partial(_send, batches if has_rows else ()))
+    return iter(())
+
+
+def _send(batches: Iterator[pyarrow.RecordBatch], connection: socket.socket) -> None:
+    """Send the batches of a partition: a stream of Arrow, if there are any, and a mark."""
+    from pyarrow import ipc
+
+    with connection.makefile("wb") as sink:
+        writer = None
+        for batch in batches:
+            writer = writer or ipc.new_stream(sink, batch.schema)
+            writer.write_batch(batch)
+        if writer is not None:
+            writer.close()
+        sink.write(_WHOLE)
+
+
+# ---- in a rank ----
+
+
+def _call(fn: Callable[..., _T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _T:
+    return fn(*args, **kwargs)
+
+
+def _call_with_rows(fn: Callable[..., _T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _T:
+    return fn(*args, rows=_receive(), **kwargs)
+
+
+def _receive() -> Iterator[pyarrow.RecordBatch]:
+    """Yield the batches of the partition.
+
+    Raises:
+        CollectiveError: the task has ended before all have come.
+    """
+    from pyarrow import ipc
+
+    with connection_to_task() as connection, connection.makefile("rb") as source:
+        if source.peek(1)[:1] not in (b"", _WHOLE):
+            yield from ipc.open_stream(source)
+        if source.read(1) != _WHOLE:
+            raise CollectiveError("the task of Spark has ended, and not all of its rows have come")
