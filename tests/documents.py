@@ -34,7 +34,7 @@ BINDINGS = {f"ringreduce.{name}": name for name in ("jax", "keras", "tensorflow"
 #: What only the environment of `scripts/install frameworks` has.
 FRAMEWORKS = {"flax", "jax", "keras", "optax", "tensorflow"}
 #: What only the environment of `scripts/install engines` has; `tests/engines` runs these examples.
-ENGINES = {"ray"}
+ENGINES = {"dask", "distributed", "pyspark", "ray"}
 
 
 def name_of(page: Path) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import engine, run_on
-from ringreduce.engines.slots import Slots, address_towards, connection_to_task, hold, slots
+from ringreduce.engines.slots import Slots, address_towards, connection_to_task, hold, slots, why_failed
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -93,10 +93,8 @@ def run(
             held_slots.wait([*names], start_timeout, look)
             env = {"OMP_NUM_THREADS": str(max(share, 1)), **(env or {})}
             hosts = dict.fromkeys(names, 1)
-            return run_on(held_slots.start, hosts, _call, call, address=address, options=options, env=env)
-        except CollectiveError:
-            look()
-            raise
+            with why_failed(look):
+                return run_on(held_slots.start, hosts, _call, call, address=address, options=options, env=env)
         finally:
             held_slots.close()
             with suppress(Exception):  # the client may be closed, or have lost the scheduler

@@ -1,6 +1,6 @@
 """Slots that tasks of an engine hold on its nodes, for the daemons of mpirun, and the data that tasks give to ranks.
 
-A task calls `hold`, which starts a process of `slot_process` beside it. That connects to the driver, whose `Slots` sends
+A task calls `hold`, which starts a process of `slot_process` beside it. That connects to the driver: its `Slots` send
 it the commands that mpirun's agent asks for. A rank gets its data over `connection_to_task`.
 """
 
@@ -25,7 +25,7 @@ from ringreduce.launcher import agent
 from ringreduce.launcher.agent_server import served, worker_environment
 from ringreduce.launcher.call_server import requests_served
 
-__all__ = ["Slots", "address_towards", "connection_to_task", "hold", "slots"]
+__all__ = ["Slots", "address_towards", "connection_to_task", "hold", "slots", "why_failed"]
 
 _LOOK_EVERY_S = 0.2
 #: What slots get to end.
@@ -144,6 +144,16 @@ def slots(address: str) -> Iterator[tuple[Slots, str]]:
                 made.close()
     except OSError as error:
         raise ConfigError(f"cannot listen at {address}, where the engine says that this process is: {error}") from error
+
+
+@contextmanager
+def why_failed(look: Callable[[], object]) -> Iterator[None]:
+    """Raise what a function raises, in place of an error of ranks, which does not say that tasks have ended."""
+    try:
+        yield
+    except CollectiveError:
+        look()
+        raise
 
 
 def address_towards(host: str) -> str:

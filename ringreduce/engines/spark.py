@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import engine, run_on
-from ringreduce.engines.slots import Slots, connection_to_task, hold, slots
+from ringreduce.engines.slots import Slots, connection_to_task, hold, slots, why_failed
 
 if TYPE_CHECKING:
     import socket
@@ -210,14 +210,13 @@ def _run(
     with slots(address) as (held, ticket):
         job = _Job(context, _work(context, rows, ticket, num_proc=num_proc, elastic="--elastic" in options))
         try:
-            held.wait(names, max(deadline - time.monotonic(), 1.0), partial(job.look, held))
+            look = partial(job.look, held)
+            held.wait(names, max(deadline - time.monotonic(), 1.0), look)
             env = {"OMP_NUM_THREADS": settings.get("spark.task.cpus", "1"), **(env or {})}
             inside = _call if rows is None else _call_with_rows
             hosts = dict.fromkeys(names, 1)
-            return run_on(held.start, hosts, inside, call, address=address, options=options, env=env)
-        except CollectiveError:
-            job.look(held)
-            raise
+            with why_failed(look):
+                return run_on(held.start, hosts, inside, call, address=address, options=options, env=env)
         finally:
             held.close()
             job.end()

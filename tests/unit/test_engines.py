@@ -22,13 +22,15 @@ def test_a_missing_library_is_named_with_the_remedy() -> None:
 
 
 def test_the_library_is_imported_when_it_is_used() -> None:
-    """Not with `ringreduce.ray`, nor with Horovod's name for it."""
+    """Not with `ringreduce.ray` and the like, nor with Horovod's names for them."""
     source = (
-        "import sys, ringreduce.horovod, ringreduce.ray\n"
+        "import sys, ringreduce.dask, ringreduce.horovod, ringreduce.ray, ringreduce.spark\n"
+        "import horovod.spark\n"
+        "assert horovod.spark.run_elastic is ringreduce.spark.run_elastic\n"
         "from horovod.ray import RayExecutor\n"
         "assert RayExecutor is ringreduce.ray.RayExecutor\n"
         "RayExecutor(RayExecutor.create_settings(timeout_s=30), 4, cpus_per_worker=2)\n"
-        "print('ray' in sys.modules)\n"
+        "print(bool({'dask', 'distributed', 'pyspark', 'ray'} & sys.modules.keys()))\n"
     )
     done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n"
