@@ -86,7 +86,8 @@ def run_on(
         call_served(address, call, folder) as where,
         agent_server(start, folder) as environ,
     ):
-        environ |= {**worker_environment(address), **(env or {}), VARIABLE: where}
+        # The folder is removed also where mpirun is killed, and leaves its files.
+        environ |= {"TMPDIR": str(folder), **worker_environment(address), **(env or {}), VARIABLE: where}
         return results(folder, size, carry_out(line, environ, folder=folder, size=size))
 
 

@@ -150,7 +150,7 @@ def test_large_arguments_many_starts_and_two_at_once(client: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("time", ["once", "twice"])
-@pytest.mark.parametrize("role", [*ROLES, "worker", "cancel", "close", "restart"])
+@pytest.mark.parametrize("role", [*ROLES, "worker", "cancel", "close"])
 def test_a_death_leaves_nothing(client: Any, address: str, role: str, time: str, tmp_path: Path) -> None:
     """What comes at random moments comes twice."""
     with distributed.Client(address) as own:
@@ -162,8 +162,6 @@ def test_a_death_leaves_nothing(client: Any, address: str, role: str, time: str,
             client.cancel([distributed.Future(key, client) for key in tasks], force=True)
         elif role == "close":
             own.close()
-        elif role == "restart":
-            client.restart()
         else:
             kill(role)
         error = job.ended()
