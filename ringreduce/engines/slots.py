@@ -93,8 +93,8 @@ class Slots:
         """Take what a slot says, until its connection ends."""
         name = request["name"]
         with self._changed:
-            if self._is_closed:
-                return
+            if self._is_closed or name in self._streams or name in self.lost:
+                return  # an engine runs tasks again that have failed
             self._streams[name] = stream
             self._changed.notify_all()
         try:
