@@ -73,6 +73,8 @@ def run(
         raise ConfigError(f"ringreduce.dask.run takes a distributed.Client that is not asynchronous, not {client!r}")
     if client.status != "running":
         raise ConfigError(f"the client of Dask is {client.status}; ringreduce.dask.run takes one that is connected")
+    if "--elastic" in options:
+        raise ConfigError("ringreduce.dask.run takes no --elastic: each rank has a daemon of mpirun for itself")
     data = _Data(client)
     call = (fn, tuple(map(data.place, args)), {name: data.place(value) for name, value in (kwargs or {}).items()})
     held = data.held()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import DataFrame
 
-__all__ = ["run", "run_elastic"]
+__all__ = ["run"]
 
 _T = TypeVar("_T")
 
@@ -39,12 +39,13 @@ _REFUSED = {
     "spark.speculation": "it starts second copies of slow tasks, and ranks are in one only",
 }
 _IN_FILES = "options=['--log-dir=DIR'] writes the output of the ranks to files"
-#: Arguments of Horovod's that are refused.
+#: What is refused, and why.
 _NOT_TAKEN = {
     "stdout": _IN_FILES,
     "stderr": _IN_FILES,
     "prefix_output_with_timestamp": _IN_FILES,
     "executable": "ranks run the Python of their tasks, spark.pyspark.python",
+    "--elastic": "Spark ends all tasks of a barrier stage with the first",
 }
 #: Follows the batches of a partition: a connection that ends before was lost.
 _WHOLE = b"."
@@ -104,80 +105,26 @@ def run(
         CollectiveError: a rank failed, and ended the job; the message has its traceback. Or an executor has ended, or
             somebody has cancelled the job of Spark.
     """
-    _warn_of_no_meaning(
-        use_gloo,
-        stdout=stdout,
-        stderr=stderr,
-        prefix_output_with_timestamp=prefix_output_with_timestamp,
-        executable=executable,
-    )
-    values = {"--mpi-args": extra_mpi_args, **_common_options(verbose, nics)}
-    call = (fn, tuple(args), dict(kwargs or {}))
-    return _run(call, num_proc, rows, env=env, options=[*_words(values), *options], limit_s=start_timeout or _START_S)
-
-
-def run_elastic(
-    fn: Callable[..., _T],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    num_proc: int | None = None,
-    min_num_proc: int | None = None,
-    max_num_proc: int | None = None,
-    start_timeout: float | None = None,
-    elastic_timeout: float | None = None,
-    reset_limit: int | None = None,
-    env: Mapping[str, str] | None = None,
-    stdout: object = None,
-    stderr: object = None,
-    verbose: int | None = None,
-    nics: str | Sequence[str] | None = None,
-    prefix_output_with_timestamp: bool = False,
-    min_np: int | None = None,
-    max_np: int | None = None,
-    *,
-    options: Sequence[str] = (),
-) -> list[_T]:
-    """Call a function that trains by `ringreduce.elastic.run`, which goes on without ranks that die; see `run`.
-
-    The tasks are no barrier stage, which Spark would end with its first task: the others go on when an executor ends.
-
-    Args:
-        fn, args, kwargs, num_proc, start_timeout, env, verbose, nics, options: as for `run`.
-        min_num_proc, min_np: fewer ranks end the job; None: ``num_proc``.
-        max_num_proc, max_np: taken for Horovod's sake: the job has no more ranks than it has begun with.
-        reset_limit: how often the ranks may change.
-        elastic_timeout: taken for Horovod's sake: survivors go on at once.
-        stdout, stderr, prefix_output_with_timestamp: refused, as by `run`.
-
-    Returns:
-        The results of the ranks that have reached the end, in their order.
-
-    Raises:
-        ConfigError, CollectiveError: as by `run`.
-    """
-    _warn_of_no_meaning(stdout=stdout, stderr=stderr, prefix_output_with_timestamp=prefix_output_with_timestamp)
-    least = min_np if min_num_proc is None else min_num_proc
-    values = {"--min-np": least, "--reset-limit": reset_limit, **_common_options(verbose, nics)}
-    call = (fn, tuple(args), dict(kwargs or {}))
-    words = ["--elastic", *_words(values), *options]
-    return _run(call, num_proc, None, env=env, options=words, limit_s=start_timeout or _START_S)
-
-
-def _warn_of_no_meaning(use_gloo: bool | None = None, **refused: object) -> None:
+    given = {
+        "stdout": stdout,
+        "stderr": stderr,
+        "prefix_output_with_timestamp": prefix_output_with_timestamp,
+        "executable": executable,
+        "--elastic": "--elastic" in options,
+    }
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"ringreduce.spark.run takes no {name}: {_NOT_TAKEN[name]}")
     if use_gloo:
         _log.warning("use_gloo has no meaning here: there is only MPI, and no Gloo")
-    for name, value in refused.items():
-        if value:
-            raise ConfigError(f"ringreduce.spark takes no {name}: {_NOT_TAKEN[name]}")
-
-
-def _common_options(verbose: int | None, nics: str | Sequence[str] | None) -> dict[str, object]:
-    listed = nics if nics is None or isinstance(nics, str) else ",".join(nics)
-    return {"--network-interface": listed, "--verbose": ((verbose or 0) > 1) or None}
-
-
-def _words(values: Mapping[str, object]) -> list[str]:
-    return [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
+    values = {
+        "--mpi-args": extra_mpi_args,
+        "--network-interface": nics if nics is None or isinstance(nics, str) else ",".join(nics),
+    }
+    words = [f"{name}={value}" for name, value in values.items() if value is not None]
+    words += ["--verbose"] if (verbose or 0) > 1 else []
+    call = (fn, tuple(args), dict(kwargs or {}))
+    return _run(call, num_proc, rows, env=env, options=[*words, *options], limit_s=start_timeout or _START_S)
 
 
 def _run(
@@ -208,7 +155,7 @@ def _run(
     address = settings.get("spark.driver.host", "127.0.0.1")
     names = [f"spark-{rank}" for rank in range(num_proc)]
     with slots(address) as (held, ticket):
-        job = _Job(context, _work(context, rows, ticket, num_proc=num_proc, elastic="--elastic" in options))
+        job = _Job(context, _work(context, rows, ticket, num_proc))
         try:
             look = partial(job.look, held)
             held.wait(names, max(deadline - time.monotonic(), 1.0), look)
@@ -245,17 +192,14 @@ def _most_tasks(context: SparkContext) -> int:
     return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
 
 
-def _work(
-    context: SparkContext, rows: DataFrame | None, ticket: str, *, num_proc: int, elastic: bool
-) -> Callable[[], object]:
+def _work(context: SparkContext, rows: DataFrame | None, ticket: str, num_proc: int) -> Callable[[], object]:
     """Return what runs the tasks that hold the slots."""
     body = partial(_hold, ticket, rows is not None)
     if rows is not None:
         for each in ("pandas", "pyarrow"):  # Spark takes both for that
             engine(each, "spark")
         return rows.mapInArrow(body, "ended boolean", barrier=True).count
-    tasks = context.parallelize(range(num_proc), num_proc)
-    return (tasks if elastic else tasks.barrier()).mapPartitions(body).count
+    return context.parallelize(range(num_proc), num_proc).barrier().mapPartitions(body).count
 
 
 class _Job:

@@ -1,8 +1,8 @@
-"""Ranks that are children of Spark's tasks: `run`, `run_elastic`. Nothing of Spark is imported before one is called.
+"""Ranks that are children of Spark's tasks: `run`. Nothing of Spark is imported before it is called.
 
 Also ``horovod.spark``, in programs that import `ringreduce.horovod`.
 """
 
-from ringreduce.engines.spark import run, run_elastic
+from ringreduce.engines.spark import run
 
-__all__ = ["run", "run_elastic"]
+__all__ = ["run"]

@@ -110,6 +110,8 @@ def test_two_ranks_are_children_of_tasks() -> None:
             ringreduce.spark.run(place, rows=[1, 2])
         with pytest.raises(ConfigError, match="takes no stdout"):
             ringreduce.spark.run(place, stdout=sys.stdout)
+        with pytest.raises(ConfigError, match="takes no --elastic"):
+            ringreduce.spark.run(place, options=["--elastic"])
     finally:
         spark.stop()
     with pytest.raises(ConfigError, match="there is no SparkContext"):
@@ -208,22 +210,6 @@ def test_a_death_leaves_nothing(spark: Any, role: str, time: str, tmp_path: Path
     assert isinstance(job.ended(), CollectiveError)
     assert is_eventually(lambda: not left_behind(), END_S), left_behind()
     assert ringreduce.spark.run(programs.total, num_proc=3) == [3.0] * 3  # executors come again
-
-
-@pytest.mark.thorough
-def test_elastic_ranks_go_on_without_one_that_dies(spark: Any) -> None:
-    """Under Horovod's name."""
-    program = "import ringreduce.horovod; from horovod.spark import run_elastic; print(run_elastic.__module__)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "ringreduce.engines.spark"
-
-    def dies_once() -> tuple[int, float]:
-        rr.init()
-        if rr.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return rr.rank(), programs.total()
-
-    assert ringreduce.spark.run_elastic(dies_once, num_proc=3, min_num_proc=2) == [(0, 2.0), (2, 2.0)]
 
 
 DRIVER = """
