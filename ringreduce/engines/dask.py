@@ -75,7 +75,7 @@ def run(
         raise ConfigError(f"the client of Dask is {client.status}; ringreduce.dask.run takes one that is connected")
     if "--elastic" in options:
         raise ConfigError("ringreduce.dask.run takes no --elastic: each rank has a daemon of mpirun for itself")
-    data = _Data(client)
+    data = _ClusterData(client)
     call = (fn, tuple(map(data.place, args)), {name: data.place(value) for name, value in (kwargs or {}).items()})
     held = data.held()
     threads = {address: info["nthreads"] for address, info in client.scheduler_info(n_workers=-1)["workers"].items()}
@@ -103,7 +103,7 @@ def run(
                 client.cancel(tasks)  # which wait for workers that have ended
 
 
-def _places(order: Sequence[str], threads: Mapping[str, int], np: int | None) -> list[str]:
+def _places(order: Sequence[str], threads: Mapping[str, int], np: Any) -> list[str]:
     """Return the worker of each rank: those of one worker follow each other."""
     most = sum(threads.values())
     if not order:
@@ -147,13 +147,13 @@ def _look(tasks: Sequence[Future], held: Slots, names: Mapping[str, str]) -> Non
             )
 
 
-class _Place(NamedTuple):
+class _DataPlace(NamedTuple):
     """Where data of the cluster belongs among the arguments: it comes as one of several objects, by number."""
 
     number: int
 
 
-class _Data:
+class _ClusterData:
     """The data of the cluster among the arguments of a call.
 
     Args:
@@ -164,7 +164,7 @@ class _Data:
         self._client = client
         self._all: list[list[Future] | Future] = []
 
-    def place(self, value: object) -> object:
+    def place(self, value: Any) -> object:
         """Return what a rank gets as an argument: the value, or a place if it is data of the cluster."""
         import dask
         from distributed import Future
@@ -177,7 +177,7 @@ class _Data:
         if not is_list and not isinstance(value, Future):
             return value
         self._all.append(list(value) if is_list else value)
-        return _Place(len(self._all) - 1)
+        return _DataPlace(len(self._all) - 1)
 
     def held(self) -> dict[str, Sequence[str]]:
         """Wait for the data; return the addresses of the workers that have each piece, by key.
@@ -248,9 +248,9 @@ def _send(data: Sequence[object], connection: socket.socket) -> None:
 def _call(fn: Callable[..., _T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _T:
     """Call the function, with the data of the cluster in its places."""
     values = [*args, *kwargs.values()]
-    if any(isinstance(each, _Place) for each in values):
+    if any(isinstance(each, _DataPlace) for each in values):
         data = _receive()
-        values = [data[each.number] if isinstance(each, _Place) else each for each in values]
+        values = [data[each.number] if isinstance(each, _DataPlace) else each for each in values]
     return fn(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
 

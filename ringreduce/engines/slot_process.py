@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from typing import Any
 
 __all__ = ["DATA", "END", "FOLDER"]
 
@@ -59,10 +60,11 @@ def _serve(driver: socket.socket) -> None:
     """Run the commands that come, each a line with its number; answer with number and status when one has ended."""
     # Daemons that are killed leave their files.
     environ = {**os.environ, "PRTE_MCA_prte_tmpdir_base": os.environ[FOLDER]}
+    waited: list[Any] = [0, driver]
     commands: dict[int, subprocess.Popen[bytes]] = {}
     unread = b""
     while True:
-        ready, _, _ = select.select([0, driver], [], [], _LOOK_EVERY_S if commands else None)
+        ready, _, _ = select.select(waited, [], [], _LOOK_EVERY_S if commands else None)
         if 0 in ready:
             return
         if driver in ready:

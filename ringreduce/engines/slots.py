@@ -15,9 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from io import BufferedRWPair
+from typing import Any
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import slot_process
@@ -41,7 +42,7 @@ class Slots:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._streams: dict[str, IO[bytes]] = {}
+        self._streams: dict[str, BufferedRWPair] = {}
         self._statuses: dict[int, int] = {}
         self._started = 0
         self._is_closed = False
@@ -89,7 +90,7 @@ class Slots:
                 raise CollectiveError("the task there has ended")
             return self._statuses.pop(number, agent.UNREACHABLE)
 
-    def answer(self, request: Mapping[str, Any], stream: IO[bytes]) -> None:
+    def answer(self, request: dict[str, Any], stream: BufferedRWPair) -> None:
         """Take what a slot says, until its connection ends."""
         name = request["name"]
         with self._changed:

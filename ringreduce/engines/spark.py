@@ -155,7 +155,7 @@ def _run(
     address = settings.get("spark.driver.host", "127.0.0.1")
     names = [f"spark-{rank}" for rank in range(num_proc)]
     with slots(address) as (held, ticket):
-        job = _Job(context, _work(context, rows, ticket, num_proc))
+        job = _TasksOfRanks(context, _work(context, rows, ticket, num_proc))
         try:
             look = partial(job.look, held)
             held.wait(names, max(deadline - time.monotonic(), 1.0), look)
@@ -198,11 +198,13 @@ def _work(context: SparkContext, rows: DataFrame | None, ticket: str, num_proc: 
     if rows is not None:
         for each in ("pandas", "pyarrow"):  # Spark takes both for that
             engine(each, "spark")
-        return rows.mapInArrow(body, "ended boolean", barrier=True).count
-    return context.parallelize(range(num_proc), num_proc).barrier().mapPartitions(body).count
+        held: Any = rows.mapInArrow(body, "ended boolean", barrier=True)
+    else:
+        held = context.parallelize(range(num_proc), num_proc).barrier().mapPartitions(body)
+    return lambda: held.count()
 
 
-class _Job:
+class _TasksOfRanks:
     """The job of Spark whose tasks hold the slots, on a thread of its own.
 
     Args:
@@ -257,7 +259,7 @@ def _hold(ticket: str, has_rows: bool, batches: Iterator[Any]) -> Iterator[Any]:
 
     context = TaskContext.get()
     assert context is not None
-    hold(ticket, f"spark-{context.partitionId()}", partial(_send, batches if has_rows else ()))
+    hold(ticket, f"spark-{context.partitionId()}", partial(_send, batches if has_rows else iter(())))
     return iter(())
 
 
