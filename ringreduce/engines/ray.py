@@ -28,7 +28,7 @@ from ringreduce.launcher.call_server import VARIABLE, requests_served
 from ringreduce.launcher.function import begin, end
 from ringreduce.launcher.stand_ins import LEAVE, become
 
-__all__ = ["RayExecutor"]
+__all__ = ["ExecutorSettings", "RayExecutor"]
 
 #: What gives Horovod's names to a process that imports it: ranks do, if the program has.
 _HOROVOD = "ringreduce.horovod"

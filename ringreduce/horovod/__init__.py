@@ -4,10 +4,10 @@
 
 runs a script in which ``import horovod.torch as hvd`` gives `ringreduce.torch`, that very module. So does a script that
 begins with ``import ringreduce.horovod``. Either way ``horovod.torch``, ``horovod.tensorflow`` and ``horovod.keras``
-(``horovod.tensorflow.keras`` is the same) with all below them, ``horovod.ray``, ``horovod.common`` and
-``horovod.runner`` are there from then on, also in processes that `multiprocessing` starts; a Horovod that is installed
-is hidden. No framework is imported before its module is. From then on numbers are Horovod's, where they differ from
-those of the chain rule; see `ringreduce.common.conventions`.
+(``horovod.tensorflow.keras`` is the same) with all below them, ``horovod.ray``, ``horovod.spark``, ``horovod.common``
+and ``horovod.runner`` are there from then on, also in processes that `multiprocessing` starts; a Horovod that is
+installed is hidden. No framework is imported before its module is. From then on numbers are Horovod's, where they
+differ from those of the chain rule; see `ringreduce.common.conventions`.
 
 Horovod's environment variables are honoured with and without this module; see `ringreduce.common.config.HOROVOD`.
 """

@@ -297,7 +297,7 @@ def test_variables_for_a_while(alone: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert [os.environ.get(name) for name in ("KEPT", "CHANGED", "NEW")] == ["kept", "before", None]
 
 
-@pytest.mark.parametrize("name", ["mxnet", "mxnet.mpi_ops", "spark", "no.such.thing"])
+@pytest.mark.parametrize("name", ["mxnet", "mxnet.mpi_ops", "no.such.thing"])
 def test_what_is_not_there_says_so(alone: None, name: str) -> None:
     """Bindings that there are not are a ModuleNotFoundError with a sentence; scripts that try them go on."""
     missing = f"horovod.{name.partition('.')[0]}"

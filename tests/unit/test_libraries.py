@@ -101,7 +101,8 @@ def test_a_missing_library_is_told_from_one_that_lacks_another(monkeypatch: pyte
 def test_without_opentelemetry_the_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the training, with what to install; so is a job in which ranks say nothing that could be sent."""
     monkeypatch.setenv("RINGREDUCE_OTLP", "1")
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    for name in ("opentelemetry", *(name for name in sys.modules if name.startswith("opentelemetry."))):
+        monkeypatch.setitem(sys.modules, name, None)  # another test may have imported it
     monkeypatch.delitem(sys.modules, "ringreduce.observe.otlp", raising=False)
     remedy = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http$"
     with pytest.raises(rr.ConfigError, match=f"RINGREDUCE_OTLP needs OpenTelemetry, .* is not installed: {remedy}"):
