@@ -65,6 +65,7 @@ ELSEWHERE = {
     "docs/observe.md: ringreduce top --prometheus 9400": "ends when it is told to; tests/unit/test_top_command.py",
     "docs/observe.md: ringreduce run --status 9400 -H": "takes two hosts; tests/clusters/test_ssh.py",
     "docs/observe.md: pip install": "scripts/install, with more extras",
+    "docs/engines.md: pip install": "scripts/install, as engines",
     "docs/slow.md: ringreduce compare": "takes two reports; tests/jobs/test_slow_jobs.py",
     "docs/observe.md: mpirun -np 2 python -m ringreduce doctor": "tests/jobs/test_doctor_job.py",
     "docs/endings.md: srun": "takes Slurm; tests/clusters/test_slurm.py",
