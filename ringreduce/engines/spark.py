@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -92,7 +92,8 @@ def run(
         verbose: at least 2: write the command to standard error.
         rows: a DataFrame. Each rank gets a partition of it, as the keyword argument ``rows`` of the function: an
             iterator of `pyarrow.RecordBatch`, straight from its task, which can be read once. They are dealt out
-            anew over ``num_proc`` partitions, or stay where they are if that is None.
+            anew over ``num_proc`` partitions, or stay where they are if that is None; and computed first, and kept on
+            the executors until the end, so that an error of Spark comes before the ranks start.
         use_mpi, use_gloo: taken for Horovod's sake: it is always MPI.
         stdout, stderr, prefix_output_with_timestamp, executable: refused; see ``options``, which has ``--log-dir=DIR``.
         options: more options of ``ringreduce run``.
@@ -143,6 +144,47 @@ def _run(
         rows = rows.repartition(num_proc)
     if not isinstance(num_proc, int) or num_proc < 1:
         raise ConfigError(f"num_proc is the number of ranks, at least 1, not {num_proc!r}")
+    with _computed(rows) as rows:
+        return _run_in_tasks(context, call, num_proc, rows, env=env, options=options, limit_s=limit_s)
+
+
+@contextmanager
+def _computed(rows: DataFrame | None) -> Iterator[DataFrame | None]:
+    """Have the rows computed, and kept on the executors, as long as this context lasts.
+
+    An error of Spark while a task reads looks like the end of its partition there, and the rank would go on without the
+    rest.
+
+    Raises:
+        CollectiveError: they cannot be computed.
+    """
+    if rows is None:
+        yield None
+        return
+    was_kept = rows.is_cached  # by the program, and perhaps not computed yet
+    kept = rows.persist()
+    try:
+        try:
+            kept.count()
+        except Exception as error:
+            raise CollectiveError(f"Spark cannot compute the rows: {_first_line(error)}") from error
+        yield kept
+    finally:
+        with suppress(Exception):  # as if the context was stopped meanwhile
+            if not was_kept:
+                kept.unpersist()
+
+
+def _run_in_tasks(
+    context: SparkContext,
+    call: tuple[Any, ...],
+    num_proc: int,
+    rows: DataFrame | None,
+    *,
+    env: Mapping[str, str] | None,
+    options: Sequence[str],
+    limit_s: float,
+) -> list[Any]:
     deadline = time.monotonic() + limit_s
     while (most := _most_tasks(context)) < num_proc:  # executors may be starting
         if time.monotonic() > deadline:
@@ -163,7 +205,9 @@ def _run(
             inside = _call if rows is None else _call_with_rows
             hosts = dict.fromkeys(names, 1)
             with why_failed(look):
-                return run_on(held.start, hosts, inside, call, address=address, options=options, env=env)
+                results = run_on(held.start, hosts, inside, call, address=address, options=options, env=env)
+            look()  # a task that has failed may have given its rank a part of its rows
+            return results
         finally:
             held.close()
             job.end()

@@ -153,10 +153,14 @@ def test_rows_are_all_there_once(spark: Any) -> None:
 
 @pytest.mark.thorough
 def test_rows_that_fail(spark: Any) -> None:
-    """An error of Spark while a rank reads ends the call; no rank takes part of the rows for all."""
+    """They end the call before it begins: no rank takes a part of the rows for all. What was cached stays so."""
     bad = spark.range(100_000, numPartitions=2).selectExpr("if(id > 90000, raise_error('on purpose'), id) AS x")
-    with pytest.raises(CollectiveError):
+    with pytest.raises(CollectiveError, match="Spark cannot compute the rows"):
         ringreduce.spark.run(counted, (0,), rows=bad)
+    kept = spark.range(10, numPartitions=2).cache()
+    ringreduce.spark.run(counted, (0,), rows=kept)
+    assert kept.is_cached
+    kept.unpersist()
 
 
 @pytest.mark.thorough
