@@ -38,6 +38,8 @@ from ringreduce.transport.waiting import Waiter
 KEY = Secret(bytes(range(32)))
 LIMIT_S = 30.0
 SHORT_LIMIT_S = 0.3  # where nothing may come in place of a message, and ranks wait so long
+#: Of ranks; each case waits for limits, on each rank.
+SIZES = [2, 3, pytest.param(4, marks=pytest.mark.thorough)]
 
 
 def seal(inner: Messages) -> Messages:
@@ -366,7 +368,7 @@ def require_error(size: int, called: Called, victim: int, kind: str, action: str
         assert called.said in str(error)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", ["data", "note"])
 def test_what_is_done_to_a_message_is_an_error(kind: str, name: str, size: int):
@@ -379,7 +381,7 @@ def test_what_is_done_to_a_message_is_an_error(kind: str, name: str, size: int):
             require_error(size, called, victim, kind=kind, action=action, place=place)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "collective",
     [Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCE_SCATTER, Collective.BROADCAST, Collective.ALLGATHER],
@@ -410,7 +412,7 @@ def test_what_is_done_to_a_message_of_any_algorithm_is_an_error(collective: Coll
 # ---- what ranks exchange when they set something up ----
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("action", ACTIONS)
 def test_what_is_done_to_an_exchange_is_an_error(action: str, size: int):
     """The first of all, in which the ranks agree on the key of these messages, and later ones; on each rank."""
@@ -498,7 +500,7 @@ def use_a_part(messages: Messages, waiter: Waiter) -> None:
         np.testing.assert_array_equal(room, np.arange(7.0) + peer)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["exchange", "note", "data"])
 def test_what_is_done_in_a_process_set_is_an_error(kind: str, size: int):
     """To messages that are made of others, between some of their ranks; on each of these."""
@@ -536,7 +538,7 @@ def test_what_is_done_in_a_process_set_is_an_error(kind: str, size: int):
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("nbytes", [101, 100_003])
 @pytest.mark.parametrize("kind", ["data", "note"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_what_is_done_to_a_message_between_two_ranks_is_an_error(size: int, kind: str, nbytes: int, action: str):
     """Each rank sends to the next one. Small arrays travel in notes, others as data."""
     if kind == "data" and nbytes == 101:
@@ -586,7 +588,7 @@ def negotiate(engine: Engine) -> None:
         np.testing.assert_array_equal(engine.run(gathered), rows(9))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("kind", ["note", "data"])
 def test_what_is_done_in_an_engine_is_an_error(kind: str, action: str, size: int):
@@ -644,7 +646,7 @@ def mismatched(communicator: Communicator) -> None:
                 communicator.allreduce(np.ones(5 + (rank == 0)))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["exchange", "note", "data"])
 def test_what_is_done_after_a_mismatch_is_an_error(kind: str, size: int):
     """In the exchange by which ranks agree to go on, or in what they send then; on each rank."""
