@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.libraries import require_library
 from ringreduce.launcher.agent_server import PYTHON, agent_server, as_worker, private_folder, worker_environment
 from ringreduce.launcher.call_server import VARIABLE, call_served, connected, leave_there
 from ringreduce.launcher.function import carry_out, make_call, pickled_call, results
@@ -25,12 +25,10 @@ def engine(name: str, extra: str) -> ModuleType:
     """Import the library of an engine.
 
     Raises:
-        ConfigError: it is not installed.
+        ModuleNotFoundError: it is not installed.
     """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"ringreduce.{extra} needs {name}: pip install {name} ({error})") from None
+    require_library(name, name, needed_by=f"ringreduce.{extra}", remedy=f"pip install {name}")
+    return importlib.import_module(name)
 
 
 def job_line(hosts: Mapping[str, int], options: Sequence[str], module: str, function: str) -> list[str]:
@@ -63,8 +61,8 @@ def run_on(
     """Call a function on new ranks on the hosts of an engine, and wait for them.
 
     Args:
-        start: as for `agent_server`; it calls `run_command` on the host. It is not called for this host.
-        hosts: slots by host, by the engine's names, which are names or addresses that this host can resolve.
+        start: as for `agent_server`. It is not called for this host.
+        hosts: slots by host, by names that `start` knows: addresses, or words without dots, as mpirun cuts names there.
         fn, args, kwargs: the call; pickled by cloudpickle, if it is installed.
         address: of this host, by which ranks reach it.
         options: more options of ``ringreduce run``; with ``--elastic``, ranks that die are survived.

@@ -64,6 +64,7 @@ def run(
         The results of the ranks, in their order.
 
     Raises:
+        ModuleNotFoundError: distributed is not installed.
         ConfigError: an argument is wrong, the client is closed, or there are too few workers or free threads.
         CollectiveError: a rank failed, and ended the job; the message has its traceback. Or a worker has ended, or
             somebody has cancelled the tasks.

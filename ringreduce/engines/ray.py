@@ -185,7 +185,8 @@ class RayExecutor:
             extra_env_vars: variables for the ranks.
 
         Raises:
-            ConfigError: Ray is not installed, has no room, or ranks cannot start there.
+            ModuleNotFoundError: Ray is not installed.
+            ConfigError: Ray has no room, or ranks cannot start there.
             CollectiveError: ``executable_cls`` failed on a rank, or one died.
         """
         if self._at_end is not None:

@@ -102,8 +102,10 @@ def run(
         The results of the ranks, in their order.
 
     Raises:
+        ModuleNotFoundError: pyspark, or for ``rows`` pandas or pyarrow, is not installed.
         ConfigError: an argument or a setting of Spark is wrong, there is no SparkContext, or it has not enough slots.
-        CollectiveError: a rank failed, and ended the job; the message has its traceback. Or an executor has ended, or
+        CollectiveError: Spark cannot compute the rows. Or a rank failed, and ended the job; the message has its
+            traceback. Or an executor has ended, or
             somebody has cancelled the job of Spark.
     """
     given = {
@@ -192,7 +194,7 @@ def _run_in_tasks(
                 f"{num_proc} ranks take as many tasks at a time, and this Spark cluster runs {most}: its cores, "
                 "divided by spark.task.cpus"
             )
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_LOOK_EVERY_S)  # Spark says nothing when executors have come
     settings = context.getConf()
     address = settings.get("spark.driver.host", "127.0.0.1")
     names = [f"spark-{rank}" for rank in range(num_proc)]

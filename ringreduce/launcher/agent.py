@@ -1,4 +1,4 @@
-"""What mpirun starts in place of ssh: it asks an `AgentServer` to run a command on a host, and ends with its status.
+"""What mpirun starts in place of ssh: it asks `agent_server` to run a command on a host, and ends with its status.
 
     python -I -S agent.py SOCKET [options for ssh] HOST COMMAND...
 

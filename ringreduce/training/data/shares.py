@@ -267,7 +267,7 @@ def get_batch(following: Callable[[Iterator[T]], T], iterator: Iterator[T]) -> T
 def loading(batches: Iterable[T]) -> Iterator[T]:
     """Iterate over batches, and count how long the program waits for them: a reason why a rank is slow.
 
-    Torch's ``DataLoader`` needs it not: once `ringreduce.torch` is imported, waiting for it is counted by itself.
+    Torch's ``DataLoader`` needs no wrapper: once `ringreduce.torch` is imported, waiting for it is counted by itself.
 
     Args:
         batches: a loader of any framework; the main thread iterates over it.
