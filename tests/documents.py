@@ -25,7 +25,8 @@ PAGES = [
 
 #: A fenced block with its language, or what is to run before the blocks of its page and is not shown.
 BLOCK = re.compile(
-    r"^(?P<fence>```+)(?P<kind>[\w-]*)(?P<title> title=)?[^\n]*\n(?P<text>.*?)^(?P=fence)", re.MULTILINE | re.DOTALL
+    r'^(?P<fence>```+)(?P<kind>[\w-]*)(?: title="(?P<title>[^"]*)")?[^\n]*\n(?P<text>.*?)^(?P=fence)',
+    re.MULTILINE | re.DOTALL,
 )
 SETUP = re.compile(r"^<!-- example: setup\n(.*?)^-->", re.MULTILINE | re.DOTALL)
 
@@ -34,7 +35,7 @@ BINDINGS = {f"ringreduce.{name}": name for name in ("jax", "keras", "tensorflow"
 #: What only the environment of `scripts/install frameworks` has.
 FRAMEWORKS = {"flax", "jax", "keras", "optax", "tensorflow"}
 #: What only the environment of `scripts/install engines` has; `tests/engines` runs these examples.
-ENGINES = {"dask", "distributed", "pyspark", "ray"}
+ENGINES = {"dask", "distributed", "pyarrow", "pyspark", "ray"}
 
 
 def name_of(page: Path) -> str:
@@ -66,6 +67,12 @@ def programs(page: Path) -> Iterator[tuple[str, str]]:
             parts += "\n" * (line - parts.count("\n")) + found["text"]
     if parts:
         yield name_of(page), parts
+
+
+def titled(page: Path) -> dict[str, str]:
+    """Return the whole programs of a page, by the names of the files in which a reader saves them."""
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return {each["title"]: each["text"] for each in found if each["title"]}
 
 
 def lacking(source: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,7 +17,6 @@ import pytest
 distributed = pytest.importorskip("distributed", reason="`scripts/install engines` makes the environment that has Dask")
 
 import cloudpickle  # noqa: E402  # that environment has it
-import documents  # noqa: E402
 import ray_programs as programs  # noqa: E402
 import slot_jobs  # noqa: E402
 from slot_jobs import END_S, ROLES, Job, driver_ends, is_eventually, kill, left_behind, loop  # noqa: E402
@@ -188,15 +186,3 @@ if __name__ == "__main__":
 def test_the_end_of_the_program_leaves_nothing(address: str, number: signal.Signals, tmp_path: Path) -> None:
     text = driver_ends(DRIVER, [address], number, tmp_path / "seen", size=3)
     assert ("KeyboardInterrupt" in text) == (number == signal.SIGINT), text
-
-
-@pytest.mark.thorough
-def test_the_program_of_the_page_learns_its_digits(tmp_path: Path) -> None:
-    """docs/engines.md: it asserts its accuracy itself."""
-    page = Path(__file__).parents[2] / "docs" / "engines.md"
-    ((_, source),) = [each for each in documents.programs(page) if "import ringreduce.dask" in each[1]]
-    program = tmp_path / "dask_digits.py"
-    program.write_text(source)
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("of all digits 9") == 2, done.stdout

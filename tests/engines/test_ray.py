@@ -17,7 +17,6 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="`scripts/install engines` makes the environment that has Ray")
 
-import documents  # noqa: E402
 import ray_programs as programs  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
@@ -27,7 +26,6 @@ from ringreduce.ray import RayExecutor  # noqa: E402
 #: Else Ray has its workers yield to all other processes.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray's own name
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -277,22 +275,3 @@ def _of(folder: Path) -> list[str]:
         except OSError:
             continue  # it has ended
     return found
-
-
-@pytest.mark.limit(300)
-def test_the_program_of_the_page_learns(tmp_path: Path) -> None:
-    """docs/engines.md: on a Ray of its own."""
-    pytest.importorskip("torch")
-    ((name, source),) = [each for each in documents.programs(ROOT / "docs" / "engines.md") if "RayExecutor" in each[1]]
-    program = tmp_path / "ray_digits.py"
-    program.write_text(source)
-    done = subprocess.run(
-        [sys.executable, program],
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        timeout=250,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
-    assert "of 1000 other digits are recognised" in done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,7 +18,6 @@ import pytest
 pyspark = pytest.importorskip("pyspark", reason="`scripts/install engines` makes the environment that has Spark")
 
 import cloudpickle  # noqa: E402  # that environment has it
-import documents  # noqa: E402
 import ray_programs as programs  # noqa: E402
 import slot_jobs  # noqa: E402
 from pyspark.sql import SparkSession  # noqa: E402
@@ -235,15 +233,3 @@ def test_the_end_of_the_program_leaves_nothing(number: signal.Signals, tmp_path:
     text = driver_ends(DRIVER, ["local[2]"], number, tmp_path / "seen", size=2)
     assert ("KeyboardInterrupt" in text) == (number == signal.SIGINT), text
     assert is_eventually(lambda: not left_behind(), END_S), left_behind()
-
-
-@pytest.mark.thorough
-def test_the_program_of_the_page_learns_its_digits(tmp_path: Path) -> None:
-    """docs/engines.md: it asserts its accuracy itself."""
-    page = Path(__file__).parents[2] / "docs" / "engines.md"
-    ((_, source),) = [each for each in documents.programs(page) if "import ringreduce.spark" in each[1]]
-    program = tmp_path / "spark_digits.py"
-    program.write_text(source)
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("of all digits 9") == 2, done.stdout

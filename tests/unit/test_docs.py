@@ -29,6 +29,7 @@ from documents import (
     lacking,
     name_of,
     run_example,
+    titled,
     warnings_of,
 )
 
@@ -96,8 +97,12 @@ def is_program(text: str) -> bool:
 
 @pytest.mark.parametrize(("page", "name", "source"), EXAMPLES)
 def test_examples_have_an_environment(page: Path, name: str, source: str) -> None:
-    """Each runs in this one, in that of `scripts/install frameworks` (the smoke tests), or in `tests/engines`."""
-    assert set(lacking(source)) <= FRAMEWORKS | ENGINES
+    """Each runs in this one, in that of `scripts/install frameworks` (the smoke tests), or in `tests/engines`.
+
+    It may import other files of its page.
+    """
+    beside = {file.removesuffix(".py") for file in titled(page)}
+    assert set(lacking(source)) <= FRAMEWORKS | ENGINES | beside
 
 
 def test_continuous_integration_runs_what_everybody_runs() -> None:
