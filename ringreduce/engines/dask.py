@@ -38,17 +38,17 @@ def run(
 ) -> list[_T]:
     """Call a function on new ranks, children of the workers of a Dask cluster, and wait for them.
 
-    A task holds a thread of a worker for each rank, which has the environment of that worker. The function calls `init`
+    A task holds a thread of a worker for each rank. A rank has the environment of its worker. The function calls `init`
     itself. It, its arguments and its results go by cloudpickle between this process and the ranks. Data of the cluster
     among the arguments does not go through this process:
 
-    - of a Dask collection (array, dataframe, bag), and of a list or tuple of futures, each rank gets a list of the
-      pieces (blocks, partitions, results) that lie on its worker, in their order; ranks of one worker share them out.
-      Collections of equally many pieces stay together: the pieces i of all go where piece i of the first lies. Pieces
-      on workers without a rank move to others. The list is empty if there are too few.
-    - of a single future, each rank gets the result.
+    - Of a Dask collection (array, dataframe, bag), and of a list or tuple of futures, each rank gets a list of the
+      pieces (blocks, partitions, results) on its worker, in their order. Ranks of one worker share its pieces. Pieces
+      on workers without a rank go to other ranks. The list is empty if there are too few pieces.
+    - Of collections with equally many pieces, pieces i of all go to the rank that gets piece i of the first.
+    - Of a single future, each rank gets the result.
 
-    A worker keeps its data; each rank gets a copy, whose NumPy arrays it may write to.
+    A worker keeps its data. Each rank gets a copy, and may write to its NumPy arrays.
 
     Args:
         client: of the cluster. Workers must have this installation at the same paths, and reach this process by TCP.
@@ -66,8 +66,9 @@ def run(
     Raises:
         ModuleNotFoundError: distributed is not installed.
         ConfigError: an argument is wrong, the client is closed, or there are too few workers or free threads.
-        CollectiveError: a rank failed, and ended the job; the message has its traceback. Or a worker has ended, or
-            somebody has cancelled the tasks.
+        CollectiveError: a rank failed; the message has its traceback. Or a worker has ended, or the tasks were
+            cancelled. All ranks have ended.
+        Exception: that of a piece that Dask cannot compute.
     """
     distributed = engine("distributed", "dask")
     if not isinstance(client, distributed.Client) or client.asynchronous:
