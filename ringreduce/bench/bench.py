@@ -25,7 +25,7 @@ from ringreduce.bench.measure import (
     warmup_for,
 )
 from ringreduce.bench.peers import PEERS, Peer, mpi_library
-from ringreduce.bench.results import Machine, MemoryBound, Report, Result, Row, Settings
+from ringreduce.bench.results import Bound, Machine, Report, Result, Row, Settings
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
@@ -94,11 +94,11 @@ class Bench:
     """The measuring of one set of settings: the buffers, seeds and bounds that its cases share.
 
     Attributes:
-        bounds: size in bytes -> the memory-traffic bound, as last measured for it.
+        bounds: size in bytes -> its bound, as last measured for it.
     """
 
     def __init__(self, world: Communicator, settings: Settings, peers: Sequence[Peer], device: Device) -> None:
-        self.bounds: dict[int, MemoryBound] = {}
+        self.bounds: dict[int, Bound] = {}
         self._world = world
         self._settings = settings
         self._peers = peers
@@ -133,7 +133,7 @@ class Bench:
     def measure(self, case: Case, algorithm: str) -> Row:
         """Verify and time one case; collective.
 
-        In place, ours takes turns with the peers and with the memory traffic that bounds it; out of place it runs
+        In place, ours takes turns with the peers and with what bounds it; out of place it runs
         alone, unless that is the only form: where the collective has no other, or results are to be new arrays.
         """
         if self._settings.form == "out of place":
@@ -163,8 +163,11 @@ class Bench:
         if settings.check:
             wrong.append(self._count_wrong(case, ours))
         if bound:
-            limit = MemoryBound(case.nbytes, found[bound.name].median, bound.name)
-            self.bounds[case.nbytes], share = limit, limit.time_us / mine.median
+            links_us = self._device.between_nodes_us(case)
+            here_us = found[bound.name].median
+            method = "the links between nodes" if links_us > here_us else bound.name
+            least = Bound(case.nbytes, max(links_us, here_us), method)
+            self.bounds[case.nbytes], share = least, least.time_us / mine.median
         name, transport = self._device.path(case, self._name(case, algorithm), asked)
         nwrong = sum(wrong) if wrong else None
         peers = {} if alone else {peer: found.get(peer) for peer in settings.peers}
@@ -194,13 +197,14 @@ class Bench:
         return [each for each in offered if each is not None and not self._count_wrong(case, each)]
 
     def _bound(self, case: Case) -> Contender | None:
-        """Find the fastest way to read and write as many bytes in place; the same on all ranks.
+        """Find the fastest way to do what the case has to do at least; the same on all ranks.
 
-        One rank has none: what it puts in is the result, and no memory is touched.
+        One rank has none: what it puts in is the result, and no memory is touched. Messages have none.
         """
-        if case.collective.name != "allreduce" or self._world.size == 1:
+        has_none = self._world.size == 1 or case.collective.point_to_point
+        contenders = [] if has_none else self._device.bounds(case)
+        if not contenders:
             return None
-        contenders = self._device.bounds(case.nbytes)
         times = time_in_turn(self._world, contenders, iterations=_PROBES, warmup=1, watch=self._device.watch)
         return contenders[int(np.median(times, axis=1).argmin())]
 

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
+from ringreduce.bench.bounds import HostBounds
 from ringreduce.bench.cases import Case
-from ringreduce.bench.measure import CallStopwatch, Contender, Stopwatch, bound_contenders
+from ringreduce.bench.measure import CallStopwatch, Contender, Stopwatch
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.pickles import gather
@@ -178,6 +179,7 @@ class OnHost:
     def __init__(self, world: Communicator) -> None:
         self.watch: Stopwatch = CallStopwatch()
         self._world = world
+        self._bounds = HostBounds(world)
 
     def empty(self, nbytes: int, *, shared: bool) -> Any:
         """Return an uninitialised uint8 array; ``shared``: a communication buffer."""
@@ -192,9 +194,13 @@ class OnHost:
         found: Array = array
         return found
 
-    def bounds(self, nbytes: int) -> list[Contender]:
-        """Return what reads and writes ``nbytes`` bytes per rank; the fastest is the bound. Collective."""
-        return bound_contenders(np.zeros(nbytes, np.uint8))
+    def bounds(self, case: Case) -> list[Contender]:
+        """Return what a case has to do at least on its node; the fastest is the bound there. Collective."""
+        return self._bounds.contenders(case)
+
+    def between_nodes_us(self, case: Case) -> float:
+        """Return the microseconds that the links between nodes take at least; 0.0 on one node."""
+        return self._bounds.between_nodes_us(case)
 
     def path(self, case: Case, algorithm: str, asked: str | None) -> tuple[str, str]:
         """Return what carries out a collective, and what moves its bytes; after it was run so.
@@ -267,19 +273,24 @@ class OnGpu:
         self.driver.copy(operand.address, source.ctypes.data, source.nbytes, operand.stream)
         self.wait(operand.stream)
 
-    def bounds(self, nbytes: int) -> list[Contender]:
-        """Return the copy within the GPU: by one of its ranks, as often as there are ranks on it.
+    def bounds(self, case: Case) -> list[Contender]:
+        """Return the copy within the GPU: by one of its ranks, as often as there are ranks on it; of allreduces alone.
 
         Processes on one GPU run in turns, and events of one do not see the time that others take.
         """
-        source, target = (device_operand(self._tools.empty(nbytes)) for _ in range(2))
+        if case.collective.name != "allreduce":
+            return []
+        source, target = (device_operand(self._tools.empty(case.nbytes)) for _ in range(2))
 
         def copy() -> Any:
             for _ in range(self._copies):
-                self.driver.copy(target.address, source.address, nbytes, target.stream)
+                self.driver.copy(target.address, source.address, case.nbytes, target.stream)
             return target.array
 
         return [Contender("copy", source.array, copy)]
+
+    def between_nodes_us(self, case: Case) -> float:
+        return 0.0
 
     def path(self, case: Case, algorithm: str, asked: str | None) -> tuple[str, str]:
         if case.collective.name != "allreduce":

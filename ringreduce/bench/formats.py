@@ -98,7 +98,7 @@ class Writer:
 
     def comparisons(self, bound: str, peer: str) -> str:
         """Return the form of the columns about the bound and peers, with these places for each."""
-        shown = [f"{{bound:{bound}}}"] if self.settings.collective == "allreduce" else []
+        shown = [] if COLLECTIVES[self.settings.collective].point_to_point else [f"{{bound:{bound}}}"]
         return "".join([*shown, *(f"{{vs {name}:{peer}}}" for name in self.settings.peers)])
 
 
@@ -147,10 +147,8 @@ class NcclWriter(Writer):
         lines = [f"Out of bounds values : {verdict}", f"Avg bus bandwidth    : {mean}"]
         if report.bounds:
             bound = report.bounds[-1]
-            work = f"read and write {format_nbytes(bound.nbytes)} in place on every rank at once ({bound.method})"
-            if self.settings.device == "cuda":
-                work = f"copy {format_nbytes(bound.nbytes)} within the GPU once for each of its ranks"
-            lines.append(f"Memory-traffic bound : {bound.time_us:.1f} us to {work}: {bound.gb_per_s:.1f} GB/s per rank")
+            by = "copies within the GPU, one for each of its ranks" if self.settings.device == "cuda" else bound.method
+            lines.append(f"Bound                : {bound.time_us:.1f} us for {format_nbytes(bound.nbytes)} ({by})")
         lines.append(f"Collective test concluded: {COLLECTIVES[self.settings.collective].nccl_name}")
         return comments(*lines) + "#\n"
 

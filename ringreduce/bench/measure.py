@@ -31,7 +31,6 @@ __all__ = [
     "ProcessorTimes",
     "Stopwatch",
     "Summary",
-    "bound_contenders",
     "iterations_for",
     "time_in_turn",
     "turn_for",
@@ -40,8 +39,6 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-
-_BOUND_BLOCK = 1 << 15  # elements of float32: two blocks of 128 KiB stay in a core's second-level cache
 
 
 class Stopwatch(Protocol):
@@ -194,31 +191,6 @@ def time_in_turn(
         if collects:
             gc.enable()
     return list(world.allreduce(times, MAX))
-
-
-def bound_contenders(memory: Array) -> list[Contender]:
-    """Return how to read and write every byte of ``memory`` once in place: the least that an allreduce must do.
-
-    Each of n bytes that a rank contributes has to be read, and each of n bytes of its result written, from and to
-    memory that nobody else can supply; in place, no line is fetched twice. Which of them is the fastest depends on
-    the machine, and the fastest is the bound.
-
-    Args:
-        memory: contiguous, uint8, private to this rank; its content is lost.
-    """
-    words = memory[: memory.size // 4 * 4].view(np.float32)
-    blocks = [words[start : start + _BOUND_BLOCK] for start in range(0, words.size, _BOUND_BLOCK)]
-
-    def negate_blocks() -> Array:
-        for block in blocks:
-            np.negative(block, out=block)
-        return words
-
-    return [
-        Contender("negate", words, lambda: np.negative(words, out=words)),
-        Contender("negate by blocks", words, negate_blocks),
-        Contender("add", words, lambda: np.add(words, 1, out=words)),
-    ]
 
 
 #: Cores. What a machine does for itself takes a few hundredths; a process that computes takes a half at least, also

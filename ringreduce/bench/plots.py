@@ -149,7 +149,7 @@ def figure(report: Report) -> Figure:
     numbers = {name: number for number, name in enumerate([*ours[:1], *_PEERS, *ours[1:]])}
     for name, curve in found.items():
         sizes = sorted(curve)
-        bound = {"label": "memory bound", "color": "#000000", "linestyle": ":", "linewidth": 1.2}
+        bound = {"label": "bound", "color": "#000000", "linestyle": ":", "linewidth": 1.2}
         style = bound if name == "bound" else {"label": name, **curve_style(numbers[name])}
         times.plot(sizes, [curve[size] for size in sizes], **style)
         moved = [size for size in sizes if curve[size]]

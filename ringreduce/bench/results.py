@@ -10,7 +10,7 @@ from typing import Any
 from ringreduce.bench.cases import COLLECTIVES, Case
 from ringreduce.bench.measure import Summary
 
-__all__ = ["Machine", "MemoryBound", "Report", "Result", "Row", "Settings"]
+__all__ = ["Bound", "Machine", "Report", "Result", "Row", "Settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryBound:
-    """How long every rank takes, all at once, to read and write ``nbytes`` bytes of its own memory in place.
+class Bound:
+    """How long a case of ``nbytes`` bytes takes at least; see `ringreduce.bench.bounds`.
 
     On a GPU: how long it takes to copy so many bytes once for each of its ranks.
     """
@@ -110,11 +110,6 @@ class MemoryBound:
     nbytes: int
     time_us: float
     method: str
-
-    @property
-    def gb_per_s(self) -> float:
-        """Gigabytes (10^9) per second and rank, bytes read and bytes written both counted."""
-        return 2 * self.nbytes / self.time_us / 1e3 if self.time_us else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +192,7 @@ class Report:
     settings: Settings
     machine: Machine
     rows: tuple[Row, ...]
-    bounds: tuple[MemoryBound, ...]
+    bounds: tuple[Bound, ...]
     busy: str = ""
 
     @property
@@ -217,7 +212,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON report; the figures of ``bound`` itself are those of the largest size."""
-        bounds = [{**dataclasses.asdict(bound), "gb_per_s": bound.gb_per_s} for bound in self.bounds]
+        bounds = [dataclasses.asdict(bound) for bound in self.bounds]
         return {
             "config": {**dataclasses.asdict(self.settings), **dataclasses.asdict(self.machine)},
             "bound": {**bounds[-1], "by_size": bounds} if bounds else None,

@@ -178,9 +178,11 @@ def bench(**options: Any) -> int:
     the median over the iterations. Results are verified on fresh inputs, #wrong counts over all ranks, and the exit
     status is 1 if any element was wrong.
 
-    For allreduce, the column "bound" is the share of the machine's own limit that was reached: the time in which all
-    ranks at once read and write as many bytes of their own memory in place, measured in turn with the collective. It
-    is N/A for one rank, which moves nothing.
+    The column "bound" is the share of the machine's own limit that was reached, measured in turn with the collective.
+    On a node that is one hand-over of a flag between the ranks, and then the traffic of each rank's own memory: an
+    allreduce reads and writes its bytes in place, others copy what comes from other ranks. Between nodes it is the
+    latency of a message, and the bytes that have to cross a node's link at the rate of large messages. It is N/A for
+    one rank, which moves nothing.
     "vs": how many times longer another library took, N/A where it cannot do the job or gets it wrong.
 
     With --device cuda, times are those between events on the stream, "bound" is the share of the GPU's own copy

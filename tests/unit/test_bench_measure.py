@@ -11,7 +11,6 @@ from ringreduce.bench.measure import (
     CallStopwatch,
     Contender,
     Summary,
-    bound_contenders,
     iterations_for,
     time_in_turn,
     turn_for,
@@ -110,17 +109,6 @@ def test_warmup_follows_the_iterations():
 def test_turns_follow_the_iterations():
     """About eight turns, each of at least eight timed calls."""
     assert (turn_for(300), turn_for(16), turn_for(1)) == (37, 8, 8)
-
-
-@pytest.mark.parametrize("nbytes", [1, 8, 4096, (1 << 20) + 4])
-def test_bound_touches_all_memory(nbytes: int):
-    """Each way to measure the bound changes every whole float32 word once."""
-    memory = np.zeros(nbytes, np.uint8)
-    for contender in bound_contenders(memory):
-        contender.source.fill(3.0)
-        contender.call()
-        assert np.isin(contender.source, [-3.0, 4.0]).all()
-        assert contender.source.nbytes == nbytes // 4 * 4
 
 
 @pytest.mark.parametrize(

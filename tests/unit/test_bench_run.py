@@ -149,13 +149,15 @@ def test_auto_names_what_ran():
     assert best.transport
 
 
-def test_bound_is_measured_for_allreduce():
-    """Every size of an allreduce has a bound, and its in-place result a share of it; other collectives have none."""
+def test_bounds_are_measured():
+    """Every size of a collective has a bound, and its in-place result a share of it; messages have none."""
     reports, _ = run(Settings("allreduce", **FAST))
     assert [bound.nbytes for bound in reports[0].bounds] == [8, 64, 512]
     assert all(bound.time_us > 0 for bound in reports[0].bounds)
     assert all(row.best.bound_share > 0 and row.out_of_place.bound_share is None for row in reports[0].rows)
     reports, _ = run(Settings("alltoall", **FAST))
+    assert all(row.best.bound_share > 0 for row in reports[0].rows)
+    reports, _ = run(Settings("latency", **FAST))
     assert (reports[0].bounds, reports[0].rows[0].best.bound_share) == ((), None)
 
 

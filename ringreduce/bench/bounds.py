@@ -1,0 +1,166 @@
+"""The least time that a case can take, from what the same run measures of the machine.
+
+On a node a collective takes at least one hand-over of a cache line between ranks, and the traffic of each rank's own
+memory: for small sizes the first decides, later the rates of the caches, then that of memory. Between nodes it takes
+the latency of a message and the bytes that have to cross a node's link, at the rate of large messages: ``nbytes`` times
+the bus factor of nccl-tests, with M nodes in place of P ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.bench.cases import Case
+from ringreduce.bench.measure import Contender, time_in_turn
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.pickles import gather
+from ringreduce.common.errors import CollectiveTimeoutError
+
+__all__ = ["HostBounds", "traffic"]
+
+Array = npt.NDArray[Any]
+
+_BLOCK = 1 << 15  # elements of float32: two blocks of 128 KiB stay in a core's second-level cache
+_LINE_NBYTES = 64
+_LOOKS = 1 << 14  # at a flag, between two looks at the clock
+_PROBE_NBYTES = 8 << 20
+_PROBES = 8
+
+
+class HostBounds:
+    """What bounds the cases of one run, for arrays in host memory. Collective.
+
+    Args:
+        world: the ranks.
+    """
+
+    def __init__(self, world: Communicator) -> None:
+        self._world = world
+        node = world.topology.node_of(world.rank)
+        self._others = [world.topology.local_rank(rank) for rank in node if rank != world.rank]
+        self._own = world.topology.local_rank(world.rank)
+        self._flags = _shared_flags(world)
+        self._count = 0
+        self._yields = len(node) > len(os.sched_getaffinity(0))
+        self._latency_s, self._gb_per_s = _between_nodes(world)
+
+    def contenders(self, case: Case) -> list[Contender]:
+        """Return the candidates on this node; the fastest is the bound there."""
+        return [self._after_meeting(each) for each in traffic(case)]
+
+    def between_nodes_us(self, case: Case) -> float:
+        """Return the microseconds that the links between nodes take at least; 0.0 on one node."""
+        nodes = self._world.topology.nodes
+        if len(nodes) == 1:
+            return 0.0
+        crossing = case.nbytes * case.collective.bus_factor(len(nodes))
+        if case.collective.name == "alltoall":
+            crossing *= max(map(len, nodes))
+        return self._latency_s * 1e6 + crossing / self._gb_per_s / 1e3
+
+    def _after_meeting(self, contender: Contender) -> Contender:
+        call = contender.call
+
+        def run() -> Any:
+            self._meet()
+            return call()
+
+        return Contender(contender.name, contender.source, run)
+
+    def _meet(self) -> None:
+        """Store to the own flag, and wait for those of the other ranks of the node."""
+        self._count = count = self._count + 1
+        flags = self._flags
+        flags[self._own * _LINE_NBYTES // 8] = count
+        for other in self._others:
+            at = other * _LINE_NBYTES // 8
+            if flags[at] < count:
+                self._wait(at)
+
+    def _wait(self, at: int) -> None:
+        flags, count = self._flags, self._count
+        deadline = time.monotonic() + self._world.config.timeout_s
+        while time.monotonic() < deadline:
+            for _ in itertools.repeat(None, _LOOKS):
+                if flags[at] >= count:
+                    return
+                if self._yields:
+                    os.sched_yield()
+        raise CollectiveTimeoutError("a rank of this node has not come to what bounds the collective")
+
+
+def _shared_flags(world: Communicator) -> memoryview:
+    """Return a flag for each rank of the node, zeros, in memory that they share, each in a cache line of its own."""
+    node = world.topology.node_of(world.rank)
+    with tempfile.TemporaryDirectory(
+        prefix="ringreduce-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ) as mine:
+        paths = gather(world, os.path.join(mine, "flags"))
+        if world.rank == node[0]:
+            with open(paths[node[0]], "wb") as file:
+                file.truncate(len(node) * _LINE_NBYTES)
+        world.barrier()
+        with open(paths[node[0]], "r+b") as file:
+            flags = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        world.barrier()  # before the file is removed
+    return flags
+
+
+def _between_nodes(world: Communicator) -> tuple[float, float]:
+    """Measure messages around a ring of nodes, all links at once; return the latency in seconds and the rate in GB/s."""
+    leaders = [node[0] for node in world.topology.nodes]
+    if len(leaders) == 1:
+        return 0.0, 0.0
+    medians = []
+    for nbytes in (1, _PROBE_NBYTES):
+        sent, got = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+
+        def exchange(sent: Array = sent, got: Array = got) -> None:
+            if world.rank in leaders:
+                at = leaders.index(world.rank)
+                world.sendrecv(sent, leaders[(at + 1) % len(leaders)], got, leaders[at - 1])
+
+        (times,) = time_in_turn(world, [Contender("messages", sent, exchange)], iterations=_PROBES, warmup=2)
+        medians.append(float(np.median(times)))
+    latency_s, long_s = medians
+    return latency_s, _PROBE_NBYTES / max(long_s - latency_s, 1e-9) / 1e9
+
+
+def traffic(case: Case) -> list[Contender]:
+    """Return ways to move the bytes that a rank of one node has to move in its own memory at least.
+
+    An allreduce in place reads n bytes, and writes n bytes to the same lines. In the others the busiest rank copies
+    what comes from other ranks: the bus factor times n bytes, and of a reduce_scatter its part of the result. Which way
+    is the fastest depends on the machine.
+    """
+    if case.collective.name != "allreduce":
+        share = case.collective.bus_factor(case.nranks)
+        nbytes = case.nbytes // case.nranks if case.collective.name == "reduce_scatter" else int(case.nbytes * share)
+        given, got = (np.zeros(nbytes, np.uint8) for _ in range(2))
+
+        def copy() -> Array:
+            np.copyto(got, given)
+            return got
+
+        return [Contender("copy", given, copy)]
+    words = np.zeros(max(1, case.nbytes // 4), np.float32)
+    blocks = [words[start : start + _BLOCK] for start in range(0, words.size, _BLOCK)]
+
+    def negate_blocks() -> Array:
+        for block in blocks:
+            np.negative(block, out=block)
+        return words
+
+    return [
+        Contender("negate", words, lambda: np.negative(words, out=words)),
+        Contender("negate by blocks", words, negate_blocks),
+        Contender("add", words, lambda: np.add(words, 1, out=words)),
+    ]
