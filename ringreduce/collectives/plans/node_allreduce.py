@@ -4,26 +4,30 @@
 `TwoShot` works in the arrays of all ranks: those in the arena are touched directly, those in private memory are copied
 by the system. `StagedTwoShot` is for small private arrays, and for all where the system forbids such copies: pieces
 pass through areas of the board, copied in, reduced and copied out while they are in the cache, a barrier for each.
+`MailedPair` takes its place on a node of two ranks, up to the size of a mailbox: to read the other's whole array takes as
+many bytes between the cores as to read half of it and half of the result, and no barrier.
 
 `verify` proves the schedules of `one_shot` and `two_shot`, which say who reads what.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ringreduce.buffers import Array, Call, Operand, unowned
+from ringreduce.buffers.kernels import Kernels
 from ringreduce.collectives.call import Path, Task
 from ringreduce.collectives.context import LINE_NBYTES, Context, NodePlan
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.plans.bound import BlockMemory
 from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
-from ringreduce.transport.shared.board import STAGE_NBYTES, Signature
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, STAGE_NBYTES, Signature
 
 #: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
 _STAGED_NBYTES = 256 << 10
@@ -38,16 +42,18 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
     plans = context.plans
     code = task.signature.code
     count = source.view.size
+    nbytes = target.nbytes
     if task.choice.path is Path.ONE_SHOT:
         return plans.get(("one_shot", code), lambda: OneShot(context, task, count))
 
-    def staged() -> StagedTwoShot:
-        return plans.get(("staged", code), lambda: StagedTwoShot(context, task, count))
+    def staged() -> _Staging:  # is kept, so it refers to no operand
+        fits = len(context.board.members) == 2 and nbytes <= MAILBOX_NBYTES
+        kind = MailedPair if fits else StagedTwoShot
+        return plans.get(("staged", code), lambda: kind(context, task, count))
 
     def is_private(operand: Operand) -> bool:
         return arena.locate(operand.address, operand.nbytes) == NOWHERE
 
-    nbytes = target.nbytes
     in_place = source.address == target.address
     if nbytes <= _STAGED_NBYTES and is_private(target) and (in_place or is_private(source)):
         return staged()
@@ -105,17 +111,93 @@ class _Piece(NamedTuple):
     taken: list[tuple[slice, Array]]
 
 
-class StagedTwoShot(BoundCall):
-    """The allreduce of so many elements in any private memory, through the staging areas of the board."""
+class _Bound(Protocol):
+    """An allreduce through memory of the board, bound to the arrays of this rank."""
 
-    def __init__(self, context: Context, task: Task, count: int) -> None:
-        board = self._board = context.board
+    def copy_in(self, number: int) -> None:
+        """Copy what the other ranks read first, in the call of this number; may come before the rendezvous."""
+
+    def run(self) -> None:
+        """Reduce, once every rank has called `copy_in`."""
+
+
+class _Staging(BoundCall):
+    """The allreduce of so many elements in any private memory, through memory of the board."""
+
+    def __init__(self, context: Context, task: Task) -> None:
+        self._board = context.board
         self._context = context
         self._instruments = context.instruments
         self._signature = task.signature
         self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
         self._where = -1, -1
-        self._staged: _Staged | None = None
+        self._staged: _Bound | None = None
+
+    def run(self, source: Operand, place: Place) -> None:
+        target = place(())
+        staged = self._staged
+        where = source.address, target.address
+        if staged is None or where != self._where:
+            into = unowned(target.view, target.address)
+            given = into if source.address == target.address else unowned(source.view, source.address)
+            staged = self._staged = self.bind(given, into)
+            self._where = where
+        board = self._board
+        staged.copy_in(board.number + 1)  # before the rendezvous: if all ranks do so, no further barrier is needed
+        for other in board.enter(self._signature):
+            if other != NOWHERE:  # that rank copies its input only after the rendezvous
+                board.barrier(self._signature.text)
+                break
+        if self._instruments.observers:
+            self._instruments.step("copy in, rendezvous")
+        staged.run()
+
+    @abstractmethod
+    def bind(self, source: Array, target: Array) -> _Bound:
+        """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
+
+    def close(self) -> None:
+        self._staged = None
+
+
+class MailedPair(_Staging):
+    """On a node of two ranks: each copies its array into a mailbox, and reduces both arrays."""
+
+    def __init__(self, context: Context, task: Task, count: int) -> None:
+        super().__init__(context, task)
+        self._mailboxes = [context.board.mailboxes(parity, task.dtype.storage, (count,)) for parity in (0, 1)]
+
+    def bind(self, source: Array, target: Array) -> _Bound:
+        return _Mailed(self._context, self._kernels, self._mailboxes, source=source, target=target)
+
+
+class _Mailed:
+    """A `MailedPair` that is bound; the mailboxes of a call are read until both ranks have entered the next one."""
+
+    def __init__(
+        self, context: Context, kernels: Kernels, mailboxes: list[list[Array]], *, source: Array, target: Array
+    ) -> None:
+        board = self._board = context.board
+        self._instruments = context.instruments
+        self._copies = [partial(np.copyto, each[board.index], source) for each in mailboxes]
+        terms = [[source if index == board.index else box for index, box in enumerate(each)] for each in mailboxes]
+        self._reduces = [partial(kernels.combine(each), target) for each in terms]
+
+    def copy_in(self, number: int) -> None:
+        self._copies[number & 1]()
+
+    def run(self) -> None:
+        self._reduces[self._board.number & 1]()
+        if self._instruments.observers:
+            self._instruments.step("reduce")
+
+
+class StagedTwoShot(_Staging):
+    """By the staging areas: each rank reduces a slice of each piece, and fetches the results of the others."""
+
+    def __init__(self, context: Context, task: Task, count: int) -> None:
+        super().__init__(context, task)
+        board = context.board
         self._pieces = []
         dtype = task.dtype.storage
         me = board.index
@@ -137,26 +219,7 @@ class StagedTwoShot(BoundCall):
                     piece.taken.append((part, results[rank][place]))
             self._pieces.append(piece)
 
-    def run(self, source: Operand, place: Place) -> None:
-        target = place(())
-        staged = self._staged
-        where = source.address, target.address
-        if staged is None or where != self._where:
-            into = unowned(target.view, target.address)
-            given = into if source.address == target.address else unowned(source.view, source.address)
-            staged = self._staged = self.bind(given, into)
-            self._where = where
-        staged.copy_in()  # before the rendezvous: if all ranks do so, no further barrier is needed
-        for other in self._board.enter(self._signature):
-            if other != NOWHERE:  # that rank stages its input only after the rendezvous
-                self._board.barrier(self._signature.text)
-                break
-        if self._instruments.observers:
-            self._instruments.step("rendezvous")
-        staged.run()
-
-    def bind(self, source: Array, target: Array) -> _Staged:
-        """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
+    def bind(self, source: Array, target: Array) -> _Bound:
         me = self._board.index
         stages: list[list[Call]] = []
         rounds: list[tuple[list[Call], list[Call]]] = []
@@ -170,9 +233,6 @@ class StagedTwoShot(BoundCall):
                 reduces.append(partial(np.copyto, target[piece.mine], piece.result))
             rounds.append((reduces, [partial(np.copyto, target[part], result) for part, result in piece.taken]))
         return _Staged(self._context, self._signature.text, stages, rounds=rounds)
-
-    def close(self) -> None:
-        self._staged = None
 
 
 class _Staged:
@@ -199,13 +259,11 @@ class _Staged:
         self._first = stages[0] if stages else []
         self._later = [*stages[1:], []]
 
-    def copy_in(self) -> None:
-        """Stage what the other ranks own of the first piece; may be called before the rendezvous."""
+    def copy_in(self, number: int) -> None:
         for call in self._first:
             call()
 
     def run(self) -> None:
-        """Reduce, once every rank has staged its first piece."""
         observed = self._instruments.observers
         for number, (reduces, fetches) in enumerate(self._rounds):
             for call in reduces:
@@ -237,7 +295,7 @@ class TwoShot(NodePlan):
         source: Operand,
         target: Operand,
         places: tuple[int, int],
-        staged: Callable[[], StagedTwoShot],
+        staged: Callable[[], _Staging],
     ) -> None:
         super().__init__(context, task, source)
         self._find_staged = staged
@@ -245,7 +303,7 @@ class TwoShot(NodePlan):
         given, taken = places
         self._entry = Signature(self._text, task.signature.code, source=given, target=taken)
         self._others: list[int] = []  # in the last call
-        self._last: list[Call] | _Staged = []  # bound for these
+        self._last: list[Call] | _Bound = []  # bound for these
 
     def run(self, source: Operand, place: Place) -> None:
         board = self._board
@@ -256,8 +314,8 @@ class TwoShot(NodePlan):
             self._others = others
         if observed:
             self._instruments.step("rendezvous")
-        if isinstance(self._last, _Staged):
-            self._last.copy_in()
+        if not isinstance(self._last, list):
+            self._last.copy_in(board.number)
             board.barrier(self._text)
             self._last.run()
             return
@@ -269,9 +327,9 @@ class TwoShot(NodePlan):
         if observed:
             self._instruments.step("barrier")
 
-    def _bind(self, others: tuple[int, ...]) -> list[Call] | _Staged:
+    def _bind(self, others: tuple[int, ...]) -> list[Call] | _Bound:
         """Return what to do for arrays of the other ranks at these places."""
-        found: list[Call] | _Staged | None = self._bound.get(others)
+        found: list[Call] | _Bound | None = self._bound.get(others)
         if found is None:
             staged = NOWHERE in others
             found = self._find_staged().bind(self._source, self._target) if staged else self._bind_memory(others)
