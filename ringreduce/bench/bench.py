@@ -25,7 +25,7 @@ from ringreduce.bench.measure import (
     warmup_for,
 )
 from ringreduce.bench.peers import PEERS, Peer, mpi_library
-from ringreduce.bench.results import Bound, Machine, Report, Result, Row, Settings
+from ringreduce.bench.results import CaseBound, Machine, Report, Result, Row, Settings
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
@@ -98,7 +98,7 @@ class Bench:
     """
 
     def __init__(self, world: Communicator, settings: Settings, peers: Sequence[Peer], device: Device) -> None:
-        self.bounds: dict[int, Bound] = {}
+        self.bounds: dict[int, CaseBound] = {}
         self._world = world
         self._settings = settings
         self._peers = peers
@@ -166,8 +166,9 @@ class Bench:
             links_us = self._device.between_nodes_us(case)
             here_us = found[bound.name].median
             method = "the links between nodes" if links_us > here_us else bound.name
-            least = Bound(case.nbytes, max(links_us, here_us), method)
-            self.bounds[case.nbytes], share = least, least.time_us / mine.median
+            least = CaseBound(case.nbytes, max(links_us, here_us), method)
+            self.bounds[case.nbytes] = least
+            share = least.time_us / mine.median
         name, transport = self._device.path(case, self._name(case, algorithm), asked)
         nwrong = sum(wrong) if wrong else None
         peers = {} if alone else {peer: found.get(peer) for peer in settings.peers}

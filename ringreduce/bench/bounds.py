@@ -86,7 +86,8 @@ class HostBounds:
                 self._wait(at)
 
     def _wait(self, at: int) -> None:
-        flags, count = self._flags, self._count
+        flags = self._flags
+        count = self._count
         deadline = time.monotonic() + self._world.config.timeout_s
         while time.monotonic() < deadline:
             for _ in itertools.repeat(None, _LOOKS):
@@ -115,13 +116,14 @@ def _shared_flags(world: Communicator) -> memoryview:
 
 
 def _between_nodes(world: Communicator) -> tuple[float, float]:
-    """Measure messages around a ring of nodes, all links at once; return the latency in seconds and the rate in GB/s."""
+    """Measure messages around a ring of nodes, all links at once; return latency in seconds and rate in GB/s."""
     leaders = [node[0] for node in world.topology.nodes]
     if len(leaders) == 1:
         return 0.0, 0.0
     medians = []
     for nbytes in (1, _PROBE_NBYTES):
-        sent, got = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+        sent = np.zeros(nbytes, np.uint8)
+        got = np.empty(nbytes, np.uint8)
 
         def exchange(sent: Array = sent, got: Array = got) -> None:
             if world.rank in leaders:

@@ -10,7 +10,7 @@ from typing import Any
 from ringreduce.bench.cases import COLLECTIVES, Case
 from ringreduce.bench.measure import Summary
 
-__all__ = ["Bound", "Machine", "Report", "Result", "Row", "Settings"]
+__all__ = ["CaseBound", "Machine", "Report", "Result", "Row", "Settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class CaseBound:
     """How long a case of ``nbytes`` bytes takes at least; see `ringreduce.bench.bounds`.
 
     On a GPU: how long it takes to copy so many bytes once for each of its ranks.
@@ -192,7 +192,7 @@ class Report:
     settings: Settings
     machine: Machine
     rows: tuple[Row, ...]
-    bounds: tuple[Bound, ...]
+    bounds: tuple[CaseBound, ...]
     busy: str = ""
 
     @property

@@ -19,7 +19,7 @@ from ringreduce.bench.cases import COLLECTIVES, Case
 from ringreduce.bench.formats import CsvWriter, JsonWriter, NcclWriter, OsuWriter, ShortWriter, to_json
 from ringreduce.bench.measure import Summary
 from ringreduce.bench.plots import curves, page, require_matplotlib, save
-from ringreduce.bench.results import Machine, Bound, Report, Result, Row, Settings
+from ringreduce.bench.results import CaseBound, Machine, Report, Result, Row, Settings
 from ringreduce.common.errors import ConfigError
 
 MACHINE = Machine(
@@ -52,7 +52,7 @@ def row(collective: str = "allreduce", nbytes: int = 8, nwrong: int | None = 0) 
 
 
 def report(*rows: Row, settings: Settings = SETTINGS) -> Report:
-    return Report(settings, MACHINE, rows, (Bound(64 << 20, 5000.0, "negate"),))
+    return Report(settings, MACHINE, rows, (CaseBound(64 << 20, 5000.0, "negate"),))
 
 
 def test_one_core_is_one():
@@ -270,7 +270,7 @@ def point(nbytes: int, us: float, collective: str = "allreduce", **more: Any) ->
 
 def drawn(*rows: Row, **settings: Any) -> Report:
     name = rows[0].best.case.collective.name
-    bounds = (Bound(8, 1.0, "negate"), Bound(1 << 20, 90.0, "negate")) if name == "allreduce" else ()
+    bounds = (CaseBound(8, 1.0, "negate"), CaseBound(1 << 20, 90.0, "negate")) if name == "allreduce" else ()
     return Report(Settings(name, 8, 1 << 20, peers=("mpi", "gloo"), **settings), ODD_MACHINE, rows, bounds)
 
 

@@ -324,6 +324,41 @@ def test_a_shared_buffer_is_reduced_where_it_lies() -> None:
     in_world(3, None, check)
 
 
+@pytest.mark.parametrize("nbytes", [2052, 40_004, 64 << 10, 256 << 10, (256 << 10) + 4])
+def test_two_ranks_reduce_arrays_of_any_memory_again_and_again(nbytes: int) -> None:
+    """Private on one rank, shared on the other, or private on both; other collectives use the mailboxes meanwhile."""
+    count = nbytes // 4
+
+    def check(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        small = np.empty(3, np.float32)
+        arrays = [np.empty(count, np.float32), communicator.empty(count), np.empty(count, np.float32)]
+        out = np.empty(count, np.float32)
+        for turn in range(40):
+            own = arrays[(turn // (1 + rank)) % 3]
+            own[:] = np.arange(count) % 97 + 100 * turn * (1 + rank)
+            result = communicator.allreduce(own, out=own if turn % 4 else out)
+            assert result.tolist() == (2 * (np.arange(count) % 97) + 300 * turn).tolist()
+            if turn % 3 == 0:
+                small[:] = turn + rank
+                assert communicator.allreduce(small, out=small).tolist() == [2 * turn + 1] * 3
+                assert communicator.broadcast(np.full(count, turn * (1 + rank)), root=1)[-1] == 2 * turn
+
+    in_world(2, None, check)
+
+
+@pytest.mark.parametrize("nbytes", [4096, 32 << 10, 512 << 10])
+def test_results_take_the_memory_of_those_before(nbytes: int) -> None:
+    """No plan keeps a result alive, wherever the input is."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for array in (np.ones(nbytes // 4, np.float32), communicator.empty(nbytes // 4)):
+            addresses = {communicator.allreduce(array).ctypes.data for _ in range(30)}
+            assert len(addresses) <= 2
+
+    in_world(2, None, check)
+
+
 def test_buffers_live_as_long_as_their_views() -> None:
     """Memory of a dropped buffer is used again, that of a view that is kept is not; after close it stays valid."""
 

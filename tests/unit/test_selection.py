@@ -13,7 +13,7 @@ from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
 
 #: Where the rules change, bytes; docs and claims quote these.
-ONE_SHOT, ONE_SHOT_OF_MANY, SMALL, TREE, HOP = 16 << 10, 32 << 10, 24 << 10, 48 << 10, 128 << 10
+ONE_SHOT, ONE_SHOT_OF_MANY, SMALL, TREE, HOP = 2 << 10, 32 << 10, 24 << 10, 48 << 10, 128 << 10
 
 ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES = (
     Topology.uniform(1, 1),

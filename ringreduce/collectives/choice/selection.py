@@ -113,7 +113,7 @@ _SINGLE = "one rank per node, {over}: %s"
 
 #: Up to this size one barrier, with a copy of the data beside the flags, is faster than two barriers without a copy:
 #: for two ranks; and for more, whose barriers cost more.
-_ONE_SHOT = SizeLimit(16 << 10)
+_ONE_SHOT = SizeLimit(2 << 10)
 _ONE_SHOT_OF_MANY = SizeLimit(32 << 10)
 #: Up to so many bytes of all ranks together, the root reduces them in less time than a second barrier takes.
 _READ_BY_ROOT = SizeLimit(256 << 10, "share")

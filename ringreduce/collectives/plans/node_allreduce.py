@@ -4,8 +4,8 @@
 `TwoShot` works in the arrays of all ranks: those in the arena are touched directly, those in private memory are copied
 by the system. `StagedTwoShot` is for small private arrays, and for all where the system forbids such copies: pieces
 pass through areas of the board, copied in, reduced and copied out while they are in the cache, a barrier for each.
-`MailedPair` takes its place on a node of two ranks, up to the size of a mailbox: to read the other's whole array takes as
-many bytes between the cores as to read half of it and half of the result, and no barrier.
+`MailedPair` takes its place on a node of two ranks, up to the size of a mailbox: to read the other's whole array takes
+as many bytes between the cores as to read half of it and half of the result, and no barrier.
 
 `verify` proves the schedules of `one_shot` and `two_shot`, which say who reads what.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,10 +27,12 @@ from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.plans.bound import BlockMemory
 from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, STAGE_NBYTES, Signature
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, STAGE_NBYTES, Board, Signature
 
 #: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
 _STAGED_NBYTES = 256 << 10
+#: Mailboxes of each parity that small arrays take in turn.
+_TURNS = 4
 #: A piece of a private buffer. Smaller ones would stay in L2, but a piece costs a barrier and some 10 us of Python;
 #: from 256 KiB to 4 MiB this was the quickest, at all sizes.
 _PIECE_NBYTES = STAGE_NBYTES
@@ -46,7 +48,7 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
     if task.choice.path is Path.ONE_SHOT:
         return plans.get(("one_shot", code), lambda: OneShot(context, task, count))
 
-    def staged() -> _Staging:  # is kept, so it refers to no operand
+    def staged() -> _ThroughBoard:  # is kept, so it refers to no operand
         fits = len(context.board.members) == 2 and nbytes <= MAILBOX_NBYTES
         kind = MailedPair if fits else StagedTwoShot
         return plans.get(("staged", code), lambda: kind(context, task, count))
@@ -93,6 +95,19 @@ class OneShot(BoundCall):
             self._instruments.step("reduce")
 
 
+def _mailboxes(board: Board, dtype: np.dtype[Any], count: int) -> list[list[Array]]:
+    """Return mailboxes of so many elements for calls in turn, each those of all ranks.
+
+    Even calls use even mailboxes. Several of a parity are parts of one: a line that another core has read is written
+    more slowly, and the more so the more recently it was read.
+    """
+    line = max(1, LINE_NBYTES // dtype.itemsize)
+    room = -(-count // line) * line
+    parts = min(_TURNS, MAILBOX_NBYTES // (room * dtype.itemsize) or 1)
+    boxes = [board.mailboxes(parity, dtype, (parts, room) if parts > 1 else (1, count)) for parity in (0, 1)]
+    return [[box[part, :count] for box in boxes[parity]] for part in range(parts) for parity in (0, 1)]
+
+
 class _Piece(NamedTuple):
     """A piece of the array, cut into a slice for each rank.
 
@@ -111,7 +126,7 @@ class _Piece(NamedTuple):
     taken: list[tuple[slice, Array]]
 
 
-class _Bound(Protocol):
+class _OnArrays(Protocol):
     """An allreduce through memory of the board, bound to the arrays of this rank."""
 
     def copy_in(self, number: int) -> None:
@@ -121,7 +136,7 @@ class _Bound(Protocol):
         """Reduce, once every rank has called `copy_in`."""
 
 
-class _Staging(BoundCall):
+class _ThroughBoard(BoundCall):
     """The allreduce of so many elements in any private memory, through memory of the board."""
 
     def __init__(self, context: Context, task: Task) -> None:
@@ -131,7 +146,7 @@ class _Staging(BoundCall):
         self._signature = task.signature
         self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
         self._where = -1, -1
-        self._staged: _Bound | None = None
+        self._staged: _OnArrays | None = None
 
     def run(self, source: Operand, place: Place) -> None:
         target = place(())
@@ -153,21 +168,21 @@ class _Staging(BoundCall):
         staged.run()
 
     @abstractmethod
-    def bind(self, source: Array, target: Array) -> _Bound:
+    def bind(self, source: Array, target: Array) -> _OnArrays:
         """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
 
     def close(self) -> None:
         self._staged = None
 
 
-class MailedPair(_Staging):
+class MailedPair(_ThroughBoard):
     """On a node of two ranks: each copies its array into a mailbox, and reduces both arrays."""
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         super().__init__(context, task)
-        self._mailboxes = [context.board.mailboxes(parity, task.dtype.storage, (count,)) for parity in (0, 1)]
+        self._mailboxes = _mailboxes(context.board, task.dtype.storage, count)
 
-    def bind(self, source: Array, target: Array) -> _Bound:
+    def bind(self, source: Array, target: Array) -> _OnArrays:
         return _Mailed(self._context, self._kernels, self._mailboxes, source=source, target=target)
 
 
@@ -179,20 +194,25 @@ class _Mailed:
     ) -> None:
         board = self._board = context.board
         self._instruments = context.instruments
-        self._copies = [partial(np.copyto, each[board.index], source) for each in mailboxes]
-        terms = [[source if index == board.index else box for index, box in enumerate(each)] for each in mailboxes]
-        self._reduces = [partial(kernels.combine(each), target) for each in terms]
+        self._turns = len(mailboxes)
+        self._copies: list[Call] = []
+        self._reduces: list[Call] = []
+        for each in mailboxes:
+            self._copies.append(partial(np.copyto, each[board.index], source))
+            terms = each.copy()
+            terms[board.index] = source
+            self._reduces.append(partial(kernels.combine(terms), target))
 
     def copy_in(self, number: int) -> None:
-        self._copies[number & 1]()
+        self._copies[number % self._turns]()
 
     def run(self) -> None:
-        self._reduces[self._board.number & 1]()
+        self._reduces[self._board.number % self._turns]()
         if self._instruments.observers:
             self._instruments.step("reduce")
 
 
-class StagedTwoShot(_Staging):
+class StagedTwoShot(_ThroughBoard):
     """By the staging areas: each rank reduces a slice of each piece, and fetches the results of the others."""
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
@@ -219,7 +239,7 @@ class StagedTwoShot(_Staging):
                     piece.taken.append((part, results[rank][place]))
             self._pieces.append(piece)
 
-    def bind(self, source: Array, target: Array) -> _Bound:
+    def bind(self, source: Array, target: Array) -> _OnArrays:
         me = self._board.index
         stages: list[list[Call]] = []
         rounds: list[tuple[list[Call], list[Call]]] = []
@@ -295,7 +315,7 @@ class TwoShot(NodePlan):
         source: Operand,
         target: Operand,
         places: tuple[int, int],
-        staged: Callable[[], _Staging],
+        staged: Callable[[], _ThroughBoard],
     ) -> None:
         super().__init__(context, task, source)
         self._find_staged = staged
@@ -303,7 +323,7 @@ class TwoShot(NodePlan):
         given, taken = places
         self._entry = Signature(self._text, task.signature.code, source=given, target=taken)
         self._others: list[int] = []  # in the last call
-        self._last: list[Call] | _Bound = []  # bound for these
+        self._last: list[Call] | _OnArrays = []  # bound for these
 
     def run(self, source: Operand, place: Place) -> None:
         board = self._board
@@ -327,9 +347,9 @@ class TwoShot(NodePlan):
         if observed:
             self._instruments.step("barrier")
 
-    def _bind(self, others: tuple[int, ...]) -> list[Call] | _Bound:
+    def _bind(self, others: tuple[int, ...]) -> list[Call] | _OnArrays:
         """Return what to do for arrays of the other ranks at these places."""
-        found: list[Call] | _Bound | None = self._bound.get(others)
+        found: list[Call] | _OnArrays | None = self._bound.get(others)
         if found is None:
             staged = NOWHERE in others
             found = self._find_staged().bind(self._source, self._target) if staged else self._bind_memory(others)
