@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from ringreduce.common.errors import ConfigError, MismatchError  # noqa: E402
 from ringreduce.torch import Compression  # noqa: E402  # registers the backend, where torch has not done so
 from ringreduce.torch.compression import Compressor  # noqa: E402
-from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook  # noqa: E402
+from ringreduce.torch.distributed.ddp import AllreduceState, adopt, allreduce_hook  # noqa: E402
 from ringreduce.torch.sync_batch_norm import convert_sync_batchnorm  # noqa: E402
 
 with warnings.catch_warnings():  # that torch deprecates what it uses itself
@@ -222,8 +222,10 @@ def test_ddp_with_our_hook(form: str, gloo: Any):
     for group in (None, gloo):
         torch.manual_seed(0)
         model = DistributedDataParallel(Branches(unused=form == "find_unused"), process_group=group, **options)
-        if group is None:
+        if group is None and form == "plain":
             model.register_comm_hook(AllreduceState(), allreduce_hook)
+        elif group is None:
+            assert adopt(model) is model
         losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         results.append((losses, weights(model)))
         if group is None and form in ("static_graph", "bucket_view"):
@@ -257,7 +259,7 @@ def test_ddp_with_our_compressions(name: str):
     for compression in (COMPRESSIONS[name], Compression.none):
         torch.manual_seed(0)
         model = DistributedDataParallel(Branches(), gradient_as_bucket_view=True)
-        model.register_comm_hook(AllreduceState(compression=compression), allreduce_hook)
+        adopt(model, compression)
         results.append(sum(train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=40)[-10:]))
         assert_like(([], weights(model)), ([], weights(model)))
     assert results[0] < 1.2 * results[1]
@@ -293,6 +295,10 @@ def test_our_hook_takes_our_groups_alone(gloo: Any):
         AllreduceState(gloo)
     with pytest.raises(ConfigError, match="that this rank is in"):
         AllreduceState(dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(ConfigError, match="got one of gloo"):
+        adopt(DistributedDataParallel(nn.Linear(3, 2), process_group=gloo, gradient_as_bucket_view=True))
+    with pytest.raises(ConfigError, match=r"adopt\(\) takes .*gradient_as_bucket_view=True"):
+        adopt(DistributedDataParallel(nn.Linear(3, 2)))
 
 
 def test_ddp_join(gloo: Any):

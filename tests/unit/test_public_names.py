@@ -51,7 +51,7 @@ NAMES = {
         DamagingMessages FailingMessages RecordingMessages assert_close assert_equal caught check_choices
         check_collectives check_messages expected run_engines run_process_sets run_ranks run_threads sample
     """,
-    "ringreduce.torch.distributed.ddp": "AllreduceState allreduce_hook",
+    "ringreduce.torch.distributed.ddp": "AllreduceState adopt allreduce_hook",
     "ringreduce.torch.lightning": "RingreduceEnvironment RingreduceStrategy",
     "ringreduce.torch.lightning.pytorch_lightning": "RingreduceEnvironment RingreduceStrategy",
     "ringreduce.algorithms": "ALGORITHMS Algorithm Collective Cost Schedule Step Transfer find names schedule_for",

@@ -1,9 +1,8 @@
 """A communication hook for torch's DistributedDataParallel on ringreduce: buckets in shared memory, or compressed.
 
-    from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook
+    from ringreduce.torch.distributed import ddp
 
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    model.register_comm_hook(AllreduceState(), allreduce_hook)
+    model = ddp.adopt(DistributedDataParallel(model, gradient_as_bucket_view=True))
 
 Torch allocates the buckets of DDP in the private memory of the process, which other ranks can only copy. Where
 gradients are views of the buckets, the hook moves both to memory that the ranks of the node share, once, and from then
@@ -20,8 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public, and not in the types
+from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce.common.arguments import CheckingArguments
+from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.compression import Compression, Compressor
@@ -111,6 +112,28 @@ class AllreduceState:
             reducer = self.compression.reducer(shapes, places)
             self._reducers[index] = shapes, reducer
         return reducer
+
+
+def adopt(
+    model: DistributedDataParallel, compression: type[Compressor] | BucketCompression = Compression.none
+) -> DistributedDataParallel:
+    """Give a model `allreduce_hook`, and return it.
+
+    Args:
+        model: on a process group of ringreduce, with ``gradient_as_bucket_view=True``, without a hook so far.
+        compression: as for `AllreduceState`.
+
+    Raises:
+        ConfigError: the process group is none of ringreduce's; or gradients are memory of their own, so that buckets
+            would stay private.
+    """
+    if not model.gradient_as_bucket_view and compression is Compression.none:
+        raise ConfigError(
+            "adopt() takes DistributedDataParallel(..., gradient_as_bucket_view=True): "
+            "buckets move to shared memory together with the gradients that are views of them"
+        )
+    model.register_comm_hook(AllreduceState(model.process_group, compression), allreduce_hook)
+    return model
 
 
 def allreduce_hook(state: AllreduceState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
