@@ -41,7 +41,7 @@ from ringreduce.transport.waiting import Waiter
 #: Blocks begin on cache lines: a line that two ranks write would travel between their cores.
 LINE_NBYTES = 64
 #: Places of the other ranks' arrays that a plan is bound to at once.
-BINDINGS = 64
+BINDINGS = 256
 
 
 class _CallScratch:

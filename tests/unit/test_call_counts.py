@@ -15,6 +15,7 @@ import ringreduce as rr
 from ringreduce.testing import run_process_sets, run_ranks
 from ringreduce.testing.toy import Toy
 from ringreduce.transport import waiting
+from ringreduce.transport.shared.board import TURNS
 
 #: By the ranks of a node: the most function calls of rank 0 in an allreduce of 256 KiB in private memory, in place; the
 #: first one, the same again, and one of another array of the same kind. docs/benchmarks.md shows the table.
@@ -60,7 +61,7 @@ def test_a_call_goes_through_few_functions(node_size: int | None) -> None:
 
     def program(communicator: rr.Communicator) -> None:
         arrays = [np.zeros(65536, np.float32) for _ in range(3)]
-        turns = ("first", arrays[0]), *[("again", arrays[0])] * 4, ("other", arrays[1]), ("other", arrays[2])
+        turns = ("first", arrays[0]), *[("again", arrays[0])] * (TURNS + 1), ("other", arrays[1]), ("other", arrays[2])
         for name, array in turns:
 
             def reduce(array: np.ndarray = array) -> None:

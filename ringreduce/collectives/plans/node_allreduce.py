@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,12 +27,10 @@ from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.plans.bound import BlockMemory
 from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, STAGE_NBYTES, Board, Signature
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, STAGE_NBYTES, TURNS, Signature
 
 #: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
 _STAGED_NBYTES = 256 << 10
-#: Mailboxes of each parity that small arrays take in turn.
-_TURNS = 4
 #: A piece of a private buffer. Smaller ones would stay in L2, but a piece costs a barrier and some 10 us of Python;
 #: from 256 KiB to 4 MiB this was the quickest, at all sizes.
 _PIECE_NBYTES = STAGE_NBYTES
@@ -74,38 +72,32 @@ class OneShot(BoundCall):
     """The allreduce of so many elements, in memory of any kind: every rank reduces all mailboxes, in rank order."""
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
-        board = self._board = context.board
+        self._board = context.board
         self._instruments = context.instruments
         self._entry = task.signature
-        mailboxes = [board.mailboxes(parity, task.dtype.storage, (count,)) for parity in (0, 1)]
-        kernels = context.kernels(task.dtype, task.op, task.kind.weights)
-        self._mine = [each[board.index] for each in mailboxes]
-        self._reduce = [kernels.combine(each) for each in mailboxes]
+        self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
+        self._dtype = task.dtype.storage
+        self._count = count
+        self._turns: list[tuple[Array, Callable[[Array], object]] | None] = [None] * TURNS
 
     def run(self, source: Operand, place: Place) -> None:
         board = self._board
-        parity = board.number + 1 & 1
-        self._mine[parity][...] = source.view
+        mine, reduce = self._turns[(board.number + 1) % TURNS] or self._bind(board.number + 1)
+        mine[...] = source.view
         board.enter(self._entry)
         observed = self._instruments.observers
         if observed:
             self._instruments.step("copy in, rendezvous")
-        self._reduce[parity](place(()).view)
+        reduce(place(()).view)
         if observed:
             self._instruments.step("reduce")
 
-
-def _mailboxes(board: Board, dtype: np.dtype[Any], count: int) -> list[list[Array]]:
-    """Return mailboxes of so many elements for calls in turn, each those of all ranks.
-
-    Even calls use even mailboxes. Several of a parity are parts of one: a line that another core has read is written
-    more slowly, and the more so the more recently it was read.
-    """
-    line = max(1, LINE_NBYTES // dtype.itemsize)
-    room = -(-count // line) * line
-    parts = min(_TURNS, MAILBOX_NBYTES // (room * dtype.itemsize) or 1)
-    boxes = [board.mailboxes(parity, dtype, (parts, room) if parts > 1 else (1, count)) for parity in (0, 1)]
-    return [[box[part, :count] for box in boxes[parity]] for part in range(parts) for parity in (0, 1)]
+    def _bind(self, number: int) -> tuple[Array, Callable[[Array], object]]:
+        """Return this rank's mailbox in the call of this number, and what reduces all."""
+        boxes = self._board.mailboxes(number, self._dtype, (self._count,))
+        turn = boxes[self._board.index], self._kernels.combine(boxes)
+        self._turns[number % TURNS] = turn
+        return turn
 
 
 class _Piece(NamedTuple):
@@ -180,36 +172,40 @@ class MailedPair(_ThroughBoard):
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         super().__init__(context, task)
-        self._mailboxes = _mailboxes(context.board, task.dtype.storage, count)
 
     def bind(self, source: Array, target: Array) -> _OnArrays:
-        return _Mailed(self._context, self._kernels, self._mailboxes, source=source, target=target)
+        return _Mailed(self._context, self._kernels, source, target=target)
 
 
 class _Mailed:
     """A `MailedPair` that is bound; the mailboxes of a call are read until both ranks have entered the next one."""
 
-    def __init__(
-        self, context: Context, kernels: Kernels, mailboxes: list[list[Array]], *, source: Array, target: Array
-    ) -> None:
-        board = self._board = context.board
+    def __init__(self, context: Context, kernels: Kernels, source: Array, target: Array) -> None:
+        self._board = context.board
         self._instruments = context.instruments
-        self._turns = len(mailboxes)
-        self._copies: list[Call] = []
-        self._reduces: list[Call] = []
-        for each in mailboxes:
-            self._copies.append(partial(np.copyto, each[board.index], source))
-            terms = each.copy()
-            terms[board.index] = source
-            self._reduces.append(partial(kernels.combine(terms), target))
+        self._kernels = kernels
+        self._source = source
+        self._target = target
+        self._turns: list[tuple[Call, Call] | None] = [None] * TURNS
 
     def copy_in(self, number: int) -> None:
-        self._copies[number % self._turns]()
+        copy, self._reduce = self._turns[number % TURNS] or self._bind(number)
+        copy()
 
     def run(self) -> None:
-        self._reduces[self._board.number % self._turns]()
+        self._reduce()
         if self._instruments.observers:
             self._instruments.step("reduce")
+
+    def _bind(self, number: int) -> tuple[Call, Call]:
+        """Return what copies into this rank's mailbox in the call of this number, and what reduces."""
+        terms = self._board.mailboxes(number, self._source.dtype, self._source.shape)
+        index = self._board.index
+        copy = partial(np.copyto, terms[index], self._source)
+        terms[index] = self._source
+        turn = copy, partial(self._kernels.combine(terms), self._target)
+        self._turns[number % TURNS] = turn
+        return turn
 
 
 class StagedTwoShot(_ThroughBoard):

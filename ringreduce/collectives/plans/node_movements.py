@@ -22,7 +22,7 @@ from ringreduce.collectives.plans.bound import BlockMemory
 from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
 from ringreduce.common.partition import Partition, Segment
 from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, Signature
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, TURNS, Signature
 from ringreduce.transport.shared.private import PrivateMemory
 
 #: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An
@@ -176,21 +176,20 @@ class _Loads(NodePlan):
         self._numbers = numbers
         self._mine = array("q", numbers)
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the numbers of the others
-        self._box: list[Array] = []
+        self._boxes: list[Array | None] = []
         place = MAILED
         if _is_read(task, context.rank):
             place = context.arena.place(source.address, source.nbytes)
             if source.nbytes <= (_MAILED_NBYTES if place >= 0 else MAILBOX_NBYTES):
                 place = MAILED
-                boxes = [self._board.mailboxes(parity, self._source.dtype, self._source.shape) for parity in (0, 1)]
-                self._box = [each[self._board.index] for each in boxes]
+                self._boxes = [None] * TURNS
         self._entry = Signature(self._text, task.signature.code, place)
 
     def run(self, source: Operand, place: Place) -> None:
         mine = self._entry
         block = None
-        if self._box:
-            self._box[self._board.number + 1 & 1][...] = self._source
+        if self._boxes:
+            self._mail(self._board.number + 1)
         elif mine.source == NOWHERE:
             block, copy = self._block()
             np.copyto(copy, self._source)
@@ -200,6 +199,15 @@ class _Loads(NodePlan):
         finally:
             if block is not None:
                 self._context.arena.release(block)
+
+    def _mail(self, number: int) -> None:
+        """Copy the input to this rank's mailbox in the call of this number."""
+        turn = number % TURNS
+        box = self._boxes[turn]
+        if box is None:
+            boxes = self._board.mailboxes(number, self._source.dtype, self._source.shape)
+            box = self._boxes[turn] = boxes[self._board.index]
+        box[...] = self._source
 
     def _carry_out(self, place: Place, mine: Signature) -> None:
         board = self._board
@@ -215,7 +223,7 @@ class _Loads(NodePlan):
         if instruments.observers:
             instruments.step("rendezvous")
         target = place(layout.received)
-        key = (target.address, board.number & 1, *others, *theirs)
+        key = (target.address, board.number % TURNS, *others, *theirs)
         bound = self._bound.get(key)
         if bound is None:
             bound = self._keep(key, self._bind(layout, others, target, published=mine.source))
@@ -270,7 +278,7 @@ class _Loads(NodePlan):
                 size = layout.peers[peer][0]
                 place = others[2 * number]
                 if place == MAILED:
-                    boxes = board.mailboxes(board.number & 1, source.dtype, (size,))
+                    boxes = board.mailboxes(board.number, source.dtype, (size,))
                     peers[peer] = boxes[board.members.index(peer)]
                 else:
                     peers[peer] = context.arena.at(peer, place, source.dtype, count=size)

@@ -11,7 +11,7 @@ barriers):
     line 6 ...  what this rank called, as text, written only when a mismatch was seen
     page 1      why this rank takes part in no further call, written before its status
     numbers     two of `_NUMBERS_NBYTES`: numbers published at entry that the line cannot hold, for even and odd calls
-    mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls
+    mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls; in parts, if they are small
     staging     four of `STAGE_NBYTES`: pieces of private buffers on their way (two in, two out)
 
 Counters are 64-bit and never reset. A rank may be one call ahead of its peers, never two: it passes the entry of
@@ -39,6 +39,8 @@ from ringreduce.transport.shared.arena import NOWHERE, Arena
 from ringreduce.transport.waiting import Waiter
 
 MAILBOX_NBYTES = 256 << 10
+#: The mailboxes of a call depend on its number modulo this.
+TURNS = 8
 STAGE_NBYTES = 1 << 20
 
 _LINE = 64  # bytes: what the cores' caches pass to one another
@@ -149,11 +151,20 @@ class Board:
         block.memory[:_MAILBOXES] = 0
         return block.place
 
-    def mailboxes(self, parity: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
-        """Return every member's mailbox as an array, in the order of ``members``."""
+    def mailboxes(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
+        """Return every member's mailbox in a call as an array, in the order of ``members``.
+
+        Calls take parts of a mailbox in turn: a line that another core has just read is written more slowly.
+
+        Args:
+            number: of the call.
+            dtype, shape: of the array.
+        """
         nbytes = dtype.itemsize * prod(shape)
-        offset = _MAILBOXES + parity * MAILBOX_NBYTES
         assert nbytes <= MAILBOX_NBYTES
+        room = -(-nbytes // _LINE) * _LINE
+        parts = 4 if 4 * room <= MAILBOX_NBYTES else 2 if 2 * room <= MAILBOX_NBYTES else 1
+        offset = _MAILBOXES + (number & 1) * MAILBOX_NBYTES + (number >> 1) % parts * room
         return [part[offset : offset + nbytes].view(dtype).reshape(shape) for part in self._parts]
 
     def stages(self, dtype: np.dtype[Any]) -> list[list[Array]]:
