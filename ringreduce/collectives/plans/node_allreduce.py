@@ -156,7 +156,7 @@ class _ThroughBoard(BoundCall):
                 board.barrier(self._signature.text)
                 break
         if self._instruments.observers:
-            self._instruments.step("copy in, rendezvous")
+            self._instruments.step("rendezvous")
         staged.run()
 
     @abstractmethod
