@@ -104,10 +104,12 @@ class Plans:
         choices: what was chosen for each kind of call.
         repeats: how to make calls again: by the ids of array and out, the name of the collective, and the root.
         crowded: whether there are too many plans, so that `trim` is to be called after this call.
+        closed: how often plans were closed.
     """
 
     def __init__(self) -> None:
         self.crowded = False
+        self.closed = 0
         self._plans: OrderedDict[Hashable, Kept] = OrderedDict()
         self.choices = Recent[Hashable, Any](_CHOICES)
         self.repeats: dict[tuple[int, int, str, int], RepeatedCall] = {}
@@ -130,6 +132,7 @@ class Plans:
         A repeated call does not look its plan up, so plans count as used now as long as such a call may come.
         """
         self.crowded = False
+        self.closed += 1
         repeats = self.repeats.copy()  # the end of an array may remove one at any time
         repeated = {id(repeat.plan) for repeat in repeats.values()}
         for key in [key for key, plan in self._plans.items() if id(plan) in repeated]:
@@ -151,6 +154,7 @@ class Plans:
     def close(self) -> None:
         """Close all plans."""
         self.forget()
+        self.closed += 1
         plans = list(reversed(self._plans.values()))
         self._plans.clear()
         close_all(*(plan.close for plan in plans))

@@ -37,6 +37,8 @@ _OF_ONE_SHAPE = (Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
 #: Collectives by name: to call the enumeration takes half a microsecond.
 _COLLECTIVES = {each.value: each for each in Collective}
 _FLOAT32 = DTYPES["float32"]
+#: Addresses of results whose plans a repeated call remembers.
+_RESULTS = 16
 
 
 class Runner:
@@ -325,6 +327,8 @@ class Runner:
         dtype = prepared.result.operand.dtype
         make = self._operands.maker(0 if array is None else array)
         follows = collective is Collective.BROADCAST and self._context.rank != task.kind.root
+        plans = self._plans
+        bound: dict[int, tuple[BoundCall, int]] = {}  # by the address of a result, which takes the memory of one before
 
         def again() -> Any:
             result = ResultArray(self._operands, make, row=shape[1:], dtype=dtype)
@@ -336,7 +340,15 @@ class Runner:
                 result.make(shape, dtype)
                 target = result.flat()
                 source = target if follows else given
-                found = self._plan_of(task, source, target)
+                known = bound.get(target.address)
+                if known is not None and known[1] == plans.closed:
+                    found = known[0]
+                else:
+                    found = self._plan_of(task, source, target)
+                    if len(bound) >= _RESULTS:
+                        bound.clear()
+                    if found.reusable:
+                        bound[target.address] = found, plans.closed
             found.run(source, result.part if collective is Collective.SCATTER else result.place)
             return result.out
 
