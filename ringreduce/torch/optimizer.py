@@ -23,6 +23,7 @@ from ringreduce.torch.reduced import Reduced, State, warn_of_own_step, warn_of_s
 from ringreduce.torch.sharded.saved import add_training, take_training
 from ringreduce.torch.sharded.shardable import is_elementwise, require_shardable
 from ringreduce.torch.sharded.stepper import Stepper
+from ringreduce.torch.split_updates import require_splittable
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.torch.tensors.gradients import TorchParameters
 from ringreduce.torch.tensors.streams import TorchStreams
@@ -106,6 +107,11 @@ class DistributedOptimizer(wrapper.Wrapper):
             state once; see docs/recipes/sharding.md.
         staleness: how many steps late averages are applied; the first steps change nothing. See
             docs/recipes/staleness.md.
+        split_updates: let each rank update some of the parameters, whole ones, and give the others the results, with
+            the bits of each rank updating all. For optimizers with costly updates, each of which depends on its own
+            parameter and gradient alone; not with Adasum or ``shard``. None: with `torch.optim.Muon` and parameters in
+            host memory, where both are tried in turn, four times, and the quicker one stays; with others, no. See
+            docs/recipes/muon.md.
 
     All arguments from ``compression`` on must be equal on all ranks.
 
@@ -137,6 +143,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         reduce_in: Literal["step", "backward"] = "step",
         shard: Literal["node", "all"] | None = None,
         staleness: int = 0,
+        split_updates: bool | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: what it would set is the wrapped optimizer's, by properties and __getattr__.
         self._optimizer = optimizer
@@ -164,11 +171,13 @@ class DistributedOptimizer(wrapper.Wrapper):
                 shard=shard,
                 staleness=staleness,
                 elementwise=is_elementwise(optimizer),
+                split_updates=split_updates,
             ).checked(training.communicator.config, self._parameters())
             if isinstance(named_parameters, torch.nn.Module):
                 named_parameters = named_parameters.named_parameters()
             names = checked_names(self._parameters(), named_parameters)
             require_shardable(optimizer, shard, process_set)
+            require_splittable(optimizer, split_updates)
             # Neither of these refers to the wrapper, so that hooks end with it.
             self._named = partial(wrapping.named_parameters, optimizer, names)
             TorchStreams(training.communicator).require_usable(self._parameters())
@@ -220,6 +229,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         self.rejoin()
         if samples is not None:
             self._training.reducer.require_samples_allowed(SKIPPING if self._skipping else self._reduced.by(id(self)))
+        equal = not self._skipping or self._reduced.state is not State.OWN  # gradients, on all ranks
         with self._stepper.reading:
             self._stepper.require_unchanged()
             if self._adasum and not self._training.alone:
@@ -228,7 +238,7 @@ class DistributedOptimizer(wrapper.Wrapper):
                 return wrapping.step_and_combine(self._parameters(), self._training, step)
             if closure is not None:
                 self._training.options.require_on_time(CLOSURE)
-                result = self._stepper.step(partial(self._evaluate, closure, samples))
+                result = self._stepper.step(partial(self._evaluate, closure, samples), reduced=not self._skipping)
                 self._reduced.taken()
                 return result
             gradients = self._training.gradients
@@ -239,7 +249,7 @@ class DistributedOptimizer(wrapper.Wrapper):
                     gradients.reduce(samples=samples)
                 self._reduced.synchronized()
             self._reduced.taken()
-            return self._stepper.step()
+            return self._stepper.step(reduced=equal)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. None costs less memory traffic than zeros."""
@@ -368,6 +378,11 @@ class DistributedOptimizer(wrapper.Wrapper):
     def overlaps(self) -> bool:
         """Whether complete buckets are reduced during the backward pass by now."""
         return self._training.gradients.overlap.begun
+
+    @property
+    def splits_updates(self) -> bool:
+        """Whether each rank updates some of the parameters by now; see ``split_updates``."""
+        return self._stepper.splits_updates
 
     @property
     def communication_s(self) -> float:

@@ -205,13 +205,14 @@ def is_called_by_autograd() -> bool:
     return frame.f_code is _RUN
 
 
-def call_first(parameter: torch.Tensor, handle: RemovableHandle) -> None:
-    """Let a hook that follows additions to a gradient be called before those of the program, which may make a step.
+def call_first(handle: RemovableHandle) -> None:
+    """Let a hook be called before those of the program: after additions to a gradient, where these may make a step, or
+    after a step, where they may read what other ranks have updated.
 
-    Reorders ``_post_accumulate_grad_hooks``; torch has no order to ask for. Without it, hooks are called in the order
-    in which they were registered: a program that steps in its own must register them after the optimizer is wrapped.
+    Reorders what ``hooks_dict_ref`` refers to; torch has no order to ask for. Without it, hooks are called in the order
+    in which they were registered: a program must register its own after the optimizer is wrapped, or after a step.
     """
-    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    hooks: dict[int, Any] | None = getattr(handle, "hooks_dict_ref", lambda: None)()
     if hooks is not None and handle.id in hooks:
         later = {number: hook for number, hook in hooks.items() if number != handle.id}
         for number in later:
@@ -536,7 +537,7 @@ def _hooks_are_reordered() -> bool:
     with torch.inference_mode(False), torch.enable_grad():
         parameter.register_post_accumulate_grad_hook(lambda _: called.append(2))  # type: ignore[no-untyped-call]
         handle = parameter.register_post_accumulate_grad_hook(lambda _: called.append(1))  # type: ignore[no-untyped-call]
-        call_first(parameter, handle)
+        call_first(handle)
         (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
     return called == [1, 2]
 

@@ -87,7 +87,7 @@ def test_a_part_that_fails_is_missing_too():
         ("_execution_engine", {"at_end_of_pass"}),
         ("_engine_run_backward", {"following_in_outer_pass", "is_called_by_autograd"}),
         ("BackwardCFunction", {"following_in_outer_pass"}),
-        ("_post_accumulate_grad_hooks", {"call_first"}),
+        ("hooks_dict_ref", {"call_first"}),
         ("_unscale_grads_", {"scaler_of"}),
         ("_per_optimizer_states", {"scaler_state"}),
         ("_modules", {"children_of"}),
@@ -222,12 +222,12 @@ def test_passes_within_others_are_told_by_less():
 def test_without_an_order_hooks_of_torch_are_called_as_registered():
     """Nothing fails."""
     torch = pytest.importorskip("torch")
-    private = without(private_of("torch"), "_post_accumulate_grad_hooks")
+    private = without(private_of("torch"), "hooks_dict_ref")
     called: list[int] = []
     parameter = torch.ones(1, requires_grad=True)
     parameter.register_post_accumulate_grad_hook(lambda _: called.append(1))
     handle = parameter.register_post_accumulate_grad_hook(lambda _: called.append(2))
-    private.call_first(parameter, handle)
+    private.call_first(handle)
     parameter.sum().backward()
     assert called == [1, 2]
 

@@ -18,6 +18,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.torch.private import mark_stepped, version_of
 from ringreduce.torch.sharded.node_state import DividedState, NodeState, Piece, pieces_of
 from ringreduce.torch.sharded.shardable import STEPS, watch_other_steps
+from ringreduce.torch.split_updates import SplitUpdates, may_split
 from ringreduce.torch.wrapping import STEPPING, parameters_of
 from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.optimizers.reducer import GradientReducer
@@ -28,7 +29,7 @@ _numbers = itertools.count()
 
 
 class Stepper:
-    """Makes the steps of a wrapped optimizer: its own, or with ``shard`` those of this rank's pieces.
+    """Makes the steps of a wrapped optimizer: its own, those of this rank's parameters, or of its pieces with ``shard``.
 
     Args:
         optimizer: the wrapped one.
@@ -42,12 +43,19 @@ class Stepper:
         self._optimizer = optimizer
         self._training = training
         self._sharded: ShardedStep | None = None
+        self._split: SplitUpdates | None = None
         self.reading = threading.RLock()
 
-    def step(self, *closure: Callable[[], Any]) -> Any:
-        """Make a step, without the warning about steps of the wrapped optimizer. Collective with ``shard``."""
-        stepping: Any = self._begun() or self._optimizer
-        number = id(getattr(stepping, "copy", stepping))
+    def step(self, *closure: Callable[[], Any], reduced: bool = True) -> Any:
+        """Make a step, without the warning about steps of the wrapped optimizer. Collective if ``reduced``.
+
+        Args:
+            closure: as for torch; none or one.
+            reduced: whether the ranks have equal gradients.
+        """
+        sharded = self._begun()
+        stepping: Any = sharded or (self._splitting() if reduced else None) or self._optimizer
+        number = id(self._optimizer if sharded is None else sharded.copy)
         STEPPING.add(number)
         try:
             return stepping.step(*closure)
@@ -107,6 +115,23 @@ class Stepper:
         self._training.rejoin()
         sharding = self._training.reducer.sharding
         return sharding is not None and not sharding.has_all_state and self._begun() is not None
+
+    @property
+    def splits_updates(self) -> bool:
+        """Whether each rank updates some of the parameters by now."""
+        return (split := self._splitting()) is not None and split.splits is True
+
+    def _splitting(self) -> SplitUpdates | None:
+        """Return what makes steps in which each rank updates some of the parameters; None: all ranks update all."""
+        training = self._training
+        options = training.options
+        if training.alone or options.adasum or options.shard is not None:
+            return None
+        if not may_split(self._optimizer, options.split_updates):
+            return None
+        if self._split is None or self._split.reducer is not training.reducer:
+            self._split = SplitUpdates(self._optimizer, training.reducer, options.split_updates)
+        return self._split
 
     def _begun(self) -> ShardedStep | None:
         """Return what makes steps on shared parameters; None: each rank has its own. Collective."""

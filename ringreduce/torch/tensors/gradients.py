@@ -224,7 +224,7 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
                 mine.added(record)
 
         handle = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-        call_first(parameter, handle)
+        call_first(handle)
         return [parameter.register_hook(before), handle]  # type: ignore[no-untyped-call]
 
     def checksum(self, parameters: Sequence[torch.Tensor]) -> int:

@@ -25,6 +25,7 @@ from ringreduce.training.options.refusals import (
     SHARD,
     SHARES,
     SKIP_UNUSED,
+    SPLIT,
     STALENESS,
     are_refused,
     refusal,
@@ -67,6 +68,8 @@ class Options:
             have state once; None: each rank has both.
         staleness: how many steps late averages are applied.
         elementwise: whether the optimizer treats each element by itself, so that shards may end inside of parameters.
+        split_updates: whether each rank updates some of the parameters; None: if the optimizer has costly updates, and
+            that makes them quicker.
     """
 
     op: Any = AVERAGE
@@ -82,6 +85,7 @@ class Options:
     shard: Any = None
     staleness: Any = 0
     elementwise: bool = False
+    split_updates: bool | None = None
 
     @property
     def weighs(self) -> bool:
@@ -111,6 +115,7 @@ class Options:
             PREDIVISION: factor != 1.0,
             SHARD: self.shard is not None,
             SKIP_UNUSED: self.skip_unused is True,
+            SPLIT: self.split_updates is True,
             STALENESS: late > 0,
         }
         require_together([name for name, is_used in used.items() if is_used])
@@ -178,6 +183,7 @@ class Options:
             "groups": [self.groups.get(id(each)) for each in parameters] if self.groups else None,
             "overlap": self.overlap,
             "reduce_in": self.reduce_in,
+            "split_updates": self.split_updates,
             "staleness": self.staleness,
             "shard": self.shard and f"{self.shard}, {'elements' if self.elementwise else 'whole parameters'}",
         }

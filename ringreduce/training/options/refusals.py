@@ -28,6 +28,7 @@ SHARES = 'a sampler with shares="speed"'
 SKIPPING = "skip_synchronize"
 SKIP_UNUSED = "skip_unused=True"
 SPARSE = "sparse gradients"
+SPLIT = "split_updates=True"
 STALENESS = "staleness"
 WIRE_FORMATS = "a wire format"
 
@@ -50,6 +51,7 @@ FEATURES = (
     SKIPPING,
     SKIP_UNUSED,
     SPARSE,
+    SPLIT,
     STALENESS,
     WIRE_FORMATS,
 )
@@ -62,6 +64,7 @@ REFUSED: dict[tuple[str, str], str] = {
     (ADASUM, LOCAL): "exchanges between replicas are averages",
     (ADASUM, PREDIVISION): "it is for averages, and Adasum makes none",
     (ADASUM, SHARD): "each rank steps by itself, so that nodes cannot share parameters",
+    (ADASUM, SPLIT): "each rank steps with its own gradients",
     (ADASUM, STALENESS): "it combines the changes of steps, not gradients",
     (LOCAL, SCALER): "replicas make equally many steps, but each would skip different ones; train in bfloat16",
     (BACKWARD, LOCAL): "a replica reduces its gradients in its step",
@@ -80,7 +83,9 @@ REFUSED: dict[tuple[str, str], str] = {
     (SCALER, STALENESS): "the scale would be that of another step",
     (LOCAL, SKIPPING): "no synchronize() comes before a step, so none can be skipped",
     (LOCAL, SKIP_UNUSED): "it is an argument of DistributedOptimizer alone",
+    (LOCAL, SPLIT): "it is an argument of DistributedOptimizer alone",
     (ADASUM, SKIPPING): "the changes of the step are reduced, not gradients",
+    (SHARD, SPLIT): "it already lets each rank update some of the parameters",
     (SHARD, STALENESS): "the ranks of a node read each other's buckets, so that each step waits for all of them",
     (SKIPPING, STALENESS): "a step applies what another step has submitted",
     (SKIP_UNUSED, STALENESS): "whether other ranks use a parameter is known too late",

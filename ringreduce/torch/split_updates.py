@@ -1,0 +1,352 @@
+"""Steps in which each rank updates some of the parameters, and all ranks get the results.
+
+Ranks with equal gradients would all make the same updates. That is quick for most optimizers. Muon multiplies matrices
+for each parameter, which takes longer than its result takes to another rank. So in a step
+
+1. each rank updates parameters of its own, whole ones, by the wrapped optimizer's own step: meanwhile the parameters of
+   other ranks have no gradient, so that the step leaves them alone,
+2. the ranks exchange what they have updated, parameters with all of their state, by one allgather.
+
+After each step every rank has all parameters and all state, with the bits that it would have made by itself. So any rank
+can save them, and the ranks that survive a death lack nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ringreduce.common.errors import ConfigError, MismatchError
+from ringreduce.common.partition import Partition
+from ringreduce.engine import Gather, Refusal
+from ringreduce.torch.private import call_first
+from ringreduce.torch.wrapping import parameters_of
+from ringreduce.training.gradients.buckets import padded
+from ringreduce.training.optimizers.reducer import GradientReducer
+
+_Bytes = npt.NDArray[np.uint8]
+
+_ROW_NBYTES = 64  # what the ranks gather is rows of this length; each tensor begins with one
+_TIMES = 3  # so many steps of each kind are timed
+
+#: Optimizers of which updates may take longer than the exchange.
+_COSTLY = (getattr(torch.optim, "Muon", None),)  # torch has it from 2.9 on
+
+
+def require_splittable(optimizer: torch.optim.Optimizer, wanted: bool | None) -> None:
+    """Raise `ConfigError` for an optimizer whose updates cannot be split, if they are to be."""
+    if wanted not in (None, True, False):
+        raise ConfigError(f"split_updates is True, False or None, got {wanted!r}")
+    if not wanted:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError("split_updates needs the hooks of torch.optim.Optimizer, and this optimizer is of no such class")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("split_updates lets each rank update some of the parameters, and LBFGS needs all of them at once")
+    if not _on_host(optimizer):
+        raise ConfigError("split_updates is for parameters in host memory, and some are on another device")
+
+
+def may_split(optimizer: torch.optim.Optimizer, wanted: bool | None) -> bool:
+    """Return whether updates are to be split, or whether to try it: where nobody has said it, for some optimizers."""
+    return wanted if wanted is not None else type(optimizer) in _COSTLY and _on_host(optimizer)
+
+
+def _on_host(optimizer: torch.optim.Optimizer) -> bool:
+    return all(each.device.type == "cpu" for each in parameters_of(optimizer))
+
+
+def owners(shapes: Sequence[Sequence[int]], size: int) -> list[int]:
+    """Return the rank that updates each parameter, so that ranks multiply matrices for about as long.
+
+    Args:
+        shapes: of the parameters. More than two dimensions count as a matrix of which each row is all but the first.
+        size: how many ranks there are.
+    """
+    loads = [0] * size
+    chosen = [0] * len(shapes)
+    costs = list(map(_cost, shapes))
+    for number in sorted(range(len(shapes)), key=lambda each: -costs[each]):
+        rank = loads.index(min(loads))
+        chosen[number] = rank
+        loads[rank] += costs[number]
+    return chosen
+
+
+def _cost(shape: Sequence[int]) -> int:
+    """Return what a step of Newton and Schulz multiplies: X X^T, its square, and that with X."""
+    rows = shape[0] if shape else 1
+    columns = int(np.prod(shape[1:], dtype=np.int64))
+    less, more = sorted((rows, columns))
+    return less * less * (2 * more + less)
+
+
+class _Layout(NamedTuple):
+    """A tensor of the state that travels as bytes."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Header(NamedTuple):
+    """What a rank says of its bytes.
+
+    Attributes:
+        rank: its number.
+        found: for each parameter, 1 if it has a gradient.
+        times: seconds that steps have taken here, with split updates and without.
+        updated: the numbers of the parameters, each with its state by name: a `_Layout`, or the value itself; None: it
+            has no state.
+        lengths: bytes of the tensors, parameters with their state.
+    """
+
+    rank: int
+    found: bytes
+    times: dict[bool, list[float]]
+    updated: list[tuple[int, dict[str, Any] | None]]
+    lengths: list[int]
+
+
+class SplitUpdates:
+    """Makes the steps of an optimizer, each rank those of some parameters, and gives all ranks the results.
+
+    Args:
+        optimizer: the wrapped one.
+        reducer: of the gradients, which are equal on all ranks.
+        wanted: whether updates are split; None: steps of both kinds are timed, in turn, and the quicker kind stays.
+
+    Attributes:
+        reducer: the argument.
+        splits: whether updates are split from now on; None: it is not known yet. The same on all ranks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradientReducer, wanted: bool | None) -> None:
+        self.reducer = reducer
+        self._optimizer = optimizer
+        self._ranks = reducer.ranks
+        self._name = f"{self._ranks.name}, updates"
+        self._wanted = wanted
+        self._memory: _Bytes = np.empty(0, np.uint8)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Count steps anew: ranks that had joined have made fewer."""
+        self._joins = self._ranks.engine.joins
+        self.splits = self._wanted
+        self._lacks_ranks = False  # as some have joined
+        self._count = 0
+        self._times: dict[bool, list[float]] = {True: [], False: []}
+
+    def step(self, *closure: Callable[[], Any]) -> Any:
+        """Make a step. Collective."""
+        if self._joins != self._ranks.engine.joins:
+            self._begin()
+        splits = self._count % 2 == 1 if self.splits is None else self.splits
+        self._count += 1
+        self._hidden: list[tuple[torch.Tensor, Any]] | None = None  # gradients, while this rank makes its updates
+        self._given = False  # whether the exchange has begun
+        self._missing: list[int] = []  # parameters that no rank has updated
+        self._depth = 0  # of steps within the step
+        self._splits_this = splits and not self._lacks_ranks
+        self._begun_s = perf_counter()
+        evaluated = [partial(self._evaluated, each) for each in closure]
+        result = self._split_step(evaluated) if self._splits_this else self._optimizer.step(*evaluated)
+        if self.splits is None:
+            self._times[self._splits_this].append(perf_counter() - self._begun_s)
+        return result
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure, which makes and reduces gradients."""
+        self._show()
+        loss = closure()
+        self._begun_s = perf_counter()
+        if self._splits_this:
+            self._hide()
+        return loss
+
+    def _split_step(self, closure: Sequence[Callable[[], Any]]) -> Any:
+        optimizer = self._optimizer
+
+        def begin(*_: object) -> None:
+            self._depth += 1
+            if not closure and self._depth == 1:
+                self._hide()  # after all hooks of the program, which see all gradients
+
+        def end(*_: object) -> None:
+            self._depth -= 1
+            if self._depth == 0:
+                self._exchange()  # before the hooks of the program, which see all results
+
+        hooks = [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
+        call_first(hooks[1])
+        try:
+            result = optimizer.step(*closure)
+            self._exchange()
+        except Exception as error:
+            if not self._given:  # the others wait for it
+                self._ranks.engine.refuse(Refusal(self._name, "step", error))
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._show()
+        if self._missing:
+            self._lacks_ranks = True
+            self._update_missing()
+        return result
+
+    # ---- this rank's part ----
+
+    def _hide(self) -> None:
+        """Take away the gradients of parameters that other ranks update."""
+        self._parameters = parameters_of(self._optimizer)
+        self._settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups
+        ]
+        gradients = [each.grad for each in self._parameters]
+        self._found = bytes(each is not None for each in gradients)
+        self._due = [number for number, is_there in enumerate(self._found) if is_there]
+        chosen = owners([self._parameters[number].shape for number in self._due], self._ranks.size)
+        self._mine = [number for number, rank in zip(self._due, chosen, strict=True) if rank == self._ranks.rank]
+        self._keep_gradients_of(self._mine)
+
+    def _keep_gradients_of(self, numbers: Sequence[int]) -> None:
+        others = [self._parameters[number] for number in self._due if number not in set(numbers)]
+        self._hidden = [(each, each.grad) for each in others]
+        for each in others:
+            each.grad = None
+
+    def _show(self) -> None:
+        """Give the gradients back."""
+        for parameter, gradient in self._hidden or ():
+            parameter.grad = gradient
+        self._hidden = None
+
+    def _update_missing(self) -> None:
+        """Update the parameters of ranks that have joined. It is a second step, so what the first has counted goes."""
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+        self._keep_gradients_of(self._missing)
+        try:
+            self._optimizer.step()
+        finally:
+            self._show()
+
+    # ---- the exchange ----
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Give all ranks what this one has updated, and take what they have. Collective.
+
+        Nothing happens if no gradient was hidden, as in an optimizer that calls no hooks: each rank has updated all.
+
+        Raises:
+            MismatchError: on all ranks, if these have gradients of different parameters.
+        """
+        if self._hidden is None or self._given:
+            return
+        packed = self._packed()
+        self._given = True
+        self._show()
+        (gathered,) = self._ranks.run(Gather(self._name, self._name, [packed.reshape(-1, _ROW_NBYTES)]))
+        parts = list(_parts_of(gathered.reshape(-1)))
+        headers = [header for header, _ in parts]
+        if any(each.found != self._found for each in headers):
+            raise MismatchError(
+                {each.rank: f"gradients of parameters {_numbers(each.found)}" for each in headers},
+                advice="with split updates each rank updates some of the parameters: once gradients are reduced, clear "
+                "or replace them on all ranks alike",
+            )
+        for header, tensors in parts:
+            if header.rank != self._ranks.rank:
+                self._take(header, tensors)
+        updated = {number for header in headers for number, _ in header.updated}
+        self._missing = [number for number in self._due if number not in updated]
+        self._decide([each.times for each in headers])
+
+    def _packed(self) -> _Bytes:
+        """Return what this rank has updated, in memory that the next call uses again."""
+        updated: list[tuple[int, dict[str, Any] | None]] = []
+        tensors: list[torch.Tensor] = []
+        for number in self._mine:
+            parameter = self._parameters[number]
+            tensors.append(parameter)
+            state = self._optimizer.state[parameter] if parameter in self._optimizer.state else None
+            plain = {name: each for name, each in (state or {}).items() if _is_plain(each, parameter)}
+            tensors += plain.values()
+            layouts = {name: _Layout(each.dtype, each.shape, each.stride()) for name, each in plain.items()}
+            updated.append((number, None if state is None else {**state, **layouts}))
+        lengths = [each.numel() * each.element_size() for each in tensors]
+        header = pickle.dumps(_Header(self._ranks.rank, self._found, self._times, updated, lengths))
+        places = Partition.of_sizes([_ROW_NBYTES, *map(padded, (len(header), *lengths))]).segment
+        total = places[-1].stop
+        if len(self._memory) < total:
+            self._memory = self._ranks.empty(total, np.uint8)
+        memory = self._memory[:total]
+        memory[:16].view(np.int64)[:] = total, len(header)
+        memory[places[1]][: len(header)] = np.frombuffer(header, np.uint8)
+        for tensor, place, length in zip(tensors, places[2:], lengths, strict=True):
+            _as_tensor(memory[place][:length], tensor.dtype, tensor.shape).copy_(tensor)
+        return memory
+
+    def _take(self, header: _Header, parts: Iterator[_Bytes]) -> None:
+        """Store what another rank has updated."""
+        for number, described in header.updated:
+            parameter = self._parameters[number]
+            parameter.copy_(_as_tensor(next(parts), parameter.dtype, parameter.shape))
+            if described is None:
+                self._optimizer.state.pop(parameter, None)
+                continue
+            state = self._optimizer.state[parameter]
+            for name in state.keys() - described.keys():
+                del state[name]
+            for name, value in described.items():
+                if not isinstance(value, _Layout):
+                    state[name] = value
+                    continue
+                known = state.get(name)
+                if not (_is_plain(known, parameter) and _Layout(known.dtype, known.shape, known.stride()) == value):
+                    known = state[name] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="cpu")
+                known.copy_(_as_tensor(next(parts), value.dtype, value.shape))
+
+    def _decide(self, times: Sequence[dict[bool, list[float]]]) -> None:
+        """Decide whether updates are split from now on, once enough steps of both kinds were timed on all ranks."""
+        if self.splits is None and all(len(of_kind) >= _TIMES for each in times for of_kind in each.values()):
+            split, whole = (max(min(each[kind]) for each in times) for kind in (True, False))
+            self.splits = split < whole
+
+
+def _is_plain(value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether state travels as the bytes of its elements; all else goes by pickle."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+        return False
+    return value.is_contiguous() or value.stride() == parameter.stride()
+
+
+def _as_tensor(part: _Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(part).view(dtype).view(shape)
+
+
+def _parts_of(gathered: _Bytes) -> Iterator[tuple[_Header, Iterator[_Bytes]]]:
+    """Yield what each rank has packed: its header, and the bytes of its tensors."""
+    start = 0
+    while start < len(gathered):
+        total, nbytes = gathered[start : start + 16].view(np.int64).tolist()
+        begin = start + _ROW_NBYTES
+        header: _Header = pickle.loads(gathered[begin : begin + nbytes])
+        body = gathered[begin + padded(nbytes) : start + total]
+        places = Partition.of_sizes(list(map(padded, header.lengths))).segment
+        yield header, iter([body[place][:length] for place, length in zip(places, header.lengths, strict=True)])
+        start += total
+
+
+def _numbers(found: bytes) -> str:
+    return ", ".join(str(number) for number, is_there in enumerate(found) if is_there) or "none"
