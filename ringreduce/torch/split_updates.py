@@ -3,18 +3,18 @@
 Ranks with equal gradients would all make the same updates. That is quick for most optimizers. Muon multiplies matrices
 for each parameter, which takes longer than its result takes to another rank. So in a step
 
-1. each rank updates parameters of its own, whole ones, by the wrapped optimizer's own step: meanwhile the parameters of
-   other ranks have no gradient, so that the step leaves them alone,
+1. each rank updates parameters of its own, whole ones, by the wrapped optimizer's own step, from whose groups the
+   parameters of other ranks are taken meanwhile,
 2. the ranks exchange what they have updated, parameters with all of their state, by one allgather.
 
-After each step every rank has all parameters and all state, with the bits that it would have made by itself. So any rank
-can save them, and the ranks that survive a death lack nothing.
+After each step every rank has all parameters and all state, with the bits that it would have made by itself. So any
+rank can save them, and the ranks that survive a death lack nothing.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -47,9 +47,13 @@ def require_splittable(optimizer: torch.optim.Optimizer, wanted: bool | None) ->
     if not wanted:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError("split_updates needs the hooks of torch.optim.Optimizer, and this optimizer is of no such class")
+        raise ConfigError(
+            "split_updates needs the hooks of torch.optim.Optimizer, and this optimizer is of no such class"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("split_updates lets each rank update some of the parameters, and LBFGS needs all of them at once")
+        raise ConfigError(
+            "split_updates lets each rank update some of the parameters, and LBFGS needs all of them at once"
+        )
     if not _on_host(optimizer):
         raise ConfigError("split_updates is for parameters in host memory, and some are on another device")
 
@@ -151,7 +155,7 @@ class SplitUpdates:
             self._begin()
         splits = self._count % 2 == 1 if self.splits is None else self.splits
         self._count += 1
-        self._hidden: list[tuple[torch.Tensor, Any]] | None = None  # gradients, while this rank makes its updates
+        self._whole: list[list[torch.Tensor]] | None = None  # parameters of the groups, while these have fewer
         self._given = False  # whether the exchange has begun
         self._missing: list[int] = []  # parameters that no rank has updated
         self._depth = 0  # of steps within the step
@@ -165,11 +169,11 @@ class SplitUpdates:
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, which makes and reduces gradients."""
-        self._show()
+        self._give_back()
         loss = closure()
         self._begun_s = perf_counter()
         if self._splits_this:
-            self._hide()
+            self._take_own()
         return loss
 
     def _split_step(self, closure: Sequence[Callable[[], Any]]) -> Any:
@@ -178,7 +182,7 @@ class SplitUpdates:
         def begin(*_: object) -> None:
             self._depth += 1
             if not closure and self._depth == 1:
-                self._hide()  # after all hooks of the program, which see all gradients
+                self._take_own()  # after all hooks of the program, which see all parameters
 
         def end(*_: object) -> None:
             self._depth -= 1
@@ -197,7 +201,7 @@ class SplitUpdates:
         finally:
             for hook in hooks:
                 hook.remove()
-            self._show()
+            self._give_back()
         if self._missing:
             self._lacks_ranks = True
             self._update_missing()
@@ -205,40 +209,39 @@ class SplitUpdates:
 
     # ---- this rank's part ----
 
-    def _hide(self) -> None:
-        """Take away the gradients of parameters that other ranks update."""
+    def _take_own(self) -> None:
+        """Let the optimizer have the parameters that this rank updates, and those without a gradient."""
+        groups = self._optimizer.param_groups
+        self._settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self._parameters = parameters_of(self._optimizer)
-        self._settings = [
-            {name: value for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups
-        ]
-        gradients = [each.grad for each in self._parameters]
-        self._found = bytes(each is not None for each in gradients)
+        self._found = bytes(each.grad is not None for each in self._parameters)
         self._due = [number for number, is_there in enumerate(self._found) if is_there]
         chosen = owners([self._parameters[number].shape for number in self._due], self._ranks.size)
         self._mine = [number for number, rank in zip(self._due, chosen, strict=True) if rank == self._ranks.rank]
-        self._keep_gradients_of(self._mine)
+        self._leave_out({*self._due} - {*self._mine})
 
-    def _keep_gradients_of(self, numbers: Sequence[int]) -> None:
-        others = [self._parameters[number] for number in self._due if number not in set(numbers)]
-        self._hidden = [(each, each.grad) for each in others]
-        for each in others:
-            each.grad = None
+    def _leave_out(self, numbers: Collection[int]) -> None:
+        others = {id(self._parameters[number]) for number in numbers}
+        self._whole = [group["params"] for group in self._optimizer.param_groups]
+        for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
+            group["params"] = [each for each in parameters if id(each) not in others]
 
-    def _show(self) -> None:
-        """Give the gradients back."""
-        for parameter, gradient in self._hidden or ():
-            parameter.grad = gradient
-        self._hidden = None
+    def _give_back(self) -> None:
+        """Let the optimizer have all parameters."""
+        if self._whole is not None:
+            for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
+                group["params"] = parameters
+        self._whole = None
 
     def _update_missing(self) -> None:
         """Update the parameters of ranks that have joined. It is a second step, so what the first has counted goes."""
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             group.update(settings)
-        self._keep_gradients_of(self._missing)
+        self._leave_out({*self._due} - {*self._missing})
         try:
             self._optimizer.step()
         finally:
-            self._show()
+            self._give_back()
 
     # ---- the exchange ----
 
@@ -246,16 +249,16 @@ class SplitUpdates:
     def _exchange(self) -> None:
         """Give all ranks what this one has updated, and take what they have. Collective.
 
-        Nothing happens if no gradient was hidden, as in an optimizer that calls no hooks: each rank has updated all.
+        Nothing happens if all parameters are there, as in an optimizer that calls no hooks: each rank has updated them.
 
         Raises:
             MismatchError: on all ranks, if these have gradients of different parameters.
         """
-        if self._hidden is None or self._given:
+        if self._whole is None or self._given:
             return
         packed = self._packed()
         self._given = True
-        self._show()
+        self._give_back()
         (gathered,) = self._ranks.run(Gather(self._name, self._name, [packed.reshape(-1, _ROW_NBYTES)]))
         parts = list(_parts_of(gathered.reshape(-1)))
         headers = [header for header, _ in parts]
@@ -267,7 +270,7 @@ class SplitUpdates:
             )
         for header, tensors in parts:
             if header.rank != self._ranks.rank:
-                self._take(header, tensors)
+                self._store(header, tensors)
         updated = {number for header in headers for number, _ in header.updated}
         self._missing = [number for number in self._due if number not in updated]
         self._decide([each.times for each in headers])
@@ -279,7 +282,7 @@ class SplitUpdates:
         for number in self._mine:
             parameter = self._parameters[number]
             tensors.append(parameter)
-            state = self._optimizer.state[parameter] if parameter in self._optimizer.state else None
+            state = self._optimizer.state.get(parameter)
             plain = {name: each for name, each in (state or {}).items() if _is_plain(each, parameter)}
             tensors += plain.values()
             layouts = {name: _Layout(each.dtype, each.shape, each.stride()) for name, each in plain.items()}
@@ -297,7 +300,7 @@ class SplitUpdates:
             _as_tensor(memory[place][:length], tensor.dtype, tensor.shape).copy_(tensor)
         return memory
 
-    def _take(self, header: _Header, parts: Iterator[_Bytes]) -> None:
+    def _store(self, header: _Header, parts: Iterator[_Bytes]) -> None:
         """Store what another rank has updated."""
         for number, described in header.updated:
             parameter = self._parameters[number]
@@ -314,7 +317,9 @@ class SplitUpdates:
                     continue
                 known = state.get(name)
                 if not (_is_plain(known, parameter) and _Layout(known.dtype, known.shape, known.stride()) == value):
-                    known = state[name] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="cpu")
+                    known = state[name] = torch.empty_strided(
+                        value.shape, value.stride, dtype=value.dtype, device="cpu"
+                    )
                 known.copy_(_as_tensor(next(parts), value.dtype, value.shape))
 
     def _decide(self, times: Sequence[dict[bool, list[float]]]) -> None:
@@ -341,7 +346,7 @@ def _parts_of(gathered: _Bytes) -> Iterator[tuple[_Header, Iterator[_Bytes]]]:
     while start < len(gathered):
         total, nbytes = gathered[start : start + 16].view(np.int64).tolist()
         begin = start + _ROW_NBYTES
-        header: _Header = pickle.loads(gathered[begin : begin + nbytes])
+        header: _Header = pickle.loads(gathered[begin : begin + nbytes].data)
         body = gathered[begin + padded(nbytes) : start + total]
         places = Partition.of_sizes(list(map(padded, header.lengths))).segment
         yield header, iter([body[place][:length] for place, length in zip(places, header.lengths, strict=True)])

@@ -280,13 +280,15 @@ def test_ddp_goes_on_without_ranks() -> None:
 SHARDED = (
     PROBLEM
     + """
+from ringreduce.torch.split_updates import SplitUpdates
 from ringreduce.training.strategies.parts import Sharding
 
 shard, make, moment = sys.argv[1], getattr(torch.optim, sys.argv[2]), sys.argv[3]
 hvd.init()
 me = hvd.rank()
 wrapped = make(net.parameters(), lr=0.01)
-state = hvd.elastic.TorchState(net, hvd.DistributedOptimizer(wrapped, shard=shard), step=0)
+options = {"split_updates": True} if shard == "split" else {"shard": shard}
+state = hvd.elastic.TorchState(net, hvd.DistributedOptimizer(wrapped, **options), step=0)
 deaths = (7, 14) if moment == "update" else (8, 15)  # a commit comes after the step
 
 def die_when_due(*_):
@@ -298,7 +300,13 @@ def meet(sharding, what):
         die_when_due()
     meet_others(sharding, what)
 
-if moment == "update":
+def pack(split):
+    die_when_due()
+    return pack_others(split)
+
+if shard == "split":
+    pack_others, SplitUpdates._packed = SplitUpdates._packed, pack
+elif moment == "update":
     (wrapped.register_step_pre_hook if me == 0 else wrapped.register_step_post_hook)(die_when_due)
 meet_others, Sharding.meet = Sharding.meet, meet
 
@@ -321,6 +329,7 @@ compare(make(alone.parameters(), lr=0.01), deaths, 1e-4)
         ("node", "Adam", "update"),
         ("all", "Adafactor", "about to commit"),
         ("all", "Adam", "committed"),
+        ("split", "Adafactor", "update"),
         pytest.param("node", "Adafactor", "update", marks=pytest.mark.thorough),
         pytest.param("all", "Adam", "update", marks=pytest.mark.thorough),
         pytest.param("all", "Adafactor", "update", marks=pytest.mark.thorough),
@@ -328,8 +337,9 @@ compare(make(alone.parameters(), lr=0.01), deaths, 1e-4)
         pytest.param("node", "Adafactor", "committed", marks=pytest.mark.thorough),
     ],
 )
-def test_ranks_that_have_parameters_in_common_go_on_without_some(shard: str, optimizer: str, moment: str) -> None:
-    """Ranks die when some have updated, or copied, their parts and others have not: one has made the memory.
+def test_ranks_that_update_parts_go_on_without_some(shard: str, optimizer: str, moment: str) -> None:
+    """Ranks die when some have updated, or copied, their parts and others have not: one has made the memory. With split
+    updates they have updated parameters that no other rank has got.
 
     The others end as one process does with what they have seen.
     """
