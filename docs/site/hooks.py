@@ -36,6 +36,7 @@ SOUGHT = {
     "errors.md": ["hang", "hangs", "deadlock", "timeout"],
     "start.md": ["oversubscribe", "more ranks than cores", "install"],
     "recipes/sharding.md": ["ZeRO", "optimizer state"],
+    "recipes/muon.md": ["MuLoCo", "Newton-Schulz", "Shampoo"],
     "recipes/local.md": ["DiLoCo", "LocalSGD"],
     "recipes/staleness.md": ["asynchronous SGD"],
     "recipes/speeds.md": ["straggler", "slow rank"],

@@ -40,6 +40,7 @@ NEUTRAL = {
     table.SHARES,
     table.SKIPPING,
     table.SKIP_UNUSED,
+    table.SPLIT,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     table.ADASUM: {"op": hvd.Adasum},
@@ -50,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     table.PREDIVISION: {"gradient_predivide_factor": 2.0},
     table.SHARD: {"shard": "node"},
     table.SKIP_UNUSED: {"skip_unused": True},
+    table.SPLIT: {"split_updates": True},
     table.STALENESS: {"staleness": 1},
     table.WIRE_FORMATS: {"compression": hvd.Compression.bf16},
 }

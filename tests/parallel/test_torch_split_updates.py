@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(split_updates=True)`: each rank updates some parameters, and all get the bits of one process."""
+"""`DistributedOptimizer(split_updates=True)`: each rank updates some parameters; all get the bits of one process."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_bits_of_uses(way: str) -> None:
 
 @pytest.mark.spread
 def test_hooks_see_all_gradients_and_all_results() -> None:
-    """Those that clip before a step, and add up weights after it, registered before the optimizer is wrapped and after."""
+    """Those that clip before a step and add up weights after it, registered before the optimizer is wrapped and later."""
 
     def run(split: bool) -> tuple[Model, Optimizer]:
         model = mlp()

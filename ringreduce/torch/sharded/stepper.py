@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 class Stepper:
-    """Makes the steps of a wrapped optimizer: its own, those of some parameters, or with ``shard`` of this rank's pieces.
+    """Makes the steps of a wrapped optimizer: its own, those of some parameters, or of its pieces with ``shard``.
 
     Args:
         optimizer: the wrapped one.
