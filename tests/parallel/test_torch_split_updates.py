@@ -242,7 +242,7 @@ def test_bits_of_uses(way: str) -> None:
 
 @pytest.mark.spread
 def test_hooks_see_all_gradients_and_all_results() -> None:
-    """Those that clip before a step and add up weights after it, registered before the optimizer is wrapped and later."""
+    """Hooks clip before a step and add up weights after it, registered before the optimizer is wrapped and later."""
 
     def run(split: bool) -> tuple[Model, Optimizer]:
         model = mlp()
