@@ -91,6 +91,7 @@ from ringreduce.torch.reductions import (
     sparse_allreduce_async,
 )
 from ringreduce.torch.sharded.stepper import ShardedStep, Stepper
+from ringreduce.torch.split_updates import SplitUpdates
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.training.calls.averages import weighted_average
@@ -210,7 +211,9 @@ for _name, _module in list(sys.modules.items()):
         leave_uncompiled(_module)
 # What the wrapped optimizer and closures do can be compiled.
 _around = [DistributedOptimizer.step, DistributedOptimizer._evaluate, DiLoCo.step]
-leave_uncompiled(*_around, Stepper.step, ShardedStep.step, ShardedStep._evaluated, callees=False)
+_around += [Stepper.step, ShardedStep.step, ShardedStep._evaluated]
+_around += [SplitUpdates.step, SplitUpdates._split_step, SplitUpdates._evaluated, SplitUpdates._update_missing]
+leave_uncompiled(*_around, callees=False)
 leave_uncompiled(runtime.count, runtime.report_value)
 for _place in (runtime, Communicator):
     leave_uncompiled(_place.barrier, *(getattr(_place, each.value) for each in Collective))

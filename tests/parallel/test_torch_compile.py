@@ -110,7 +110,7 @@ def whole_step(compiler: Function, model: Model, optimizer: Optimizer, step: Fun
 @pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"overlap": True}, {"op": hvd.Adasum}, {"compression": hvd.Compression.powersgd}],
+    [{}, {"overlap": True}, {"op": hvd.Adasum}, {"compression": hvd.Compression.powersgd}, {"split_updates": True}],
     ids=str,
 )
 def test_a_whole_step(options: dict[str, Any]) -> None:
