@@ -1,6 +1,6 @@
 """Ranks where Ray, Spark or Dask already run: the engine starts mpirun's daemons on its hosts, and MPI the ranks.
 
-An engine has two things: a function that runs a command on one of its hosts, by `run_command` there,
+An engine has two things: a function that runs a command on one of its hosts, in a slot that a task of it holds there,
 and the slots by host, by its own names for them.
 """
 

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.common.processes import pid_namespace
 from ringreduce.engines import engine, job_line
-from ringreduce.launcher.agent_server import agent_server, private_folder, run_command, worker_environment
+from ringreduce.engines.slots import hold, slots
+from ringreduce.launcher.agent_server import agent_server, private_folder, worker_environment
 from ringreduce.launcher.call_server import VARIABLE, requests_served
 from ringreduce.launcher.function import begin, end
 from ringreduce.launcher.stand_ins import LEAVE, become
@@ -256,10 +257,14 @@ class RayExecutor:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         nodes = {place.host: place.node for place in places.values()}
 
+        address = ray.util.get_node_ip_address()
+        held, ticket = at_end.enter_context(slots(address))
+
         def start(host: str, command: str) -> int:
             where = strategies.NodeAffinitySchedulingStrategy(nodes[host], soft=False)
-            daemon = ray.remote(run_command).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
-            return int(ray.get(daemon.remote(host, command)))
+            task = ray.remote(hold).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(ticket, host)
+            held.wait([host], self._settings.timeout_s, lambda: ray.get(ray.wait([task], timeout=0)[0]))
+            return held.start(host, command)
 
         came: queue.Queue[_StandIn] = queue.Queue()
 
@@ -274,13 +279,13 @@ class RayExecutor:
             if each.actor is not None and not self._is_leaving:  # MPI counts this rank as dead
                 ray.kill(each.actor)
 
-        address = ray.util.get_node_ip_address()
-        environ = at_end.enter_context(agent_server(start, at_end.enter_context(private_folder())))
+        folder = at_end.enter_context(private_folder())
+        environ = at_end.enter_context(agent_server(start, folder))
         where = at_end.enter_context(requests_served(address, offer))
         horovod = ["--horovod-variables"] if _HOROVOD in sys.modules else []
         hosts = Counter(place.host for place in places.values())
         line = job_line(hosts, [*horovod, *self._options], "ringreduce.launcher.stand_ins", "stand_in")
-        self._begin_job(line, {**environ, **worker_environment(address), VARIABLE: where}, at_end)
+        self._begin_job(line, {**environ, "TMPDIR": str(folder), **worker_environment(address), VARIABLE: where}, at_end)
         deadline = time.monotonic() + self._settings.timeout_s
         found: dict[int, _StandIn] = {}
         free = dict(places)

@@ -175,7 +175,7 @@ def address_towards(host: str) -> str:
 # ---- in a task, on a node ----
 
 
-def hold(ticket: str, name: str, give: Callable[[socket.socket], object]) -> None:
+def hold(ticket: str, name: str, give: Callable[[socket.socket], object] = lambda connection: None) -> None:
     """Hold a slot until its job ends.
 
     Args:

@@ -17,16 +17,7 @@ from pathlib import Path
 
 from ringreduce.launcher import agent
 
-__all__ = [
-    "HOST",
-    "PYTHON",
-    "agent_server",
-    "as_worker",
-    "private_folder",
-    "run_command",
-    "served",
-    "worker_environment",
-]
+__all__ = ["HOST", "PYTHON", "agent_server", "as_worker", "private_folder", "served", "worker_environment"]
 
 #: An engine's worker: its Python, its folder, its path of modules and its host, in the environment of ranks below it.
 #: mpirun passes none of these on to other hosts.
@@ -43,22 +34,14 @@ _OF_ANOTHER_JOB = re.compile("(SLURM|PBS|LSB|PE|FLUX|PMI)_.*|PMIX_(?!MCA_).*|OMP
 def private_folder() -> Iterator[Path]:
     """Make a folder of this user alone, removed at the end of the context or of this process, however that ends."""
     folder = Path(tempfile.mkdtemp(prefix="ringreduce-"))
-    with _after_death('rm -rf "$1"', str(folder)):
+    # The input of the keeper ends with this process. In its own session: what is sent to the terminal's processes does
+    # not end it.
+    line = ["sh", "-c", 'read -r _; rm -rf "$1"', "ringreduce-keeper", str(folder)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True) as keeper:
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _after_death(program: str, argument: str) -> Iterator[None]:
-    """Run a program of a shell once this process has ended within the context, however it did."""
-    # Its input ends with this process. In its own session: what is sent to the terminal's processes does not end it.
-    line = ["sh", "-c", f"read -r _; {program}", "ringreduce-keeper", argument]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True) as keeper:
-        try:
-            yield
-        finally:
             keeper.kill()
 
 
@@ -128,28 +111,6 @@ def served(server: socket.socket, answer: Callable[[socket.socket], object]) -> 
 def worker_environment(host: str) -> dict[str, str]:
     """Return the variables by which ranks of a host find the Python, folder and modules of this process."""
     return {PYTHON: sys.executable, _FOLDER: os.getcwd(), _PATH: os.pathsep.join(sys.path), HOST: host}
-
-
-def run_command(host: str, command: str) -> int:
-    """Run a command of a shell, on the host where this is called, until it ends, or this process does.
-
-    Args:
-        host: the engine's name for this host.
-        command: as the agent's ``start`` gets it.
-
-    Returns:
-        The status.
-    """
-    # prted ignores SIGTERM, and does not end with its parent. Nothing begins before there is what kills it.
-    process = subprocess.Popen(
-        ["sh", "-c", 'read -r _ && exec sh -c "$1" </dev/null', "ringreduce-command", command],
-        env={**os.environ, **worker_environment(host)},
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-    with _after_death('kill -s KILL -- "-$1"', str(process.pid)):
-        process.communicate(b"\n")
-        return process.returncode
 
 
 def as_worker() -> None:

@@ -126,7 +126,7 @@ def main(what: str) -> None:
         elif what == "daemon":
             victim = max(pid for pid in processes("prted ") if os.readlink(f"/proc/{pid}/exe").endswith("prted"))
         else:
-            (victim, *_) = processes("ray::run_command")
+            (victim, *_) = processes("ray::hold")
         os.kill(victim, signal.SIGKILL)
         try:
             executor.run(programs.total)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ringreduce.launcher.agent_server import agent_server, private_folder, run_command
+from ringreduce.launcher.agent_server import agent_server, private_folder
 from ringreduce.launcher.call_server import VARIABLE, call_served, connected, leave_there, requests_served
 
 
@@ -61,29 +61,22 @@ def test_an_error_of_the_function_is_one_line(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_killed_process_leaves_no_folder() -> None:
-    """Nor what it runs on a host, though that ignores SIGTERM."""
     source = (
-        "import threading, time\n"
-        "from ringreduce.launcher.agent_server import private_folder, run_command\n"
+        "import time\n"
+        "from ringreduce.launcher.agent_server import private_folder\n"
         "with private_folder() as folder:\n"
-        "    program = 'trap \"\" TERM; echo $$; sleep 1000 & wait'\n"
-        "    threading.Thread(target=run_command, args=('h', program), daemon=True).start()\n"
         "    print(folder, flush=True)\n"
         "    time.sleep(1000)  # it is killed before\n"
     )
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        lines = {process.stdout.readline().strip() for _ in range(2)}
-        (folder,) = [Path(each) for each in lines if not each.isdigit()]
-        (pid,) = [int(each) for each in lines if each.isdigit()]
-        ended = os.pidfd_open(pid)
+        folder = Path(process.stdout.readline().strip())
         keeper = os.pidfd_open(int(_keeper_of(folder)))
         process.send_signal(signal.SIGKILL)
-        for each in (ended, keeper):
-            waiting = select.poll()
-            waiting.register(each, select.POLLIN)
-            assert waiting.poll(30_000), "it goes on"
-            os.close(each)
+        waiting = select.poll()
+        waiting.register(keeper, select.POLLIN)
+        assert waiting.poll(30_000), "it goes on"
+        os.close(keeper)
     assert not folder.exists()
 
 
@@ -95,11 +88,6 @@ def _keeper_of(folder: Path) -> str:
         except OSError:
             continue  # it has ended
     raise AssertionError("there is no keeper")
-
-
-def test_a_command_of_a_host_knows_its_worker() -> None:
-    """And its status is returned."""
-    assert run_command("h9", '[ "$_RINGREDUCE_HOST" = h9 ] && [ -x "$_RINGREDUCE_PYTHON" ] && exit 5') == 5
 
 
 def test_ranks_fetch_the_call_and_leave_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
