@@ -18,7 +18,7 @@ from ringreduce.launcher.agent_server import PYTHON, agent_server, as_worker, pr
 from ringreduce.launcher.call_server import VARIABLE, call_served, connected, leave_there
 from ringreduce.launcher.function import carry_out, make_call, pickled_call, results
 
-__all__ = ["engine", "job_line", "run_on", "work_there"]
+__all__ = ["engine", "job_line", "on_hosts", "run_on", "work_there"]
 
 
 def engine(name: str, extra: str) -> ModuleType:
@@ -31,20 +31,22 @@ def engine(name: str, extra: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def job_line(hosts: Mapping[str, int], options: Sequence[str], module: str, function: str) -> list[str]:
+def job_line(options: Sequence[str], module: str, function: str) -> list[str]:
     """Return the command line that starts a job, whose ranks call a function without arguments.
 
     Args:
-        hosts: slots by host.
-        options: more options of ``ringreduce run``.
+        options: of ``ringreduce run``; they name the hosts.
         module, function: of the installed package.
     """
-    listed = ",".join(f"{host}:{slots}" for host, slots in hosts.items())
     program = f'exec "${PYTHON}" -c "from {module} import {function}; {function}()"'
-    size = str(sum(hosts.values()))
     # No grace: ranks get SIGTERM only when the caller has an error already, or ends.
-    line = [sys.executable, "-m", "ringreduce", "run", "--grace=0", "-np", size, "-H", listed, *options]
-    return [*line, "sh", "-c", program]
+    return [sys.executable, "-m", "ringreduce", "run", "--grace=0", *options, "sh", "-c", program]
+
+
+def on_hosts(hosts: Mapping[str, int]) -> list[str]:
+    """Return the options of ``ringreduce run`` for a rank in each slot, by host."""
+    listed = ",".join(f"{host}:{slots}" for host, slots in hosts.items())
+    return ["-np", str(sum(hosts.values())), "-H", listed]
 
 
 def run_on(
@@ -78,7 +80,7 @@ def run_on(
     call = pickled_call(fn, tuple(args), dict(kwargs or {}), here=False)
     size = None if "--elastic" in options else sum(hosts.values())
     exported = [word for name in env or () for word in ("-x", name)]  # values are in no command line
-    line = job_line(hosts, [*exported, *options], "ringreduce.engines", "work_there")
+    line = job_line([*on_hosts(hosts), *exported, *options], "ringreduce.engines", "work_there")
     with (
         private_folder() as folder,
         call_served(address, call, folder) as where,

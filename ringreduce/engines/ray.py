@@ -13,7 +13,6 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from typing import Any, NamedTuple
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.common.processes import pid_namespace
-from ringreduce.engines import engine, job_line
-from ringreduce.engines.slots import hold, slots
+from ringreduce.engines import engine, job_line, on_hosts
+from ringreduce.engines.ray_room import Room, room
 from ringreduce.launcher.agent_server import agent_server, private_folder, worker_environment
 from ringreduce.launcher.call_server import VARIABLE, requests_served
 from ringreduce.launcher.function import begin, end
@@ -46,11 +45,9 @@ class ExecutorSettings(NamedTuple):
     placement_group_timeout_s: float = 100.0
 
 
-class _ActorPlace(NamedTuple):
-    """Where an actor is: Ray's name for the node, its address, the process, whose numbers those are, and its GPUs."""
+class _ActorProcess(NamedTuple):
+    """The process of an actor: its number, which system's numbers those are, and its GPUs."""
 
-    node: str
-    host: str
     pid: int
     pids: str
     gpus: list[str]
@@ -66,17 +63,94 @@ class _StandIn:
     said: dict[str, str]
     stream: BufferedRWPair
     actor: Any = None
+    leaves: bool = False
+    has_ended: bool = False
+
+
+class _StandIns:
+    """The stand-ins of the jobs that the launcher starts, one job after the other.
+
+    Attributes:
+        all_ended: whether the launcher has ended.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._job = -1
+        self._found: dict[int, _StandIn] = {}  # those of that job which have come, and that nobody has taken
+        self._since = time.monotonic()
+        self.all_ended = threading.Event()
+
+    def offer(self, request: Mapping[str, Any], stream: BufferedRWPair) -> None:
+        """Take one that has come, until it ends; then its actor is killed, as MPI counts that rank as dead."""
+        said = request["environ"]
+        host, _, _ = request["host"].partition("/")
+        each = _StandIn(int(said["OMPI_COMM_WORLD_RANK"]), host, request["pids"], said, stream)
+        job = int(said.get("RINGREDUCE_RESTART", 0))
+        with self._changed:
+            if job > self._job:
+                self._job, self._found, self._since = job, {}, time.monotonic()
+            self._found[each.rank] = each
+            self._changed.notify_all()
+        stream.read(1)
+        with self._changed:
+            each.has_ended = True
+            self._changed.notify_all()
+        if each.actor is not None and not each.leaves:
+            engine("ray", "ray").kill(each.actor)
+
+    def take(self, limit_s: float) -> dict[int, _StandIn]:
+        """Wait for the stand-ins of a job, and return them, by rank.
+
+        Raises:
+            ConfigError: some have not come so many seconds after the first, or the launcher has ended.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._missing(), _LOOK_EVERY_S)
+                missing = self._missing()
+                if not missing:
+                    found, self._found = self._found, {}
+                    return dict(sorted(found.items()))
+                is_late = self._found.keys() != set() or self._job < 0
+            if self.all_ended.is_set():
+                raise ConfigError("the launcher of the ranks has ended; its output says why")
+            if is_late and time.monotonic() > self._since + limit_s:
+                raise ConfigError(f"ranks {missing} have not started within {limit_s:g} s")
+
+    def _missing(self) -> list[int]:
+        first = next(iter(self._found.values()), None)
+        size = 1 if first is None else int(first.said["OMPI_COMM_WORLD_SIZE"])
+        return sorted({*range(size)} - self._found.keys())
+
+    def are_over(self, ranks: Sequence[_StandIn]) -> bool:
+        """Return whether a job has ended, by its ranks, or another has begun."""
+        return bool(self._found) or all(each.has_ended for each in ranks)
+
+    def begin_again(self, ranks: Sequence[_StandIn], limit_s: float) -> bool:
+        """Wait for another job once one has ended; return False if it goes on for so long, or the launcher has ended."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self.are_over(ranks), limit_s):
+                self._changed.wait_for(lambda: self._found or self.all_ended.is_set())
+            return bool(self._found)
+
+    def end(self) -> None:
+        """The launcher has ended."""
+        with self._changed:
+            self.all_ended.set()
+            self._changed.notify_all()
+
+
+class _BeginsAgainError(Exception):
+    """The launcher has started another job, with other ranks."""
 
 
 class _RankActor:
     """The actor. What it is given is unpickled when a method runs."""
 
-    def where(self) -> _ActorPlace:
-        ray = engine("ray", "ray")
-        context = ray.get_runtime_context()
-        gpus = [str(each) for each in context.get_accelerator_ids().get("GPU", [])]
-        address = ray.util.get_node_ip_address()
-        return _ActorPlace(context.get_node_id(), address, os.getpid(), pid_namespace(), gpus)
+    def process(self) -> _ActorProcess:
+        gpus = engine("ray", "ray").get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return _ActorProcess(os.getpid(), pid_namespace(), [str(each) for each in gpus])
 
     def become(self, environ: Mapping[str, str], modules: Sequence[str]) -> None:
         """Be the rank that mpirun has said this to."""
@@ -113,7 +187,9 @@ class RayExecutor:
         use_gpu: whether each has ``gpus_per_worker`` GPUs (1). It sees those of all ranks of its node, in the order of
             local ranks, so that ``torch.cuda.set_device(hvd.local_rank())`` means its own.
         min_workers: of an elastic job: fewer ranks end it.
-        elastic: whether ranks that die are survived, if what runs trains by `ringreduce.elastic.run`.
+        max_workers: of an elastic job: it grows to so many as Ray gets room for them; None: not above the first number.
+        elastic: whether ranks and nodes that die are survived, and replaced, if what runs trains by
+            `ringreduce.elastic.run`.
         options: more options of ``ringreduce run``.
 
     Raises:
@@ -130,6 +206,7 @@ class RayExecutor:
         use_gpu: bool = False,
         gpus_per_worker: int | None = None,
         min_workers: int | None = None,
+        max_workers: int | None = None,
         *,
         elastic: bool = False,
         options: Sequence[str] = (),
@@ -145,13 +222,17 @@ class RayExecutor:
         self._per_bundle = num_workers_per_host if num_hosts is not None else 1
         self._strategy = "PACK" if num_hosts is None else "STRICT_SPREAD"
         self._resources = {"CPU": float(cpus_per_worker), **({"GPU": float(gpus_per_worker or 1)} if use_gpu else {})}
-        self._elastic = elastic or min_workers is not None
-        least = () if min_workers is None else (f"--min-np={min_workers}",)
-        self._options = (*(("--elastic",) if self._elastic else ()), *least, *options)
+        self._elastic = elastic or min_workers is not None or max_workers is not None
+        self._most = self.num_workers if max_workers is None else max_workers
+        if self._most < self.num_workers:
+            raise ConfigError(f"RayExecutor: max_workers={self._most} is less than the {self.num_workers} ranks at first")
+        least = [] if min_workers is None else [f"--min-np={min_workers}"]
+        self._options = [*(["--elastic", f"--max-np={self._most}", *least] if self._elastic else ()), *options]
+        self._variables: Mapping[str, str] = {}
+        self._executable: tuple[Any, ...] | None = None
         self._at_end: ExitStack | None = None
-        self._stand_ins: dict[int, _StandIn] = {}
-        self._job_ended = threading.Event()
-        self._is_leaving = False
+        self._stand_ins = _StandIns()
+        self._ranks: dict[int, _StandIn] = {}
 
     @staticmethod
     def create_settings(timeout_s: float = 60.0, placement_group_timeout_s: float = 100.0) -> ExecutorSettings:
@@ -195,128 +276,100 @@ class RayExecutor:
         ray = engine("ray", "ray")
         if ray.util.client.ray.is_connected():
             raise ConfigError("RayExecutor runs on a node of the cluster, not over ray://: start it in a task or a job")
-        self._job_ended.clear()
-        self._is_leaving = False
+        self._stand_ins = _StandIns()
+        self._variables = extra_env_vars or {}
+        self._executable = None
+        if executable_cls is not None:
+            self._executable = executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})
         with ExitStack() as at_end:
-            actors = self._actors(ray, at_end)
-            try:
-                found = ray.get([each.where.remote() for each in actors], timeout=self._settings.timeout_s)
-            except ray.exceptions.RayError as error:
-                raise ConfigError(f"actors of Ray cannot start: {' '.join(str(error).split())}") from None
-            places = dict(zip(actors, found, strict=True))
-            self._stand_ins = self._hand_over(ray, places, at_end)
+            self._room = at_end.enter_context(
+                room(
+                    ray,
+                    {name: count * self._per_bundle for name, count in self._resources.items()},
+                    self._per_bundle,
+                    count=self.num_workers // self._per_bundle,
+                    strategy=self._strategy,
+                    limit_s=self._settings.placement_group_timeout_s,
+                )
+            )
+            self._begin_job(at_end)
             self._at_end = at_end.pop_all()
         atexit.register(self.shutdown)
-        try:
-            self._prepare(places, extra_env_vars or {})
-            if executable_cls is not None:
-                call = executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})
-                self._results({each.actor.make.remote(*call): rank for rank, each in self._stand_ins.items()})
-        except BaseException:
-            self._end(in_order=False)
-            raise
+        self._begin_ranks()
 
-    def _prepare(self, places: Mapping[Any, _ActorPlace], variables: Mapping[str, str]) -> None:
-        """Make the actors ranks."""
-        gpus: dict[str, list[str]] = {place.host: [] for place in places.values()}
-        for each in self._stand_ins.values():
-            gpus[each.host] += places[each.actor].gpus
-        modules = [name for name in (_HOROVOD,) if name in sys.modules]
-        calls = {}
-        for rank, each in self._stand_ins.items():
-            seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[each.host])} if gpus[each.host] else {}
-            calls[each.actor.become.remote({**variables, **seen, **each.said}, modules)] = rank
-        self._results(calls)
-
-    def _actors(self, ray: Any, at_end: ExitStack) -> list[Any]:
-        """Return actors in a placement group of their own."""
-        groups = importlib.import_module("ray.util.placement_group")
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        bundle = {name: count * self._per_bundle for name, count in self._resources.items()}
-        bundles = [bundle] * (self.num_workers // self._per_bundle)
-        group = groups.placement_group(bundles, strategy=self._strategy)
-        at_end.callback(groups.remove_placement_group, group)
-        if not group.wait(self._settings.placement_group_timeout_s):
-            raise ConfigError(
-                f"Ray had no room for {len(bundles)} times {bundle} ({self._strategy}) within "
-                f"{self._settings.placement_group_timeout_s:g} s; the cluster has {ray.cluster_resources()}, of which "
-                f"{ray.available_resources()} is free"
-            )
-        cores = self._resources["CPU"]
-        gpus = self._resources.get("GPU", 0)
-        made = []
-        for index in range(self.num_workers):
-            where = strategies.PlacementGroupSchedulingStrategy(group, index // self._per_bundle)
-            options = {"num_cpus": cores, "num_gpus": gpus, "scheduling_strategy": where}
-            made.append(ray.remote(_RankActor).options(**options).remote())
-            at_end.callback(ray.kill, made[-1])
-        return made
-
-    def _hand_over(self, ray: Any, places: Mapping[Any, _ActorPlace], at_end: ExitStack) -> dict[int, _StandIn]:
-        """Start the job, and return its stand-ins, by rank, each with an actor of its host."""
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        nodes = {place.host: place.node for place in places.values()}
-
-        address = ray.util.get_node_ip_address()
-        held, ticket = at_end.enter_context(slots(address))
-
-        def start(host: str, command: str) -> int:
-            where = strategies.NodeAffinitySchedulingStrategy(nodes[host], soft=False)
-            task = ray.remote(hold).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(ticket, host)
-            held.wait([host], self._settings.timeout_s, lambda: ray.get(ray.wait([task], timeout=0)[0]))
-            return held.start(host, command)
-
-        came: queue.Queue[_StandIn] = queue.Queue()
-
-        def offer(request: dict[str, Any], stream: BufferedRWPair) -> None:
-            if self._at_end is not None:  # the launcher begins the job again, as a host was lost: actors cannot
-                self._job_ended.set()
-                return
-            rank = int(request["environ"]["OMPI_COMM_WORLD_RANK"])
-            each = _StandIn(rank, request["host"], request["pids"], request["environ"], stream)
-            came.put(each)
-            stream.read(1)  # it has ended
-            if each.actor is not None and not self._is_leaving:  # MPI counts this rank as dead
-                ray.kill(each.actor)
-
+    def _begin_job(self, at_end: ExitStack) -> None:
+        """Start the launcher, on a thread that lives until it ends."""
         folder = at_end.enter_context(private_folder())
-        environ = at_end.enter_context(agent_server(start, folder))
-        where = at_end.enter_context(requests_served(address, offer))
+        hosts = self._room.wait(self._settings.timeout_s)
+        options = on_hosts(hosts)
+        if self._elastic:
+            for _ in range((self._most - self.num_workers) // self._per_bundle):
+                self._room.take(1)
+            listing = at_end.enter_context(self._room.listed(folder))
+            options = ["-np", str(self.num_workers), "--host-discovery-script", str(listing)]
         horovod = ["--horovod-variables"] if _HOROVOD in sys.modules else []
-        hosts = Counter(place.host for place in places.values())
-        line = job_line(hosts, [*horovod, *self._options], "ringreduce.launcher.stand_ins", "stand_in")
-        self._begin_job(line, {**environ, "TMPDIR": str(folder), **worker_environment(address), VARIABLE: where}, at_end)
-        deadline = time.monotonic() + self._settings.timeout_s
-        found: dict[int, _StandIn] = {}
-        free = dict(places)
-        while len(found) < len(places):
-            with suppress(queue.Empty):
-                each = came.get(timeout=_LOOK_EVERY_S)
-                each.actor = next(actor for actor, place in free.items() if place.host == each.host)
-                if free[each.actor].pids != each.pids:
-                    raise ConfigError(f"actors on {each.host} are in a container, where ringreduce cannot start ranks")
-                each.stream.write(b"%d\n" % free.pop(each.actor).pid)
-                each.stream.flush()
-                found[each.rank] = each
-            if self._job_ended.is_set():
-                raise ConfigError("the launcher of the ranks has ended; its output says why")
-            if time.monotonic() > deadline:
-                missing = sorted(range(len(places)) - found.keys())
-                raise ConfigError(f"ranks {missing} have not started within {self._settings.timeout_s:g} s")
-        return dict(sorted(found.items()))
-
-    def _begin_job(self, line: Sequence[str], environ: Mapping[str, str], at_end: ExitStack) -> None:
-        """Start mpirun, on a thread that lives until it ends."""
+        line = job_line([*options, *horovod, *self._options], "ringreduce.launcher.stand_ins", "stand_in")
+        environ = at_end.enter_context(agent_server(self._room.start, folder))
+        where = at_end.enter_context(requests_served(self._room.address, self._stand_ins.offer))
+        environ |= {"TMPDIR": str(folder), **worker_environment(self._room.address), VARIABLE: where}
         begun: queue.Queue[Any] = queue.Queue()
+        stand_ins = self._stand_ins
 
         def run() -> None:
             job = begin(line, environ)
             begun.put(job)
             job.wait()
-            self._job_ended.set()
+            stand_ins.end()
 
         threading.Thread(target=run, name="ringreduce runs mpirun", daemon=True).start()
         at_end.callback(end, begun.get())
+
+    def _begin_ranks(self) -> None:
+        """Make new actors the ranks of the job that has begun."""
+        try:
+            while True:
+                with suppress(_BeginsAgainError):
+                    self._ranks = self._stand_ins.take(self._settings.timeout_s)
+                    self._hand_over()
+                    if self._executable is not None:
+                        self._results(self._submit("make", *self._executable))
+                    return
+        except BaseException:
+            self._end(in_order=False)
+            raise
+
+    def _hand_over(self) -> None:
+        ray = engine("ray", "ray")
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        cores = self._resources["CPU"]
+        free = self._room.places()
+        for each in self._ranks.values():
+            place = next((place for place in free if place.host == each.host), None)
+            if place is None:
+                raise ConfigError(f"Ray has taken the room for rank {each.rank} on {each.host} away")
+            free.remove(place)
+            where = strategies.PlacementGroupSchedulingStrategy(place.group, place.index)
+            options = {"num_cpus": cores, "num_gpus": self._resources.get("GPU", 0), "scheduling_strategy": where}
+            each.actor = ray.remote(_RankActor).options(**options).remote()
+        asked = [each.actor.process.remote() for each in self._ranks.values()]
+        try:
+            processes = ray.get(asked, timeout=self._settings.timeout_s)
+        except ray.exceptions.RayError as error:
+            raise ConfigError(f"actors of Ray cannot start: {' '.join(str(error).split())}") from None
+        gpus: dict[str, list[str]] = {each.host: [] for each in self._ranks.values()}
+        for each, process in zip(self._ranks.values(), processes, strict=True):
+            if process.pids != each.pids:
+                raise ConfigError(f"actors on {each.host} are in a container, where ringreduce cannot start ranks")
+            gpus[each.host] += process.gpus
+            with suppress(OSError):  # the job has ended already
+                each.stream.write(b"%d\n" % process.pid)
+                each.stream.flush()
+        modules = [name for name in (_HOROVOD,) if name in sys.modules]
+        calls = {}
+        for rank, each in self._ranks.items():
+            seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[each.host])} if gpus[each.host] else {}
+            calls[each.actor.become.remote({**self._variables, **seen, **each.said}, modules)] = rank
+        self._results(calls)
 
     def run(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
@@ -331,30 +384,42 @@ class RayExecutor:
                 if all ranks have returned or failed within seconds; else it is shut down.
             ConfigError: the executor is not started.
         """
-        return list(self._results(self._calls(fn, args, kwargs)).values())
+        return list(self._call("call", fn, *self._given(args, kwargs)).values())
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Begin to call a function on all ranks, and return their object references, for `ray.get`."""
-        return list(self._calls(fn, args, kwargs))
+        """Begin to call a function on all ranks, and return their object references, for `ray.get`.
 
-    def _calls(self, fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> Any:
+        Where an elastic job begins again, these fail: `run` calls the function on the new ranks.
+        """
+        return list(self._submit("call", fn, *self._given(args, kwargs)))
+
+    def _given(self, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> list[Any]:
         ray = self._require_started()
-        given = [ray.put(tuple(args or ())), ray.put(dict(kwargs or {}))]  # once for all ranks of a node
-        return {each.actor.call.remote(fn, *given): rank for rank, each in self._stand_ins.items()}
+        return [ray.put(tuple(args or ())), ray.put(dict(kwargs or {}))]  # once for all ranks of a node
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the ``executable_cls`` of each rank; see `run`."""
         self._require_started()
-        calls = {each.actor.execute.remote(fn): rank for rank, each in self._stand_ins.items()}
-        return list(self._results(calls).values())
+        return list(self._call("execute", fn).values())
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call a function with the ``executable_cls`` of the first rank, and return what it returns; see `run`."""
         self._require_started()
-        rank, first = next(iter(self._stand_ins.items()))
-        return self._results({first.actor.execute.remote(fn): rank})[rank]
+        return next(iter(self._call("execute", fn, count=1).values()))
+
+    def _call(self, method: str, *args: Any, count: int | None = None) -> dict[int, Any]:
+        """Call a method of the actors of the first ranks, or all; anew where the job begins again."""
+        while True:
+            try:
+                return self._results(self._submit(method, *args, count=count))
+            except _BeginsAgainError:
+                self._begin_ranks()
+
+    def _submit(self, method: str, *args: Any, count: int | None = None) -> dict[Any, int]:
+        ranks = [*self._ranks.items()][:count]
+        return {getattr(each.actor, method).remote(*args): rank for rank, each in ranks}
 
     def _require_started(self) -> Any:
         if self._at_end is None:
@@ -372,6 +437,7 @@ class RayExecutor:
         failed: dict[int, Any] = {}
         died: dict[int, Any] = {}
         left = [*calls]
+        present = [*self._ranks.values()]
         until = float("inf")
         try:
             while left and time.monotonic() < until:
@@ -383,17 +449,22 @@ class RayExecutor:
                         died[calls[each]] = error
                     except ray.exceptions.RayError as error:
                         failed[calls[each]] = error
-                if failed or (died and not self._elastic) or self._job_ended.is_set():
+                if failed or (died and not self._elastic) or self._stand_ins.are_over(present):
                     until = min(until, time.monotonic() + _AFTER_FAILURE_S)
+            survived = self._elastic and done and not failed and not left
+            limit_s = _AFTER_FAILURE_S if died or left else 0.0
+            if not survived and len(done) < len(calls) and self._stand_ins.begin_again(present, limit_s):
+                raise _BeginsAgainError
+        except _BeginsAgainError:
+            raise
         except BaseException:  # an interrupt: ranks may be at anything
             self._end(in_order=False)
             raise
+        size = len(present)
         for rank in died:
-            del self._stand_ins[rank]
-        survived = self._elastic and not failed and not left and self._stand_ins
-        if left or (died and not survived) or self._job_ended.is_set():
+            del self._ranks[rank]
+        if left or (died and not survived) or self._stand_ins.all_ended.is_set():
             self._end(in_order=False)
-        size = self.num_workers
         if died and not survived:
             rank, why = next(iter(died.items()))
             raise CollectiveError(f"rank {rank} of {size} has died: {' '.join(str(why).split())}")
@@ -416,15 +487,15 @@ class RayExecutor:
             return
         atexit.unregister(self.shutdown)
         with at_end:
-            self._is_leaving = True
+            for each in self._ranks.values() if in_order else ():
+                each.leaves = True
+                with suppress(OSError):
+                    each.stream.write(LEAVE)
+                    each.stream.flush()
+                each.actor.__ray_terminate__.remote()  # so that what is registered for its exit runs
             if in_order:
-                for each in self._stand_ins.values():
-                    with suppress(OSError):
-                        each.stream.write(LEAVE)
-                        each.stream.flush()
-                    each.actor.__ray_terminate__.remote()  # so that what is registered for its exit runs
-                self._job_ended.wait(_TO_LEAVE_S)
-            self._stand_ins = {}
+                self._stand_ins.all_ended.wait(_TO_LEAVE_S)
+            self._ranks = {}
 
 
 def _traceback(error: Any) -> str:

@@ -73,6 +73,11 @@ class Slots:
                     f"for them, or could not connect to this process: {', '.join(missing)}"
                 )
 
+    def has(self, name: str) -> bool:
+        """Return whether the slot of this name is held."""
+        with self._changed:
+            return name in self._streams
+
     def start(self, host: str, command: str) -> int:
         """Run a command of a shell in a slot; return its status.
 

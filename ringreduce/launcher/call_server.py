@@ -23,6 +23,8 @@ __all__ = ["VARIABLE", "call_served", "connected", "leave_there", "requests_serv
 VARIABLE = "RINGREDUCE_CALL"
 _MOST_NBYTES = 1 << 20  # of a request
 _CONNECT_S = 60.0
+#: A host is lost if it does not answer for about 30 s.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
 @contextmanager
@@ -42,7 +44,9 @@ def requests_served(address: str, answer: Callable[[dict[str, Any], BufferedRWPa
     token = secrets.token_hex(16)
 
     def each(connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host may be lost
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         with connection.makefile("rwb") as stream:
             request = json.loads(stream.readline(_MOST_NBYTES))
             if hmac.compare_digest(str(request.pop("token")), token):

@@ -6,6 +6,7 @@ host. That is the rank from then on. The stand-in ends as that process ends, so 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ __all__ = ["LEAVE", "become", "stand_in"]
 
 #: What mpirun, and `ringreduce run`, say to a rank.
 _HANDED = ("PMIX_", "OMPI_", "PRTE_", "OPAL_", "RINGREDUCE_", "HOROVOD_")
+_GROWS = "RINGREDUCE_RESTARTABLE"
 #: The program says by this that the end of the rank is a good one.
 LEAVE = b"leave\n"
 
@@ -37,7 +39,11 @@ def stand_in() -> None:
         suppress(OSError),
         connected({"environ": environ, "host": os.environ[HOST], "pids": pid_namespace()}) as (connection, stream),
     ):
-        rank = os.pidfd_open(int(stream.readline() or 0))
+        process = int(stream.readline() or 0)
+        rank = os.pidfd_open(process)
+        if _GROWS in environ:  # the launcher says by this signal that there are other hosts
+            signal.signal(signal.SIGUSR2, lambda *_: ctypes.CDLL(None).tgkill(process, process, signal.SIGUSR2))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         waiting = select.poll()
         waiting.register(rank, select.POLLIN)
         waiting.register(connection, select.POLLIN)
@@ -59,7 +65,9 @@ def stand_in() -> None:
 
 
 def become(environ: Mapping[str, str]) -> None:
-    """Be the rank that mpirun says this to, with further variables; before anything calls ``init``."""
+    """Be the rank that mpirun says this to, with further variables; on the main thread, before it calls ``init``."""
+    if _GROWS in environ:  # as the launcher has it; other threads have it not, so that it is sent to this one alone
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     os.environ.update(environ)
     # Other ranks of this host look at this file for a process that has ended before it called `init`.
     known = Path(environ.get("PMIX_SERVER_TMPDIR", ""), f"ringreduce-process-{environ['OMPI_COMM_WORLD_RANK']}")

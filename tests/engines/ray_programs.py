@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,3 +105,37 @@ def die(rank: int) -> None:
 def echo(array: Any) -> Any:
     """Return what was given."""
     return array
+
+
+def train(folder: str) -> tuple[int, float, int, list[int]]:
+    """Train until the folder has a file ``finish``; each step takes 1 from a weight.
+
+    Returns:
+        The rank, the weight, how many steps were made, and the numbers of ranks that have made them, in their order.
+    """
+    import torch
+
+    import ringreduce.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+
+    @hvd.elastic.run
+    def repeat(state: Any) -> None:
+        while not hvd.broadcast_object(Path(folder, "finish").exists()):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            state.steps += 1
+            if state.sizes[-1:] != [hvd.size()]:
+                state.sizes = [*state.sizes, hvd.size()]
+            Path(folder, f"trains-{hvd.size()}").touch()
+            state.commit()
+            time.sleep(0.01)  # leaves cores to what the test does
+
+    state = hvd.elastic.TorchState(model, optimizer, steps=0, sizes=[])
+    state.keep_on_disk(f"{folder}/commits", every=5)
+    repeat(state)
+    return hvd.rank(), model.weight.item(), state.steps, state.sizes

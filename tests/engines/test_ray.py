@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def _while_dying(executor: Any, what: str, rank: int, call: Any) -> None:
     """Make a call, in which an actor or the launcher is killed."""
     if what == "actor":
         begun = executor.run_remote(programs.wait_for, [rank])
-        ray.kill(executor._stand_ins[rank].actor)
+        ray.kill(executor._ranks[rank].actor)
         del begun
     if what == "job":
         listed = subprocess.run(
@@ -194,10 +195,46 @@ def test_an_elastic_job_survives_deaths() -> None:
     for number in range(20):
         with RayExecutor(num_workers=3, elastic=True) as executor:
             assert executor.run(programs.total) == [3.0, 3.0, 3.0]
-            ray.kill(executor._stand_ins[number % 3].actor)
+            ray.kill(executor._ranks[number % 3].actor)
             assert executor.run(programs.total) == [2.0, 2.0]
             assert executor.run(programs.total) == [2.0, 2.0]
         assert settled() == [], number
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(300)
+@pytest.mark.usefixtures("_ray")
+def test_an_elastic_job_takes_room_that_is_freed(tmp_path: Path) -> None:
+    """At a commit, with new ranks; no step is lost or made twice. What `start` was given, they have as well."""
+
+    @ray.remote(num_cpus=4)
+    class Other:
+        def is_there(self) -> bool:
+            return True
+
+    other = Other.remote()  # type: ignore[attr-defined]  # Ray's
+    assert ray.get(other.is_there.remote())
+    executor = RayExecutor(num_workers=2, max_workers=3)
+    executor.start(programs.Counter, executable_args=[5], extra_env_vars={"OF_RANKS": "7"})
+    with executor, ThreadPoolExecutor() as pool:
+        trained = pool.submit(executor.run, programs.train, [str(tmp_path)])
+        waits_for(tmp_path / "trains-2")
+        ray.kill(other)
+        waits_for(tmp_path / "trains-3")
+        (tmp_path / "finish").touch()
+        (_, _, steps, _), *_ = found = trained.result()
+        assert found == [(rank, -float(steps), steps, [2, 3]) for rank in range(3)]
+        assert executor.execute(lambda counter: counter.count) == [5, 5, 5]
+        assert executor.run(os.getenv, ["OF_RANKS"]) == ["7", "7", "7"]
+    assert settled() == []
+
+
+def waits_for(path: Path, limit_s: float = 100.0) -> None:
+    """Wait until a file is there."""
+    until = time.monotonic() + limit_s
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.1)  # there is nothing to wait on
 
 
 @pytest.mark.thorough

@@ -82,6 +82,12 @@ def test_a_node_that_dies_ends_the_job(run_on_host: Callable[..., str]) -> None:
     assert {"CollectiveError", "left []"} <= {*run_on_host("node").splitlines()}
 
 
+def test_an_elastic_job_goes_on_without_a_node_and_takes_another(
+    run_on_host: Callable[..., str], tmp_path: Path
+) -> None:
+    """From its last commit; with a node of those that are left, or a new one."""
+
+
 # ---- the program ----
 
 
@@ -114,7 +120,7 @@ def main(what: str) -> None:
     executor.start()
     pids = executor.run(os.getpid)
     spaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in [*pids, os.getpid()]}
-    others = [each for each in executor._stand_ins.values() if each.host != ADDRESS.format(1)]
+    others = [each for each in executor._ranks.values() if each.host != ADDRESS.format(1)]
     if what == "train":
         on_two_nodes = {**os.environ, "RINGREDUCE_NODE_SIZE": "2"}
         print("equal", executor.run(programs.digits) == rr.run(programs.digits, np=4, env=on_two_nodes))

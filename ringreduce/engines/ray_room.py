@@ -1,0 +1,172 @@
+"""The room that ranks have on a cluster of Ray: bundles of cores and GPUs, and slots for mpirun's daemons."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.engines.slots import Slots, hold, slots
+
+__all__ = ["Place", "Room", "room"]
+
+_LOOK_EVERY_S = 1.0
+
+
+class Place(NamedTuple):
+    """Where a rank may be: a bundle of a placement group, and the node on which that is.
+
+    Attributes:
+        group: of Ray.
+        index: of the bundle in the group.
+        node: Ray's name for the node.
+        host: address of the node.
+    """
+
+    group: Any
+    index: int
+    node: str
+    host: str
+
+
+class Room:
+    """Bundles that Ray has placed, or will once there is room, and a slot on each node with one.
+
+    Args:
+        ray: the module.
+        bundle: resources of a bundle.
+        ranks: of a bundle.
+        held: slots, and the ticket for them.
+
+    Attributes:
+        address: of this node, which needs no slot: mpirun is here.
+    """
+
+    def __init__(self, ray: Any, bundle: Mapping[str, float], ranks: int, held: tuple[Slots, str]) -> None:
+        self._ray = ray
+        self._bundle = bundle
+        self._ranks = ranks
+        self._groups: list[Any] = []
+        self._slots, self._ticket = held
+        self._tasks: dict[str, tuple[str, Any]] = {}  # the name of the slot of a host, and the task that holds it
+        self._numbers = itertools.count()
+        self.address = str(ray.util.get_node_ip_address())
+
+    def take(self, count: int, strategy: str = "PACK") -> Any:
+        """Ask for bundles, and return their placement group."""
+        groups = importlib.import_module("ray.util.placement_group")
+        self._groups.append(groups.placement_group([dict(self._bundle)] * count, strategy=strategy))
+        return self._groups[-1]
+
+    def leave(self) -> None:
+        """Give all of it back."""
+        groups = importlib.import_module("ray.util.placement_group")
+        for each in self._groups:
+            groups.remove_placement_group(each)
+
+    def places(self) -> list[Place]:
+        """Return a place for each rank that has room now, host by host."""
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]}
+        found = []
+        for group in self._groups:
+            nodes = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
+            found += [Place(group, index, node, hosts[node]) for index, node in nodes.items() if node in hosts]
+        return [each for each in sorted(found, key=lambda each: each.host) for _ in range(self._ranks)]
+
+    def hosts(self) -> dict[str, int]:
+        """Return the slots by host, of hosts where daemons can start; have others hold a slot."""
+        places = self.places()
+        self._hold(places)
+        ready = {host for host, (name, _) in self._tasks.items() if self._slots.has(name)} | {self.address}
+        return Counter(each.host for each in places if each.host in ready)
+
+    def _hold(self, places: list[Place]) -> None:
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        for host, node in {each.host: each.node for each in places if each.host != self.address}.items():
+            _, task = self._tasks.get(host, ("", None))
+            if task is None or self._ray.wait([task], timeout=0)[0]:  # it fails where Ray has lost a node
+                name = f"{host}/{next(self._numbers)}"
+                where = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+                options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
+                self._tasks[host] = name, self._ray.remote(hold).options(**options).remote(self._ticket, name)
+
+    def wait(self, limit_s: float) -> dict[str, int]:
+        """Return the slots by host once all other hosts of places hold one.
+
+        Raises:
+            ConfigError: some have not within so many seconds.
+        """
+        self._hold(self.places())
+        names = [name for name, _ in self._tasks.values()]
+        tasks = [task for _, task in self._tasks.values()]
+        self._slots.wait(names, limit_s, lambda: tasks and self._ray.get(self._ray.wait(tasks, timeout=0)[0]))
+        return self.hosts()
+
+    def start(self, host: str, command: str) -> int:
+        """Run a command of a shell on a host; return its status.
+
+        Raises:
+            CollectiveError: the task there has ended.
+        """
+        return self._slots.start(self._tasks[host][0], command)
+
+    @contextmanager
+    def listed(self, folder: Path) -> Iterator[Path]:
+        """Yield the path of a program in a folder, which prints the slots by host, as they change in this context."""
+        ended = threading.Event()
+        listing = folder / "hosts"
+
+        def write() -> None:
+            coming = listing.with_suffix(".coming")
+            coming.write_text("".join(f"{host}:{count}\n" for host, count in self.hosts().items()))
+            coming.rename(listing)
+
+        def go_on() -> None:
+            while not ended.wait(_LOOK_EVERY_S):
+                write()
+
+        write()
+        program = folder / "discover"
+        program.write_text(f"#!/bin/sh\nexec cat '{listing}'\n")
+        program.chmod(0o700)
+        thread = threading.Thread(target=go_on, name="ringreduce lists nodes of Ray", daemon=True)
+        thread.start()
+        try:
+            yield program
+        finally:
+            ended.set()
+            thread.join()
+
+
+@contextmanager
+def room(ray: Any, bundle: Mapping[str, float], ranks: int, *, count: int, strategy: str, limit_s: float) -> Iterator[Room]:
+    """Have room as long as this context lasts.
+
+    Args:
+        ray: the module.
+        bundle: resources of a bundle.
+        ranks: of a bundle.
+        count: of bundles.
+        strategy: by which Ray places them.
+        limit_s: seconds to wait for them.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    with slots(str(ray.util.get_node_ip_address())) as held:
+        made = Room(ray, bundle, ranks, held)
+        try:
+            if not made.take(count, strategy).wait(limit_s):
+                raise ConfigError(
+                    f"Ray had no room for {count} times {bundle} ({strategy}) within {limit_s:g} s; the cluster has "
+                    f"{ray.cluster_resources()}, of which {ray.available_resources()} is free"
+                )
+            yield made
+        finally:
+            made.leave()
