@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.common.processes import pid_namespace
 from ringreduce.engines import engine, job_line, on_hosts
-from ringreduce.engines.ray_room import Room, room
+from ringreduce.engines.ray_room import room
 from ringreduce.launcher.agent_server import agent_server, private_folder, worker_environment
 from ringreduce.launcher.call_server import VARIABLE, requests_served
 from ringreduce.launcher.function import begin, end
@@ -36,6 +36,8 @@ _LOOK_EVERY_S = 0.2
 #: What ranks get to return or fail as well once one has failed, and the job to end once its ranks leave.
 _AFTER_FAILURE_S = 5.0
 _TO_LEAVE_S = 15.0
+#: What the processes of actors get to end once Ray says that these have.
+_TO_EXIT_S = 60.0
 
 
 class ExecutorSettings(NamedTuple):
@@ -128,7 +130,7 @@ class _StandIns:
         return bool(self._found) or all(each.has_ended for each in ranks)
 
     def begin_again(self, ranks: Sequence[_StandIn], limit_s: float) -> bool:
-        """Wait for another job once one has ended; return False if it goes on for so long, or the launcher has ended."""
+        """Wait for another job once one has ended; return False if that goes on for so long, or no other comes."""
         with self._changed:
             if self._changed.wait_for(lambda: self.are_over(ranks), limit_s):
                 self._changed.wait_for(lambda: self._found or self.all_ended.is_set())
@@ -225,7 +227,9 @@ class RayExecutor:
         self._elastic = elastic or min_workers is not None or max_workers is not None
         self._most = self.num_workers if max_workers is None else max_workers
         if self._most < self.num_workers:
-            raise ConfigError(f"RayExecutor: max_workers={self._most} is less than the {self.num_workers} ranks at first")
+            raise ConfigError(
+                f"RayExecutor: max_workers={self._most} is less than the {self.num_workers} ranks at first"
+            )
         least = [] if min_workers is None else [f"--min-np={min_workers}"]
         self._options = [*(["--elastic", f"--max-np={self._most}", *least] if self._elastic else ()), *options]
         self._variables: Mapping[str, str] = {}
@@ -348,7 +352,7 @@ class RayExecutor:
             if place is None:
                 raise ConfigError(f"Ray has taken the room for rank {each.rank} on {each.host} away")
             free.remove(place)
-            where = strategies.PlacementGroupSchedulingStrategy(place.group, place.index)
+            where = strategies.PlacementGroupSchedulingStrategy(place.group, place.bundle)
             options = {"num_cpus": cores, "num_gpus": self._resources.get("GPU", 0), "scheduling_strategy": where}
             each.actor = ray.remote(_RankActor).options(**options).remote()
         asked = [each.actor.process.remote() for each in self._ranks.values()]
@@ -452,7 +456,8 @@ class RayExecutor:
                 if failed or (died and not self._elastic) or self._stand_ins.are_over(present):
                     until = min(until, time.monotonic() + _AFTER_FAILURE_S)
             survived = self._elastic and done and not failed and not left
-            limit_s = _AFTER_FAILURE_S if died or left else 0.0
+            limit_s = _TO_LEAVE_S if died or (left and self._elastic) else 0.0
+            limit_s = _TO_EXIT_S if len(died) == len(present) else limit_s
             if not survived and len(done) < len(calls) and self._stand_ins.begin_again(present, limit_s):
                 raise _BeginsAgainError
         except _BeginsAgainError:

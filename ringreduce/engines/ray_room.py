@@ -6,7 +6,7 @@ import importlib
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ class Place(NamedTuple):
 
     Attributes:
         group: of Ray.
-        index: of the bundle in the group.
+        bundle: its number in the group.
         node: Ray's name for the node.
         host: address of the node.
     """
 
     group: Any
-    index: int
+    bundle: int
     node: str
     host: str
 
@@ -50,18 +50,20 @@ class Room:
 
     def __init__(self, ray: Any, bundle: Mapping[str, float], ranks: int, held: tuple[Slots, str]) -> None:
         self._ray = ray
-        self._bundle = bundle
+        self._bundle = dict(bundle)
         self._ranks = ranks
         self._groups: list[Any] = []
         self._slots, self._ticket = held
         self._tasks: dict[str, tuple[str, Any]] = {}  # the name of the slot of a host, and the task that holds it
         self._numbers = itertools.count()
+        self._lists = threading.Lock()
+        self._listing: Path | None = None
         self.address = str(ray.util.get_node_ip_address())
 
     def take(self, count: int, strategy: str = "PACK") -> Any:
         """Ask for bundles, and return their placement group."""
         groups = importlib.import_module("ray.util.placement_group")
-        self._groups.append(groups.placement_group([dict(self._bundle)] * count, strategy=strategy))
+        self._groups.append(groups.placement_group([self._bundle] * count, strategy=strategy))
         return self._groups[-1]
 
     def leave(self) -> None:
@@ -76,7 +78,7 @@ class Room:
         found = []
         for group in self._groups:
             nodes = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
-            found += [Place(group, index, node, hosts[node]) for index, node in nodes.items() if node in hosts]
+            found += [Place(group, bundle, node, hosts[node]) for bundle, node in nodes.items() if node in hosts]
         return [each for each in sorted(found, key=lambda each: each.host) for _ in range(self._ranks)]
 
     def hosts(self) -> dict[str, int]:
@@ -114,26 +116,24 @@ class Room:
         Raises:
             CollectiveError: the task there has ended.
         """
-        return self._slots.start(self._tasks[host][0], command)
+        try:
+            return self._slots.start(self._tasks[host][0], command)
+        finally:
+            self._list()  # before the launcher asks for hosts again
 
     @contextmanager
     def listed(self, folder: Path) -> Iterator[Path]:
         """Yield the path of a program in a folder, which prints the slots by host, as they change in this context."""
         ended = threading.Event()
-        listing = folder / "hosts"
-
-        def write() -> None:
-            coming = listing.with_suffix(".coming")
-            coming.write_text("".join(f"{host}:{count}\n" for host, count in self.hosts().items()))
-            coming.rename(listing)
 
         def go_on() -> None:
             while not ended.wait(_LOOK_EVERY_S):
-                write()
+                self._list()
 
-        write()
+        self._listing = folder / "hosts"
+        self._list()
         program = folder / "discover"
-        program.write_text(f"#!/bin/sh\nexec cat '{listing}'\n")
+        program.write_text(f"#!/bin/sh\nexec cat '{self._listing}'\n")
         program.chmod(0o700)
         thread = threading.Thread(target=go_on, name="ringreduce lists nodes of Ray", daemon=True)
         thread.start()
@@ -142,10 +142,20 @@ class Room:
         finally:
             ended.set()
             thread.join()
+            self._listing = None
+
+    def _list(self) -> None:
+        with self._lists:
+            if self._listing is not None:
+                coming = self._listing.with_suffix(".coming")
+                coming.write_text("".join(f"{host}:{count}\n" for host, count in self.hosts().items()))
+                coming.rename(self._listing)
 
 
 @contextmanager
-def room(ray: Any, bundle: Mapping[str, float], ranks: int, *, count: int, strategy: str, limit_s: float) -> Iterator[Room]:
+def room(
+    ray: Any, bundle: Mapping[str, float], ranks: int, *, count: int, strategy: str, limit_s: float
+) -> Iterator[Room]:
     """Have room as long as this context lasts.
 
     Args:

@@ -221,15 +221,15 @@ class Restarts:
             if goes_on:
                 why = f"without {' and '.join(lost)}" if lost else "as mpirun has lost a daemon"
                 say(f"the job begins again from its last commit, {why}")
-                continue
-            failed += 1
-            in_a_row += 1
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (in_a_row - 1), _LONGEST_PAUSE_S)
-            say(
-                f"the job has ended with status {status}; starting it again ({failed} of {self._spec.restarts}), "
-                f"in {pause_s:g} s"
-            )
-            self._signals.pause(pause_s, self._clock)
+            else:
+                failed += 1
+                in_a_row += 1
+                pause_s = min(_FIRST_PAUSE_S * 2 ** (in_a_row - 1), _LONGEST_PAUSE_S)
+                say(
+                    f"the job has ended with status {status}; starting it again ({failed} of {self._spec.restarts}), "
+                    f"in {pause_s:g} s"
+                )
+                self._signals.pause(pause_s, self._clock)
             if self._discovery is not None:
                 self._discovery.ask()
 

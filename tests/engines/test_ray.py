@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -267,9 +270,9 @@ def test_many_starts_much_data_and_two_at_once() -> None:
 @pytest.mark.usefixtures("_ray")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_program_that_ends_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    """Five times: the driver is killed, or interrupted, while its ranks are at work."""
+    """Seven times: the driver is killed, or interrupted, while its ranks are at work."""
     address = ray.get_runtime_context().gcs_address
-    for _ in range(5):
+    for _ in range(7):
         program = subprocess.Popen(
             [sys.executable, "-c", _WAITS, address, str(HERE)],
             stdout=subprocess.PIPE,
@@ -299,6 +302,102 @@ assert executor.run(programs.total) == [2.0, 2.0]
 begun = executor.run_remote(programs.wait_for, [0])
 print("ranks wait", flush=True)
 executor.run(programs.total)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(400)
+def test_ranks_have_packages_of_a_runtime_environment() -> None:
+    """A wheel, in the copy of this environment that Ray makes for that."""
+    pytest.importorskip("virtualenv", reason="Ray makes environments by virtualenv")
+    with tempfile.TemporaryDirectory(prefix="rr", dir="/tmp") as folder:  # Ray wants a short path
+        wheel = Path(folder, "little_one-1.0-py3-none-any.whl")
+        about = "little_one-1.0.dist-info"
+        with zipfile.ZipFile(wheel, "w") as file:
+            file.writestr("little_one.py", "value = 41\n")
+            file.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: little-one\nVersion: 1.0\n")
+            file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            file.writestr(f"{about}/RECORD", "".join(f"{name},,\n" for name in file.namelist()))
+        line = [sys.executable, "-c", _PACKAGES, folder, str(wheel)]
+        done = subprocess.run(line, timeout=350, check=False, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["[(0, 41), (1, 41)]"], done.stderr
+
+
+_PACKAGES = """
+import sys
+import ray
+from ringreduce.ray import RayExecutor
+
+def value():
+    import little_one
+    import ringreduce as rr
+    rr.init()
+    return rr.rank(), little_one.value
+
+ray.init(
+    num_cpus=2,
+    object_store_memory=80_000_000,
+    include_dashboard=False,
+    log_to_driver=False,
+    _temp_dir=sys.argv[1],
+    runtime_env={"pip": [sys.argv[2]]},
+)
+with RayExecutor(RayExecutor.create_settings(timeout_s=300), num_workers=2) as executor:
+    print(executor.run(value))
+ray.shutdown()
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(200)
+def test_ray_stop_leaves_nothing() -> None:
+    """In a namespace of processes, as it ends all of Ray that it sees."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("a namespace of processes takes root, and the unshare of util-linux")
+    line = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+        "sh",
+        "-c",
+        _STOPS,
+        "sh",
+        sys.executable,
+        _WAITS,
+    ]
+    with tempfile.TemporaryDirectory(prefix="rr", dir="/tmp") as folder:  # Ray wants a short path
+        done = subprocess.run(
+            [*line, str(HERE)],
+            env={**os.environ, "TMPDIR": folder, "PYTHONPATH": str(HERE)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        files = [*Path(folder).glob("ringreduce-*/agent")]
+    said = done.stdout.splitlines()
+    assert "ranks wait" in said
+    assert any(each.startswith("status") for each in said), "Ray ends programs on its nodes, too"
+    assert said[said.index("left:") + 1 :] == []
+    assert files == []
+
+
+#: Ends Ray below a program; then says what is left but this shell, ps and sleep.
+_STOPS = """
+ray start --head --port=0 --num-cpus=2 --object-store-memory=80000000 --include-dashboard=false >&2
+{ "$1" -c "$2" auto "$3"; echo "status $?"; } | tee "$TMPDIR/said" &
+until grep -q -e "ranks wait" -e status "$TMPDIR/said"; do sleep 0.2; done
+ray stop >&2
+wait
+for each in 1 2 3 4 5 6 7 8 9 10; do
+    ps -eo args= | grep -v -e "^sh -c" -e "^ps " -e "^grep " -e "^sleep " >"$TMPDIR/left" || break
+    sleep 1
+done
+echo left:
+cat "$TMPDIR/left"
 """
 
 
