@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import os
 import queue
 import re
 import sys
@@ -15,18 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from io import BufferedRWPair
 from typing import Any, NamedTuple
 
 from ringreduce.common.errors import CollectiveError, ConfigError
-from ringreduce.common.processes import pid_namespace
 from ringreduce.engines import engine, job_line, on_hosts
-from ringreduce.engines.ray_room import room
+from ringreduce.engines.ray_ranks import BeginsAgainError, RankActor, StandIn, StandIns
+from ringreduce.engines.ray_room import Room, room
 from ringreduce.launcher.agent_server import agent_server, private_folder, worker_environment
 from ringreduce.launcher.call_server import VARIABLE, requests_served
 from ringreduce.launcher.function import begin, end
-from ringreduce.launcher.stand_ins import LEAVE, become
+from ringreduce.launcher.stand_ins import LEAVE
 
 __all__ = ["ExecutorSettings", "RayExecutor"]
 
@@ -45,129 +42,6 @@ class ExecutorSettings(NamedTuple):
 
     timeout_s: float = 60.0
     placement_group_timeout_s: float = 100.0
-
-
-class _ActorProcess(NamedTuple):
-    """The process of an actor: its number, which system's numbers those are, and its GPUs."""
-
-    pid: int
-    pids: str
-    gpus: list[str]
-
-
-@dataclass
-class _StandIn:
-    """A process in a rank's place, as the program has it."""
-
-    rank: int
-    host: str
-    pids: str
-    said: dict[str, str]
-    stream: BufferedRWPair
-    actor: Any = None
-    leaves: bool = False
-    has_ended: bool = False
-
-
-class _StandIns:
-    """The stand-ins of the jobs that the launcher starts, one job after the other.
-
-    Attributes:
-        all_ended: whether the launcher has ended.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._job = -1
-        self._found: dict[int, _StandIn] = {}  # those of that job which have come, and that nobody has taken
-        self._since = time.monotonic()
-        self.all_ended = threading.Event()
-
-    def offer(self, request: Mapping[str, Any], stream: BufferedRWPair) -> None:
-        """Take one that has come, until it ends; then its actor is killed, as MPI counts that rank as dead."""
-        said = request["environ"]
-        host, _, _ = request["host"].partition("/")
-        each = _StandIn(int(said["OMPI_COMM_WORLD_RANK"]), host, request["pids"], said, stream)
-        job = int(said.get("RINGREDUCE_RESTART", 0))
-        with self._changed:
-            if job > self._job:
-                self._job, self._found, self._since = job, {}, time.monotonic()
-            self._found[each.rank] = each
-            self._changed.notify_all()
-        stream.read(1)
-        with self._changed:
-            each.has_ended = True
-            self._changed.notify_all()
-        if each.actor is not None and not each.leaves:
-            engine("ray", "ray").kill(each.actor)
-
-    def take(self, limit_s: float) -> dict[int, _StandIn]:
-        """Wait for the stand-ins of a job, and return them, by rank.
-
-        Raises:
-            ConfigError: some have not come so many seconds after the first, or the launcher has ended.
-        """
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._missing(), _LOOK_EVERY_S)
-                missing = self._missing()
-                if not missing:
-                    found, self._found = self._found, {}
-                    return dict(sorted(found.items()))
-                is_late = self._found.keys() != set() or self._job < 0
-            if self.all_ended.is_set():
-                raise ConfigError("the launcher of the ranks has ended; its output says why")
-            if is_late and time.monotonic() > self._since + limit_s:
-                raise ConfigError(f"ranks {missing} have not started within {limit_s:g} s")
-
-    def _missing(self) -> list[int]:
-        first = next(iter(self._found.values()), None)
-        size = 1 if first is None else int(first.said["OMPI_COMM_WORLD_SIZE"])
-        return sorted({*range(size)} - self._found.keys())
-
-    def are_over(self, ranks: Sequence[_StandIn]) -> bool:
-        """Return whether a job has ended, by its ranks, or another has begun."""
-        return bool(self._found) or all(each.has_ended for each in ranks)
-
-    def begin_again(self, ranks: Sequence[_StandIn], limit_s: float) -> bool:
-        """Wait for another job once one has ended; return False if that goes on for so long, or no other comes."""
-        with self._changed:
-            if self._changed.wait_for(lambda: self.are_over(ranks), limit_s):
-                self._changed.wait_for(lambda: self._found or self.all_ended.is_set())
-            return bool(self._found)
-
-    def end(self) -> None:
-        """The launcher has ended."""
-        with self._changed:
-            self.all_ended.set()
-            self._changed.notify_all()
-
-
-class _BeginsAgainError(Exception):
-    """The launcher has started another job, with other ranks."""
-
-
-class _RankActor:
-    """The actor. What it is given is unpickled when a method runs."""
-
-    def process(self) -> _ActorProcess:
-        gpus = engine("ray", "ray").get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return _ActorProcess(os.getpid(), pid_namespace(), [str(each) for each in gpus])
-
-    def become(self, environ: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Be the rank that mpirun has said this to."""
-        become(environ)
-        for name in modules:
-            importlib.import_module(name)
-
-    def make(self, cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._executable = cls(*args, **kwargs)
-
-    def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return fn(*args, **kwargs)
-
-    def execute(self, fn: Callable[[Any], Any]) -> Any:
-        return fn(getattr(self, "_executable", None))
 
 
 class RayExecutor:
@@ -235,8 +109,9 @@ class RayExecutor:
         self._variables: Mapping[str, str] = {}
         self._executable: tuple[Any, ...] | None = None
         self._at_end: ExitStack | None = None
-        self._stand_ins = _StandIns()
-        self._ranks: dict[int, _StandIn] = {}
+        self._stand_ins = StandIns()
+        self._ranks: dict[int, StandIn] = {}
+        self._room: Room
 
     @staticmethod
     def create_settings(timeout_s: float = 60.0, placement_group_timeout_s: float = 100.0) -> ExecutorSettings:
@@ -280,7 +155,7 @@ class RayExecutor:
         ray = engine("ray", "ray")
         if ray.util.client.ray.is_connected():
             raise ConfigError("RayExecutor runs on a node of the cluster, not over ray://: start it in a task or a job")
-        self._stand_ins = _StandIns()
+        self._stand_ins = StandIns()
         self._variables = extra_env_vars or {}
         self._executable = None
         if executable_cls is not None:
@@ -332,7 +207,7 @@ class RayExecutor:
         """Make new actors the ranks of the job that has begun."""
         try:
             while True:
-                with suppress(_BeginsAgainError):
+                with suppress(BeginsAgainError):
                     self._ranks = self._stand_ins.take(self._settings.timeout_s)
                     self._hand_over()
                     if self._executable is not None:
@@ -354,7 +229,7 @@ class RayExecutor:
             free.remove(place)
             where = strategies.PlacementGroupSchedulingStrategy(place.group, place.bundle)
             options = {"num_cpus": cores, "num_gpus": self._resources.get("GPU", 0), "scheduling_strategy": where}
-            each.actor = ray.remote(_RankActor).options(**options).remote()
+            each.actor = ray.remote(RankActor).options(**options).remote()
         asked = [each.actor.process.remote() for each in self._ranks.values()]
         try:
             processes = ray.get(asked, timeout=self._settings.timeout_s)
@@ -418,7 +293,7 @@ class RayExecutor:
         while True:
             try:
                 return self._results(self._submit(method, *args, count=count))
-            except _BeginsAgainError:
+            except BeginsAgainError:
                 self._begin_ranks()
 
     def _submit(self, method: str, *args: Any, count: int | None = None) -> dict[Any, int]:
@@ -459,8 +334,8 @@ class RayExecutor:
             limit_s = _TO_LEAVE_S if died or (left and self._elastic) else 0.0
             limit_s = _TO_EXIT_S if len(died) == len(present) else limit_s
             if not survived and len(done) < len(calls) and self._stand_ins.begin_again(present, limit_s):
-                raise _BeginsAgainError
-        except _BeginsAgainError:
+                raise BeginsAgainError
+        except BeginsAgainError:
             raise
         except BaseException:  # an interrupt: ranks may be at anything
             self._end(in_order=False)

@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,10 +142,12 @@ class Room:
         finally:
             ended.set()
             thread.join()
-            self._listing = None
+            with self._lists:
+                self._listing = None
 
     def _list(self) -> None:
-        with self._lists:
+        # Whatever Ray's head has, as while it is started again: the last list counts.
+        with self._lists, suppress(Exception):
             if self._listing is not None:
                 coming = self._listing.with_suffix(".coming")
                 coming.write_text("".join(f"{host}:{count}\n" for host, count in self.hosts().items()))

@@ -244,7 +244,7 @@ def left(spaces: set[str]) -> list[str]:
     import ray
 
     until = time.monotonic() + 30
-    words = ("prted ", "stand_in", "ringreduce run", "slot_process.py", "ray::hold", "ray::_RankActor")
+    words = ("prted ", "stand_in", "ringreduce run", "slot_process.py", "ray::hold", "ray::RankActor")
     while True:
         groups = [each["state"] for each in ray.util.placement_group_table().values()]
         found = [each for each in groups if each != "REMOVED"]
