@@ -16,7 +16,7 @@ from ringreduce.common.processes import pid_namespace
 from ringreduce.engines import engine
 from ringreduce.launcher.stand_ins import become
 
-__all__ = ["BeginsAgainError", "RankActor", "StandIn", "StandIns"]
+__all__ = ["ActorProcess", "BeginsAgainError", "RankActor", "StandIn", "StandIns"]
 
 _LOOK_EVERY_S = 0.2
 
@@ -65,7 +65,9 @@ class StandIns:
         job = int(said.get("RINGREDUCE_RESTART", 0))
         with self._changed:
             if job > self._job:
-                self._job, self._found, self._since = job, {}, time.monotonic()
+                self._job = job
+                self._found = {}
+                self._since = time.monotonic()
             self._found[each.rank] = each
             self._changed.notify_all()
         stream.read(1)
@@ -86,8 +88,9 @@ class StandIns:
                 self._changed.wait_for(lambda: not self._missing(), _LOOK_EVERY_S)
                 missing = self._missing()
                 if not missing:
-                    found, self._found = self._found, {}
-                    return dict(sorted(found.items()))
+                    found = dict(sorted(self._found.items()))
+                    self._found = {}
+                    return found
                 is_late = self._found.keys() != set() or self._job < 0
             if self.all_ended.is_set():
                 raise ConfigError("the launcher of the ranks has ended; its output says why")

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from ringreduce.common.errors import ConfigError
 from ringreduce.engines.slots import Slots, hold, slots
 
-__all__ = ["Place", "Room", "room"]
+__all__ = ["RankPlace", "Room", "room"]
 
 _LOOK_EVERY_S = 1.0
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank may be: a bundle of a placement group, and the node on which that is.
 
     Attributes:
@@ -42,18 +42,20 @@ class Room:
         ray: the module.
         bundle: resources of a bundle.
         ranks: of a bundle.
-        held: slots, and the ticket for them.
+        slots: for daemons.
+        ticket: for tasks that hold these.
 
     Attributes:
         address: of this node, which needs no slot: mpirun is here.
     """
 
-    def __init__(self, ray: Any, bundle: Mapping[str, float], ranks: int, held: tuple[Slots, str]) -> None:
+    def __init__(self, ray: Any, bundle: Mapping[str, float], ranks: int, slots: Slots, ticket: str) -> None:
         self._ray = ray
         self._bundle = dict(bundle)
         self._ranks = ranks
         self._groups: list[Any] = []
-        self._slots, self._ticket = held
+        self._slots = slots
+        self._ticket = ticket
         self._tasks: dict[str, tuple[str, Any]] = {}  # the name of the slot of a host, and the task that holds it
         self._numbers = itertools.count()
         self._lists = threading.Lock()
@@ -72,13 +74,13 @@ class Room:
         for each in self._groups:
             groups.remove_placement_group(each)
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[RankPlace]:
         """Return a place for each rank that has room now, host by host."""
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]}
         found = []
         for group in self._groups:
             nodes = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
-            found += [Place(group, bundle, node, hosts[node]) for bundle, node in nodes.items() if node in hosts]
+            found += [RankPlace(group, bundle, node, hosts[node]) for bundle, node in nodes.items() if node in hosts]
         return [each for each in sorted(found, key=lambda each: each.host) for _ in range(self._ranks)]
 
     def hosts(self) -> dict[str, int]:
@@ -88,7 +90,7 @@ class Room:
         ready = {host for host, (name, _) in self._tasks.items() if self._slots.has(name)} | {self.address}
         return Counter(each.host for each in places if each.host in ready)
 
-    def _hold(self, places: list[Place]) -> None:
+    def _hold(self, places: list[RankPlace]) -> None:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         for host, node in {each.host: each.node for each in places if each.host != self.address}.items():
             _, task = self._tasks.get(host, ("", None))
@@ -171,8 +173,8 @@ def room(
     Raises:
         ConfigError: there is none.
     """
-    with slots(str(ray.util.get_node_ip_address())) as held:
-        made = Room(ray, bundle, ranks, held)
+    with slots(str(ray.util.get_node_ip_address())) as (held, ticket):
+        made = Room(ray, bundle, ranks, slots=held, ticket=ticket)
         try:
             if not made.take(count, strategy).wait(limit_s):
                 raise ConfigError(
