@@ -15,6 +15,8 @@ __all__ = ["UNREACHABLE"]
 
 #: The status of ssh where it reaches no host.
 UNREACHABLE = 255
+#: Above it are statuses of shells whose commands a signal has ended.
+_SIGNALS = 128
 
 
 def _main(path: str, *words: str) -> int:
@@ -29,6 +31,8 @@ def _main(path: str, *words: str) -> int:
             status = b""
     if not status:
         sys.stderr.write(f"ringreduce: nothing starts commands on {host} any more\n")
+    elif int(status) < 0 or int(status) > _SIGNALS:
+        sys.stderr.write(f"ringreduce: what mpirun has started on {host} is lost\n")  # by the name that mpirun got
     return int(status or UNREACHABLE)
 
 

@@ -76,6 +76,9 @@ def agent_server(start: Callable[[str, str], int], folder: Path) -> Iterator[dic
     environ = {name: value for name, value in os.environ.items() if _OF_ANOTHER_JOB.fullmatch(name) is None}
     environ["PRTE_MCA_plm"] = "ssh"
     environ["PRTE_MCA_plm_ssh_no_tree_spawn"] = "1"  # other hosts have no agent
+    # Hosts may be parts of one machine, by whose names and addresses Open MPI knows them. Some ranks then count others
+    # as ranks of their node, which do not count them: Open MPI's collectives by node would wait for ever.
+    environ.setdefault("OMPI_MCA_coll", "^han")
     environ["PRTE_MCA_plm_ssh_agent"] = " ".join([sys.executable, "-I", "-S", str(Path(agent.__file__)), path])
     with served(server, answer):
         yield environ

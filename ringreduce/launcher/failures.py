@@ -12,6 +12,7 @@ __all__ = [
     "LogFiles",
     "find",
     "find_killed",
+    "find_lost_daemons",
     "find_lost_hosts",
     "find_unfinished",
     "has_ended_job",
@@ -34,11 +35,13 @@ _BLAMED = re.compile(
 _KILLED = re.compile(r"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+exited on\s+signal ([0-9]+)")
 #: Of Open MPI's mpirun: a rank that has ended with status 0 before or after the others, and not by MPI's end.
 _UNFINISHED = re.compile(r"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+exiting\s+improperly")
-#: Of Open MPI and ssh: the host that a daemon was lost on, or could not be started on.
+#: Of Open MPI, ssh and the agent: the host that a daemon was lost on, or could not be started on.
 _LOST = re.compile(
     r"Remote daemon: \[[^\]\n]*\] on node (\S+)|Remote host: +(\S+)|ssh: connect to host (\S+) port|"
-    r"ssh: Could not resolve hostname (\S+?):"
+    r"ssh: Could not resolve hostname (\S+?):|ringreduce: what mpirun has started on (\S+) is lost"
 )
+#: Of Open MPI: the number of a daemon that was lost.
+_DAEMON = re.compile(r"Remote daemon: \[[^\]\n]*,([0-9]+)\] on node ")
 #: Of ssh, which asks nobody under mpirun.
 _UNKNOWN_KEY = "Host key verification failed."
 _NO_KEY = re.compile(r"^(?:\S+@)?(\S+): Permission denied \(", re.MULTILINE)
@@ -86,6 +89,11 @@ def find_unfinished(text: str) -> int | None:
 def find_lost_hosts(text: str) -> list[str]:
     """Return the hosts that mpirun has lost, or has not reached, by their names there."""
     return list(dict.fromkeys(next(filter(None, found)) for found in _LOST.findall(text)))
+
+
+def find_lost_daemons(text: str) -> list[int]:
+    """Return the numbers of the daemons that mpirun has lost: 1 for that of its first host but its own."""
+    return list(dict.fromkeys(map(int, _DAEMON.findall(text))))
 
 
 def has_lost_daemon(text: str) -> bool:

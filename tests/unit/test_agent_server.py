@@ -34,18 +34,22 @@ def test_the_agent_has_the_function_start_a_command(monkeypatch: pytest.MonkeyPa
         calls.append((host, command))
         if host == "lost":
             raise RuntimeError("no such\nnode")
-        return 3
+        return -9 if host == "h2" else 3
 
     with private_folder() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         with agent_server(start, folder) as environ:
             assert "SLURM_JOB_ID" not in environ, "mpirun would start its daemons by srun"
             assert asked(environ, "-x", "h1", "A=1;", "prted --uri 'a b'").returncode == 3
-            assert asked(environ, "lost", "prted").returncode == 255
+            for host in ("lost", "h2"):
+                lost = asked(environ, host, "prted")
+                assert lost.returncode == {"lost": 255, "h2": 247}[host]
+                assert lost.stderr == f"ringreduce: what mpirun has started on {host} is lost\n"
+            assert environ["OMPI_MCA_coll"] == "^han"
         late = asked(environ, "h1", "prted")
     assert late.returncode == 255
     assert "nothing starts commands on h1" in late.stderr
-    assert calls == [("h1", "A=1; prted --uri 'a b'"), ("lost", "prted")]
+    assert calls == [("h1", "A=1; prted --uri 'a b'"), ("lost", "prted"), ("h2", "prted")]
     assert not folder.exists()
 
 

@@ -483,6 +483,28 @@ def test_a_commit_counts_after_a_new_start_on_other_hosts(monkeypatch: pytest.Mo
     assert [ranks for ranks, _ in jobs.started][-1] == {"a": 1}
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun-me-7@0,2] on node me\n",
+        "Remote host: me\nringreduce: what mpirun has started on b is lost\n",
+    ],
+)
+def test_a_lost_host_that_mpirun_calls_otherwise(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """As it does where hosts are parts of one machine: it is known by its daemon's number, or by the agent."""
+
+    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
+        jobs.written = b""
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, losing, second)
+    jobs.listed = {"a": 1, "b": 1}
+    jobs.written = said.encode()
+    assert jobs.run(1, 2) == 0
+    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1}]
+
+
 def test_what_a_rank_writes_of_ssh_is_no_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that has ended well stays so."""
 

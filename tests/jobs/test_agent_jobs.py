@@ -1,0 +1,97 @@
+"""Elastic jobs whose hosts are parts of this machine, with a daemon of mpirun each, as slots of an engine are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launching import LIMIT_S, needs
+
+import ringreduce as rr
+from ringreduce.common.errors import CollectiveError, PeerLostError
+from ringreduce.common.processes import ancestors
+from ringreduce.engines import run_on
+from ringreduce.launcher.agent_server import worker_environment
+
+STEPS = 10
+HOSTS = {f"part-{number}": 1 for number in range(3)}
+
+
+def start(host: str, command: str) -> int:
+    """Run a command of a shell on a part of this machine."""
+    environ = {**os.environ, **worker_environment(host)}
+    return subprocess.run(["sh", "-c", command], env=environ, timeout=LIMIT_S, check=False).returncode
+
+
+def sums_without(doomed: int) -> list[float]:
+    """Return the sum of ones over all ranks, and over those that go on when one has died."""
+    rr.init()
+    found = [float(rr.allreduce(np.ones(1), op=rr.SUM)[0])]
+    try:
+        if rr.rank() == doomed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rr.allreduce(np.ones(1), op=rr.SUM)
+    except PeerLostError as error:
+        rr.go_on(error)
+        found.append(float(rr.allreduce(np.ones(1), op=rr.SUM)[0]))
+    return found
+
+
+@pytest.mark.parametrize("doomed", [0, 1, 2])
+def test_ranks_go_on_when_one_dies(doomed: int) -> None:
+    """Whichever it is: Open MPI knows some of them by names that all have."""
+    found = run_on(start, HOSTS, sums_without, (doomed,), address="127.0.0.1", options=["--elastic"])
+    assert found == [[3.0, 2.0]] * 2
+
+
+def steps_with_a_daemon_that_dies(folder: str, doomed: int) -> tuple[int, bool, int]:
+    """Count steps; return the number of ranks, whether the last job began with a commit, and the sum over the steps."""
+    import ringreduce.torch as hvd
+
+    hvd.init()
+    begun = None
+
+    @hvd.elastic.run
+    def count(state: Any) -> None:
+        while state.step < STEPS:
+            if state.step == STEPS // 2 and hvd.rank() == doomed and begun is None:
+                while len(list(Path(folder).glob("commit-*"))) < 2:  # the launcher has heard of the first
+                    time.sleep(0.01)  # they are written in the background
+                os.kill(next(pid for pid, name in ancestors() if name == "prted"), signal.SIGKILL)
+            state.total += int(rr.allreduce(np.ones(1), op=rr.AVERAGE)[0])
+            state.step += 1
+            state.commit()
+
+    state: Any = hvd.elastic.TorchState(step=0, total=0)
+    begun = state.keep_on_disk(folder)
+    count(state)
+    return hvd.size(), begun is not None, state.total
+
+
+def test_the_job_begins_again_when_a_daemon_dies(tmp_path: Path) -> None:
+    """From its last commit, without that part; each step counts once."""
+    needs("torch")
+    call = (str(tmp_path / "commits"), 1)
+    found = run_on(start, HOSTS, steps_with_a_daemon_that_dies, call, address="127.0.0.1", options=["--elastic"])
+    assert found == [(2, True, STEPS)] * 2
+
+
+def daemon_dies() -> None:
+    """Kill the daemon over rank 1."""
+    rr.init()
+    if rr.rank() == 1:
+        os.kill(next(pid for pid, name in ancestors() if name == "prted"), signal.SIGKILL)
+    rr.allreduce(np.ones(1))
+    signal.pause()
+
+
+def test_a_job_without_commits_ends_with_a_daemon() -> None:
+    """Its ranks end, too: Open MPI ends them all."""
+    with pytest.raises(CollectiveError):
+        run_on(start, HOSTS, daemon_dies, address="127.0.0.1", options=["--elastic"])
