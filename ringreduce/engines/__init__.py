@@ -54,21 +54,23 @@ def run_on(
     hosts: Mapping[str, int],
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
     *,
     address: str,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    look: Callable[[], object] = lambda: None,
 ) -> list[Any]:
     """Call a function on new ranks on the hosts of an engine, and wait for them.
 
     Args:
         start: as for `agent_server`. It is not called for this host.
-        hosts: slots by host, by names that `start` knows: addresses, or words without dots, as mpirun cuts names there.
-        fn, args, kwargs: the call; pickled by cloudpickle, if it is installed.
+        hosts: slots by host, by names that `start` knows: addresses, or words without dots, as mpirun cuts names there;
+            none if the options have a program that lists them.
+        fn, args: the call; pickled by cloudpickle, if it is installed.
         address: of this host, by which ranks reach it.
         options: more options of ``ringreduce run``; with ``--elastic``, ranks that die are survived.
         env: variables for all ranks.
+        look: called again and again; what it raises ends the job.
 
     Returns:
         The results of the ranks, in their order; of an elastic job those of ranks that have reached the end.
@@ -77,18 +79,19 @@ def run_on(
         ConfigError: an argument is wrong, mpirun is missing, or the function cannot be pickled.
         CollectiveError: a rank failed, and ended the job; the message has its traceback.
     """
-    call = pickled_call(fn, tuple(args), dict(kwargs or {}), here=False)
+    call = pickled_call(fn, tuple(args), {}, here=False)
     size = None if "--elastic" in options else sum(hosts.values())
     exported = [word for name in env or () for word in ("-x", name)]  # values are in no command line
-    line = job_line([*on_hosts(hosts), *exported, *options], "ringreduce.engines", "work_there")
+    where = on_hosts(hosts) if hosts else []
+    line = job_line([*where, *exported, *options], "ringreduce.engines", "work_there")
     with (
         private_folder() as folder,
-        call_served(address, call, folder) as where,
+        call_served(address, call, folder) as server,
         agent_server(start, folder) as environ,
     ):
         # The folder is removed also where mpirun is killed, and leaves its files.
-        environ |= {"TMPDIR": str(folder), **worker_environment(address), **(env or {}), VARIABLE: where}
-        return results(folder, size, carry_out(line, environ, folder=folder, size=size))
+        environ |= {"TMPDIR": str(folder), **worker_environment(address), **(env or {}), VARIABLE: server}
+        return results(folder, size, carry_out(line, environ, folder=folder, size=size, look=look))
 
 
 # ---- in a rank ----

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import engine, run_on
-from ringreduce.engines.slots import Slots, address_towards, connection_to_task, hold, slots, why_failed
+from ringreduce.engines.slots import address_towards, connection_to_task, hold, slots, why_failed
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -57,7 +57,8 @@ def run(
         kwargs: its keyword arguments.
         np: number of ranks, at most that of the threads of all workers; None: one for each worker.
         env: variables for the ranks.
-        options: more options of ``ringreduce run``.
+        options: more options of ``ringreduce run``. With ``--elastic``, ranks that die are survived, if the function
+            trains by `ringreduce.elastic.run`; and workers that end, if it keeps its state on disk.
         start_timeout: seconds to wait until the tasks have started on all workers.
 
     Returns:
@@ -75,8 +76,6 @@ def run(
         raise ConfigError(f"ringreduce.dask.run takes a distributed.Client that is not asynchronous, not {client!r}")
     if client.status != "running":
         raise ConfigError(f"the client of Dask is {client.status}; ringreduce.dask.run takes one that is connected")
-    if "--elastic" in options:
-        raise ConfigError("ringreduce.dask.run takes no --elastic: each rank has a daemon of mpirun for itself")
     data = _ClusterData(client)
     call = (fn, tuple(map(data.place, args)), {name: data.place(value) for name, value in (kwargs or {}).items()})
     held = data.held()
@@ -90,15 +89,18 @@ def run(
     address = address_towards(url.hostname if url.hostname and url.scheme != "inproc" else "127.0.0.1")
     with slots(address) as (held_slots, ticket):
         tasks = _submit(client, ticket, names, data.shares(workers, held))
+        elastic = "--elastic" in options
         for task in tasks:  # it ends before the job only if it has failed, or somebody cancels it
-            task.add_done_callback(lambda task: held_slots.close())
-        look = partial(_look, tasks, held_slots, names)
+            task.add_done_callback(lambda task: held_slots.close() if not elastic else None)
+        look = partial(_look, tasks, [] if elastic else held_slots.lost, names, survives=elastic)
         try:
             held_slots.wait([*names], start_timeout, look)
             env = {"OMP_NUM_THREADS": str(max(share, 1)), **(env or {})}
             hosts = dict.fromkeys(names, 1)
             with why_failed(look):
-                return run_on(held_slots.start, hosts, _call, call, address=address, options=options, env=env)
+                return run_on(
+                    held_slots.start, hosts, _call, call, address=address, options=options, env=env, look=look
+                )
         finally:
             held_slots.close()
             with suppress(Exception):  # the client may be closed, or have lost the scheduler
@@ -136,14 +138,21 @@ def _submit(
     return list(client.compute(calls, optimize_graph=False))
 
 
-def _look(tasks: Sequence[Future], held: Slots, names: Mapping[str, str]) -> None:
-    """Raise why tasks have ended, if some have."""
-    for name in held.lost:
+def _look(tasks: Sequence[Future], lost: Sequence[str], names: Mapping[str, str], *, survives: bool) -> None:
+    """Raise why tasks have ended, if some have.
+
+    Args:
+        tasks: of the slots.
+        lost: the names of slots that have ended.
+        names: the workers of the slots, by name.
+        survives: whether the ranks go on if a task fails.
+    """
+    for name in lost:
         raise CollectiveError(f"the worker {names[name]} of Dask has ended, and with it rank {[*names].index(name)}")
     for task in tasks:
-        if task.status == "error":
+        if task.status == "error" and not survives:
             raise CollectiveError(f"the task of a rank has failed: {task.exception()!r}")
-        if task.done():
+        if task.done() and task.status != "error":
             raise CollectiveError(
                 f"the task of a rank was {task.status}: somebody has cancelled it, or closed the client"
             )

@@ -15,9 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedRWPair
+from pathlib import Path
 from typing import Any
 
 from ringreduce.common.errors import CollectiveError, ConfigError
@@ -26,9 +27,10 @@ from ringreduce.launcher import agent
 from ringreduce.launcher.agent_server import served, worker_environment
 from ringreduce.launcher.call_server import requests_served
 
-__all__ = ["Slots", "address_towards", "connection_to_task", "hold", "slots", "why_failed"]
+__all__ = ["Slots", "address_towards", "connection_to_task", "hold", "listed", "slots", "why_failed"]
 
 _LOOK_EVERY_S = 0.2
+_LIST_EVERY_S = 0.5  # the launcher asks every second
 #: What slots get to end.
 _END_S = 10.0
 
@@ -48,29 +50,42 @@ class Slots:
         self._is_closed = False
         self.lost: list[str] = []
 
-    def wait(self, names: Sequence[str], limit_s: float, look: Callable[[], object]) -> None:
-        """Wait for all slots.
+    def held(self) -> list[str]:
+        """Return the names of the slots that are held, the first that came first."""
+        with self._changed:
+            return [*self._streams]
+
+    def wait(self, names: Sequence[str] | int, limit_s: float, look: Callable[[], object]) -> None:
+        """Wait for slots.
 
         Args:
-            names: of the slots.
+            names: of the slots; or how many, whichever come.
             limit_s: for so many seconds.
             look: called from time to time; may raise why they will not come.
 
         Raises:
             ConfigError: some have not come.
         """
+        count = names if isinstance(names, int) else len(names)
+
+        def missing() -> list[str]:
+            if isinstance(names, int):
+                return ["another"] * (count - len(self._streams))
+            return [name for name in names if name not in self._streams]
+
         deadline = time.monotonic() + limit_s
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._streams.keys() >= {*names}, _LOOK_EVERY_S)
-                missing = [name for name in names if name not in self._streams]
+                self._changed.wait_for(lambda: not missing(), _LOOK_EVERY_S)
+                late = missing()
             look()
-            if not missing:
+            if not late:
                 return
             if time.monotonic() > deadline:
+                which = "" if isinstance(names, int) else f": {', '.join(late)}"
                 raise ConfigError(
-                    f"{len(missing)} of {len(names)} tasks have not started within {limit_s:g} s, as there was no room "
-                    f"for them, or could not connect to this process: {', '.join(missing)}"
+                    f"{len(late)} of {count} tasks have not started within {limit_s:g} s, as there was no room for "
+                    f"them, or could not connect to this process{which}"
                 )
 
     def has(self, name: str) -> bool:
@@ -126,6 +141,34 @@ class Slots:
                         stream.write(slot_process.END + b"\n")
                         stream.flush()
             self._changed.wait_for(lambda: not self._streams, _END_S)
+
+
+@contextmanager
+def listed(hosts: Callable[[], Mapping[str, int]], folder: Path) -> Iterator[Path]:
+    """Yield the path of a program in a folder, which prints the slots by host, as they change in this context."""
+    ended = threading.Event()
+    listing = folder / "hosts"
+
+    def write() -> None:
+        coming = listing.with_suffix(".coming")
+        coming.write_text("".join(f"{host}:{count}\n" for host, count in hosts().items()))
+        coming.rename(listing)
+
+    def go_on() -> None:
+        while not ended.wait(_LIST_EVERY_S):
+            write()
+
+    write()
+    program = folder / "discover"
+    program.write_text(f"#!/bin/sh\nexec cat '{listing}'\n")
+    program.chmod(0o700)
+    thread = threading.Thread(target=go_on, name="ringreduce lists slots", daemon=True)
+    thread.start()
+    try:
+        yield program
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager
@@ -187,6 +230,9 @@ def hold(ticket: str, name: str, give: Callable[[socket.socket], object] = lambd
         ticket: as `slots` returned it.
         name: of the slot.
         give: called with a connection to the rank there, on a thread of its own, when it asks for data.
+
+    Raises:
+        ChildProcessError: somebody has killed the process that runs mpirun's daemon.
     """
     folder = tempfile.mkdtemp(prefix="ringreduce-")  # which the process removes, as this one may be killed
     server = socket.socket(socket.AF_UNIX)
@@ -207,6 +253,8 @@ def hold(ticket: str, name: str, give: Callable[[socket.socket], object] = lambd
         finally:
             process.communicate()
             shutil.rmtree(folder, ignore_errors=True)  # if the process was killed
+    if process.returncode < 0:  # the task fails, for the engine to run it again
+        raise ChildProcessError(f"the process that runs mpirun's daemon was ended by signal {-process.returncode}")
 
 
 # ---- in a rank ----

@@ -1,11 +1,9 @@
-"""Ranks in the tasks of a Spark job; see `run`."""
+"""Ranks in the tasks of a Spark job; see `run`, and `run_elastic`."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import engine, run_on
-from ringreduce.engines.slots import Slots, connection_to_task, hold, slots, why_failed
+from ringreduce.engines.slots import connection_to_task, hold, listed, slots, why_failed
+from ringreduce.engines.spark_tasks import TasksOfRanks, context_for, first_line, wait_for_cores
+from ringreduce.launcher.agent_server import private_folder
 
 if TYPE_CHECKING:
     import socket
@@ -22,22 +22,13 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import DataFrame
 
-__all__ = ["run"]
+__all__ = ["run", "run_elastic"]
 
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
 _START_S = 60.0
-_LOOK_EVERY_S = 0.2
-#: What Spark's job gets to end once its tasks have, and once it was cancelled.
-_TO_RETURN_S = 1.0
-_END_S = 10.0
-#: Settings of Spark that do not go together with ranks, and why.
-_REFUSED = {
-    "spark.dynamicAllocation.enabled": "it takes executors away, and with them ranks, and adds some that have none",
-    "spark.speculation": "it starts second copies of slow tasks, and ranks are in one only",
-}
 _IN_FILES = "options=['--log-dir=DIR'] writes the output of the ranks to files"
 #: What is refused, and why.
 _NOT_TAKEN = {
@@ -45,7 +36,7 @@ _NOT_TAKEN = {
     "stderr": _IN_FILES,
     "prefix_output_with_timestamp": _IN_FILES,
     "executable": "ranks run the Python of their tasks, spark.pyspark.python",
-    "--elastic": "Spark ends all tasks of a barrier stage with the first",
+    "--elastic": "Spark ends all tasks of a barrier stage with the first; ringreduce.spark.run_elastic has others",
 }
 #: Follows the batches of a partition: a connection that ends before was lost.
 _WHOLE = b"."
@@ -108,26 +99,139 @@ def run(
             traceback. Or an executor has ended, or
             somebody has cancelled the job of Spark.
     """
-    given = {
-        "stdout": stdout,
-        "stderr": stderr,
-        "prefix_output_with_timestamp": prefix_output_with_timestamp,
-        "executable": executable,
-        "--elastic": "--elastic" in options,
-    }
-    for name, value in given.items():
-        if value:
-            raise ConfigError(f"ringreduce.spark.run takes no {name}: {_NOT_TAKEN[name]}")
+    _refuse(
+        "run",
+        stdout=stdout,
+        stderr=stderr,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
+        executable=executable,
+        **{"--elastic": "--elastic" in options},
+    )
     if use_gloo:
         _log.warning("use_gloo has no meaning here: there is only MPI, and no Gloo")
-    values = {
-        "--mpi-args": extra_mpi_args,
-        "--network-interface": nics if nics is None or isinstance(nics, str) else ",".join(nics),
-    }
-    words = [f"{name}={value}" for name, value in values.items() if value is not None]
-    words += ["--verbose"] if (verbose or 0) > 1 else []
+    words = [*_words(nics, verbose), *([] if extra_mpi_args is None else [f"--mpi-args={extra_mpi_args}"])]
     call = (fn, tuple(args), dict(kwargs or {}))
     return _run(call, num_proc, rows, env=env, options=[*words, *options], limit_s=start_timeout or _START_S)
+
+
+def run_elastic(
+    fn: Callable[..., _T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: object = None,
+    stderr: object = None,
+    verbose: int | None = None,
+    nics: str | Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    options: Sequence[str] = (),
+) -> list[_T]:
+    """Call a function on new ranks, children of the tasks of a Spark job, which may die and come again.
+
+    The function trains by `ringreduce.elastic.run`, and keeps its state on disk, in a folder that all executors see. If
+    a rank dies, the others go on. If its task, its executor or a daemon of mpirun does, all ranks begin again from the
+    last commit, without it. Spark starts tasks again that have failed, up to ``spark.task.maxFailures`` times, and the
+    ranks begin again with them at the next commit. See `run` for the rest.
+
+    This is ``horovod.spark.run_elastic``, too.
+
+    Args:
+        fn: function to call.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        num_proc: number of ranks at the start; None: as many as Spark takes for a job (``spark.default.parallelism``).
+        min_num_proc, min_np: with fewer ranks the job waits for others; None: ``num_proc``.
+        max_num_proc, max_np: number of ranks to which it grows, and number of tasks; None: ``num_proc``.
+        start_timeout: seconds to wait until ``num_proc`` tasks have started; None: 60.
+        elastic_timeout: seconds to wait for enough tasks after some have ended; None: 600.
+        reset_limit: how often the ranks may change; None: any number.
+        env: variables for the ranks.
+        nics: names of interfaces for messages, a list, or separated by commas.
+        verbose: at least 2: write the command to standard error.
+        stdout, stderr, prefix_output_with_timestamp: refused.
+        options: more options of ``ringreduce run``, such as ``"--cooldown=60"``.
+
+    Returns:
+        The results of the ranks that have reached the end.
+
+    Raises:
+        ModuleNotFoundError: pyspark is not installed.
+        ConfigError: an argument or a setting of Spark is wrong, there is no SparkContext, or it has not enough slots.
+        CollectiveError: a rank failed, and ended the job; the message has its traceback. Or too few tasks were left, a
+            task has failed too often, or somebody has cancelled the job of Spark.
+    """
+    _refuse(
+        "run_elastic",
+        stdout=stdout,
+        stderr=stderr,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
+    )
+    context = context_for(None)
+    size = _count(context.defaultParallelism if num_proc is None else num_proc, "num_proc")
+    least = _count(next((each for each in (min_num_proc, min_np) if each is not None), size), "min_num_proc")
+    most = _count(next((each for each in (max_num_proc, max_np) if each is not None), size), "max_num_proc")
+    if not least <= size <= most:
+        raise ConfigError(f"num_proc {size} is not between min_num_proc {least} and max_num_proc {most}")
+    values: dict[str, float] = {"-np": size, "--min-np": least, "--max-np": most}
+    values |= {} if elastic_timeout is None else {"--start-timeout": elastic_timeout}
+    values |= {} if reset_limit is None else {"--reset-limit": reset_limit}
+    words = ["--elastic", *(word for name, value in values.items() for word in (name, str(value)))]
+    deadline = time.monotonic() + (start_timeout or _START_S)
+    wait_for_cores(context, size, deadline)
+    address = context.getConf().get("spark.driver.host", "127.0.0.1")
+    with private_folder() as folder, slots(address) as (held, ticket):
+        tasks = context.parallelize(range(most), most).mapPartitions(partial(_hold_again, ticket))
+        job = TasksOfRanks(context, tasks.count)
+        try:
+            held.wait(size, max(deadline - time.monotonic(), 1.0), job.look)
+            with listed(lambda: dict.fromkeys(held.held(), 1), folder) as program, why_failed(job.look):
+                return run_on(
+                    held.start,
+                    {},
+                    _call,
+                    (fn, tuple(args), dict(kwargs or {})),
+                    address=address,
+                    options=[*words, "--host-discovery-script", str(program), *_words(nics, verbose), *options],
+                    env=_environment(context, env),
+                    look=job.look,
+                )
+        finally:
+            held.close()
+            job.end()
+
+
+def _refuse(name: str, **given: object) -> None:
+    for each, value in given.items():
+        if value:
+            raise ConfigError(f"ringreduce.spark.{name} takes no {each}: {_NOT_TAKEN[each]}")
+
+
+def _words(nics: str | Sequence[str] | None, verbose: int | None) -> list[str]:
+    """Return the options of ``ringreduce run`` for these arguments."""
+    names = nics if nics is None or isinstance(nics, str) else ",".join(nics)
+    return [
+        *([] if names is None else [f"--network-interface={names}"]),
+        *(["--verbose"] if (verbose or 0) > 1 else []),
+    ]
+
+
+def _count(value: Any, name: str) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is a number of ranks, at least 1, not {value!r}")
+    return value
+
+
+def _environment(context: SparkContext, env: Mapping[str, str] | None) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": context.getConf().get("spark.task.cpus", "1"), **(env or {})}
 
 
 def _run(
@@ -139,13 +243,12 @@ def _run(
     options: Sequence[str],
     limit_s: float,
 ) -> list[Any]:
-    context = _context(rows)
+    context = context_for(rows)
     if num_proc is None:
         num_proc = context.defaultParallelism if rows is None else rows.rdd.getNumPartitions()
     elif rows is not None and num_proc >= 1:
         rows = rows.repartition(num_proc)
-    if not isinstance(num_proc, int) or num_proc < 1:
-        raise ConfigError(f"num_proc is the number of ranks, at least 1, not {num_proc!r}")
+    num_proc = _count(num_proc, "num_proc")
     with _computed(rows) as rows:
         return _run_in_tasks(context, call, num_proc, rows, env=env, options=options, limit_s=limit_s)
 
@@ -169,7 +272,7 @@ def _computed(rows: DataFrame | None) -> Iterator[DataFrame | None]:
         try:
             kept.count()
         except Exception as error:
-            raise CollectiveError(f"Spark cannot compute the rows: {_first_line(error)}") from error
+            raise CollectiveError(f"Spark cannot compute the rows: {first_line(error)}") from error
         yield kept
     finally:
         with suppress(Exception):  # as if the context was stopped meanwhile
@@ -188,22 +291,15 @@ def _run_in_tasks(
     limit_s: float,
 ) -> list[Any]:
     deadline = time.monotonic() + limit_s
-    while (most := _most_tasks(context)) < num_proc:  # executors may be starting
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"{num_proc} ranks take as many tasks at a time, and this Spark cluster runs {most}: its cores, "
-                "divided by spark.task.cpus"
-            )
-        time.sleep(_LOOK_EVERY_S)  # Spark says nothing when executors have come
-    settings = context.getConf()
-    address = settings.get("spark.driver.host", "127.0.0.1")
+    wait_for_cores(context, num_proc, deadline)
+    address = context.getConf().get("spark.driver.host", "127.0.0.1")
     names = [f"spark-{rank}" for rank in range(num_proc)]
     with slots(address) as (held, ticket):
-        job = _TasksOfRanks(context, _work(context, rows, ticket, num_proc))
+        job = TasksOfRanks(context, _work(context, rows, ticket, num_proc))
         try:
-            look = partial(job.look, held)
+            look = partial(job.look, held.lost)
             held.wait(names, max(deadline - time.monotonic(), 1.0), look)
-            env = {"OMP_NUM_THREADS": settings.get("spark.task.cpus", "1"), **(env or {})}
+            env = _environment(context, env)
             inside = _call if rows is None else _call_with_rows
             hosts = dict.fromkeys(names, 1)
             with why_failed(look):
@@ -213,29 +309,6 @@ def _run_in_tasks(
         finally:
             held.close()
             job.end()
-
-
-def _context(rows: DataFrame | None) -> SparkContext:
-    """Return the SparkContext, with settings that ranks can live with."""
-    pyspark = engine("pyspark", "spark")
-    context = pyspark.SparkContext._active_spark_context
-    if context is None or context._jsc is None:
-        raise ConfigError(
-            "there is no SparkContext: ringreduce.spark.run takes the one of this process, as "
-            "SparkSession.builder.getOrCreate() starts it; not one that was stopped, nor a session of Spark Connect"
-        )
-    if rows is not None and not isinstance(rows, pyspark.sql.DataFrame):
-        raise ConfigError(f"rows takes a DataFrame of Spark, not {rows!r}")
-    for name, why in _REFUSED.items():
-        if context.getConf().get(name, "false").lower() == "true":
-            raise ConfigError(f"ringreduce.spark.run does not go together with {name}=true: {why}")
-    return context
-
-
-def _most_tasks(context: SparkContext) -> int:
-    """Return how many tasks the cluster runs at a time, by what Spark asks itself before a barrier stage."""
-    scala = context._jsc.sc()
-    return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
 
 
 def _work(context: SparkContext, rows: DataFrame | None, ticket: str, num_proc: int) -> Callable[[], object]:
@@ -250,53 +323,6 @@ def _work(context: SparkContext, rows: DataFrame | None, ticket: str, num_proc: 
     return lambda: held.count()
 
 
-class _TasksOfRanks:
-    """The job of Spark whose tasks hold the slots, on a thread of its own.
-
-    Args:
-        context: of Spark.
-        work: runs the tasks.
-    """
-
-    def __init__(self, context: SparkContext, work: Callable[[], object]) -> None:
-        self._context = context
-        self._name = f"ringreduce-{uuid.uuid4().hex[:8]}"
-        self._error: BaseException | None = None
-        self._has_ended = False
-        self._thread = threading.Thread(target=self._work, args=(work,), name=self._name, daemon=True)
-        self._thread.start()
-
-    def _work(self, work: Callable[[], object]) -> None:
-        try:
-            self._context.setJobGroup(self._name, "the ranks of ringreduce")
-            work()
-        except Exception as error:
-            self._error = error
-        finally:
-            self._has_ended = True
-
-    def look(self, held: Slots) -> None:
-        """Raise why tasks have ended, if some have."""
-        if held.lost:
-            self._thread.join(_END_S)  # it says why
-        if self._error is not None:
-            raise CollectiveError(f"the job of Spark has failed: {_first_line(self._error)}") from self._error
-        if held.lost or self._has_ended:
-            raise CollectiveError(f"tasks of Spark have ended, and with them ranks: {', '.join(held.lost)}")
-
-    def end(self) -> None:
-        """Wait for the end of the job, whose tasks have ended; cancel it if it goes on, as Spark may run them again."""
-        self._thread.join(_TO_RETURN_S)
-        if self._thread.is_alive() and self._context._jsc is not None:
-            with suppress(Exception):  # as if the context is stopped meanwhile
-                self._context.cancelJobGroup(self._name)
-        self._thread.join(_END_S)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 # ---- in a task ----
 
 
@@ -306,6 +332,16 @@ def _hold(ticket: str, has_rows: bool, batches: Iterator[Any]) -> Iterator[Any]:
     context = TaskContext.get()
     assert context is not None
     hold(ticket, f"spark-{context.partitionId()}", partial(_send, batches if has_rows else iter(())))
+    return iter(())
+
+
+def _hold_again(ticket: str, numbers: Iterator[int]) -> Iterator[Any]:
+    """Hold a slot of an elastic job; a task that comes again holds another one."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    hold(ticket, f"spark-{context.partitionId()}-{context.taskAttemptId()}", lambda connection: None)
     return iter(())
 
 

@@ -97,8 +97,9 @@ def find_lost_daemons(text: str) -> list[int]:
 
 
 def has_lost_daemon(text: str) -> bool:
-    """Return whether Open MPI's mpirun says that it has lost the connection to a host."""
-    return "PRTE has lost communication with a remote daemon." in text and "Remote daemon: [" in text
+    """Return whether Open MPI's mpirun says that it has lost a daemon, or the connection to one."""
+    lost = "PRTE has lost communication with a remote daemon." in text and "Remote daemon: [" in text
+    return lost or "A daemon failed to report back after being spawned." in text
 
 
 def is_told(text: str) -> bool:

@@ -248,7 +248,13 @@ def _main_module() -> dict[str, str]:
     return {"init_main_from_path": file} if os.path.isfile(file) else {}
 
 
-def carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Path, size: int | None) -> int:
+def carry_out(
+    command: Sequence[str],
+    env: Mapping[str, str] | None,
+    folder: Path,
+    size: int | None,
+    look: Callable[[], object] = lambda: None,
+) -> int:
     """Run a job until it ends; for some seconds more at most once a rank has failed or all have returned.
 
     Args:
@@ -256,6 +262,7 @@ def carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pat
         env: its environment.
         folder: folder for the results of the ranks.
         size: number of ranks; None if the job may go on without some.
+        look: called again and again; what it raises ends the job.
 
     Returns:
         Its status.
@@ -266,6 +273,7 @@ def carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pat
         while time.monotonic() < deadline:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.1)
+            look()
             if size is None:
                 continue
             if any(folder.glob("*.failure")):

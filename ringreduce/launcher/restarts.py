@@ -117,6 +117,7 @@ class _JobRanks:
         are_to_stop: whether one has said that they have agreed to stop.
         without_package: hosts that do not have ringreduce in the folder where this one has it.
         has_commit: whether one has written a commit to disk.
+        has_lost_daemon: whether mpirun has said that it lost one.
         places: the hosts of ranks, where there may be several.
     """
 
@@ -131,6 +132,7 @@ class _JobRanks:
     are_to_stop: bool = False
     without_package: set[str] = field(default_factory=set)
     has_commit: bool = False
+    has_lost_daemon: bool = False
     places: dict[int, str] = field(default_factory=dict)
 
     def say_once(self, text: str) -> None:
@@ -203,7 +205,8 @@ class Restarts:
                 self._changes += 1
                 continue
             lost = self._losses.lost
-            has_no_daemon = self._spec.elastic and status == _NO_DAEMON and self._ranks.has_commit
+            lacks_daemon = status == _NO_DAEMON or self._ranks.has_lost_daemon
+            has_no_daemon = self._spec.elastic and lacks_daemon and self._ranks.has_commit
             goes_on = has_no_daemon or (bool(lost) and self._has_commit)
             if status in (0, os.EX_TEMPFAIL) or stopped or (failed == self._spec.restarts and not goes_on):
                 return status
@@ -286,8 +289,10 @@ class Restarts:
         written = job.written.decode(errors="replace")
         # mpirun may end with status 0 though it has lost ranks.
         is_remote = self._start.is_remote(hosts)
-        has_lost = is_remote and failures.has_lost_daemon(written)
-        status = status or int(has_lost or (self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well)))
+        ranks.has_lost_daemon = is_remote and failures.has_lost_daemon(written)
+        status = status or int(
+            ranks.has_lost_daemon or (self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))
+        )
         if status not in (0, os.EX_TEMPFAIL) and not job.stopped and ranks.leaving is None:
             job.end_line()
             for name in self._lost_by_mpirun(written) if is_remote else ():

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 #: In the environment of what a job starts: the daemons and ranks on nodes; mpirun, and what starts it.
 _OF_JOBS = (b"_RINGREDUCE_SLOT=", b"RINGREDUCE_CALL=")
@@ -78,6 +79,68 @@ def loop(file: str) -> None:
         rr.allreduce(np.ones(4), op=rr.SUM)
         Path(f"{file}.{rr.rank()}").touch()
         time.sleep(0.01)  # leaves cores to others
+
+
+def train(folder: str) -> tuple[int, int, int]:
+    """Make steps until a file says so; return the number of ranks, that of steps, and how often steps counted."""
+    import numpy as np
+
+    import ringreduce as rr
+    import ringreduce.torch as hvd
+
+    hvd.init()
+    restart = os.environ.get("RINGREDUCE_RESTART", "0")
+
+    @hvd.elastic.run
+    def steps(state: Any) -> None:
+        while not state.ends:
+            ends = np.array([float(Path(folder, "ends").exists())])
+            state.ends = bool(rr.allreduce(ends, op=rr.MAX)[0])
+            state.total += int(rr.allreduce(np.ones(1), op=rr.AVERAGE)[0])
+            state.step += 1
+            state.commit()
+            Path(folder, f"seen-{restart}-{hvd.size()}.{hvd.rank()}").touch()
+            time.sleep(0.05)  # leaves cores to others
+
+    state: Any = hvd.elastic.TorchState(step=0, total=0, ends=False)
+    state.keep_on_disk(f"{folder}/commits")
+    steps(state)
+    return hvd.size(), state.step, state.total
+
+
+def deaths_survived(run: Callable[[str], Any], folder: Path, die: Callable[[], object], *, again: bool) -> int:
+    """Let something die in a job of three ranks that runs `train`; return how many ranks have ended it.
+
+    Args:
+        run: runs it, with the folder.
+        folder: for its files.
+        die: lets something die.
+        again: whether the ranks begin again from a commit; else two go on.
+    """
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.extend(run(str(folder)))
+        except BaseException as error:
+            found.append(error)
+
+    def begun(restart: str, size: str) -> bool:
+        return bool(found or [*folder.glob(f"seen-{restart}-{size}.0")])
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    assert is_eventually(lambda: begun("0", "3") and len([*folder.glob("commits/commit-*")]) > 1, START_S), found
+    die()
+    assert is_eventually(lambda: begun("[1-9]", "*") if again else begun("0", "2"), 2 * START_S), found
+    (folder / "ends").touch()
+    thread.join(2 * START_S)
+    assert not thread.is_alive()
+    assert found
+    assert not isinstance(found[0], BaseException), found[0]
+    assert len({step for _, step, _ in found}) == 1
+    assert all(step == total for _, step, total in found), "a step counted twice, or not at all"
+    return len(found)
 
 
 class Job:

@@ -40,7 +40,7 @@ def address() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="rd", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", None)
-        with distributed.LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as made:
+        with distributed.LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as made:
             yield made.scheduler_address
 
 
@@ -146,6 +146,11 @@ def test_large_arguments_many_starts_and_two_at_once(client: Any) -> None:
     assert found == [[3.0] * 3] * 2
 
 
+def cancel_all(client: Any) -> None:
+    tasks = client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.tasks])
+    client.cancel([distributed.Future(key, client) for key in tasks], force=True)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("time", ["once", "twice"])
 @pytest.mark.parametrize("role", [*ROLES, "worker", "cancel", "close"])
@@ -156,8 +161,7 @@ def test_a_death_leaves_nothing(client: Any, address: str, role: str, time: str,
         if role == "worker":
             os.kill(min(client.run(os.getpid).values()), signal.SIGKILL)
         elif role == "cancel":
-            tasks = client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.tasks])
-            client.cancel([distributed.Future(key, client) for key in tasks], force=True)
+            cancel_all(client)
         elif role == "close":
             own.close()
         else:
@@ -166,6 +170,39 @@ def test_a_death_leaves_nothing(client: Any, address: str, role: str, time: str,
     assert isinstance(error, CollectiveError)
     if role == "worker":
         assert "of Dask has ended, and with it rank" in str(error)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("role", ["rank", "daemon", "slot", "agent", "worker"])
+def test_an_elastic_job_survives(client: Any, role: str, tmp_path: Path) -> None:
+    """What ends a rank alone is survived by the others; without a worker, all begin again from the last commit."""
+
+    def die() -> None:
+        if role == "worker":
+            os.kill(min(client.run(os.getpid).values()), signal.SIGKILL)
+        else:
+            kill(role)
+
+    def run(folder: str) -> Any:
+        return ringreduce.dask.run(client, slot_jobs.train, (folder,), options=["--elastic"])
+
+    left = slot_jobs.deaths_survived(run, tmp_path, die, again=role != "rank")
+    assert left in ((2, 3) if role == "agent" else (2,))  # mpirun does not say whose agent has died
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("role", ["mpirun", "launcher", "cancel", "close"])
+def test_what_ends_an_elastic_job(client: Any, address: str, role: str, tmp_path: Path) -> None:
+    with distributed.Client(address) as own:
+        call = lambda file: ringreduce.dask.run(own, loop, (file,), options=["--elastic"])  # noqa: E731
+        job = Job(call, size=3, file=tmp_path / "seen")
+        if role == "cancel":
+            cancel_all(client)
+        elif role == "close":
+            own.close()
+        else:
+            kill(role)
+        assert isinstance(job.ended(), CollectiveError)
 
 
 DRIVER = """

@@ -110,6 +110,13 @@ def test_two_ranks_are_children_of_tasks() -> None:
             ringreduce.spark.run(place, stdout=sys.stdout)
         with pytest.raises(ConfigError, match="takes no --elastic"):
             ringreduce.spark.run(place, options=["--elastic"])
+        assert [total for total, _ in ringreduce.spark.run_elastic(place, num_proc=2, min_np=1)] == [2.0, 2.0]
+        with pytest.raises(ConfigError, match="num_proc 2 is not between min_num_proc 3 and max_num_proc 2"):
+            ringreduce.spark.run_elastic(place, num_proc=2, min_num_proc=3)
+        with pytest.raises(ConfigError, match="max_num_proc is a number of ranks, at least 1, not 0"):
+            ringreduce.spark.run_elastic(place, num_proc=2, max_np=0)
+        with pytest.raises(ConfigError, match="run_elastic takes no stderr"):
+            ringreduce.spark.run_elastic(place, num_proc=2, stderr=sys.stderr)
     finally:
         spark.stop()
     with pytest.raises(ConfigError, match="there is no SparkContext"):
@@ -212,6 +219,56 @@ def test_a_death_leaves_nothing(spark: Any, role: str, time: str, tmp_path: Path
     assert isinstance(job.ended(), CollectiveError)
     assert is_eventually(lambda: not left_behind(), END_S), left_behind()
     assert ringreduce.spark.run(programs.total, num_proc=3) == [3.0] * 3  # executors come again
+
+
+def die(role: str) -> None:
+    """Let something die that belongs to the job that runs."""
+    if role == "executor":
+        os.kill(pids_named("CoarseGrainedExecutorBackend")[-1], signal.SIGKILL)
+    elif role == "task":
+        os.kill(pids_named("pyspark.daemon")[-1], signal.SIGKILL)
+    else:
+        kill(role)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("role", ["rank", "daemon", "slot", "agent", "executor", "task"])
+def test_an_elastic_job_survives(spark: Any, role: str, tmp_path: Path) -> None:
+    """What ends ranks alone is survived by the others; all begin again without a task, until Spark has another one."""
+
+    def run(folder: str) -> Any:
+        return ringreduce.spark.run_elastic(slot_jobs.train, (folder,), num_proc=3, min_num_proc=1)
+
+    left = slot_jobs.deaths_survived(run, tmp_path, lambda: die(role), again=role != "rank")
+    assert left == 2 if role == "rank" else left in (1, 2, 3)
+    assert is_eventually(lambda: not left_behind(), END_S), left_behind()
+
+
+@pytest.mark.thorough
+def test_a_task_that_comes_again_is_taken(spark: Any, tmp_path: Path) -> None:
+    """At a commit: the job has three ranks again."""
+
+    def died() -> None:
+        die("executor")
+        assert is_eventually(lambda: [*tmp_path.glob("seen-[2-9]-3.0")], 2 * slot_jobs.START_S)
+
+    def run(folder: str) -> Any:
+        return ringreduce.spark.run_elastic(slot_jobs.train, (folder,), min_np=1, num_proc=3)
+
+    assert slot_jobs.deaths_survived(run, tmp_path, died, again=True) == 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("role", ["mpirun", "launcher", "cancel"])
+def test_what_ends_an_elastic_job(spark: Any, role: str, tmp_path: Path) -> None:
+    call = lambda file: ringreduce.spark.run_elastic(loop, (file,), num_proc=3, min_num_proc=1)  # noqa: E731
+    job = Job(call, size=3, file=tmp_path / "seen")
+    if role == "cancel":
+        spark.sparkContext.cancelAllJobs()
+    else:
+        kill(role)
+    assert isinstance(job.ended(), CollectiveError)
+    assert is_eventually(lambda: not left_behind(), END_S), left_behind()
 
 
 DRIVER = """

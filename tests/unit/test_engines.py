@@ -26,6 +26,7 @@ def test_the_library_is_imported_when_it_is_used() -> None:
         "import sys, ringreduce.dask, ringreduce.horovod, ringreduce.ray, ringreduce.spark\n"
         "import horovod.spark\n"
         "assert horovod.spark.run is ringreduce.spark.run\n"
+        "assert horovod.spark.run_elastic is ringreduce.spark.run_elastic\n"
         "from horovod.ray import RayExecutor\n"
         "assert RayExecutor is ringreduce.ray.RayExecutor\n"
         "RayExecutor(RayExecutor.create_settings(timeout_s=30), 4, cpus_per_worker=2)\n"
