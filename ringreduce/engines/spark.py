@@ -166,8 +166,9 @@ def run_elastic(
     Raises:
         ModuleNotFoundError: pyspark is not installed.
         ConfigError: an argument or a setting of Spark is wrong, there is no SparkContext, or it has not enough slots.
-        CollectiveError: a rank failed, and ended the job; the message has its traceback. Or too few tasks were left, a
-            task has failed too often, or somebody has cancelled the job of Spark.
+            Or too few tasks have come again in time.
+        CollectiveError: a rank failed, and ended the job; the message has its traceback. Or all ranks have ended before
+            a commit was on disk, a task has failed too often, or somebody has cancelled the job of Spark.
     """
     _refuse(
         "run_elastic",
