@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.engines.slots import Slots, hold, slots
+from ringreduce.engines.slots import Slots, hold, listed, slots
 
 __all__ = ["RankPlace", "Room", "room"]
-
-_LOOK_EVERY_S = 1.0
 
 
 class RankPlace(NamedTuple):
@@ -58,8 +55,7 @@ class Room:
         self._ticket = ticket
         self._tasks: dict[str, tuple[str, Any]] = {}  # the name of the slot of a host, and the task that holds it
         self._numbers = itertools.count()
-        self._lists = threading.Lock()
-        self._listing: Path | None = None
+        self._list: Callable[[], object] = _nothing
         self.address = str(ray.util.get_node_ip_address())
 
     def take(self, count: int, strategy: str = "PACK") -> Any:
@@ -125,35 +121,16 @@ class Room:
 
     @contextmanager
     def listed(self, folder: Path) -> Iterator[Path]:
-        """Yield the path of a program in a folder, which prints the slots by host, as they change in this context."""
-        ended = threading.Event()
+        """As `ringreduce.engines.slots.listed`, of these hosts."""
+        with listed(self.hosts, folder) as (program, self._list):
+            try:
+                yield program
+            finally:
+                self._list = _nothing
 
-        def go_on() -> None:
-            while not ended.wait(_LOOK_EVERY_S):
-                self._list()
 
-        self._listing = folder / "hosts"
-        self._list()
-        program = folder / "discover"
-        program.write_text(f"#!/bin/sh\nexec cat '{self._listing}'\n")
-        program.chmod(0o700)
-        thread = threading.Thread(target=go_on, name="ringreduce lists nodes of Ray", daemon=True)
-        thread.start()
-        try:
-            yield program
-        finally:
-            ended.set()
-            thread.join()
-            with self._lists:
-                self._listing = None
-
-    def _list(self) -> None:
-        # Whatever Ray's head has, as while it is started again: the last list counts.
-        with self._lists, suppress(Exception):
-            if self._listing is not None:
-                coming = self._listing.with_suffix(".coming")
-                coming.write_text("".join(f"{host}:{count}\n" for host, count in self.hosts().items()))
-                coming.rename(self._listing)
+def _nothing() -> None:
+    pass
 
 
 @contextmanager

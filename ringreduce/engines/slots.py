@@ -144,15 +144,26 @@ class Slots:
 
 
 @contextmanager
-def listed(hosts: Callable[[], Mapping[str, int]], folder: Path) -> Iterator[Path]:
-    """Yield the path of a program in a folder, which prints the slots by host, as they change in this context."""
+def listed(hosts: Callable[[], Mapping[str, int]], folder: Path) -> Iterator[tuple[Path, Callable[[], object]]]:
+    """Have a program print the slots by host, as they change in this context.
+
+    Args:
+        hosts: returns them.
+        folder: for the program.
+
+    Yields:
+        The path of the program, and what has it print the slots of now.
+    """
     ended = threading.Event()
     listing = folder / "hosts"
+    writing = threading.Lock()
 
     def write() -> None:
-        coming = listing.with_suffix(".coming")
-        coming.write_text("".join(f"{host}:{count}\n" for host, count in hosts().items()))
-        coming.rename(listing)
+        # An engine may not answer, as while its head starts again: the last list counts.
+        with writing, suppress(Exception):
+            coming = listing.with_suffix(".coming")
+            coming.write_text("".join(f"{host}:{count}\n" for host, count in hosts().items()))
+            coming.rename(listing)
 
     def go_on() -> None:
         while not ended.wait(_LIST_EVERY_S):
@@ -165,7 +176,7 @@ def listed(hosts: Callable[[], Mapping[str, int]], folder: Path) -> Iterator[Pat
     thread = threading.Thread(target=go_on, name="ringreduce lists slots", daemon=True)
     thread.start()
     try:
-        yield program
+        yield program, write
     finally:
         ended.set()
         thread.join()

@@ -194,7 +194,7 @@ def run_elastic(
         job = TasksOfRanks(context, tasks.count)
         try:
             held.wait(size, max(deadline - time.monotonic(), 1.0), job.look)
-            with listed(lambda: dict.fromkeys(held.held(), 1), folder) as program, why_failed(job.look):
+            with listed(lambda: dict.fromkeys(held.held(), 1), folder) as (program, _), why_failed(job.look):
                 return run_on(
                     held.start,
                     {},
