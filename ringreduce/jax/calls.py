@@ -38,7 +38,10 @@ _KEPT = 128
 _LARGEST_REPEATED_NBYTES = 64 << 10
 
 #: Compiled programs reduce so many buckets of the settings at a time: what an operation takes besides moving bytes.
-_BUCKETS_AT_ONCE = 4
+#: Gradients of a step are reduced in place. Other arrays may be arguments of the program, of which XLA would make
+#: copies for that: their results have memory of their own, so there are fewer at a time.
+_BUCKETS_IN_PLACE = 4
+_BUCKETS_BESIDE = 3
 
 #: The process sets that calls have named, by their ranks.
 _sets: dict[tuple[int, ...] | None, ProcessSet] = {None: global_process_set}
@@ -263,7 +266,9 @@ def _in_buckets(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays:
     after = list(arrays[len(shapes) :])
     numbers = list(reversed(range(len(leaves))))
     items = [(None, leaves[number].size * leaves[number].dtype.itemsize) for number in numbers]
-    buckets = fuse(items, _BUCKETS_AT_ONCE * _sets[call.ranks].communicator.config.bucket_nbytes)
+    in_place = step is not None
+    at_once = _BUCKETS_IN_PLACE if in_place else _BUCKETS_BESIDE
+    buckets = fuse(items, at_once * _sets[call.ranks].communicator.config.bucket_nbytes)
     made = list(leaves)
     names = [] if step is None else step.names()
     for count, bucket in enumerate(buckets):
@@ -275,7 +280,7 @@ def _in_buckets(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays:
             step.owner.note_part(str(call.name), part.part, [names[number] for number in members])
         given = [leaves[each] for each in members]
         own = [shapes[each] for each in members]
-        results = ffi.call(json.dumps(part), given, own, batched="broadcast_all", in_place=True, after=after)
+        results = ffi.call(json.dumps(part), given, own, batched="broadcast_all", in_place=in_place, after=after)
         for number, each in zip(members, results, strict=True):
             made[number] = each
         after = sorted(results, key=lambda each: (each.size == 0, each.size))[:1]
