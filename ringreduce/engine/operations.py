@@ -320,6 +320,7 @@ class InPlaceAllreduce(Operation):
         feedbacks: what rounding to that format keeps, for each array.
         speculative: whether other ranks may leave it out; see `Engine.withdraw`.
         within: returns a context to carry it out in, on whichever thread; None: in none.
+        after: called when the results are there; returns the result of the operation. None: it has none.
 
     Attributes:
         weights: as for `Communicator.allreduce`, if no rank has joined.
@@ -327,7 +328,7 @@ class InPlaceAllreduce(Operation):
         active: how many ranks contributed, once it is done.
     """
 
-    __slots__ = ("active", "arrays", "before", "feedbacks", "op", "weights", "within")
+    __slots__ = ("active", "after", "arrays", "before", "feedbacks", "op", "weights", "within")
 
     def __init__(
         self,
@@ -340,6 +341,7 @@ class InPlaceAllreduce(Operation):
         feedbacks: Sequence[Any] = (),
         speculative: bool = False,
         within: Callable[[], AbstractContextManager[Any]] | None = None,
+        after: Callable[[], Any] | None = None,
     ) -> None:
         parts = tuple((dtype.name, count) for dtype, count in map(_elements, arrays))
         super().__init__(
@@ -358,6 +360,7 @@ class InPlaceAllreduce(Operation):
         self.arrays = arrays
         self.feedbacks = feedbacks
         self.within = within
+        self.after = after
         self.weights: Sequence[float] = ()
         self.before: Callable[[], object] | None = None
         self.active = 0
@@ -371,6 +374,8 @@ class InPlaceAllreduce(Operation):
                 self.op, self.arrays, wire, feedbacks=self.feedbacks, active=run.active, weights=self.weights
             )
         self.active = run.active
+        if self.after is not None:
+            self.result = self.after()
 
 
 class Gather(Operation):

@@ -126,10 +126,12 @@ ALIKE = ("allreduce", "broadcast", "compressed allreduce", "reduce")
 def request_of(call: Call, sources: Sequence[Host], targets: Sequence[Host] | None = None) -> Request:
     """Return a collective of arrays of the host, whose results are new arrays, or ``targets``."""
     with RequestBuilder(call.kind, call.operation, _sets[call.ranks]) as prepare:
+        scales = call.prescale, call.postscale
+        if call.kind == "allreduce" and targets is None:
+            return prepare.allreduce_new(sources, call.op, *scales, call.wire)
         outs: Sequence[Any] = targets or []
         if targets is None:
             outs = prepare.new_like(sources) if call.kind in ALIKE else [None] * len(sources)
-        scales = call.prescale, call.postscale
         if call.kind == "allreduce":
             return prepare.allreduce(sources, outs, call.op, *scales, wire=call.wire, part=call.part)
         if call.kind == "reducescatter":

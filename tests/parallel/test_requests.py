@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.training.binding import host
 from ringreduce.training.binding.host import HostArrays
 from ringreduce.training.calls.requests import Adasum, ReproducibleSum, RequestBuilder, poll, synchronize
 
@@ -79,6 +80,33 @@ def test_allreduces(arrays: Any, world: rr.Communicator) -> None:
     assert mine.tolist() == [total] * 5
     if arrays.device is not None:
         assert arrays.log == ["beside it", "reduce", "joined", "on the stream of gpu", "reduce"]
+
+
+@pytest.mark.parametrize("op", [rr.AVERAGE, rr.SUM])
+def test_many_bytes_are_reduced_where_the_results_are(
+    monkeypatch: pytest.MonkeyPatch, world: rr.Communicator, op: rr.ReduceOp
+) -> None:
+    """In several buffers, each of one dtype; frameworks can use the memory, and what is given stays as it is."""
+    monkeypatch.setattr(host, "_SHARED_NBYTES", 1 << 20)
+    floats = [(300_001,), (), (0, 3), (257,), (130_001,)]
+    shapes = [*[(each, "f4") for each in floats], ((5, 7), "i4"), ((130_001,), "f8"), ((3,), "i4")]
+    given = [np.full(shape, 4.0 * number + world.rank, dtype) for number, (shape, dtype) in enumerate(shapes)]
+    kept = []
+    for factor in (0.5, 1.0):
+        with preparing(host.HOST, "allreduce") as prepare:
+            request = prepare.allreduce_new(given, op, factor, 2.0)
+        kept.append(request.carry_out())
+    ranks = np.arange(float(world.size))
+    for factor, results in zip((0.5, 1.0), kept, strict=True):
+        for number, (source, result) in enumerate(zip(given, results, strict=True)):
+            terms = 4.0 * number + ranks
+            terms = np.trunc(terms * factor) if source.dtype == "i4" else terms * factor
+            total = terms.sum() if op is rr.SUM else terms.sum() / world.size
+            expected = 2 * (np.trunc(total) if source.dtype == "i4" else total)
+            assert (result.shape, result.dtype) == (source.shape, source.dtype)
+            assert result.ctypes.data % 64 == 0
+            np.testing.assert_allclose(result, np.full(source.shape, expected), rtol=1e-6)
+            np.testing.assert_array_equal(source, np.full(source.shape, 4.0 * number + world.rank))
 
 
 @pytest.mark.parametrize(("op", "wire"), [(Adasum, None), (ReproducibleSum, None), (rr.SUM, "bf16")])

@@ -829,6 +829,14 @@ def test_the_last_rank_to_join_is_known() -> None:
     assert int(hvd.join()) in range(SIZE)
 
 
+def test_ranks_that_have_joined_add_nothing_to_many_tensors() -> None:
+    for step in range(RANK):
+        given = [tf.ones(600_001), tf.ones(3, tf.int64), tf.ones([])]
+        for each in hvd.grouped_allreduce(given, op=hvd.Sum, name=f"many, step {step}"):
+            np.testing.assert_array_equal(each, np.full(each.shape, SIZE - 1 - step))
+    hvd.join()
+
+
 def test_a_helper_sums_up_passes_and_leaves_local_variables() -> None:
     """It reduces the sum of two passes; that of a local variable is divided by the number of ranks."""
     from ringreduce.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -13,6 +14,11 @@ import numpy as np
 from ringreduce.buffers import DType, Operand, typed
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.training.binding.framework import Advice, Arrays, Look, Memory
+
+
+#: Arrays share a communication buffer of up to so many bytes. One that the program keeps, keeps the others' memory.
+_SHARED_NBYTES = 16 << 20
+_ALIGNMENT = 64  # of arrays in a buffer: what frameworks want of memory that is not theirs
 
 
 class HostArrays(Arrays):
@@ -47,6 +53,33 @@ class HostArrays(Arrays):
 
 
 HOST = HostArrays()
+
+
+def laid_out(communicator: Communicator, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return communication buffers, and for each of these NumPy arrays a part of one, of its shape and dtype.
+
+    A buffer has arrays of one dtype, and zeros between them.
+    """
+    groups: dict[str, list[list[tuple[int, int, int]]]] = {}  # by dtype and buffer: number, start and end in bytes
+    for number, each in enumerate(arrays):
+        group = groups.setdefault(DType.of(each.dtype).name, [])
+        start = -(-group[-1][-1][2] // _ALIGNMENT) * _ALIGNMENT if group else 0
+        if not group or start + each.nbytes > _SHARED_NBYTES:
+            group.append([])
+            start = 0
+        group[-1].append((number, start, start + each.nbytes))
+    buffers = []
+    parts: dict[int, Any] = {}
+    for name, group in groups.items():
+        dtype = DType.of(name)
+        for members in group:
+            memory = communicator.empty(members[-1][2], np.uint8)
+            for (_, _, end), (_, start, _) in pairwise(members):
+                memory[end:start] = 0
+            buffers.append(typed(memory, dtype))
+            for number, start, end in members:
+                parts[number] = typed(memory[start:end], dtype).reshape(arrays[number].shape)
+    return buffers, [parts[number] for number in range(len(arrays))]
 
 
 class ArraySpec:

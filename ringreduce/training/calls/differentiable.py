@@ -58,11 +58,10 @@ class Differentiable:
     def allreduce(
         self, values: _Values, op: Op, prescale: float = 1.0, postscale: float = 1.0, wire: str | None = None
     ) -> _Values:
-        """Reduce arrays into new ones; see `RequestBuilder.allreduce`."""
+        """Reduce arrays into new ones; see `RequestBuilder.allreduce_new`."""
 
         def prepared(prepare: RequestBuilder, sources: _Values) -> Request:
-            targets = prepare.new_like(sources)
-            return prepare.allreduce(sources, targets, op, prescale, postscale, wire=wire)
+            return prepare.allreduce_new(sources, op, prescale, postscale, wire)
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
             _require_linear(op, "allreduce")

@@ -20,11 +20,11 @@ from ringreduce.common.arguments import CheckingArguments, real_number, row_coun
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
-from ringreduce.engine import CollectiveOp, Operation, Reduction, Refusal, unnamed
+from ringreduce.engine import CollectiveOp, InPlaceAllreduce, Operation, Reduction, Refusal, unnamed
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.framework import Arrays
-from ringreduce.training.binding.host import HOST
+from ringreduce.training.binding.host import HOST, laid_out
 from ringreduce.training.calls.handles import Handle, join, poll, synchronize
 from ringreduce.training.options.options import Adasum, Op, ReproducibleSum, chosen_op
 
@@ -48,6 +48,9 @@ __all__ = [
 
 #: Smaller results mostly travel together with others and are copied out of their buffer; alone, it makes no difference.
 _LEAST_SHARED_NBYTES = 1 << 20
+
+#: Several new results of so many bytes are made where they are reduced, in communication buffers.
+_LEAST_TOGETHER_NBYTES = 2 << 20
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -224,6 +227,29 @@ class RequestBuilder(CheckingArguments):
             return targets if after is None else after()
 
         return self.call(text, run, sources=sources, targets=targets)
+
+    def allreduce_new(
+        self, sources: Sequence[Any], op: Op, prescale: float, postscale: float, wire: str | None = None
+    ) -> Request:
+        """Return a request to reduce arrays into new ones; see `allreduce`.
+
+        Several NumPy arrays of many bytes are copied into communication buffers at once, where they are reduced: results
+        are parts of these. So it cannot be carried out again.
+        """
+        nbytes = sum([prod(each.shape) * each.dtype.itemsize for each in sources]) if self._arrays is HOST else 0
+        if len(sources) == 1 or nbytes < _LEAST_TOGETHER_NBYTES or wire is not None or op in (Adasum, ReproducibleSum):
+            return self.allreduce(sources, self.new_like(sources), op, prescale, postscale, wire=wire)
+        prescale = real_number("prescale_factor", prescale)
+        postscale = real_number("postscale_factor", postscale)
+        self.require_usable(sources)
+        text = _allreduce_in_words(op, prescale, postscale, tuple([(each.shape, each.dtype) for each in sources]), None)
+        scaled, factor = (op, 1.0) if postscale == 1.0 else self._scaled(op, postscale, sources)
+        buffers, results = laid_out(self._process_set.engine.communicator, sources)
+        _scale(HOST, sources, factor=prescale, targets=results)
+        kind = scaled if isinstance(scaled, ReduceOp) else ReduceOp.parse(scaled)
+        after = partial(_scale, HOST, results, factor, results)
+        operation = InPlaceAllreduce(self._key, text, kind, buffers, after=after if factor != 1.0 else lambda: results)
+        return Request(operation, self._process_set, unique=self._named, arrays=HOST, touched=sources)
 
     def new_like(self, sources: Sequence[Any]) -> list[Any]:
         """Return new arrays for results, of the same shapes, strides and dtypes, in the same place."""
