@@ -19,6 +19,7 @@ keras:
     list eager        outside of one
     list own          as above
     list buffer       ringreduce's allreduce of as many floats in one communication buffer, in place
+    list copy         a copy of the list into that buffer: what memory of a framework takes besides, once or twice
     one ...           the same of one float; `one request` is an operation of ringreduce on NumPy arrays
 
 A time is the slowest rank's; figures are medians. Contenders take short turns, which begin with untimed calls.
@@ -33,6 +34,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -67,16 +69,24 @@ def lists() -> dict[str, list[np.ndarray]]:
 
 def bare() -> Contenders:
     """Return what ringreduce takes without a framework."""
-    buffer = ringreduce.empty(sum(each.size for each in lists()["list"]), np.float32)
+    arrays = lists()["list"]
+    buffer = ringreduce.empty(sum(each.size for each in arrays), np.float32)
     buffer[:] = 0
+    cuts = np.cumsum([each.size for each in arrays])[:-1]
+    parts = [part.reshape(each.shape) for part, each in zip(np.split(buffer, cuts), arrays, strict=True)]
     given, made = np.ones(1, np.float32), np.ones(1, np.float32)
+
+    def copy() -> None:
+        for part, each in zip(parts, arrays, strict=True):
+            np.copyto(part, each)
 
     def request() -> None:
         with RequestBuilder("allreduce", "bare", ringreduce.global_process_set) as prepare:
             found = prepare.allreduce([given], [made], AVERAGE, 1.0, 1.0)
         found.carry_out()
 
-    return {"list buffer": lambda: ringreduce.allreduce(buffer, out=buffer), "one request": request}
+    reduce = partial(ringreduce.allreduce, buffer, out=buffer)
+    return {"list buffer": reduce, "list copy": copy, "one request": request}
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:

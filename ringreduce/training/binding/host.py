@@ -15,7 +15,6 @@ from ringreduce.buffers import DType, Operand, typed
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.training.binding.framework import Advice, Arrays, Look, Memory
 
-
 #: Arrays share a communication buffer of up to so many bytes. One that the program keeps, keeps the others' memory.
 _SHARED_NBYTES = 16 << 20
 _ALIGNMENT = 64  # of arrays in a buffer: what frameworks want of memory that is not theirs

@@ -233,8 +233,8 @@ class RequestBuilder(CheckingArguments):
     ) -> Request:
         """Return a request to reduce arrays into new ones; see `allreduce`.
 
-        Several NumPy arrays of many bytes are copied into communication buffers at once, where they are reduced: results
-        are parts of these. So it cannot be carried out again.
+        Several NumPy arrays of many bytes are copied into communication buffers now, and reduced there: results are
+        parts of these. Such a request cannot be carried out again.
         """
         nbytes = sum([prod(each.shape) * each.dtype.itemsize for each in sources]) if self._arrays is HOST else 0
         if len(sources) == 1 or nbytes < _LEAST_TOGETHER_NBYTES or wire is not None or op in (Adasum, ReproducibleSum):
