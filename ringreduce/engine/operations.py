@@ -320,11 +320,11 @@ class InPlaceAllreduce(Operation):
         feedbacks: what rounding to that format keeps, for each array.
         speculative: whether other ranks may leave it out; see `Engine.withdraw`.
         within: returns a context to carry it out in, on whichever thread; None: in none.
-        after: called when the results are there; returns the result of the operation. None: it has none.
 
     Attributes:
         weights: as for `Communicator.allreduce`, if no rank has joined.
         before: called before the data is read, in that context; None: nothing is.
+        after: called when the results are there; returns the result of the operation. None: it has none.
         active: how many ranks contributed, once it is done.
     """
 
@@ -341,7 +341,6 @@ class InPlaceAllreduce(Operation):
         feedbacks: Sequence[Any] = (),
         speculative: bool = False,
         within: Callable[[], AbstractContextManager[Any]] | None = None,
-        after: Callable[[], Any] | None = None,
     ) -> None:
         parts = tuple((dtype.name, count) for dtype, count in map(_elements, arrays))
         super().__init__(
@@ -360,9 +359,9 @@ class InPlaceAllreduce(Operation):
         self.arrays = arrays
         self.feedbacks = feedbacks
         self.within = within
-        self.after = after
         self.weights: Sequence[float] = ()
         self.before: Callable[[], object] | None = None
+        self.after: Callable[[], Any] | None = None
         self.active = 0
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:

@@ -247,8 +247,8 @@ class RequestBuilder(CheckingArguments):
         buffers, results = laid_out(self._process_set.engine.communicator, sources)
         _scale(HOST, sources, factor=prescale, targets=results)
         kind = scaled if isinstance(scaled, ReduceOp) else ReduceOp.parse(scaled)
-        after = partial(_scale, HOST, results, factor, results)
-        operation = InPlaceAllreduce(self._key, text, kind, buffers, after=after if factor != 1.0 else lambda: results)
+        operation = InPlaceAllreduce(self._key, text, kind, buffers)
+        operation.after = partial(_scale, HOST, results, factor, results) if factor != 1.0 else lambda: results
         return Request(operation, self._process_set, unique=self._named, arrays=HOST, touched=sources)
 
     def new_like(self, sources: Sequence[Any]) -> list[Any]:
