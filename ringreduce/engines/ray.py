@@ -230,6 +230,7 @@ class RayExecutor:
             where = strategies.PlacementGroupSchedulingStrategy(place.group, place.bundle)
             options = {"num_cpus": cores, "num_gpus": self._resources.get("GPU", 0), "scheduling_strategy": where}
             each.actor = ray.remote(RankActor).options(**options).remote()
+            each.kill_actor()  # the stand-in may have ended when there was none
         asked = [each.actor.process.remote() for each in self._ranks.values()]
         try:
             processes = ray.get(asked, timeout=self._settings.timeout_s)

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedRWPair
 from typing import Any, NamedTuple
@@ -42,6 +43,13 @@ class StandIn:
     leaves: bool = False
     has_ended: bool = False
 
+    def kill_actor(self) -> None:
+        """Kill the actor, if it has one and has ended before that: MPI counts the rank as dead."""
+        if self.has_ended and self.actor is not None and not self.leaves:
+            ray = engine("ray", "ray")
+            if ray.is_initialized():  # else this would start Ray anew
+                ray.kill(self.actor)
+
 
 class StandIns:
     """The stand-ins of the jobs that the launcher starts, one job after the other.
@@ -58,7 +66,7 @@ class StandIns:
         self.all_ended = threading.Event()
 
     def offer(self, request: Mapping[str, Any], stream: BufferedRWPair) -> None:
-        """Take one that has come, until it ends; then its actor is killed, as MPI counts that rank as dead."""
+        """Take one that has come, until it ends, or its host does not answer any more; then its actor is killed."""
         said = request["environ"]
         host, _, _ = request["host"].partition("/")
         each = StandIn(int(said["OMPI_COMM_WORLD_RANK"]), host, request["pids"], said, stream)
@@ -70,12 +78,12 @@ class StandIns:
                 self._since = time.monotonic()
             self._found[each.rank] = each
             self._changed.notify_all()
-        stream.read(1)
+        with suppress(OSError):  # its host is lost
+            stream.read(1)
         with self._changed:
             each.has_ended = True
             self._changed.notify_all()
-        if each.actor is not None and not each.leaves:
-            engine("ray", "ray").kill(each.actor)
+        each.kill_actor()
 
     def take(self, limit_s: float) -> dict[int, StandIn]:
         """Wait for the stand-ins of a job, and return them, by rank.
