@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from functools import partial
 
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.processes import end_with_parent
+from ringreduce.launcher import failures
 from ringreduce.launcher.hosts import Hosts, fill, is_here
 from ringreduce.launcher.job import say
 from ringreduce.launcher.marks import Mark
@@ -79,6 +81,7 @@ class Losses:
         elsewhere = spec.prefix or any("output" in word for word in spec.more)  # go the words of ranks
         hears = self._start.is_remote(ranks) and not elsewhere
         self._ranks = ranks
+        self._own_names: dict[str, set[str]] = {}  # hosts of the list, by their names in the operating system
         self._to_come = set(range(sum(ranks.values()))) if hears else set()
         self._late_at = self._clock() + spec.start_timeout_s
         self._checked_at = self._clock() + _CONNECT_S
@@ -93,6 +96,7 @@ class Losses:
 
     def hear(self, mark: Mark, host: str) -> None:
         """A rank of a host has said something; if it spoke for its host and has ended, no more is expected of that."""
+        self._own_names.setdefault(mark.host, set()).add(host)
         if mark.what == "has come":
             self._to_come.discard(mark.rank)
         elif mark.what == "lives":
@@ -132,6 +136,24 @@ class Losses:
         for host in found:
             del self._silent[host]
         return found
+
+    def by_mpirun(self, hosts: Hosts, written: str) -> list[str]:
+        """Return the hosts that mpirun has lost, by their names there.
+
+        Hosts that are parts of one machine have one name there: the number of the daemon says which is lost.
+
+        Args:
+            hosts: of the job.
+            written: what mpirun has written.
+        """
+        here = self._start.here
+        names = failures.find_lost_hosts(written)
+        known = [name for name in names if hosts.known_as(name)]
+        if known or not any(is_here(name, here) or len(self._own_names.get(name, ())) > 1 for name in names):
+            return known or names
+        others = [host for host in dict.fromkeys(hosts.places) if not is_here(host, here) and not _is_own_address(host)]
+        by_number = dict(enumerate(others, 1))
+        return [by_number[number] for number in failures.find_lost_daemons(written) if number in by_number] or names
 
     def lose(self, hosts: Hosts, name: str, why: str) -> Hosts:
         """Return the hosts without one, given by its name there or in the list, if there is a list."""
@@ -243,3 +265,14 @@ class Losses:
 
     def _awaited(self, hosts: Hosts) -> list[str]:
         return hosts.returning() if self._start.asks_lost_hosts else []
+
+
+def _is_own_address(host: str) -> bool:
+    """Return whether a host is given by an address of this machine."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(there)  # which sends nothing
+    except OSError:
+        return False
+    return True

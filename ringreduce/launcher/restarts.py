@@ -17,7 +17,7 @@ from ringreduce.common.launch import STALLED
 from ringreduce.launcher import failures
 from ringreduce.launcher.allocations_end import StepSignals, StopBefore
 from ringreduce.launcher.failures import LogFiles
-from ringreduce.launcher.hosts import Hosts, is_here, parse_hosts
+from ringreduce.launcher.hosts import Hosts, parse_hosts
 from ringreduce.launcher.job import Job, Signals, say
 from ringreduce.launcher.losses import Losses
 from ringreduce.launcher.marks import Mark
@@ -295,7 +295,7 @@ class Restarts:
         )
         if status not in (0, os.EX_TEMPFAIL) and not job.stopped and ranks.leaving is None:
             job.end_line()
-            for name in self._lost_by_mpirun(written) if is_remote else ():
+            for name in self._losses.by_mpirun(self._hosts, written) if is_remote else ():
                 self._hosts = self._losses.lose(self._hosts, name, "mpirun has no connection to it")
             for text in failures.sentences(
                 written,
@@ -307,15 +307,6 @@ class Restarts:
             ):
                 say(text)
         return status, job.stopped
-
-    def _lost_by_mpirun(self, written: str) -> list[str]:
-        """Return the hosts that mpirun has lost, by their names there; by the list where those are no names of it."""
-        places = dict.fromkeys(host for host in self._hosts.places if not is_here(host, self._start.here))
-        by_number = dict(enumerate(places, 1))
-        numbers = failures.find_lost_daemons(written)
-        names = failures.find_lost_hosts(written)
-        known = [name for name in names if self._hosts.known_as(name)]
-        return known or [by_number[number] for number in numbers if number in by_number] or names
 
     def _hand_on(self, number: signal.Signals, job: Job, ranks: _JobRanks) -> bool:
         """Give a signal to the job; return whether that takes it."""

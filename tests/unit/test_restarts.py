@@ -505,6 +505,39 @@ def test_a_lost_host_that_mpirun_calls_otherwise(monkeypatch: pytest.MonkeyPatch
     assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1}]
 
 
+@pytest.mark.parametrize(
+    ("listed", "node", "lost"),
+    [
+        pytest.param(["127.0.0.2", "10.0.0.2"], "two", [], id="of no host"),
+        pytest.param(["127.0.0.2", "10.0.0.2"], "me", ["10.0.0.2"], id="of several, one of which is mpirun's"),
+        pytest.param(["a", "b"], "a-and-b", ["a"], id="of several elsewhere"),
+    ],
+)
+def test_the_number_of_a_daemon_counts_where_its_name_is_that_of_several_hosts(
+    monkeypatch: pytest.MonkeyPatch, listed: list[str], node: str, lost: list[str]
+) -> None:
+    """Daemon 1 is that of the first host but mpirun's own, which may be listed by an address of this machine."""
+
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        for rank in range(2):
+            on_mark(Mark("has come", rank, "a-and-b"))
+        begin(on_mark, 2, "a-and-b")
+        on_mark(Mark("has a commit", 0, "a-and-b"))
+        return 1
+
+    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
+        jobs.written = b""
+        on_mark(Mark("has ended well", 0, "a-and-b"))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, second)
+    jobs.listed = dict.fromkeys(listed, 1)
+    said = "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun-me-7@0,1] on node"
+    jobs.written = f"{said} {node}\n".encode()
+    assert jobs.run(1, 2) == 0
+    assert [[*ranks] for ranks, _ in jobs.started] == [listed, [host for host in listed if host not in lost]]
+
+
 def test_what_a_rank_writes_of_ssh_is_no_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that has ended well stays so."""
 
