@@ -145,14 +145,14 @@ def _look(tasks: Sequence[Future], lost: Sequence[str], names: Mapping[str, str]
         tasks: of the slots.
         lost: the names of slots that have ended.
         names: the workers of the slots, by name.
-        survives: whether the ranks go on if a task fails.
+        survives: whether the ranks go on if a task ends.
     """
     for name in lost:
         raise CollectiveError(f"the worker {names[name]} of Dask has ended, and with it rank {[*names].index(name)}")
     for task in tasks:
         if task.status == "error" and not survives:
             raise CollectiveError(f"the task of a rank has failed: {task.exception()!r}")
-        if task.done() and task.status != "error":
+        if task.done() and task.status not in (("error", "finished") if survives else ("error",)):
             raise CollectiveError(
                 f"the task of a rank was {task.status}: somebody has cancelled it, or closed the client"
             )

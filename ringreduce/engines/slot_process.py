@@ -1,8 +1,9 @@
 """What runs mpirun's daemons on a node: a process beside the task of an engine that holds slots there.
 
-It reads its ticket from standard input, and connects to the driver, whose commands it runs. It ends when the task ends,
-which closes that input, and when the driver does; then it ends all processes below it, and removes its folder, where
-daemons have their files. Its file takes the standard library alone, for a quick start.
+It reads its ticket, its name and the options of connections from standard input, and connects to the driver, whose
+commands it runs. It ends when the task ends, which closes that input, and when the driver does; then it ends all
+processes below it, and removes its folder, where daemons have their files. Its status is 0 only if the driver has said
+that it is to end. Its file takes the standard library alone, for a quick start.
 """
 
 from __future__ import annotations
@@ -30,34 +31,35 @@ END = b"end"
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.05  # at commands that run
 _CONNECT_S = 30.0
-#: A driver is lost if its machine does not answer for about 30 s.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
-def _main() -> None:
+def _main() -> int:
     # Processes whose parents have ended become children of this one, where they are found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # are for the task, which ends this process
         signal.signal(each, lambda *_: None)  # if they were ignored, the ranks would ignore them, too
     try:
-        ticket, name = json.loads(sys.stdin.buffer.readline())
+        ticket, name, options = json.loads(sys.stdin.buffer.readline())
         address, port, token = ticket.split("|")
         with socket.create_connection((address, int(port)), _CONNECT_S) as driver:
             driver.settimeout(None)
-            driver.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                driver.setsockopt(socket.IPPROTO_TCP, option, value)
+            for option in options:
+                driver.setsockopt(*option)
             driver.sendall(json.dumps({"token": token, "name": name}).encode() + b"\n")
             try:
-                _serve(driver)
+                return 0 if _serve(driver) else 1
             finally:
                 _end_all()  # before the connection ends, for which the driver waits
     finally:
         shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
 
 
-def _serve(driver: socket.socket) -> None:
-    """Run the commands that come, each a line with its number; answer with number and status when one has ended."""
+def _serve(driver: socket.socket) -> bool:
+    """Run the commands that come, each a line with its number; answer with number and status when one has ended.
+
+    Returns:
+        Whether the driver has said that this is to end; else the task has ended, or the connection.
+    """
     # Daemons that are killed leave their files.
     environ = {**os.environ, "PRTE_MCA_prte_tmpdir_base": os.environ[FOLDER]}
     waited: list[Any] = [0, driver]
@@ -66,15 +68,15 @@ def _serve(driver: socket.socket) -> None:
     while True:
         ready, _, _ = select.select(waited, [], [], _LOOK_EVERY_S if commands else None)
         if 0 in ready:
-            return
+            return False
         if driver in ready:
             try:
                 piece = driver.recv(1 << 16)
             except OSError:
-                return
+                return False
             *lines, unread = (unread + piece).split(b"\n")
             if not piece or END in lines:
-                return
+                return END in lines
             for line in lines:
                 number, command = json.loads(line)
                 commands[number] = subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL, env=environ)
@@ -97,4 +99,4 @@ def _end_all() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    sys.exit(_main())

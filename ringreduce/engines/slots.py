@@ -25,7 +25,7 @@ from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import slot_process
 from ringreduce.launcher import agent
 from ringreduce.launcher.agent_server import served, worker_environment
-from ringreduce.launcher.call_server import requests_served
+from ringreduce.launcher.call_server import KEEPALIVE, requests_served
 
 __all__ = ["Slots", "address_towards", "connection_to_task", "hold", "listed", "slots", "why_failed"]
 
@@ -115,7 +115,8 @@ class Slots:
         name = request["name"]
         with self._changed:
             if self._is_closed or name in self._streams or name in self.lost:
-                return  # an engine runs tasks again that have failed
+                stream.write(slot_process.END + b"\n")  # an engine runs tasks again that have failed
+                return
             self._streams[name] = stream
             self._changed.notify_all()
         try:
@@ -244,28 +245,35 @@ def hold(ticket: str, name: str, give: Callable[[socket.socket], object] = lambd
 
     Raises:
         ChildProcessError: somebody has killed the process that runs mpirun's daemon.
+        ConnectionError: that could not connect to the driver, or the connection was lost.
     """
     folder = tempfile.mkdtemp(prefix="ringreduce-")  # which the process removes, as this one may be killed
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(f"{folder}/{slot_process.DATA}")
-    server.listen()
-    with served(server, give):
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", slot_process.__file__],
-            stdin=subprocess.PIPE,
-            env={**os.environ, **worker_environment(name), slot_process.FOLDER: folder},
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps([ticket, name]).encode() + b"\n")
+    try:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(f"{folder}/{slot_process.DATA}")
+        server.listen()
+        with (
+            served(server, give),
+            subprocess.Popen(
+                [sys.executable, "-I", "-S", slot_process.__file__],
+                stdin=subprocess.PIPE,
+                env={**os.environ, **worker_environment(name), slot_process.FOLDER: folder},
+                start_new_session=True,
+            ) as process,
+        ):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([ticket, name, KEEPALIVE]).encode() + b"\n")
             process.stdin.flush()
             process.wait()
-        finally:
-            process.communicate()
-            shutil.rmtree(folder, ignore_errors=True)  # if the process was killed
-    if process.returncode < 0:  # the task fails, for the engine to run it again
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # if the process was killed
+    # The task fails, for the engine to run it again.
+    if process.returncode < 0:
         raise ChildProcessError(f"the process that runs mpirun's daemon was ended by signal {-process.returncode}")
+    if process.returncode:
+        raise ConnectionError(
+            f"no connection to the driver at {ticket.partition('|')[0]}: there never was one, or it was lost"
+        )
 
 
 # ---- in a rank ----

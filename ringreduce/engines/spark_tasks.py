@@ -102,8 +102,10 @@ class TasksOfRanks:
             self._thread.join(_END_S)  # it says why
         if self._error is not None:
             raise CollectiveError(f"the job of Spark has failed: {first_line(self._error)}") from self._error
-        if lost or self._has_ended:
+        if lost:
             raise CollectiveError(f"tasks of Spark have ended, and with them ranks: {', '.join(lost)}")
+        if self._has_ended:
+            raise CollectiveError("the job of Spark has ended, and with it all tasks that hold slots for ranks")
 
     def end(self) -> None:
         """Wait for the end of the job, whose tasks have ended; cancel it if it goes on, as Spark may run them again."""

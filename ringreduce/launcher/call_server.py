@@ -17,14 +17,21 @@ from typing import Any
 from ringreduce.common.launch import launch
 from ringreduce.launcher.agent_server import served
 
-__all__ = ["VARIABLE", "call_served", "connected", "leave_there", "requests_served"]
+__all__ = ["KEEPALIVE", "VARIABLE", "call_served", "connected", "leave_there", "requests_served"]
 
 #: Address, port and token of the program, in the environment of its ranks.
 VARIABLE = "RINGREDUCE_CALL"
 _MOST_NBYTES = 1 << 20  # of a request
 _CONNECT_S = 60.0
-#: A host is lost if it does not answer for about 30 s.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+#: Options of a connection, each with its level: a host is lost if it does not answer for about 30 s. TCP asks for that only
+#: while nothing is under way; the last option is for what is.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+)
 
 
 @contextmanager
@@ -44,9 +51,8 @@ def requests_served(address: str, answer: Callable[[dict[str, Any], BufferedRWPa
     token = secrets.token_hex(16)
 
     def each(connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        for option in KEEPALIVE:
+            connection.setsockopt(*option)
         with connection.makefile("rwb") as stream:
             request = json.loads(stream.readline(_MOST_NBYTES))
             if hmac.compare_digest(str(request.pop("token")), token):

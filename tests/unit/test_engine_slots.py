@@ -1,0 +1,44 @@
+"""Slots that tasks of an engine hold, without an engine."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringreduce.engines.slots import hold, slots
+from ringreduce.launcher.call_server import requests_served
+
+pytestmark = pytest.mark.limit(60)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def test_a_slot_runs_commands_until_its_job_ends() -> None:
+    """Its task then ends well."""
+    with ThreadPoolExecutor(1) as pool:
+        with slots("127.0.0.1") as (held, ticket):
+            task = pool.submit(hold, ticket, "a")
+            held.wait(["a"], 30.0, lambda: None)
+            assert held.start("a", "exit 3") == 3
+        task.result(30.0)
+    assert held.lost == []
+
+
+def test_a_task_whose_connection_is_lost_fails(tmp_path: Path) -> None:
+    """So that the engine runs it again; and so does one whose driver is not there."""
+
+    def breaks(request: dict[str, Any], stream: BufferedRWPair) -> None:
+        pass
+
+    with requests_served("127.0.0.1", breaks) as ticket, pytest.raises(ConnectionError, match=r"driver at 127\.0\.0\.1"):
+        hold(ticket, "a")
+    with pytest.raises(ConnectionError):
+        hold(ticket, "a")
+    assert [*tmp_path.iterdir()] == []
