@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import queue
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import engine, job_line, on_hosts
@@ -24,6 +24,9 @@ from ringreduce.launcher.agent_server import agent_server, private_folder, worke
 from ringreduce.launcher.call_server import VARIABLE, requests_served
 from ringreduce.launcher.function import begin, end
 from ringreduce.launcher.stand_ins import LEAVE
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = ["ExecutorSettings", "RayExecutor"]
 
@@ -57,7 +60,8 @@ class RayExecutor:
 
     Args:
         settings: those of `create_settings`.
-        num_workers: how many ranks, on as few nodes as may be; or give ``num_hosts``.
+        num_workers: number of ranks, on as few nodes as possible; or give ``num_hosts``. Elastic jobs start with up to
+            ``max_workers`` if Ray has room for them.
         num_hosts, num_workers_per_host: so many nodes, and so many ranks on each.
         cpus_per_worker: cores of each.
         use_gpu: whether each has ``gpus_per_worker`` GPUs (1). It sees those of all ranks of its node, in the order of
@@ -180,28 +184,33 @@ class RayExecutor:
         """Start the launcher, on a thread that lives until it ends."""
         folder = at_end.enter_context(private_folder())
         hosts = self._room.wait(self._settings.timeout_s)
-        options = on_hosts(hosts)
         if self._elastic:
             for _ in range((self._most - self.num_workers) // self._per_bundle):
                 self._room.take(1)
             listing = at_end.enter_context(self._room.listed(folder))
             options = ["-np", str(self.num_workers), "--host-discovery-script", str(listing)]
+        else:
+            options = on_hosts(hosts)
         horovod = ["--horovod-variables"] if _HOROVOD in sys.modules else []
         line = job_line([*options, *horovod, *self._options], "ringreduce.launcher.stand_ins", "stand_in")
         environ = at_end.enter_context(agent_server(self._room.start, folder))
         where = at_end.enter_context(requests_served(self._room.address, self._stand_ins.offer))
         environ |= {"TMPDIR": str(folder), **worker_environment(self._room.address), VARIABLE: where}
-        begun: queue.Queue[Any] = queue.Queue()
+        begun: Future[subprocess.Popen[bytes]] = Future()
         stand_ins = self._stand_ins
 
         def run() -> None:
-            job = begin(line, environ)
-            begun.put(job)
+            try:
+                job = begin(line, environ)
+            except BaseException as error:
+                begun.set_exception(error)
+                return
+            begun.set_result(job)
             job.wait()
             stand_ins.end()
 
         threading.Thread(target=run, name="ringreduce runs mpirun", daemon=True).start()
-        at_end.callback(end, begun.get())
+        at_end.callback(end, begun.result())
 
     def _begin_ranks(self) -> None:
         """Make new actors the ranks of the job that has begun."""
@@ -209,7 +218,12 @@ class RayExecutor:
             while True:
                 with suppress(BeginsAgainError):
                     self._ranks = self._stand_ins.take(self._settings.timeout_s)
-                    self._hand_over()
+                    try:
+                        self._hand_over()
+                    except ConfigError:
+                        if self._has_lost_some() and self._stand_ins.begin_again([*self._ranks.values()], _TO_EXIT_S):
+                            raise BeginsAgainError from None
+                        raise
                     if self._executable is not None:
                         self._results(self._submit("make", *self._executable))
                     return
@@ -217,7 +231,17 @@ class RayExecutor:
             self._end(in_order=False)
             raise
 
+    def _has_lost_some(self) -> bool:
+        """Return whether a rank of an elastic job, or its node, has gone."""
+        here = {each.host for each in self._room.places()} if self._elastic else set()
+        return self._elastic and any(each.has_ended or each.host not in here for each in self._ranks.values())
+
     def _hand_over(self) -> None:
+        """Make actors, and have each be the rank of a stand-in.
+
+        Raises:
+            ConfigError: they cannot start.
+        """
         ray = engine("ray", "ray")
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         cores = self._resources["CPU"]
@@ -304,7 +328,10 @@ class RayExecutor:
     def _require_started(self) -> Any:
         if self._at_end is None:
             raise ConfigError("the executor is not started, or was shut down, as after the death of a rank")
-        return engine("ray", "ray")
+        ray = engine("ray", "ray")
+        if not ray.is_initialized():  # a call would start it anew
+            raise ConfigError("the executor's ranks have ended, as Ray was shut down")
+        return ray
 
     def _results(self, calls: Mapping[Any, int]) -> dict[int, Any]:
         """Return by rank what calls return; if they cannot end, shut down.
@@ -367,6 +394,7 @@ class RayExecutor:
         if at_end is None:
             return
         atexit.unregister(self.shutdown)
+        in_order = in_order and engine("ray", "ray").is_initialized()  # else the actors have ended
         with at_end:
             for each in self._ranks.values() if in_order else ():
                 each.leaves = True

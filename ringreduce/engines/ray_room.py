@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +17,13 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.engines.slots import Slots, hold, listed, slots
 
 __all__ = ["RankPlace", "Room", "room"]
+
+
+_log = logging.getLogger(__name__)
+
+#: Until another task is to hold the slot of a node: after the first that has ended, twice as long after each further.
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
 
 
 class RankPlace(NamedTuple):
@@ -30,6 +40,23 @@ class RankPlace(NamedTuple):
     bundle: int
     node: str
     host: str
+
+
+@dataclass
+class _Holder:
+    """The task that holds a slot on a node.
+
+    Attributes:
+        name: of the slot.
+        task: of Ray.
+        pause_s: seconds after its begin until another may begin, if it ends.
+        begun: when it began, in seconds.
+    """
+
+    name: str
+    task: Any
+    pause_s: float = _FIRST_PAUSE_S
+    begun: float = field(default_factory=time.monotonic)
 
 
 class Room:
@@ -53,7 +80,8 @@ class Room:
         self._groups: list[Any] = []
         self._slots = slots
         self._ticket = ticket
-        self._tasks: dict[str, tuple[str, Any]] = {}  # the name of the slot of a host, and the task that holds it
+        self._holders: dict[str, _Holder] = {}
+        self._said: set[str] = set()  # the hosts whose tasks have ended, as users know
         self._numbers = itertools.count()
         self._list: Callable[[], object] = _nothing
         self.address = str(ray.util.get_node_ip_address())
@@ -65,13 +93,17 @@ class Room:
         return self._groups[-1]
 
     def leave(self) -> None:
-        """Give all of it back."""
+        """Give all of it back; nothing if Ray was shut down, which this would start anew."""
+        if not self._ray.is_initialized():
+            return
         groups = importlib.import_module("ray.util.placement_group")
         for each in self._groups:
             groups.remove_placement_group(each)
 
     def places(self) -> list[RankPlace]:
-        """Return a place for each rank that has room now, host by host."""
+        """Return a place for each rank that has room now, host by host; none if Ray was shut down."""
+        if not self._ray.is_initialized():
+            return []
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]}
         found = []
         for group in self._groups:
@@ -83,29 +115,59 @@ class Room:
         """Return the slots by host, of hosts where daemons can start; have others hold a slot."""
         places = self.places()
         self._hold(places)
-        ready = {host for host, (name, _) in self._tasks.items() if self._slots.has(name)} | {self.address}
+        ready = {host for host, each in self._holders.items() if self._slots.has(each.name)} | {self.address}
         return Counter(each.host for each in places if each.host in ready)
 
     def _hold(self, places: list[RankPlace]) -> None:
+        """Have a task hold a slot on each node; where it ends, another one, later and later if they end at once."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         for host, node in {each.host: each.node for each in places if each.host != self.address}.items():
-            _, task = self._tasks.get(host, ("", None))
-            if task is None or self._ray.wait([task], timeout=0)[0]:  # it fails where Ray has lost a node
-                name = f"{host}/{next(self._numbers)}"
-                where = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-                options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
-                self._tasks[host] = name, self._ray.remote(hold).options(**options).remote(self._ticket, name)
+            last = self._holders.get(host)
+            why = "" if last is None else self._why_ended(last)
+            if last is not None and not why:
+                continue
+            if why and host not in self._said:
+                self._said.add(host)
+                _log.warning("no rank can start on %s until another task holds a slot there: %s", host, why)
+            lasted_s = 0.0 if last is None else time.monotonic() - last.begun
+            if last is not None and lasted_s < last.pause_s:
+                continue
+            name = f"{host}/{next(self._numbers)}"
+            where = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
+            task = self._ray.remote(hold).options(**options).remote(self._ticket, name)
+            pause_s = _FIRST_PAUSE_S
+            if last is not None and lasted_s < 2 * _LONGEST_PAUSE_S:
+                pause_s = min(2 * last.pause_s, _LONGEST_PAUSE_S)
+            self._holders[host] = _Holder(name, task, pause_s)
+
+    def _why_ended(self, holder: _Holder) -> str:
+        """Return why a task has ended; empty if it has not."""
+        if not self._ray.wait([holder.task], timeout=0)[0]:
+            return ""
+        try:
+            self._ray.get(holder.task)
+        except self._ray.exceptions.RayError as error:  # as where Ray has lost a node
+            why = getattr(error, "cause", None) or error
+            return " ".join(str(why).split()) or type(why).__name__
+        return "its task has ended"
 
     def wait(self, limit_s: float) -> dict[str, int]:
         """Return the slots by host once all other hosts of places hold one.
 
         Raises:
-            ConfigError: some have not within so many seconds.
+            ConfigError: some have not within so many seconds, or their tasks have ended.
         """
         self._hold(self.places())
-        names = [name for name, _ in self._tasks.values()]
-        tasks = [task for _, task in self._tasks.values()]
-        self._slots.wait(names, limit_s, lambda: tasks and self._ray.get(self._ray.wait(tasks, timeout=0)[0]))
+        holders = dict(self._holders)
+
+        def look() -> None:
+            for host, each in holders.items():
+                why = self._why_ended(each)
+                if why:
+                    raise ConfigError(f"mpirun's daemon cannot start on {host}: {why}")
+
+        self._slots.wait([each.name for each in holders.values()], limit_s, look)
         return self.hosts()
 
     def start(self, host: str, command: str) -> int:
@@ -113,9 +175,12 @@ class Room:
 
         Raises:
             CollectiveError: the task there has ended.
+            ConfigError: there is none.
         """
+        if host not in self._holders:
+            raise ConfigError("no task of Ray holds a slot there")
         try:
-            return self._slots.start(self._tasks[host][0], command)
+            return self._slots.start(self._holders[host].name, command)
         finally:
             self._list()  # before the launcher asks for hosts again
 
