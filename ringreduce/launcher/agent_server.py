@@ -78,10 +78,18 @@ def agent_server(start: Callable[[str, str], int], folder: Path) -> Iterator[dic
     environ["PRTE_MCA_plm_ssh_no_tree_spawn"] = "1"  # other hosts have no agent
     # Hosts may be parts of one machine, by whose names and addresses Open MPI knows them. Some ranks then count others
     # as ranks of their node, which do not count them: Open MPI's collectives by node would wait for ever.
-    environ.setdefault("OMPI_MCA_coll", "^han")
+    environ["OMPI_MCA_coll"] = _without_han(environ.get("OMPI_MCA_coll", ""))
     environ["PRTE_MCA_plm_ssh_agent"] = " ".join([sys.executable, "-I", "-S", str(Path(agent.__file__)), path])
     with served(server, answer):
         yield environ
+
+
+def _without_han(components: str) -> str:
+    """Return a list of Open MPI's components that has no han: those it may use, or after a ^ those it may not."""
+    names = [each for each in components.removeprefix("^").split(",") if each]
+    others = [each for each in names if each != "han"]
+    is_of_used = not components.startswith("^") and others
+    return ",".join(others) if is_of_used else "^" + ",".join([*others, "han"])
 
 
 @contextmanager

@@ -53,6 +53,17 @@ def test_the_agent_has_the_function_start_a_command(monkeypatch: pytest.MonkeyPa
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [("^ml,hcoll", "^ml,hcoll,han"), ("^han,ml", "^ml,han"), ("basic,tuned", "basic,tuned"), ("han,basic", "basic")],
+)
+def test_ranks_use_no_han_whatever_is_set(monkeypatch: pytest.MonkeyPatch, given: str, used: str) -> None:
+    """And the rest of what a site has set stays."""
+    monkeypatch.setenv("OMPI_MCA_coll", given)
+    with private_folder() as folder, agent_server(lambda host, command: 0, folder) as environ:
+        assert environ["OMPI_MCA_coll"] == used
+
+
 def test_an_error_of_the_function_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """That names the host."""
 
