@@ -321,7 +321,8 @@ def results(folder: Path, size: int | None, status: int) -> list[Any]:
     if size is None and status == 0 and paths:
         last, _ = _job_and_rank(paths[-1])
         return [pickle.loads(path.read_bytes()) for path in paths if _job_and_rank(path)[0] == last]
-    failed = sorted(folder.glob("*.failure"), key=lambda path: path.stat().st_mtime)
+    # Those of jobs before the last one are of ranks that it went on without.
+    failed = sorted(folder.glob("*.failure"), key=lambda path: (-_job_and_rank(path)[0], path.stat().st_mtime))
     if failed:
         text = failed[0].read_text(encoding="utf-8")
         raise CollectiveError(f"rank {_job_and_rank(failed[0])[1]} of {size or 'the job'} failed:\n{text}")
