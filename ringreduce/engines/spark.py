@@ -96,8 +96,7 @@ def run(
         ModuleNotFoundError: pyspark, or for ``rows`` pandas or pyarrow, is not installed.
         ConfigError: an argument or a setting of Spark is wrong, there is no SparkContext, or it has not enough slots.
         CollectiveError: Spark cannot compute the rows. Or a rank failed, and ended the job; the message has its
-            traceback. Or an executor has ended, or
-            somebody has cancelled the job of Spark.
+            traceback. Or an executor has ended, or somebody has cancelled the job of Spark.
     """
     _refuse(
         "run",
@@ -138,9 +137,10 @@ def run_elastic(
     """Call a function on new ranks, children of the tasks of a Spark job, which may die and come again.
 
     The function trains by `ringreduce.elastic.run`, and keeps its state on disk, in a folder that all executors see. If
-    a rank dies, the others go on. If its task, its executor or a daemon of mpirun does, all ranks begin again from the
-    last commit, without it. Spark starts tasks again that have failed, up to ``spark.task.maxFailures`` times, and the
-    ranks begin again with them at the next commit. See `run` for the rest.
+    a rank dies, the others go on, if ``min_num_proc`` are left; by default no rank may die. If its task, its executor or
+    a daemon of mpirun ends, all ranks begin again from the last commit, without it. Spark starts tasks again that have
+    failed: ``spark.task.maxFailures=4`` allows three times, ``local[N]`` none. The ranks begin again with them at the
+    next commit. See `run` for the rest.
 
     This is ``horovod.spark.run_elastic``, too.
 
@@ -148,8 +148,10 @@ def run_elastic(
         fn: function to call.
         args: its arguments.
         kwargs: its keyword arguments.
-        num_proc: number of ranks at the start; None: as many as Spark takes for a job (``spark.default.parallelism``).
-        min_num_proc, min_np: with fewer ranks the job waits for others; None: ``num_proc``.
+        num_proc: least number of ranks at the start, which may be up to ``max_num_proc``; None: as many as Spark takes for
+            a job (``spark.default.parallelism``).
+        min_num_proc, min_np: if deaths leave fewer ranks, the job ends; if lost tasks leave fewer slots, it waits for
+            others. None: ``num_proc``.
         max_num_proc, max_np: number of ranks to which it grows, and number of tasks; None: ``num_proc``.
         start_timeout: seconds to wait until ``num_proc`` tasks have started; None: 60.
         elastic_timeout: seconds to wait for enough tasks after some have ended; None: 600.

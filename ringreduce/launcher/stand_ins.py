@@ -23,6 +23,8 @@ __all__ = ["LEAVE", "become", "stand_in"]
 #: What mpirun, and `ringreduce run`, say to a rank.
 _HANDED = ("PMIX_", "OMPI_", "PRTE_", "OPAL_", "RINGREDUCE_", "HOROVOD_")
 _GROWS = "RINGREDUCE_RESTARTABLE"
+#: The number of the system call; glibc has a function for it since 2.30 only.
+_TGKILL = {"x86_64": 234, "ppc64le": 250}.get(os.uname().machine, 131)
 #: The program says by this that the end of the rank is a good one.
 LEAVE = b"leave\n"
 
@@ -42,7 +44,7 @@ def stand_in() -> None:
         process = int(stream.readline() or 0)
         rank = os.pidfd_open(process)
         if _GROWS in environ:  # the launcher says by this signal that there are other hosts
-            signal.signal(signal.SIGUSR2, lambda *_: ctypes.CDLL(None).tgkill(process, process, signal.SIGUSR2))
+            signal.signal(signal.SIGUSR2, lambda *_: ctypes.CDLL(None).syscall(_TGKILL, process, process, signal.SIGUSR2))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         waiting = select.poll()
         waiting.register(rank, select.POLLIN)
