@@ -137,10 +137,10 @@ def run_elastic(
     """Call a function on new ranks, children of the tasks of a Spark job, which may die and come again.
 
     The function trains by `ringreduce.elastic.run`, and keeps its state on disk, in a folder that all executors see. If
-    a rank dies, the others go on, if ``min_num_proc`` are left; by default no rank may die. If its task, its executor or
-    a daemon of mpirun ends, all ranks begin again from the last commit, without it. Spark starts tasks again that have
-    failed: ``spark.task.maxFailures=4`` allows three times, ``local[N]`` none. The ranks begin again with them at the
-    next commit. See `run` for the rest.
+    a rank dies, the others go on, if ``min_num_proc`` are left; by default no rank may die. If its task, its executor
+    or a daemon of mpirun ends, all ranks begin again from the last commit, without it. Spark starts tasks again that
+    have failed: ``spark.task.maxFailures=4`` allows three times, ``local[N]`` none. The ranks begin again with them at
+    the next commit. See `run` for the rest.
 
     This is ``horovod.spark.run_elastic``, too.
 
@@ -148,8 +148,8 @@ def run_elastic(
         fn: function to call.
         args: its arguments.
         kwargs: its keyword arguments.
-        num_proc: least number of ranks at the start, which may be up to ``max_num_proc``; None: as many as Spark takes for
-            a job (``spark.default.parallelism``).
+        num_proc: least number of ranks at the start, which may be up to ``max_num_proc``; None: as many as Spark takes
+            for a job (``spark.default.parallelism``).
         min_num_proc, min_np: if deaths leave fewer ranks, the job ends; if lost tasks leave fewer slots, it waits for
             others. None: ``num_proc``.
         max_num_proc, max_np: number of ranks to which it grows, and number of tasks; None: ``num_proc``.

@@ -23,8 +23,8 @@ __all__ = ["KEEPALIVE", "VARIABLE", "call_served", "connected", "leave_there", "
 VARIABLE = "RINGREDUCE_CALL"
 _MOST_NBYTES = 1 << 20  # of a request
 _CONNECT_S = 60.0
-#: Options of a connection, each with its level: a host is lost if it does not answer for about 30 s. TCP asks for that only
-#: while nothing is under way; the last option is for what is.
+#: Options of a connection, each with its level: a host is lost if it does not answer for about 30 s. TCP sends
+#: keepalives only while all data is acknowledged; the last option is for data that is not.
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),

@@ -44,7 +44,9 @@ def stand_in() -> None:
         process = int(stream.readline() or 0)
         rank = os.pidfd_open(process)
         if _GROWS in environ:  # the launcher says by this signal that there are other hosts
-            signal.signal(signal.SIGUSR2, lambda *_: ctypes.CDLL(None).syscall(_TGKILL, process, process, signal.SIGUSR2))
+            signal.signal(
+                signal.SIGUSR2, lambda *_: ctypes.CDLL(None).syscall(_TGKILL, process, process, signal.SIGUSR2)
+            )
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         waiting = select.poll()
         waiting.register(rank, select.POLLIN)

@@ -13,6 +13,7 @@ import pytest
 from ringreduce.engines.slots import hold, slots
 from ringreduce.launcher.call_server import requests_served
 
+
 def test_a_slot_runs_commands_until_its_job_ends() -> None:
     """Its task then ends well."""
     with ThreadPoolExecutor(1) as pool:
