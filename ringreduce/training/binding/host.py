@@ -55,9 +55,10 @@ HOST = HostArrays()
 
 
 def laid_out(communicator: Communicator, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return communication buffers, and for each of these NumPy arrays a part of one, of its shape and dtype.
+    """Return buffers for results, and for each of these NumPy arrays a part of one, of its shape and dtype.
 
-    A buffer has arrays of one dtype, and zeros between them.
+    A buffer has arrays of one dtype, and zeros between them. It is a communication buffer within the limit on results;
+    see `Communicator.empty_like`.
     """
     groups: dict[str, list[list[tuple[int, int, int]]]] = {}  # by dtype and buffer: number, start and end in bytes
     for number, each in enumerate(arrays):
@@ -72,7 +73,10 @@ def laid_out(communicator: Communicator, arrays: Sequence[Any]) -> tuple[list[An
     for name, group in groups.items():
         dtype = DType.of(name)
         for members in group:
-            memory = communicator.empty(members[-1][2], np.uint8)
+            nbytes = members[-1][2]
+            memory = communicator.empty_like(np.empty(nbytes + _ALIGNMENT, np.uint8))
+            first = -memory.ctypes.data % _ALIGNMENT  # private memory may begin anywhere
+            memory = memory[first : first + nbytes]
             for (_, _, end), (_, start, _) in pairwise(members):
                 memory[end:start] = 0
             buffers.append(typed(memory, dtype))

@@ -49,7 +49,7 @@ __all__ = [
 #: Smaller results mostly travel together with others and are copied out of their buffer; alone, it makes no difference.
 _LEAST_SHARED_NBYTES = 1 << 20
 
-#: Several new results of so many bytes are made where they are reduced, in communication buffers.
+#: Several new results of so many bytes are made where they are reduced.
 _LEAST_TOGETHER_NBYTES = 2 << 20
 
 
@@ -233,8 +233,8 @@ class RequestBuilder(CheckingArguments):
     ) -> Request:
         """Return a request to reduce arrays into new ones; see `allreduce`.
 
-        Several NumPy arrays of many bytes are copied into communication buffers now, and reduced there: results are
-        parts of these. Such a request cannot be carried out again.
+        Several NumPy arrays of many bytes are copied into buffers for results now, and reduced there: results are parts
+        of these. Such a request cannot be carried out again.
         """
         nbytes = sum([prod(each.shape) * each.dtype.itemsize for each in sources]) if self._arrays is HOST else 0
         if len(sources) == 1 or nbytes < _LEAST_TOGETHER_NBYTES or wire is not None or op in (Adasum, ReproducibleSum):
