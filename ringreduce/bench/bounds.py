@@ -9,9 +9,7 @@ the bus factor of nccl-tests, with M nodes in place of P ranks.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
-import tempfile
 import time
 from typing import Any
 
@@ -21,7 +19,6 @@ import numpy.typing as npt
 from ringreduce.bench.cases import Case
 from ringreduce.bench.measure import Contender, time_in_turn
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.collectives.pickles import gather
 from ringreduce.common.errors import CollectiveTimeoutError
 
 __all__ = ["HostBounds", "traffic"]
@@ -47,7 +44,7 @@ class HostBounds:
         node = world.topology.node_of(world.rank)
         self._others = [world.topology.local_rank(rank) for rank in node if rank != world.rank]
         self._own = world.topology.local_rank(world.rank)
-        self._flags = _shared_flags(world)
+        self._flags = _flags(world)
         self._count = 0
         self._yields = len(node) > len(os.sched_getaffinity(0))
         self._latency_s, self._gb_per_s = _between_nodes(world)
@@ -98,21 +95,11 @@ class HostBounds:
         raise CollectiveTimeoutError("a rank of this node has not come to what bounds the collective")
 
 
-def _shared_flags(world: Communicator) -> memoryview:
-    """Return a flag for each rank of the node, zeros, in memory that they share, each in a cache line of its own."""
-    node = world.topology.node_of(world.rank)
-    with tempfile.TemporaryDirectory(
-        prefix="ringreduce-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
-    ) as mine:
-        paths = gather(world, os.path.join(mine, "flags"))
-        if world.rank == node[0]:
-            with open(paths[node[0]], "wb") as file:
-                file.truncate(len(node) * _LINE_NBYTES)
-        world.barrier()
-        with open(paths[node[0]], "r+b") as file:
-            flags = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        world.barrier()  # before the file is removed
-    return flags
+def _flags(world: Communicator) -> memoryview:
+    """Return a flag for each rank of the node, zeros, in memory of the node, each in a cache line of its own."""
+    largest = max(map(len, world.topology.nodes))
+    memory = world.node_memory(largest * _LINE_NBYTES) if largest > 1 else np.zeros(_LINE_NBYTES, np.uint8)
+    return memory.data.cast("q")
 
 
 def _between_nodes(world: Communicator) -> tuple[float, float]:
@@ -137,11 +124,11 @@ def _between_nodes(world: Communicator) -> tuple[float, float]:
 
 
 def traffic(case: Case) -> list[Contender]:
-    """Return ways to move the bytes that a rank of one node has to move in its own memory at least.
+    """Return calls that each move the bytes that a rank has to move at least in its own memory, within a node.
 
-    An allreduce in place reads n bytes, and writes n bytes to the same lines. In the others the busiest rank copies
-    what comes from other ranks: the bus factor times n bytes, and of a reduce_scatter its part of the result. Which way
-    is the fastest depends on the machine.
+    An allreduce in place reads n bytes, and writes n bytes to the same cache lines: there are three calls, and which is
+    the fastest depends on the machine. For any other collective there is one, which copies what the busiest rank gets
+    from other ranks: n bytes times the bus factor; for a reduce_scatter n bytes over the number of ranks, its result.
     """
     if case.collective.name != "allreduce":
         share = case.collective.bus_factor(case.nranks)

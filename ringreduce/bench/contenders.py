@@ -179,7 +179,13 @@ class OnHost:
     def __init__(self, world: Communicator) -> None:
         self.watch: Stopwatch = CallStopwatch()
         self._world = world
-        self._bounds = HostBounds(world)
+        self._made: HostBounds | None = None  # nobody asks for bounds of messages
+
+    @property
+    def _bounds(self) -> HostBounds:
+        if self._made is None:  # no cached_property: ranks that are threads would wait for each other's lock
+            self._made = HostBounds(self._world)
+        return self._made
 
     def empty(self, nbytes: int, *, shared: bool) -> Any:
         """Return an uninitialised uint8 array; ``shared``: a communication buffer."""
