@@ -110,8 +110,8 @@ class DistributedOptimizer(wrapper.Wrapper):
         split_updates: let each rank update some of the parameters, whole ones, and give the others the results, with
             the bits of each rank updating all. For optimizers with costly updates, each of which depends on its own
             parameter and gradient alone; not with Adasum or ``shard``. None: with `torch.optim.Muon` and parameters in
-            host memory, where both are tried in turn, four times, and the quicker one stays; with others, no. See
-            docs/recipes/muon.md.
+            host memory, where both are tried in turn, at least four times, and the quicker one stays; with others, no.
+            See docs/recipes/muon.md.
 
     All arguments from ``compression`` on must be equal on all ranks.
 

@@ -26,15 +26,17 @@ import torch
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.partition import Partition
 from ringreduce.engine import Gather, Refusal
-from ringreduce.torch.private import call_first
+from ringreduce.torch.private import call_first, version_of
 from ringreduce.torch.wrapping import parameters_of
 from ringreduce.training.gradients.buckets import padded
 from ringreduce.training.optimizers.reducer import GradientReducer
 
 _Bytes = npt.NDArray[np.uint8]
+_Times = dict[tuple[bytes, bool], list[float]]
 
 _ROW_NBYTES = 64  # what the ranks gather is rows of this length; each tensor begins with one
-_TIMES = 3  # so many steps of each kind are timed
+_TIMES = 3  # of each kind of steps are compared; ranks make one step more, in which they exchange the last time
+_MOST_TIMES = 64  # if nothing is decided by then, no updates are split
 
 #: Optimizers of which updates may take longer than the exchange.
 _COSTLY = (getattr(torch.optim, "Muon", None),)  # torch has it from 2.9 on
@@ -42,7 +44,7 @@ _COSTLY = (getattr(torch.optim, "Muon", None),)  # torch has it from 2.9 on
 
 def require_splittable(optimizer: torch.optim.Optimizer, wanted: bool | None) -> None:
     """Raise `ConfigError` for an optimizer whose updates cannot be split, if they are to be."""
-    if wanted not in (None, True, False):
+    if not (wanted is None or isinstance(wanted, bool)):
         raise ConfigError(f"split_updates is True, False or None, got {wanted!r}")
     if not wanted:
         return
@@ -106,7 +108,7 @@ class _Header(NamedTuple):
     Attributes:
         rank: its number.
         found: for each parameter, 1 if it has a gradient.
-        times: seconds that steps have taken here, with split updates and without.
+        times: seconds that steps have taken here, by ``found`` and whether updates were split.
         updated: the numbers of the parameters, each with its state by name: a `_Layout`, or the value itself; None: it
             has no state.
         lengths: bytes of the tensors, parameters with their state.
@@ -114,7 +116,7 @@ class _Header(NamedTuple):
 
     rank: int
     found: bytes
-    times: dict[bool, list[float]]
+    times: _Times
     updated: list[tuple[int, dict[str, Any] | None]]
     lengths: list[int]
 
@@ -125,7 +127,8 @@ class SplitUpdates:
     Args:
         optimizer: the wrapped one.
         reducer: of the gradients, which are equal on all ranks.
-        wanted: whether updates are split; None: steps of both kinds are timed, in turn, and the quicker kind stays.
+        wanted: whether updates are split; None: steps of both kinds are timed, two of one kind after two of the other,
+            until there are enough with gradients of the same parameters; the quicker kind stays.
 
     Attributes:
         reducer: the argument.
@@ -137,50 +140,65 @@ class SplitUpdates:
         self._optimizer = optimizer
         self._ranks = reducer.ranks
         self._name = f"{self._ranks.name}, updates"
-        self._wanted = wanted
+        self.splits = wanted
         self._memory: _Bytes = np.empty(0, np.uint8)
         self._begin()
 
     def _begin(self) -> None:
-        """Count steps anew: ranks that had joined have made fewer."""
+        """Count steps anew: ranks that had joined have made fewer. What all ranks have decided stays."""
         self._joins = self._ranks.engine.joins
-        self.splits = self._wanted
         self._lacks_ranks = False  # as some have joined
         self._count = 0
-        self._times: dict[bool, list[float]] = {True: [], False: []}
+        self._times: _Times = {}
 
     def step(self, *closure: Callable[[], Any]) -> Any:
         """Make a step. Collective."""
         if self._joins != self._ranks.engine.joins:
             self._begin()
-        splits = self._count % 2 == 1 if self.splits is None else self.splits
+        splits = self._count % 4 >= 2 if self.splits is None else self.splits
         self._count += 1
         self._whole: list[list[torch.Tensor]] | None = None  # parameters of the groups, while these have fewer
+        self._versions: list[tuple[int, int]] = []  # of the parameters, after a closure
         self._given = False  # whether the exchange has begun
         self._missing: list[int] = []  # parameters that no rank has updated
         self._depth = 0  # of steps within the step
         self._splits_this = splits and not self._lacks_ranks
+        if self.splits is None:
+            self._look()
         self._begun_s = perf_counter()
         evaluated = [partial(self._evaluated, each) for each in closure]
         result = self._split_step(evaluated) if self._splits_this else self._optimizer.step(*evaluated)
-        if self.splits is None:
-            self._times[self._splits_this].append(perf_counter() - self._begun_s)
+        if self.splits is None and any(self._found):  # else there was nothing to update
+            self._times.setdefault((self._found, self._splits_this), []).append(perf_counter() - self._begun_s)
         return result
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, which makes and reduces gradients."""
+        if self._whole is not None and self._versions != self._current_versions():
+            raise ConfigError(
+                "split_updates lets each rank update some of the parameters, and this optimizer has written to those "
+                "of this rank before it called the closure again, which needs all of them: use split_updates=False"
+            )
         self._give_back()
         loss = closure()
         self._begun_s = perf_counter()
         if self._splits_this:
             self._take_own()
+            self._versions = self._current_versions()
+        else:
+            self._look()
         return loss
 
     def _split_step(self, closure: Sequence[Callable[[], Any]]) -> Any:
         optimizer = self._optimizer
+        entered = bool(closure)  # else an optimizer that calls no hooks makes a whole step on all ranks
+
+        def enter(*_: object) -> None:
+            nonlocal entered
+            entered = True
+            self._depth += 1
 
         def begin(*_: object) -> None:
-            self._depth += 1
             if not closure and self._depth == 1:
                 self._take_own()  # after all hooks of the program, which see all parameters
 
@@ -189,13 +207,15 @@ class SplitUpdates:
             if self._depth == 0:
                 self._exchange()  # before the hooks of the program, which see all results
 
-        hooks = [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
-        call_first(hooks[1])
+        hooks = [optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(end)]
+        for hook in hooks:
+            call_first(hook)
+        hooks.append(optimizer.register_step_pre_hook(begin))
         try:
             result = optimizer.step(*closure)
             self._exchange()
         except Exception as error:
-            if not self._given:  # the others wait for it
+            if entered and not self._given:  # the others wait for it
                 self._ranks.engine.refuse(Refusal(self._name, "step", error))
             raise
         finally:
@@ -209,12 +229,20 @@ class SplitUpdates:
 
     # ---- this rank's part ----
 
+    def _look(self) -> None:
+        """Take note of which parameters there are, and which of them have a gradient."""
+        self._parameters = parameters_of(self._optimizer)
+        self._found = bytes(each.grad is not None for each in self._parameters)
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        """Return what differs once a parameter was written to, or moved to other memory."""
+        return [(each.data_ptr(), version_of(each)) for each in self._parameters]
+
     def _take_own(self) -> None:
         """Let the optimizer have the parameters that this rank updates, and those without a gradient."""
         groups = self._optimizer.param_groups
-        self._settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        self._parameters = parameters_of(self._optimizer)
-        self._found = bytes(each.grad is not None for each in self._parameters)
+        self._settings = [{name: _kept(value) for name, value in group.items() if name != "params"} for group in groups]
+        self._look()
         self._due = [number for number, is_there in enumerate(self._found) if is_there]
         chosen = owners([self._parameters[number].shape for number in self._due], self._ranks.size)
         self._mine = [number for number, rank in zip(self._due, chosen, strict=True) if rank == self._ranks.rank]
@@ -236,7 +264,11 @@ class SplitUpdates:
     def _update_missing(self) -> None:
         """Update the parameters of ranks that have joined. It is a second step, so what the first has counted goes."""
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            group.update(settings)
+            for name, value in settings.items():
+                if isinstance(value, torch.Tensor) and isinstance(known := group.get(name), torch.Tensor):
+                    known.detach().copy_(value)  # the program may hold it
+                else:
+                    group[name] = value
         self._leave_out({*self._due} - {*self._missing})
         try:
             self._optimizer.step()
@@ -322,11 +354,25 @@ class SplitUpdates:
                     )
                 known.copy_(_as_tensor(next(parts), value.dtype, value.shape))
 
-    def _decide(self, times: Sequence[dict[bool, list[float]]]) -> None:
-        """Decide whether updates are split from now on, once enough steps of both kinds were timed on all ranks."""
-        if self.splits is None and all(len(of_kind) >= _TIMES for each in times for of_kind in each.values()):
-            split, whole = (max(min(each[kind]) for each in times) for kind in (True, False))
+    def _decide(self, times: Sequence[_Times]) -> None:
+        """Decide whether updates are split from now on, once enough steps like this one were timed on all ranks."""
+        if self.splits is not None or len(times) < self._ranks.size:  # ranks that have joined would not know it
+            return
+        kinds = [(self._found, splits) for splits in (True, False)]
+        if all(len(each.get(kind, ())) >= _TIMES for each in times for kind in kinds):
+            split, whole = (max(min(each[kind]) for each in times) for kind in kinds)
             self.splits = split < whole
+        elif any(sum(map(len, each.values())) >= _MOST_TIMES for each in times):
+            self.splits = False
+        if self.splits is not None:
+            self._times = {}
+        if self.splits is False:
+            self._memory = np.empty(0, np.uint8)
+
+
+def _kept(setting: Any) -> Any:
+    """Return a setting as it is now, whatever a step does to it."""
+    return setting.detach().clone() if isinstance(setting, torch.Tensor) else setting
 
 
 def _is_plain(value: Any, parameter: torch.Tensor) -> bool:

@@ -353,6 +353,52 @@ def test_an_error_in_a_step_of_one_rank_is_heard_on_all() -> None:
     assert len({each.sum().item() for each in hvd.allgather_object(model[0].weight)}) == 1
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Evaluates its closure a second time, at weights that it has changed."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for parameter in of(self):
+                if parameter.grad is not None:
+                    parameter += 0.1 * parameter.grad
+        with torch.enable_grad():
+            closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_weights_changed_before_a_closure_is_called_again_are_an_error() -> None:
+    """The ranks would compute gradients at different weights; without split updates they do not."""
+    for split in (True, False):
+        model = mlp()
+        optimizer = wrap(SharpnessAware(model.parameters(), lr=0.01), model, split_updates=split)
+
+        def closure(model: Model = model, optimizer: Optimizer = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            loss.backward()
+            return loss
+
+        if split:
+            with pytest.raises(rr.ConfigError, match="before it called the closure again"):
+                optimizer.step(closure)
+        else:
+            assert optimizer.step(closure) > 0
+
+
+def test_a_copy_that_has_not_begun_answers_alone() -> None:
+    """The other ranks need not ask their copies."""
+    model = mlp()
+    optimizer = wrap(torch.optim.Adam(model.parameters()), model)
+    train(model, optimizer, range(1))
+    copied = copy.deepcopy(optimizer)
+    if rr.rank() == 0:
+        assert not copied.splits_updates
+
+
 @pytest.mark.sizes(2, 3, 4)
 def test_gradients_of_different_parameters_are_an_error() -> None:
     """The program has cleared one after the reduction, on one rank."""
@@ -369,12 +415,17 @@ def test_gradients_of_different_parameters_are_an_error() -> None:
 
 
 @pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("slow", [-1, 1])
-def test_the_quicker_kind_of_steps_stays(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the slowest rank sees it: if split updates are slow on one rank, all ranks go on without."""
+def test_the_quicker_kind_of_steps_stays(slow: int, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the slowest rank sees it: if split updates are slow on one rank, all ranks go on without.
+
+    Steps without gradients, as the first one with late averages, do not count. What was decided outlives a join.
+    """
     seconds = 0.0
     model = mlp()
-    optimizer = wrap(torch.optim.Muon(matrices(model.parameters()), lr=0.01), model, split_updates=None)
+    muon = torch.optim.Muon(matrices(model.parameters()), lr=0.01)
+    optimizer = wrap(muon, model, split_updates=None, staleness=late)
 
     def clock() -> float:
         return seconds
@@ -384,7 +435,7 @@ def test_the_quicker_kind_of_steps_stays(slow: int, monkeypatch: pytest.MonkeyPa
 
         def measured(*given: Any) -> Any:
             nonlocal seconds
-            seconds += duration_s
+            seconds += duration_s * any(each.grad is not None for each in model.parameters())
             return function(*given)
 
         monkeypatch.setattr(owner, name, measured)
@@ -397,6 +448,32 @@ def test_the_quicker_kind_of_steps_stays(slow: int, monkeypatch: pytest.MonkeyPa
         train(model, optimizer, range(step, step + 1))
         found.append(optimizer.splits_updates)
     assert found == [False] * 7 + [slow < 0] * 3
+    optimizer.synchronize()
+    if not late:
+        hvd.join()
+        train(model, optimizer, range(1))
+        assert optimizer.splits_updates == (slow < 0)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_updates_are_whole_if_no_steps_can_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of both kinds have gradients of different parameters."""
+    monkeypatch.setattr(split_updates, "_MOST_TIMES", 12)
+    model = mlp()
+    given = matrices(model.parameters())
+    optimizer = wrap(torch.optim.Muon(given, lr=0.01), model, split_updates=None)
+    split = []
+    pack = split_updates.SplitUpdates._packed
+
+    def packed(updates: Any) -> Any:
+        split.append(step)
+        return pack(updates)
+
+    monkeypatch.setattr(split_updates.SplitUpdates, "_packed", packed)
+    for step in range(20):
+        given[0].requires_grad_(step % 4 < 2)
+        train(model, optimizer, range(step, step + 1))
+    assert split == [2, 3, 6, 7, 10, 11, 14]
 
 
 def test_other_optimizers_are_split_only_if_the_program_says_so() -> None:
@@ -412,6 +489,7 @@ def test_other_optimizers_are_split_only_if_the_program_says_so() -> None:
     [
         (torch.optim.LBFGS, {}, "LBFGS needs all of them at once"),
         (torch.optim.Adam, {"split_updates": "auto"}, "split_updates is True, False or None, got 'auto'"),
+        (torch.optim.Adam, {"split_updates": 1}, "split_updates is True, False or None, got 1"),
         (torch.optim.Adam, {"shard": "node"}, "it already lets each rank update some"),
         (torch.optim.Adam, {"op": hvd.Adasum}, "each rank steps with its own gradients"),
     ],

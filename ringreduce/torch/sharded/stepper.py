@@ -47,7 +47,9 @@ class Stepper:
         self.reading = threading.RLock()
 
     def step(self, *closure: Callable[[], Any], reduced: bool = True) -> Any:
-        """Make a step, without the warning about steps of the wrapped optimizer. Collective if ``reduced``.
+        """Make a step, of which nobody warns as one that the program makes with the wrapped optimizer itself.
+
+        Collective with ``shard``, and with split updates if ``reduced``.
 
         Args:
             closure: as for torch; none or one.
@@ -119,7 +121,7 @@ class Stepper:
     @property
     def splits_updates(self) -> bool:
         """Whether each rank updates some of the parameters by now."""
-        return (split := self._splitting()) is not None and split.splits is True
+        return self._split is not None and self._split.splits is True and not self._training.alone
 
     def _splitting(self) -> SplitUpdates | None:
         """Return what makes steps in which each rank updates some of the parameters; None: all ranks update all."""
