@@ -8,6 +8,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _has_mpirun() -> None:
+def _has_mpirun(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tmp_path_factory.getbasetemp()  # is made before a module sets TMPDIR to a folder that it removes
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not on the path")
