@@ -74,7 +74,7 @@ import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.bench.peers import gloo_process_group, mpi_library
 from ringreduce.common.quantities import plural
-from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook
+from ringreduce.torch.distributed.ddp import adopt
 
 COMPRESSIONS = ("fp16", "bf16", "fp8", "int8", "int4", "powersgd", "topk")
 TURN = 5  # steps of a contender that are timed in a row
@@ -231,7 +231,7 @@ def ddp(
     optimizer = make(model.parameters())
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=views)
     if views and backend == "ringreduce":
-        wrapped.register_comm_hook(AllreduceState(group), allreduce_hook)
+        adopt(wrapped)
     if half:
         wrapped.register_comm_hook(group, fp16_compress_hook)
     return Contender(name, model, lambda x, y: descend(wrapped, optimizer, x, y), optimizer)

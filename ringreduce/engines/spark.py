@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import engine, run_on
-from ringreduce.engines.slots import connection_to_task, hold, listed, slots, why_failed
+from ringreduce.engines.slots import Slots, connection_to_task, hold, listed, slots, why_failed
 from ringreduce.engines.spark_tasks import TasksOfRanks, context_for, first_line, wait_for_cores
 from ringreduce.launcher.agent_server import private_folder
 
@@ -188,28 +188,28 @@ def run_elastic(
     values |= {} if elastic_timeout is None else {"--start-timeout": elastic_timeout}
     values |= {} if reset_limit is None else {"--reset-limit": reset_limit}
     words = ["--elastic", *(word for name, value in values.items() for word in (name, str(value)))]
-    deadline = time.monotonic() + (start_timeout or _START_S)
-    wait_for_cores(context, size, deadline)
-    address = context.getConf().get("spark.driver.host", "127.0.0.1")
-    with private_folder() as folder, slots(address) as (held, ticket):
+    limit_s = start_timeout or _START_S
+
+    def work(ticket: str) -> Callable[[], object]:
         tasks = context.parallelize(range(most), most).mapPartitions(partial(_hold_again, ticket))
-        job = TasksOfRanks(context, tasks.count)
-        try:
-            held.wait(size, max(deadline - time.monotonic(), 1.0), job.look)
-            with listed(lambda: dict.fromkeys(held.held(), 1), folder) as (program, _), why_failed(job.look):
-                return run_on(
-                    held.start,
-                    {},
-                    _call,
-                    (fn, tuple(args), dict(kwargs or {})),
-                    address=address,
-                    options=[*words, "--host-discovery-script", str(program), *_words(nics, verbose), *options],
-                    env=_environment(context, env),
-                    look=job.look,
-                )
-        finally:
-            held.close()
-            job.end()
+        return lambda: tasks.count()
+
+    with (
+        private_folder() as folder,
+        _held(context, size, size, work, limit_s=limit_s, survives=True) as (held, look, address),
+        listed(lambda: dict.fromkeys(held.held(), 1), folder) as (program, _),
+        why_failed(look),
+    ):
+        return run_on(
+            held.start,
+            {},
+            _call,
+            (fn, tuple(args), dict(kwargs or {})),
+            address=address,
+            options=[*words, "--host-discovery-script", str(program), *_words(nics, verbose), *options],
+            env=_environment(context, env),
+            look=look,
+        )
 
 
 def _refuse(name: str, **given: object) -> None:
@@ -293,22 +293,53 @@ def _run_in_tasks(
     options: Sequence[str],
     limit_s: float,
 ) -> list[Any]:
+    names = [f"spark-{rank}" for rank in range(num_proc)]
+
+    def work(ticket: str) -> Callable[[], object]:
+        return _work(context, rows, ticket, num_proc)
+
+    with _held(context, num_proc, names, work, limit_s=limit_s, survives=False) as (held, look, address):
+        env = _environment(context, env)
+        inside = _call if rows is None else _call_with_rows
+        hosts = dict.fromkeys(names, 1)
+        with why_failed(look):
+            results = run_on(held.start, hosts, inside, call, address=address, options=options, env=env)
+        look()  # a task that has failed may have given its rank a part of its rows
+        return results
+
+
+@contextmanager
+def _held(
+    context: SparkContext,
+    num_proc: int,
+    names: Sequence[str] | int,
+    work: Callable[[str], Callable[[], object]],
+    *,
+    limit_s: float,
+    survives: bool,
+) -> Iterator[tuple[Slots, Callable[[], None], str]]:
+    """Have tasks hold slots as long as this context lasts.
+
+    Args:
+        context: of Spark.
+        num_proc: number of tasks that the cluster has to run at a time.
+        names: of the slots to wait for, or their number.
+        work: given the ticket of the slots, returns what runs the tasks.
+        limit_s: seconds to wait for them.
+        survives: whether the ranks go on if tasks end.
+
+    Yields:
+        The slots, what raises why tasks have ended, and the address of the driver.
+    """
     deadline = time.monotonic() + limit_s
     wait_for_cores(context, num_proc, deadline)
     address = context.getConf().get("spark.driver.host", "127.0.0.1")
-    names = [f"spark-{rank}" for rank in range(num_proc)]
     with slots(address) as (held, ticket):
-        job = TasksOfRanks(context, _work(context, rows, ticket, num_proc))
+        job = TasksOfRanks(context, work(ticket))
         try:
-            look = partial(job.look, held.lost)
+            look = partial(job.look, () if survives else held.lost)
             held.wait(names, max(deadline - time.monotonic(), 1.0), look)
-            env = _environment(context, env)
-            inside = _call if rows is None else _call_with_rows
-            hosts = dict.fromkeys(names, 1)
-            with why_failed(look):
-                results = run_on(held.start, hosts, inside, call, address=address, options=options, env=env)
-            look()  # a task that has failed may have given its rank a part of its rows
-            return results
+            yield held, look, address
         finally:
             held.close()
             job.end()
@@ -344,7 +375,7 @@ def _hold_again(ticket: str, numbers: Iterator[int]) -> Iterator[Any]:
 
     context = TaskContext.get()
     assert context is not None
-    hold(ticket, f"spark-{context.partitionId()}-{context.taskAttemptId()}", lambda connection: None)
+    hold(ticket, f"spark-{context.partitionId()}-{context.taskAttemptId()}")
     return iter(())
 
 
