@@ -103,23 +103,27 @@ def _flags(world: Communicator) -> memoryview:
 
 
 def _between_nodes(world: Communicator) -> tuple[float, float]:
-    """Measure messages around a ring of nodes, all links at once; return latency in seconds and rate in GB/s."""
+    """Measure messages between pairs of nodes; return latency in seconds and rate in GB/s.
+
+    The quickest of several counts. Each goes one way: of two that cross, MPI may send one after the other.
+    """
     leaders = [node[0] for node in world.topology.nodes]
     if len(leaders) == 1:
         return 0.0, 0.0
-    medians = []
+    at = leaders.index(world.rank) if world.rank in leaders else None
+    least = []
     for nbytes in (1, _PROBE_NBYTES):
-        sent = np.zeros(nbytes, np.uint8)
-        got = np.empty(nbytes, np.uint8)
+        message = np.zeros(nbytes, np.uint8)
 
-        def exchange(sent: Array = sent, got: Array = got) -> None:
-            if world.rank in leaders:
-                at = leaders.index(world.rank)
-                world.sendrecv(sent, leaders[(at + 1) % len(leaders)], got, leaders[at - 1])
+        def pass_on(message: Array = message) -> None:
+            if at is not None and at % 2:
+                world.recv(message, leaders[at - 1])
+            elif at is not None and at + 1 < len(leaders):
+                world.send(message, leaders[at + 1])
 
-        (times,) = time_in_turn(world, [Contender("messages", sent, exchange)], iterations=_PROBES, warmup=2)
-        medians.append(float(np.median(times)))
-    latency_s, long_s = medians
+        (times,) = time_in_turn(world, [Contender("messages", message, pass_on)], iterations=_PROBES, warmup=2)
+        least.append(float(times.min()))
+    latency_s, long_s = least
     return latency_s, _PROBE_NBYTES / max(long_s - latency_s, 1e-9) / 1e9
 
 
