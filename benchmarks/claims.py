@@ -30,6 +30,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = Path(__file__).with_name("claims.toml")
+HEAD = f"{'claim':<30}{'limit':>10}  {'measured':>10}  {'of bound':>8}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,13 @@ class Claim:
         assert self.measure == "excess_us", f"claim {self.id} measures {self.measure!r}"
         return float(ours - other["median_us"])
 
+    def share(self, report: Mapping[str, Any]) -> float | None:
+        """Return which share of its bound the call of the figure reached; None where the report has no bound."""
+        if self.size is None:
+            return None
+        found: float | None = self._result(report, self.type)["bound_share"]
+        return found
+
     def _result(self, report: Mapping[str, Any], type_name: str) -> Mapping[str, Any]:
         """Find the result of the claimed size: in place, if there are any such."""
         results = [each for each in report["results"] if each["size"] == self.size and each["type"] == type_name]
@@ -110,10 +118,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a claim: a measured value, or the reason why there is none."""
+    """What became of a claim: a measured value and its share of the bound, or the reason why there is none."""
 
     claim: Claim
     value: float | None
+    share: float | None = None
     trouble: str = ""
 
     @property
@@ -165,15 +174,17 @@ def launch(run: Run, launcher: Sequence[str]) -> dict[str, Any] | str:
 def judge(claims: Iterable[Claim], report: Mapping[str, Any] | str) -> list[Verdict]:
     """Hold the claims of one run against its report."""
     if isinstance(report, str):
-        return [Verdict(claim, None, report) for claim in claims]
-    return [Verdict(claim, claim.value(report)) for claim in claims]
+        return [Verdict(claim, None, trouble=report) for claim in claims]
+    return [Verdict(claim, claim.value(report), claim.share(report)) for claim in claims]
 
 
 def line(verdict: Verdict) -> str:
     """Write a verdict as a line of the table."""
     claim = verdict.claim
     measured = verdict.trouble if verdict.value is None else f"{verdict.value:.2f}"
-    return f"{claim.id:<24}{claim.figure:>10}  {measured:>10}  {'holds' if verdict.holds else 'DOES NOT HOLD'}"
+    share = "" if verdict.share is None else f"{verdict.share:.0%}"
+    end = "holds" if verdict.holds else "DOES NOT HOLD"
+    return f"{claim.id:<30}{claim.figure:>10}  {measured:>10}  {share:>8}  {end}"
 
 
 def markdown(claims: Sequence[Claim]) -> str:
@@ -222,6 +233,7 @@ def main() -> int:
     if shutil.which("mpirun") is None:
         parser.error("mpirun is not on the path")
     verdicts = []
+    print(HEAD)
     for run in (each for each in runs.values() if each.id in (arguments.runs or runs)):
         if run.needs and find_spec(run.needs) is None:
             print(f"# {run.id}: skipped, as {run.needs} is not installed", flush=True)

@@ -29,7 +29,7 @@ _BLOCK = 1 << 15  # elements of float32: two blocks of 128 KiB stay in a core's 
 _LINE_NBYTES = 64
 _LOOKS = 1 << 14  # at a flag, between two looks at the clock
 _PROBE_NBYTES = 8 << 20
-_PROBES = 8
+_PROBES = {1: 50, _PROBE_NBYTES: 8}  # messages between nodes by their bytes: how many
 
 
 class HostBounds:
@@ -112,7 +112,7 @@ def _between_nodes(world: Communicator) -> tuple[float, float]:
         return 0.0, 0.0
     at = leaders.index(world.rank) if world.rank in leaders else None
     least = []
-    for nbytes in (1, _PROBE_NBYTES):
+    for nbytes, count in _PROBES.items():
         message = np.zeros(nbytes, np.uint8)
 
         def pass_on(message: Array = message) -> None:
@@ -121,7 +121,7 @@ def _between_nodes(world: Communicator) -> tuple[float, float]:
             elif at is not None and at + 1 < len(leaders):
                 world.send(message, leaders[at + 1])
 
-        (times,) = time_in_turn(world, [Contender("messages", message, pass_on)], iterations=_PROBES, warmup=2)
+        (times,) = time_in_turn(world, [Contender("messages", message, pass_on)], iterations=count, warmup=2)
         least.append(float(times.min()))
     latency_s, long_s = least
     return latency_s, _PROBE_NBYTES / max(long_s - latency_s, 1e-9) / 1e9

@@ -129,7 +129,7 @@ def curves(report: Report) -> dict[str, Curve]:
             if time is not None:
                 times[who][each.case.nbytes].append(time.median)
     found = {name: {nbytes: median(cycles) for nbytes, cycles in curve.items()} for name, curve in times.items()}
-    if report.bounds and not several:
+    if report.bounds:
         found["bound"] = {bound.nbytes: bound.time_us for bound in report.bounds}
     return found
 

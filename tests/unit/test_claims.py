@@ -59,6 +59,17 @@ def test_a_claim_holds_up_to_its_limit():
     assert [most.holds(value) for value in (1.9, 2.0, 2.1)] == [True, True, False]
 
 
+def test_shares_of_the_bound_stand_beside_figures():
+    """Those of the call in place, with the same report; figures that are of no call have none."""
+    call = {"size": 1 << 20, "type": "float", "time_us": {"median": 10.0}, "vs": {"mpi": {"speedup": 3.0}}}
+    results = [{**call, "in_place": False, "bound_share": None}, {**call, "in_place": True, "bound_share": 0.425}]
+    (verdict,) = claims.judge([example()], {"results": results})
+    assert (verdict.value, verdict.share) == (3.0, 0.425)
+    assert claims.line(verdict).split() == ["x", "≥", "2x", "3.00", "42%", "holds"]
+    ratio = example(measure="ratio", size=None, peer="a/b")
+    assert claims.judge([ratio], {"ratios": {"a/b": 4.0}}) == [claims.Verdict(ratio, 4.0)]
+
+
 def test_a_run_that_fails_refutes_its_claims():
     """No report, no claim; the table says why."""
     (verdict,) = claims.judge([example()], "exit status 124 (time limit)")
