@@ -366,9 +366,7 @@ def report(arguments: argparse.Namespace, contenders: list[Contender], times: An
         "median_ms": medians,
         "min_ms": {each.name: float(row.min()) * 1e3 for each, row in zip(contenders, times, strict=True)},
         "cpu_ms": dict(zip(medians, cpu.tolist(), strict=True)),
-        "ratios": {
-            f"ringreduce/{name}": medians["ringreduce"] / ms for name, ms in medians.items() if "ringreduce" in medians
-        },
+        "ratios": {f"{one}/{other}": medians[one] / medians[other] for one in medians for other in medians},
         "accuracy": accuracy(contenders) if arguments.model == "digits" else {},
         "weights_agree": agree,
     }
