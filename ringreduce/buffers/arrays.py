@@ -215,11 +215,7 @@ def require_host(operand: Operand | DeviceOperand, what: str) -> Operand:
 
 def new(shape: Sequence[int], dtype: DType, library: str) -> Any:
     """Return an uninitialised private array of ``library`` (``"numpy"`` or ``"torch"``)."""
-    if library == "torch":
-        import torch
-
-        return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name), device="cpu")
-    return np.empty(shape, ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage)
+    return native(np.empty(shape, dtype.storage), dtype, library)
 
 
 def native(view: Array, dtype: DType, library: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DTYPES, DType, Operand, library_of, native, new, operand_of
+from ringreduce.buffers import DTYPES, Array, DType, Operand, address_of, library_of, native, operand_of
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.call import CallKind, Choice, Task
 from ringreduce.collectives.rows import part_of
@@ -23,7 +23,7 @@ from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.shared.arena import Arena
 
 #: Smaller results are in private memory: they go through mailboxes, or through a buffer of the plan.
-_LEAST_SHARED_NBYTES = 16 << 10
+LEAST_SHARED_NBYTES = 16 << 10
 
 #: Of an array in host memory or on a GPU.
 AnyOperand = Operand | DeviceOperand
@@ -186,18 +186,23 @@ class Operands:
 
             return make_on_device
         library = library_of(array)
-        arena = self._arena
-        shared = self._shares_results
+        host_result = self.host_result
 
         def make(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Operand]:
-            nbytes = prod(shape) * dtype.itemsize
-            made = arena.result(shape, dtype.storage, nbytes) if shared and nbytes >= _LEAST_SHARED_NBYTES else None
-            if made is None:
-                out = new(shape, dtype, library)
-                return out, Operand.of(out)
-            return native(made[0], dtype, library), Operand(made[0], dtype, made[1])
+            view, address = host_result(shape, dtype)
+            return native(view, dtype, library), Operand(view, dtype, address)
 
         return make
+
+    def host_result(self, shape: tuple[int, ...], dtype: DType) -> tuple[Array, int]:
+        """Return a new array of the storage type, in the arena unless it is small or there is no room; its address."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes >= LEAST_SHARED_NBYTES and self._shares_results:
+            made = self._arena.result(shape, dtype.storage, nbytes)
+            if made is not None:
+                return made
+        view = np.empty(shape, dtype.storage)
+        return view, address_of(view)
 
     def reducer(
         self, source: DeviceOperand, result: ResultArray, kind: CallKind

@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ringreduce.buffers import Operand
+from ringreduce.buffers import Array, Operand
 from ringreduce.common.instruments import Tally
 from ringreduce.common.lifetime import close_all
 from ringreduce.common.recent import Recent
@@ -52,6 +53,22 @@ class BoundCall(ABC):
         Raises:
             MismatchError, CollectiveTimeoutError, TransportError: see `Communicator`.
         """
+
+    def repeated(self, source: Operand, target: Operand) -> Callable[[], object]:
+        """Return what runs the call from one array into another (or the same); it owns neither.
+
+        Args:
+            source, target: flat, and without their owners.
+        """
+        return partial(self.run, source, partial(constant, target))
+
+    def into_any(self, source: Operand) -> Callable[[Array], object] | None:
+        """Return what runs the call from one array into any flat array; None: the plan is bound to where the result is.
+
+        Args:
+            source: flat, and without its owner.
+        """
+        return None
 
     def close(self) -> None:  # noqa: B027  most plans have nothing to give back
         """Give back what it is bound to."""

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DTYPES, Operand, as_given
+from ringreduce.buffers import DTYPES, Operand, as_given, library_of, native
 from ringreduce.buffers.same import same_memory
 from ringreduce.collectives.call import DETERMINISTIC, Call, CallKind, Choice, Path, Task
 from ringreduce.collectives.choice.selection import Chooser
 from ringreduce.collectives.comm_state import CallTimer, CommState
 from ringreduce.collectives.compressed import CODED, Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import AnyOperand, Operands, ResultArray, apart, flat
+from ringreduce.collectives.operands import LEAST_SHARED_NBYTES, AnyOperand, Operands, ResultArray, apart, flat
 from ringreduce.collectives.plan import BoundCall, Place, RepeatedCall, constant
 from ringreduce.collectives.plans.movements import plan_transfer
 from ringreduce.collectives.plans.node_allreduce import plan_allreduce
@@ -313,44 +313,55 @@ class Runner:
             return None
         target = result.part(()) if collective is Collective.SCATTER else result.flat()
         into = given if target.address == given.address and target.nbytes == given.nbytes else target.unowned()
-        return partial(plan.run, given, partial(constant, into))
+        return plan.repeated(given, into)
 
     def _into_new(self, prepared: Prepared, task: Task, given: Operand, plan: BoundCall) -> Callable[[], Any]:
         """Return a function that makes a call again, with a new array for the result."""
         # It must not keep the call alive, which has the arrays.
         array = prepared.call.array
         collective = task.kind.collective
-        numbers = prepared.numbers
         assert prepared.result is not None
         assert prepared.result.operand is not None
         shape = prepared.result.operand.shape
         dtype = prepared.result.operand.dtype
-        make = self._operands.maker(0 if array is None else array)
+        if prepared.numbers:  # other ranks decide the shape
+            make = self._operands.maker(0 if array is None else array)
+
+            def again_by_rows() -> Any:
+                result = ResultArray(self._operands, make, row=shape[1:], dtype=dtype)
+                plan.run(given, result.part if collective is Collective.SCATTER else result.place)
+                return result.out
+
+            return again_by_rows
+        library = "numpy" if array is None else library_of(array)
+        count = prod(shape)
+        into_any = plan.into_any(given) if count * dtype.itemsize < LEAST_SHARED_NBYTES else None
+        if into_any is not None:
+
+            def again_anywhere() -> Any:
+                view = np.empty(shape, dtype.storage)
+                into_any(view.reshape(count))
+                return native(view, dtype, library)
+
+            return again_anywhere
         follows = collective is Collective.BROADCAST and self._context.rank != task.kind.root
         plans = self._plans
-        bound: dict[int, tuple[BoundCall, int]] = {}  # by the address of a result, which takes the memory of one before
+        host_result = self._operands.host_result
+        bound: dict[int, tuple[int, Callable[[], object]]] = {}  # by the address of a result, which comes again
 
         def again() -> Any:
-            result = ResultArray(self._operands, make, row=shape[1:], dtype=dtype)
-            source = given
-            found = plan
-            if (
-                not numbers
-            ):  # other ranks do not decide the shape; and the plan may be bound to the memory of the result
-                result.make(shape, dtype)
-                target = result.flat()
+            view, address = host_result(shape, dtype)
+            closed, run = bound.get(address, (-1, None))
+            if run is None or closed != plans.closed:
+                target = flat(Operand(view, dtype, address)).unowned()
                 source = target if follows else given
-                known = bound.get(target.address)
-                if known is not None and known[1] == plans.closed:
-                    found = known[0]
-                else:
-                    found = self._plan_of(task, source, target)
-                    if len(bound) >= _RESULTS:
-                        bound.clear()
-                    if found.reusable:
-                        bound[target.address] = found, plans.closed
-            found.run(source, result.part if collective is Collective.SCATTER else result.place)
-            return result.out
+                found = self._plan_of(task, source, target)
+                run = found.repeated(source, target)
+                if len(bound) >= _RESULTS:
+                    bound.clear()
+                bound[address] = plans.closed, run
+            run()
+            return native(view, dtype, library)
 
         return again
 

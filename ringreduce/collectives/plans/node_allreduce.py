@@ -31,6 +31,8 @@ from ringreduce.transport.shared.board import MAILBOX_NBYTES, STAGE_NBYTES, TURN
 
 #: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
 _STAGED_NBYTES = 256 << 10
+#: The same where one of the two is in the arena: the others touch it where it is.
+_HALF_STAGED_NBYTES = 64 << 10
 #: A piece of a private buffer. Smaller ones would stay in L2, but a piece costs a barrier and some 10 us of Python;
 #: from 256 KiB to 4 MiB this was the quickest, at all sizes.
 _PIECE_NBYTES = STAGE_NBYTES
@@ -51,16 +53,14 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
         kind = MailedPair if fits else StagedTwoShot
         return plans.get(("staged", code), lambda: kind(context, task, count))
 
-    def is_private(operand: Operand) -> bool:
-        return arena.locate(operand.address, operand.nbytes) == NOWHERE
-
-    in_place = source.address == target.address
-    if nbytes <= _STAGED_NBYTES and is_private(target) and (in_place or is_private(source)):
-        return staged()
+    if nbytes <= _STAGED_NBYTES:
+        private = [arena.locate(each.address, nbytes) == NOWHERE for each in (source, target)]
+        if all(private) or (any(private) and nbytes <= _HALF_STAGED_NBYTES):
+            return staged()
 
     def make() -> BoundCall:
         taken = arena.place(target.address, nbytes)
-        given = taken if in_place else arena.place(source.address, nbytes)
+        given = taken if source.address == target.address else arena.place(source.address, nbytes)
         if NOWHERE in (given, taken):
             return staged()
         return TwoShot(context, task, source, target=target, places=(given, taken), staged=staged)
@@ -81,16 +81,32 @@ class OneShot(BoundCall):
         self._turns: list[tuple[Array, Callable[[Array], object]] | None] = [None] * TURNS
 
     def run(self, source: Operand, place: Place) -> None:
+        self.into_any(source)(place(()).view)
+
+    def repeated(self, source: Operand, target: Operand) -> Callable[[], object]:
+        return partial(self.into_any(source), target.view)
+
+    def into_any(self, source: Operand) -> Callable[[Array], object]:
         board = self._board
-        mine, reduce = self._turns[(board.number + 1) % TURNS] or self._bind(board.number + 1)
-        mine[...] = source.view
-        board.enter(self._entry)
-        observed = self._instruments.observers
-        if observed:
-            self._instruments.step("copy in, rendezvous")
-        reduce(place(()).view)
-        if observed:
-            self._instruments.step("reduce")
+        entry = self._entry
+        instruments = self._instruments
+        turns = self._turns
+        bind = self._bind
+        given = source.view
+
+        def run(target: Array) -> None:
+            number = board.number + 1
+            mine, reduce = turns[number % TURNS] or bind(number)
+            mine[...] = given
+            board.enter(entry)
+            observed = instruments.observers
+            if observed:
+                instruments.step("copy in, rendezvous")
+            reduce(target)
+            if observed:
+                instruments.step("reduce")
+
+        return run
 
     def _bind(self, number: int) -> tuple[Array, Callable[[Array], object]]:
         """Return this rank's mailbox in the call of this number, and what reduces all."""
@@ -137,34 +153,20 @@ class _ThroughBoard(BoundCall):
         self._instruments = context.instruments
         self._signature = task.signature
         self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
-        self._where = -1, -1
-        self._staged: _OnArrays | None = None
 
-    def run(self, source: Operand, place: Place) -> None:
-        target = place(())
-        staged = self._staged
-        where = source.address, target.address
-        if staged is None or where != self._where:
-            into = unowned(target.view, target.address)
-            given = into if source.address == target.address else unowned(source.view, source.address)
-            staged = self._staged = self.bind(given, into)
-            self._where = where
+    @abstractmethod
+    def bind(self, source: Array, target: Array) -> _OnArrays:
+        """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
+
+    def _meet(self) -> None:
+        """Enter the call, once the own array is copied in; return when all ranks have copied theirs."""
         board = self._board
-        staged.copy_in(board.number + 1)  # before the rendezvous: if all ranks do so, no further barrier is needed
         for other in board.enter(self._signature):
             if other != NOWHERE:  # that rank copies its input only after the rendezvous
                 board.barrier(self._signature.text)
                 break
         if self._instruments.observers:
             self._instruments.step("rendezvous")
-        staged.run()
-
-    @abstractmethod
-    def bind(self, source: Array, target: Array) -> _OnArrays:
-        """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
-
-    def close(self) -> None:
-        self._staged = None
 
 
 class MailedPair(_ThroughBoard):
@@ -172,9 +174,36 @@ class MailedPair(_ThroughBoard):
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         super().__init__(context, task)
+        self._address = -1
+        self._last: Callable[[Array], object] | None = None  # from an array at this address
+
+    def run(self, source: Operand, place: Place) -> None:
+        target = place(())
+        if self._last is None or self._address != source.address:
+            self._last = self.into_any(source.unowned())
+            self._address = source.address
+        self._last(target.view)
+
+    def repeated(self, source: Operand, target: Operand) -> Callable[[], object]:
+        return partial(self.into_any(source), target.view)
+
+    def into_any(self, source: Operand) -> Callable[[Array], object]:
+        board = self._board
+        mailed = _Mailed(self._context, self._kernels, source.view, target=source.view)
+        meet = self._meet
+
+        def run(target: Array) -> None:
+            mailed.copy_in(board.number + 1)
+            meet()
+            mailed.reduce(target)
+
+        return run
 
     def bind(self, source: Array, target: Array) -> _OnArrays:
         return _Mailed(self._context, self._kernels, source, target=target)
+
+    def close(self) -> None:
+        self._last = None
 
 
 class _Mailed:
@@ -186,24 +215,28 @@ class _Mailed:
         self._kernels = kernels
         self._source = source
         self._target = target
-        self._turns: list[tuple[Call, Call] | None] = [None] * TURNS
+        self._turns: list[tuple[Call, Callable[[Array], object]] | None] = [None] * TURNS
 
     def copy_in(self, number: int) -> None:
         copy, self._reduce = self._turns[number % TURNS] or self._bind(number)
         copy()
 
     def run(self) -> None:
-        self._reduce()
+        self.reduce(self._target)
+
+    def reduce(self, target: Array) -> None:
+        """Reduce into a flat array, once both ranks have called `copy_in`."""
+        self._reduce(target)
         if self._instruments.observers:
             self._instruments.step("reduce")
 
-    def _bind(self, number: int) -> tuple[Call, Call]:
+    def _bind(self, number: int) -> tuple[Call, Callable[[Array], object]]:
         """Return what copies into this rank's mailbox in the call of this number, and what reduces."""
         terms = self._board.mailboxes(number, self._source.dtype, self._source.shape)
         index = self._board.index
         copy = partial(np.copyto, terms[index], self._source)
         terms[index] = self._source
-        turn = copy, partial(self._kernels.combine(terms), self._target)
+        turn = copy, self._kernels.combine(terms)
         self._turns[number % TURNS] = turn
         return turn
 
@@ -213,6 +246,8 @@ class StagedTwoShot(_ThroughBoard):
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         super().__init__(context, task)
+        self._where = -1, -1
+        self._last: _OnArrays | None = None  # bound to arrays at these addresses
         board = context.board
         self._pieces = []
         dtype = task.dtype.storage
@@ -235,6 +270,19 @@ class StagedTwoShot(_ThroughBoard):
                     piece.taken.append((part, results[rank][place]))
             self._pieces.append(piece)
 
+    def run(self, source: Operand, place: Place) -> None:
+        target = place(())
+        last = self._last
+        where = source.address, target.address
+        if last is None or where != self._where:
+            into = unowned(target.view, target.address)
+            given = into if source.address == target.address else unowned(source.view, source.address)
+            last = self._last = self.bind(given, into)
+            self._where = where
+        last.copy_in(self._board.number + 1)
+        self._meet()
+        last.run()
+
     def bind(self, source: Array, target: Array) -> _OnArrays:
         me = self._board.index
         stages: list[list[Call]] = []
@@ -249,6 +297,9 @@ class StagedTwoShot(_ThroughBoard):
                 reduces.append(partial(np.copyto, target[piece.mine], piece.result))
             rounds.append((reduces, [partial(np.copyto, target[part], result) for part, result in piece.taken]))
         return _Staged(self._context, self._signature.text, stages, rounds=rounds)
+
+    def close(self) -> None:
+        self._last = None
 
 
 class _Staged:

@@ -243,7 +243,7 @@ class Arena:
         lease.is_result = is_result
         lease.seen = []
         self._leases[id(lease)] = lease
-        return owner.reshape(shape)
+        return owner if len(shape) == 1 else owner.reshape(shape)
 
     def _end(self, lease: weakref.ref[Array]) -> None:
         # The collector may call this in the middle of `release`, or on another thread: this much is safe.
