@@ -57,8 +57,10 @@ def on_boards(
     return run_threads(size, lambda index: function(boards[index]), on_error=fail)
 
 
-def arrive(board: Board, signature: str, source: int = NOWHERE, target: int = NOWHERE) -> list[int]:
-    return board.enter(Signature(signature, signature_hash(signature), source, target))
+def arrive(
+    board: Board, signature: str, source: int = NOWHERE, target: int = NOWHERE, numbers: tuple[int, ...] = ()
+) -> list[int]:
+    return board.enter(Signature(signature, signature_hash(signature), source, target, numbers=numbers))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -123,27 +125,33 @@ def test_places_are_those_of_this_call() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 1000])
-def test_numbers_said_are_those_of_this_call(count: int) -> None:
-    """Every rank hears the numbers that the others have said to this call, few or many, and of each as many."""
+def test_numbers_are_those_of_this_call(count: int) -> None:
+    """Every rank gets the numbers that the others have published in this call, few or many, behind their places."""
 
     def talk(board: Board) -> None:
         for turn in range(4):
-            board.publish([turn * 10_000 + board.index * 1000 + i for i in range(count)])
-            arrive(board, "call")
-            others = [index for index in range(3) if index != board.index]
-            said = [turn * 10_000 + index * 1000 + i for index in others for i in range(count)]
-            assert board.published(count) == said
+            mine = tuple(turn * 10_000 + board.index * 1000 + i for i in range(count))
+            found = arrive(board, "call", place_in(board.index + 1, turn * 64), numbers=mine)
+            wanted: list[int] = []
+            for index in (index for index in range(3) if index != board.index):
+                wanted += [place_in(index + 1, turn * 64), NOWHERE]
+                wanted += [turn * 10_000 + index * 1000 + i for i in range(count)]
+            assert found == wanted
 
     on_boards(3, talk)
 
 
-def test_a_number_that_nobody_says_is_not_heard() -> None:
-    """To a call to which nothing is said, nothing is heard."""
+@pytest.mark.parametrize("count", [2, 1000])
+def test_what_is_published_again_is_that_of_this_call(count: int) -> None:
+    """Where one signature comes again, after others with and without numbers, its numbers are found again."""
 
     def publish(board: Board) -> None:
-        board.publish([1, 2])
-        arrive(board, "call")
-        assert board.published(0) == []
+        again = Signature("call", signature_hash("call"), numbers=(board.index,) * count)
+        wanted = [NOWHERE, NOWHERE, *[1 - board.index] * count]
+        for turn in range(6):
+            assert board.enter(again) == wanted
+            assert arrive(board, "other") == [NOWHERE, NOWHERE]
+            assert arrive(board, "call", numbers=(7 + turn,) * count) == [NOWHERE, NOWHERE, *[7 + turn] * count]
 
     on_boards(2, publish)
 

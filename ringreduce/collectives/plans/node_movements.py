@@ -5,9 +5,9 @@ Reductions to a root that are large are shared out: every rank reduces a block, 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -159,6 +159,15 @@ class _BoundLoads(NamedTuple):
     after: list[Call]
 
 
+class _LastLoads(NamedTuple):
+    """What the last call of a turn has found: what the others have published, and the address of the result."""
+
+    others: list[int]
+    layout: _Layout
+    address: int
+    bound: _BoundLoads
+
+
 class _Loads(NodePlan):
     """A collective for one array of this rank, and any result.
 
@@ -173,9 +182,9 @@ class _Loads(NodePlan):
 
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
         super().__init__(context, task, source)
-        self._numbers = numbers
-        self._mine = array("q", numbers)
+        self._stride = 2 + len(numbers)  # of what the others publish
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the numbers of the others
+        self._last: list[_LastLoads | None] = [None] * TURNS
         self._boxes: list[Array | None] = []
         place = MAILED
         if _is_read(task, context.rank):
@@ -183,7 +192,7 @@ class _Loads(NodePlan):
             if source.nbytes <= (_MAILED_NBYTES if place >= 0 else MAILBOX_NBYTES):
                 place = MAILED
                 self._boxes = [None] * TURNS
-        self._entry = Signature(self._text, task.signature.code, place)
+        self._entry = Signature(self._text, task.signature.code, place, numbers=numbers)
 
     def run(self, source: Operand, place: Place) -> None:
         mine = self._entry
@@ -212,21 +221,24 @@ class _Loads(NodePlan):
     def _carry_out(self, place: Place, mine: Signature) -> None:
         board = self._board
         instruments = self._instruments
-        numbers = self._mine
-        if numbers:
-            board.publish(numbers)
         others = board.enter(mine)
-        theirs = (*board.published(len(numbers)),) if numbers else ()
-        layout = self._layouts.get(theirs)
-        if layout is None:
-            layout = self._lay_out(theirs)
+        turn = board.number % TURNS
+        last = self._last[turn]
+        if last is None or last.others != others:
+            last = None
+            layout = self._lay_out(others)
+        else:
+            layout = last.layout
         if instruments.observers:
             instruments.step("rendezvous")
         target = place(layout.received)
-        key = (target.address, board.number % TURNS, *others, *theirs)
-        bound = self._bound.get(key)
-        if bound is None:
-            bound = self._keep(key, self._bind(layout, others, target, published=mine.source))
+        if last is None or last.address != target.address:
+            key = (target.address, turn, *others)
+            bound = self._bound.get(key)
+            if bound is None:
+                bound = self._keep(key, self._bind(layout, others, target, published=mine.source))
+            last = self._last[turn] = _LastLoads(others, layout, target.address, bound)
+        bound = last.bound
         for call in bound.calls:
             call()
         if instruments.observers:
@@ -241,17 +253,21 @@ class _Loads(NodePlan):
     def close(self) -> None:
         super().close()
         self._layouts.clear()
+        self._last = [None] * TURNS
 
-    def _lay_out(self, theirs: tuple[int, ...]) -> _Layout:
-        """Return where blocks are, given the numbers of the others; remember it."""
-        count = len(self._numbers)
+    def _lay_out(self, others: list[int]) -> _Layout:
+        """Return where blocks are, given what the other ranks have published; remember it."""
         rank = self._context.rank
-        everyone = [theirs[number * count :][:count] for number in range(len(self._board.peers))]
-        everyone.insert(rank, self._numbers)
-        if len(self._layouts) >= BINDINGS:
-            self._layouts.clear()
-        lay_out = _LAYOUTS[self._task.kind.collective]
-        layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)
+        numbers = self._entry.numbers
+        everyone = [tuple(others[start + 2 : start + self._stride]) for start in range(0, len(others), self._stride)]
+        theirs = tuple(chain.from_iterable(everyone))
+        layout = self._layouts.get(theirs)
+        if layout is None:
+            everyone.insert(rank, numbers)
+            if len(self._layouts) >= BINDINGS:
+                self._layouts.clear()
+            lay_out = _LAYOUTS[self._task.kind.collective]
+            layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)
         return layout
 
     def _bind(self, layout: _Layout, others: list[int], target: Operand, published: int) -> _BoundLoads:
@@ -276,7 +292,7 @@ class _Loads(NodePlan):
         for number, peer in enumerate(board.peers):
             if peer in layout.peers:
                 size = layout.peers[peer][0]
-                place = others[2 * number]
+                place = others[self._stride * number]
                 if place == MAILED:
                     boxes = board.mailboxes(board.number, source.dtype, (size,))
                     peers[peer] = boxes[board.members.index(peer)]
@@ -293,7 +309,7 @@ class _Loads(NodePlan):
             copies=context.scratch.copies,
         )
         calls += context.bind_on_node(self._task, self._task.choice.algorithm, layout.mine, memory=memory)
-        some_wait = any(place != MAILED for place in (published, *others[::2]))
+        some_wait = any(place != MAILED for place in (published, *others[:: self._stride]))
         return _BoundLoads(calls + present, some_wait, after)
 
 

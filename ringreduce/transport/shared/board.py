@@ -82,6 +82,7 @@ class Signature(NamedTuple):
         target: the place of its result.
         waits: whether no rank can end the call before all have begun it. Then ranks of several nodes need not compare a
             call that all have made before: if the calls differ, their messages do not match, and no rank ends.
+        numbers: what the others must know of this rank's arrays besides; as many on all ranks.
     """
 
     text: str
@@ -89,6 +90,7 @@ class Signature(NamedTuple):
     source: int = NOWHERE
     target: int = NOWHERE
     waits: bool = True
+    numbers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, text: str, *, waits: bool = True) -> Signature:
@@ -131,7 +133,7 @@ class Board:
         # What `enter` and `barrier` walk through: the peers' lines, by parity.
         self._entries = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
         self._barriers = tuple(line[_BARRIER] for _, line in self._others)
-        # Where `publish` puts what a line cannot hold, by parity and member.
+        # Numbers that a line cannot hold, by parity and member.
         self._longer = tuple(
             [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
             for parity in (0, 1)
@@ -172,28 +174,6 @@ class Board:
         starts = range(_STAGES, _BOARD_NBYTES, STAGE_NBYTES)
         return [[part[start : start + STAGE_NBYTES].view(dtype) for part in self._parts] for start in starts]
 
-    def publish(self, numbers: Sequence[int]) -> None:
-        """Let the other members read numbers once this rank has entered its next call; see `published`."""
-        parity = self.number + 1 & 1
-        if len(numbers) > _NPUBLISHED:
-            self._longer[parity][self.index][: len(numbers)] = array("q", numbers)
-            return
-        line = self._mine[parity]
-        for index, number in enumerate(numbers, _PUBLISHED):
-            line[index] = number
-
-    def published(self, count: int) -> list[int]:
-        """Return the ``count`` numbers that each of the other members has published for this call, in their order.
-
-        Valid until this rank leaves the call.
-        """
-        parity = self.number & 1
-        if count <= _NPUBLISHED:
-            part = slice(_PUBLISHED, _PUBLISHED + count)
-            return [number for line in self._entries[parity] for number in line[part].tolist()]
-        longer = [area for index, area in enumerate(self._longer[parity]) if index != self.index]
-        return [number for area in longer for number in area[:count].tolist()]
-
     def enter(self, mine: Signature) -> list[int]:
         """Begin a call together with the other members: the barrier before any data is touched.
 
@@ -201,7 +181,7 @@ class Board:
             mine: what this rank publishes.
 
         Returns:
-            Source and target of each of the other members, in the order of `peers`.
+            Source, target and numbers of each of the other members, in the order of `peers`.
 
         Raises:
             MismatchError: on every member, if any called something else.
@@ -211,7 +191,9 @@ class Board:
         parity = number & 1
         line = self._mine[parity]
         if self._published[parity] is not mine:  # peers poll this line: each store makes it travel
-            _, line[_SIGNATURE], line[_SOURCE], line[_TARGET], _ = self._published[parity] = mine
+            _, line[_SIGNATURE], line[_SOURCE], line[_TARGET], _, numbers = self._published[parity] = mine
+            if numbers:
+                self._publish(parity, numbers)
         if self._fence is not None:
             self._fence()
         line[_NUMBER] = number
@@ -231,6 +213,8 @@ class Board:
             places.append(peer[_TARGET])
         if not agreed:
             self._disagree(mine.text)
+        if mine.numbers:
+            return self._with_numbers(parity, len(mine.numbers))
         return places
 
     def refuse(self, reason: str) -> NoReturn:
@@ -295,6 +279,26 @@ class Board:
     def close(self) -> None:
         """Stop watching; the memory goes with the arena."""
         self._waiter.watchers.remove(self._watch)
+
+    def _publish(self, parity: int, numbers: tuple[int, ...]) -> None:
+        """Let the other members read numbers once this rank has entered the call."""
+        if len(numbers) > _NPUBLISHED:
+            self._longer[parity][self.index][: len(numbers)] = array("q", numbers)
+        else:
+            self._mine[parity][_PUBLISHED : _PUBLISHED + len(numbers)] = array("q", numbers)
+
+    def _with_numbers(self, parity: int, count: int) -> list[int]:
+        """Return source, target and numbers of each of the other members in a call that all have entered."""
+        found: list[int] = []
+        if count <= _NPUBLISHED:
+            for line in self._entries[parity]:
+                found += line[_SOURCE : _PUBLISHED + count].tolist()
+            return found
+        longer = [area for index, area in enumerate(self._longer[parity]) if index != self.index]
+        for line, area in zip(self._entries[parity], longer, strict=True):
+            found += line[_SOURCE:_PUBLISHED].tolist()
+            found += area[:count].tolist()
+        return found
 
     def _soon(self, line: memoryview, number: int) -> bool:
         """Poll a flag, then give the core away some times: ranks in step are not further apart than that.
