@@ -10,6 +10,7 @@ import contextvars
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import setitem
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -44,6 +45,11 @@ def divide(target: Array, size: int) -> None:
         np.multiply(target, 1.0 / size, target)
     else:
         np.divide(target, size, target)
+
+
+def copying(target: Array, source: Array) -> Call:
+    """Return what copies between arrays of one dtype; `numpy.copyto` goes through Python, and takes twice as long."""
+    return partial(setitem, target, ..., source)
 
 
 def quiet_context() -> contextvars.Context:

@@ -17,9 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
-from ringreduce.buffers import Array, Call, Operand, unowned
+from ringreduce.buffers import Array, Call, Operand, copying, unowned
 from ringreduce.buffers.kernels import Kernels
 from ringreduce.collectives.call import Path, Task
 from ringreduce.collectives.context import LINE_NBYTES, Context, NodePlan
@@ -53,14 +51,18 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
         kind = MailedPair if fits else StagedTwoShot
         return plans.get(("staged", code), lambda: kind(context, task, count))
 
+    in_place = source.address == target.address
     if nbytes <= _STAGED_NBYTES:
-        private = [arena.locate(each.address, nbytes) == NOWHERE for each in (source, target)]
-        if all(private) or (any(private) and nbytes <= _HALF_STAGED_NBYTES):
+        reads_private = arena.locate(source.address, nbytes) == NOWHERE
+        stores_private = reads_private if in_place else arena.locate(target.address, nbytes) == NOWHERE
+        if nbytes <= _HALF_STAGED_NBYTES and (reads_private or stores_private):
+            return staged()
+        if reads_private and stores_private:
             return staged()
 
     def make() -> BoundCall:
         taken = arena.place(target.address, nbytes)
-        given = taken if source.address == target.address else arena.place(source.address, nbytes)
+        given = taken if in_place else arena.place(source.address, nbytes)
         if NOWHERE in (given, taken):
             return staged()
         return TwoShot(context, task, source, target=target, places=(given, taken), staged=staged)
@@ -178,18 +180,21 @@ class MailedPair(_ThroughBoard):
         self._last: Callable[[Array], object] | None = None  # from an array at this address
 
     def run(self, source: Operand, place: Place) -> None:
-        target = place(())
-        if self._last is None or self._address != source.address:
-            self._last = self.into_any(source.unowned())
-            self._address = source.address
-        self._last(target.view)
+        self.into_any(source)(place(()).view)
 
     def repeated(self, source: Operand, target: Operand) -> Callable[[], object]:
         return partial(self.into_any(source), target.view)
 
     def into_any(self, source: Operand) -> Callable[[Array], object]:
+        run = self._last
+        if run is None or self._address != source.address:
+            run = self._last = self._from(unowned(source.view, source.address))
+            self._address = source.address
+        return run
+
+    def _from(self, source: Array) -> Callable[[Array], object]:
         board = self._board
-        mailed = _Mailed(self._context, self._kernels, source.view, target=source.view)
+        mailed = _Mailed(self._context, self._kernels, source, target=source)
         meet = self._meet
 
         def run(target: Array) -> None:
@@ -215,11 +220,11 @@ class _Mailed:
         self._kernels = kernels
         self._source = source
         self._target = target
-        self._turns: list[tuple[Call, Callable[[Array], object]] | None] = [None] * TURNS
+        self._turns: list[tuple[Array, Callable[[Array], object]] | None] = [None] * TURNS
 
     def copy_in(self, number: int) -> None:
-        copy, self._reduce = self._turns[number % TURNS] or self._bind(number)
-        copy()
+        box, self._reduce = self._turns[number % TURNS] or self._bind(number)
+        box[...] = self._source
 
     def run(self) -> None:
         self.reduce(self._target)
@@ -230,13 +235,13 @@ class _Mailed:
         if self._instruments.observers:
             self._instruments.step("reduce")
 
-    def _bind(self, number: int) -> tuple[Call, Callable[[Array], object]]:
-        """Return what copies into this rank's mailbox in the call of this number, and what reduces."""
+    def _bind(self, number: int) -> tuple[Array, Callable[[Array], object]]:
+        """Return this rank's mailbox in the call of this number, and what reduces its array and the other's mailbox."""
         terms = self._board.mailboxes(number, self._source.dtype, self._source.shape)
         index = self._board.index
-        copy = partial(np.copyto, terms[index], self._source)
+        box = terms[index]
         terms[index] = self._source
-        turn = copy, self._kernels.combine(terms)
+        turn = box, self._kernels.combine(terms)
         self._turns[number % TURNS] = turn
         return turn
 
@@ -288,14 +293,14 @@ class StagedTwoShot(_ThroughBoard):
         stages: list[list[Call]] = []
         rounds: list[tuple[list[Call], list[Call]]] = []
         for piece in self._pieces:
-            stages.append([partial(np.copyto, stage, source[part]) for part, stage in piece.given])
+            stages.append([copying(stage, source[part]) for part, stage in piece.given])
             reduces: list[Call] = []
             if piece.result.size:
                 terms = piece.terms.copy()
                 terms[me] = source[piece.mine]
                 reduces = [partial(self._kernels.combine(terms), piece.result)]
-                reduces.append(partial(np.copyto, target[piece.mine], piece.result))
-            rounds.append((reduces, [partial(np.copyto, target[part], result) for part, result in piece.taken]))
+                reduces.append(copying(target[piece.mine], piece.result))
+            rounds.append((reduces, [copying(target[part], result) for part, result in piece.taken]))
         return _Staged(self._context, self._signature.text, stages, rounds=rounds)
 
     def close(self) -> None:

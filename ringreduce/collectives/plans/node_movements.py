@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import Array, Call, Operand, address_of, unowned
+from ringreduce.buffers import Array, Call, Operand, address_of, copying, unowned
 from ringreduce.collectives.call import Task
 from ringreduce.collectives.context import BINDINGS, LINE_NBYTES, Context, NodePlan
 from ringreduce.collectives.plan import BoundCall, Place
@@ -185,19 +185,21 @@ class _Loads(NodePlan):
         self._stride = 2 + len(numbers)  # of what the others publish
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the numbers of the others
         self._last: list[_LastLoads | None] = [None] * TURNS
-        self._boxes: list[Array | None] = []
+        self._copies: list[list[Call] | None] = []  # by turn, what copies to the mailbox
+        self._mailed: list[slice] = []
         place = MAILED
         if _is_read(task, context.rank):
             place = context.arena.place(source.address, source.nbytes)
             if source.nbytes <= (_MAILED_NBYTES if place >= 0 else MAILBOX_NBYTES):
                 place = MAILED
-                self._boxes = [None] * TURNS
+                self._copies = [None] * TURNS
+                self._mailed = _parts_for_others(task, context, source.view.size, numbers=numbers)
         self._entry = Signature(self._text, task.signature.code, place, numbers=numbers)
 
     def run(self, source: Operand, place: Place) -> None:
         mine = self._entry
         block = None
-        if self._boxes:
+        if self._copies:
             self._mail(self._board.number + 1)
         elif mine.source == NOWHERE:
             block, copy = self._block()
@@ -210,13 +212,14 @@ class _Loads(NodePlan):
                 self._context.arena.release(block)
 
     def _mail(self, number: int) -> None:
-        """Copy the input to this rank's mailbox in the call of this number."""
+        """Copy what others load from the input to this rank's mailbox in the call of this number."""
         turn = number % TURNS
-        box = self._boxes[turn]
-        if box is None:
-            boxes = self._board.mailboxes(number, self._source.dtype, self._source.shape)
-            box = self._boxes[turn] = boxes[self._board.index]
-        box[...] = self._source
+        copies = self._copies[turn]
+        if copies is None:
+            box = self._board.mailboxes(number, self._source.dtype, self._source.shape)[self._board.index]
+            copies = self._copies[turn] = [copying(box[part], self._source[part]) for part in self._mailed]
+        for copy in copies:
+            copy()
 
     def _carry_out(self, place: Place, mine: Signature) -> None:
         board = self._board
@@ -283,10 +286,10 @@ class _Loads(NodePlan):
             # The others still read what this rank would overwrite.
             final = result
             result = np.empty_like(result)
-            after.append(partial(np.copyto, final, result))
+            after.append(copying(final, result))
         calls: list[Call] = []
         if own is not None and not in_its_place and source[own[0]].size:
-            calls.append(partial(np.copyto, result[own[1]], source[own[0]]))
+            calls.append(copying(result[own[1]], source[own[0]]))
         peers: dict[int, Any] = {}
         present: list[Call] = []
         for number, peer in enumerate(board.peers):
@@ -319,6 +322,18 @@ def _is_read(task: Task, rank: int) -> bool:
     if collective in (Collective.BROADCAST, Collective.SCATTER):
         return rank == task.kind.root
     return not collective.rooted or rank != task.kind.root
+
+
+def _parts_for_others(task: Task, context: Context, count: int, numbers: tuple[int, ...]) -> list[slice]:
+    """Return the parts of this rank's input that other ranks load."""
+    collective = task.kind.collective
+    if collective is Collective.REDUCE_SCATTER:
+        own = Partition.of_sizes(task.kind.counts).segment[context.rank]
+    elif collective is Collective.ALLTOALL:
+        own = _sent(task, numbers, context.topology.size).segment[context.rank]
+    else:
+        own = slice(0, 0)
+    return [part for part in (slice(0, own.start), slice(own.stop, count)) if part.start < part.stop]
 
 
 def _lay_out_broadcast(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
@@ -374,10 +389,15 @@ def _lay_out_scatter(task: Task, rank: int, _: int, numbers: Sequence[tuple[int,
     return _Layout(part, own=None, mine=result, result=result, peers={task.kind.root: (nbytes * len(numbers), blocks)})
 
 
+def _sent(task: Task, numbers: tuple[int, ...], size: int) -> Partition:
+    """Return what a rank with these numbers sends to each rank of an alltoall."""
+    return Partition.of_sizes([rows_for(numbers, to) * task.kind.row for to in range(size)])
+
+
 def _lay_out_alltoall(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
     rows = received_rows(task.signature.text, numbers, rank)
     ranks = range(len(numbers))
-    sending = [Partition.of_sizes([rows_for(each, to) * task.kind.row for to in ranks]) for each in numbers]
+    sending = [_sent(task, each, len(numbers)) for each in numbers]
     receiving = Partition.of_sizes([each * task.kind.row for each in rows]).segment
     nothing = (slice(0, 0),) * len(numbers)
     peers = {peer: (sending[peer].bounds[-1], sending[peer].segment + nothing) for peer in ranks if peer != rank}

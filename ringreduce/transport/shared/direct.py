@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.buffers import Array, Call, address_of
+from ringreduce.buffers import Array, Call, address_of, copying
 from ringreduce.common.partition import pieces
 from ringreduce.transport.shared.private import PrivateMemory
 
@@ -47,7 +47,7 @@ def load_and_store(
         target = result[piece]
         if combine is None:
             for _, view in loads:
-                yield view[piece].copy_to(target) if isinstance(view, PrivateMemory) else _copy(view[piece], target)
+                yield view[piece].copy_to(target) if isinstance(view, PrivateMemory) else copying(target, view[piece])
         else:
             terms: list[Array] = []
             for rank, view in loads:
@@ -58,14 +58,10 @@ def load_and_store(
                     yield view[piece].copy_to(terms[-1])
             yield partial(combine(terms), terms[0] if grows else target)
             if grows:
-                yield from [_copy(terms[0], term) for term in terms[1:]]
+                yield from [copying(term, terms[0]) for term in terms[1:]]
                 continue
         for _, view in stores:
             if isinstance(view, PrivateMemory):
                 yield view[piece].copy_from(target)
             elif address_of(view[piece]) != address_of(target):
-                yield _copy(target, view[piece])
-
-
-def _copy(source: Array, target: Array) -> Call:
-    return partial(np.copyto, target, source)
+                yield copying(view[piece], target)
