@@ -67,8 +67,8 @@ class Waiter:
     def until_some(self, ready: Callable[[], object], waiting_for: Callable[[], str]) -> None:
         """Return soon after ``ready()`` is true, which ends one of several large transfers that are under way.
 
-        On slow links, where such waits are long, the rank naps an eighth of the usual time between checks, and leaves
-        the core to the program and to the kernel, which moves the data.
+        On slow links, where such waits are long, the rank naps an eighth of the usual time between checks, a half if it
+        is patient, and leaves the core to the program and to the kernel, which moves the data.
 
         Args, Raises:
             as for `until`.
@@ -76,7 +76,7 @@ class Waiter:
         patient = self.patient()
         slow = self._usual_s > _SLOW_S
         yield_s = 0.0 if patient or slow else _SOME_YIELD_S
-        naps_s = max(self._usual_s / 8, _NAP_S), _PATIENT_NAP_S
+        naps_s = max(self._usual_s / 8, _NAP_S), max(self._usual_s / 2, _PATIENT_NAP_S)
         took_s = self._check(ready, waiting_for, yield_s=yield_s, naps_s=naps_s, checks=1)
         if not (patient or self.patient()):
             self._usual_s += (min(took_s, _MOST_S) - self._usual_s) / 8
@@ -101,11 +101,13 @@ class Waiter:
         started = time.monotonic()
         elapsed = 0.0
         naps = not yield_s
+        patient = self.patient()
         while elapsed < self.timeout_s:
-            for _ in range(checks if naps else _YIELDS):
+            for left in reversed(range(checks if naps else _YIELDS)):
                 if ready():
                     return elapsed
-                os.sched_yield()
+                if left or not (naps and patient):  # to yield, too, would make a nap some ms longer beside the program
+                    os.sched_yield()
             for watcher in self.watchers:
                 watcher()
             elapsed = time.monotonic() - started

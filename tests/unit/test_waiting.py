@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError
@@ -66,3 +68,15 @@ def test_nobody_is_watched_when_the_condition_holds() -> None:
     waiter = Waiter(30.0)
     waiter.watchers.append(lambda: pytest.fail("watched"))
     waiter.until(lambda: True, nothing)
+
+
+def test_a_patient_rank_looks_at_transfers_between_naps_and_never_yields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that yields beside a program that computes gets the core back after a whole slice of it."""
+    monkeypatch.setattr("os.sched_yield", lambda: pytest.fail("yielded"))
+    waiter = Waiter(30.0)
+    waiter.patient = lambda: True
+    ready = Later(4)
+    started = time.monotonic()
+    waiter.until_some(ready, nothing)
+    assert ready.left == 0
+    assert time.monotonic() - started >= 3 * 250e-6  # the naps
