@@ -129,7 +129,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     def describe(self, *, by_count: bool = False) -> str:
         """Return dtype and shape in words; ``by_count``: as if it had one dimension."""
-        return _described(self.dtype.name, (self.count,) if by_count else self.shape)
+        return described(self.dtype.name, (self.count,) if by_count else self.shape)
 
     def unowned(self) -> Operand:
         """Return the same contiguous memory, which that one does not keep alive; see `unowned`."""
@@ -176,7 +176,8 @@ class _TensorMemory:
 
 
 @lru_cache(maxsize=1024)
-def _described(dtype: str, shape: tuple[int, ...]) -> str:
+def described(dtype: str, shape: tuple[int, ...]) -> str:
+    """Return a dtype, by its name, and a shape in words."""
     return f"{dtype}, shape {' x '.join(map(str, shape)) or 'of a number'}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.instruments import Tally
 from ringreduce.transport.checked import checked
+from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
-from ringreduce.transport.point_to_point import PointToPoint
+from ringreduce.transport.point_to_point import ArrayKind, PointToPoint, small_kind
 from ringreduce.transport.waiting import Waiter
 
 
@@ -37,10 +39,18 @@ class SendRecv:
         self._instruments = context.instruments
         self._lifetime = context.lifetime
         self.point_to_point = None if channel is None else _carrier(context, channel)
+        self._usual = None if context.counts_decide else self.point_to_point  # counts
         self.tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
+        self._sent = self.tallies["send"]
+        self._received = self.tallies["recv"]
 
     def send(self, array: Any, dest: int, tag: int) -> None:
         """Send an array to a rank that receives it."""
+        started = perf_counter()
+        kind = self._usual_kind(array, dest, tag)
+        if kind is not None and self._usual.send_now(array, kind, dest, tag):
+            self._sent.add(kind.nbytes, perf_counter() - started)
+            return
         carrier = self._open_carrier()
         source = require_host(operand_of(array), "send")
         with self._timed("send", source.nbytes):
@@ -48,6 +58,11 @@ class SendRecv:
 
     def recv(self, out: Any, source: int | None, tag: int) -> int:
         """Receive an array that a rank sends; return that rank."""
+        started = perf_counter()
+        kind = self._usual_kind(out, source, tag)
+        if kind is not None and out.flags.carray and self._usual.recv_now(out, kind, source, tag):
+            self._received.add(kind.nbytes, perf_counter() - started)
+            return source
         carrier = self._open_carrier()
         target = require_host(operand_of(out), "recv")
         sender = None if source is None else whole_number("source", source)
@@ -93,6 +108,17 @@ class SendRecv:
         if self.point_to_point is not None:
             self.point_to_point.close()
 
+    def _usual_kind(self, array: Any, peer: Any, tag: Any) -> ArrayKind | None:
+        """Return the kind of a small NumPy array, if nobody watches this call; None: the call takes more steps."""
+        if (
+            type(array) is not np.ndarray
+            or not type(peer) is type(tag) is int
+            or self._instruments.observers
+            or not self._lifetime.open
+        ):
+            return None
+        return small_kind(array.dtype, array.shape)
+
     def _timed(self, name: str, nbytes: int) -> CallTimer:
         return CallTimer(self._instruments, self.tallies[name], name, algorithm="messages", nbytes=nbytes)
 
@@ -111,11 +137,13 @@ class SendRecv:
 
 
 def _carrier(context: Context, channel: Messages) -> PointToPoint:
-    """Return what carries messages between two of these ranks over a channel."""
+    """Return what carries messages between two of these ranks over a channel. Collective."""
+    shares = len(context.topology.nodes) < context.topology.size
     return PointToPoint(
         checked(channel) if context.config.checksum else channel,
         waiter=Waiter(context.waiter.timeout_s, context.waiter.crowded),
         find_failed=context.board.find_failed,
         lifetime=context.lifetime.child(),
         counts_decide=context.counts_decide,
+        near=SharedControlChannel(context.node, channel) if shares else None,
     )

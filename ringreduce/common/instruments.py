@@ -114,6 +114,12 @@ class Tally:
     nbytes: int = 0
     seconds: float = 0.0
 
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:

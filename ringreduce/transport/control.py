@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ringreduce.common.errors import TransportError
 from ringreduce.transport.messages import Messages, exchange_json
-from ringreduce.transport.shared.arena import NOWHERE, Arena, Block
+from ringreduce.transport.shared.arena import Arena, Block
 from ringreduce.transport.shared.board import fence
 from ringreduce.transport.shared.node import Node
 
 _LINE = 64
-_SLOTS = 32
-_SLOT_NBYTES = 1 << 10
-_PART_NBYTES = 2 * _LINE + _SLOTS * _SLOT_NBYTES
+_BUFFER_NBYTES = 32 << 10
+_PART_NBYTES = 2 * _LINE + _BUFFER_NBYTES
 
-_HEAD = struct.Struct("<qq")  # of a slot: the length of a note, and its place; `NOWHERE`: it follows
+_LENGTH = struct.Struct("<q")  # of the note that follows
+_TURN = struct.Struct("<qq")  # in its place: the bytes of the next buffer, negative, and its place
 
 
 class ControlChannel(Protocol):
@@ -38,45 +39,46 @@ class ControlChannel(Protocol):
 
 
 class SharedControlChannel:
-    """Carries control notes through shared memory: a ring of slots from every rank to every other.
+    """Carries control notes between the ranks of a node: through buffers of each rank for each other.
 
-    Every rank owns a part for each peer, that only it writes: how many notes it has put into its ring to that peer, how
-    many it has taken out of the peer's ring to here, and the ring. A note that is too long for a slot is in a block of
-    its own, and only its place goes through the ring. A ring is full if the peer does not poll while so many notes
-    come; further ones wait on this side for the next `post` or `poll`.
+    A rank has a part for each peer: how many bytes it has put, how many it had taken of the peer's, and one more, when it
+    last turned to another buffer, and the first buffer. Notes follow one another in a buffer. Where one does not fit, its writer turns
+    to a buffer that the peer has read, or to a new one: no note waits for the peer, nor for another call of the writer.
 
     Args:
-        node: all ranks of the process set. Its arena is used by the thread that uses this.
-        messages: for setting up. Collective.
+        node: the ranks. Its arena is used by the thread that uses this.
+        messages: all ranks of the process set, for setting up. Collective.
+
+    Attributes:
+        streams: to and from each of the others.
     """
 
     def __init__(self, node: Node, messages: Messages) -> None:
         arena = node.arena
-        rank = messages.rank
-        parts = arena.allocate(_PART_NBYTES * messages.size)
-        for peer in range(messages.size):
-            parts.memory[peer * _PART_NBYTES :][: 2 * _LINE] = 0
+        members = node.board.members
+        index = node.board.index
+        nbytes = _PART_NBYTES * len(members)
+        parts = arena.allocate(nbytes)
+        for start in range(0, nbytes, _PART_NBYTES):
+            parts.memory[start : start + 2 * _LINE] = 0
         places = exchange_json(messages, parts.place)
-        self._streams: dict[int, _Stream] = {}
-        for peer, place in enumerate(places):
-            if peer != rank:
-                theirs = arena.peer_view(peer, place, np.dtype(np.uint8), count=_PART_NBYTES * messages.size)
-                mine = parts.memory[peer * _PART_NBYTES :].data
-                self._streams[peer] = _Stream(arena, peer, mine, theirs=theirs[rank * _PART_NBYTES :].data)
-        self._all = tuple(self._streams.items())
-        self._arrived: deque[tuple[int, bytes]] = deque()
+        self.streams: dict[int, NoteStream] = {}
+        for number, peer in enumerate(members):
+            if number != index:
+                mine = parts.view[number * _PART_NBYTES :][:_PART_NBYTES]
+                theirs = arena.peer_view(peer, places[peer], np.dtype(np.uint8), count=nbytes)
+                place = parts.place + number * _PART_NBYTES
+                self.streams[peer] = NoteStream(arena, peer, mine, place, theirs[index * _PART_NBYTES :].data)
+        self._all = tuple(self.streams.items())
 
     def post(self, note: bytes, peer: int) -> None:
-        self._streams[peer].put(note)
+        self.streams[peer].put(note)
 
     def poll(self) -> tuple[int, bytes] | None:
-        if not self._arrived:
-            for peer, stream in self._all:
-                if stream.waiting:
-                    stream.flush()
-                if stream.put_there[0] != stream.taken:
-                    self._arrived.extend((peer, note) for note in stream.take())
-        return self._arrived.popleft() if self._arrived else None
+        for peer, stream in self._all:
+            if stream.put_there[0] != stream.taken:
+                return peer, stream.take()
+        return None
 
     def abandon(self) -> None:
         """Nobody waits for a rank that does not close it."""
@@ -85,77 +87,123 @@ class SharedControlChannel:
         """Nothing to give back: the memory goes with the arena, and a peer may still read what was posted last."""
 
 
-class _Stream:
+class _Buffer(NamedTuple):
+    """Memory that notes are put into.
+
+    Attributes:
+        memory, place: where it is.
+        block: of the arena; None: it is that of the part.
+        first: of all bytes of the stream, the one that it begins with.
+    """
+
+    memory: memoryview
+    place: int
+    block: Block | None
+    first: int
+
+
+class NoteStream:
     """Both directions between two ranks.
 
+    One store ends `put` and `take`, so that whatever interrupts them leaves a whole stream.
+
     Args:
-        arena: where long notes are laid out.
+        arena: where more buffers come from.
         peer: the other rank.
         mine: this rank's part for the peer.
+        place: of that.
         theirs: the peer's part for this rank.
 
     Attributes:
-        put_there: how many notes the peer has put into its ring, as the peer says.
-        taken: how many of them were taken out.
-        waiting: what did not fit into this rank's ring.
+        put_there: how many bytes the peer has put, as the peer says.
+        taken: how many of them were taken.
     """
 
-    def __init__(self, arena: Arena, peer: int, mine: memoryview, theirs: memoryview) -> None:
+    def __init__(self, arena: Arena, peer: int, mine: memoryview, place: int, theirs: memoryview) -> None:
         self._arena = arena
         self._peer = peer
-        self._count_put = mine[:8].cast("q")
-        self._count_taken = mine[_LINE : _LINE + 8].cast("q")
-        self._ring = mine[2 * _LINE : _PART_NBYTES]
-        self.put_there = theirs[:8].cast("q")
-        self._taken_there = theirs[_LINE : _LINE + 8].cast("q")
-        self._theirs = theirs[2 * _LINE : _PART_NBYTES]
-        self._put = 0
-        self.taken = 0
-        self.waiting: deque[tuple[bytes, Block | None]] = deque()
-        self._laid_out: deque[tuple[int, Block]] = deque()  # until the peer has taken so many notes
         self._fence = fence()
+        self._busy = False
+        self._put_here = mine[:8].cast("q")
+        self._turned_here = mine[_LINE : _LINE + 8].cast("q")
+        self.put_there = theirs[:8].cast("q")
+        self._turned_there = theirs[_LINE : _LINE + 8].cast("q")
+        self._buffer = _Buffer(mine[2 * _LINE :], place + 2 * _LINE, None, first=0)
+        self._full: deque[tuple[int, _Buffer]] = deque()  # those before, each with where the next one begins
+        self._theirs = theirs[2 * _LINE : _PART_NBYTES], 0  # the peer's buffer, and where that begins
+        self.taken = 0
 
     def put(self, note: bytes) -> None:
-        block = None
-        if len(note) > _SLOT_NBYTES - _HEAD.size:
-            block = self._arena.allocate(len(note))
-            block.memory[: len(note)] = np.frombuffer(note, np.uint8)
-        self.waiting.append((note, block))
-        self.flush()
+        """Hand the peer a note.
 
-    def flush(self) -> None:
-        """Put into the ring what fits."""
-        taken = self._taken_there[0]
-        while self._laid_out and self._laid_out[0][0] <= taken:
-            self._arena.release(self._laid_out.popleft()[1])
-        while self.waiting and self._put - taken < _SLOTS:
-            note, block = self.waiting.popleft()
-            start = self._put % _SLOTS * _SLOT_NBYTES
-            self._put += 1
-            _HEAD.pack_into(self._ring, start, len(note), NOWHERE if block is None else block.place)
-            if block is None:
-                self._ring[start + _HEAD.size : start + _HEAD.size + len(note)] = note
-            else:
-                self._laid_out.append((self._put, block))
-        if self._fence is not None:
-            self._fence()
-        self._count_put[0] = self._put
+        Raises:
+            TransportError: a signal handler does so where it has interrupted this, or there is no more memory to share.
+        """
+        self._begin()
+        try:
+            put = self._put_here[0]
+            buffer = self._buffer
+            start = put - buffer.first
+            end = start + _LENGTH.size + len(note)
+            if end > len(buffer.memory) - _LINE:  # which is room for a turn
+                buffer = self._turn(put, len(note))
+                end -= start
+                start = 0
+            buffer.memory[start:end] = _LENGTH.pack(len(note)) + note
+            if self._fence is not None:
+                self._fence()
+            self._put_here[0] = buffer.first + -(-end // _LINE) * _LINE
+        finally:
+            self._busy = False
 
-    def take(self) -> list[bytes]:
-        """Return the notes that are in the peer's ring."""
-        put = self.put_there[0]
-        notes = list[bytes]()
-        if self._fence is not None:
-            self._fence()
-        for number in range(self.taken, put):
-            start = number % _SLOTS * _SLOT_NBYTES
-            nbytes, place = _HEAD.unpack_from(self._theirs, start)
-            if place == NOWHERE:
-                notes.append(bytes(self._theirs[start + _HEAD.size : start + _HEAD.size + nbytes]))
-            else:
-                notes.append(self._arena.peer_view(self._peer, place, np.dtype(np.uint8), count=nbytes).tobytes())
-        self.taken = put
-        if self._fence is not None:
-            self._fence()
-        self._count_taken[0] = put
-        return notes
+    def _turn(self, put: int, nbytes: int) -> _Buffer:
+        """Go on in another buffer, in which a note of so many bytes fits; return that."""
+        nbytes += 2 * _LINE
+        found = None
+        while self._full and self._full[0][0] < self._turned_there[0]:
+            _, buffer = self._full.popleft()
+            if found is None and len(buffer.memory) >= nbytes:
+                found = buffer._replace(first=put)
+            elif buffer.block is not None:
+                self._arena.release(buffer.block)
+        if found is None:
+            block = self._arena.allocate(max(_BUFFER_NBYTES, nbytes))
+            found = _Buffer(block.view, block.place, block, first=put)
+        _TURN.pack_into(self._buffer.memory, put - self._buffer.first, -len(found.memory), found.place)
+        self._full.append((put, self._buffer))
+        self._buffer = found
+        return found
+
+    def take(self) -> bytes:
+        """Return the peer's next note, which is there.
+
+        Raises:
+            TransportError: a signal handler does so where it has interrupted this, or the memory cannot be reached.
+        """
+        self._begin()
+        try:
+            if self._fence is not None:
+                self._fence()
+            taken = self.taken
+            memory, first = self._theirs
+            (nbytes,) = _LENGTH.unpack_from(memory, taken - first)
+            if nbytes < 0:
+                while nbytes < 0:
+                    _, place = _TURN.unpack_from(memory, taken - first)
+                    memory = self._arena.peer_view(self._peer, place, np.dtype(np.uint8), count=-nbytes).data
+                    first = taken
+                    (nbytes,) = _LENGTH.unpack_from(memory, 0)
+                self._theirs = memory, first
+                self._turned_here[0] = taken + 1
+            start = taken - first + _LENGTH.size
+            end = start + nbytes
+            note = bytes(memory[start:end])
+            self.taken = first + -(-end // _LINE) * _LINE
+            return note
+        finally:
+            self._busy = False
+
+    def _begin(self) -> None:
+        if self._busy:
+            raise TransportError("a signal handler communicates while the thread that it has interrupted does so")
+        self._busy = True

@@ -254,6 +254,7 @@ class _Control:
         self.posted: list[tuple[MPI.Request, bytes]] = []
         self.unfinished: list[tuple[object, ...]] = []
         self._waiter = waiter
+        self._status = MPI.Status()  # of `poll`
         self._peers = peers_in(comm)
         self._exchanges = 0
         self._gave_up = ""  # why the ranks do not exchange anything any more
@@ -261,14 +262,17 @@ class _Control:
 
     def post(self, note: bytes, peer: int) -> None:
         try:
-            self.posted = [each for each in self.posted if not each[0].Test()]
-            self.posted.append((self.comm.Isend([note, MPI.BYTE], peer, _NOTE_TAG), note))
+            request = self.comm.Isend([note, MPI.BYTE], peer, _NOTE_TAG)
+            if self.posted:
+                self.posted = [each for each in self.posted if not each[0].Test()]
+            if not request.Test():  # as nearly all are
+                self.posted.append((request, note))
         except MPI.Exception as error:
             raise translate(error, self.comm) from error
         self._sent[peer] += 1
 
     def poll(self) -> tuple[int, bytes] | None:
-        status = MPI.Status()
+        status = self._status
         try:
             message = self.comm.Improbe(MPI.ANY_SOURCE, _NOTE_TAG, status)
             if message is None:
