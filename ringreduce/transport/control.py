@@ -139,7 +139,9 @@ class NoteStream:
         Raises:
             TransportError: a signal handler does so where it has interrupted this, or there is no more memory to share.
         """
-        self._begin()
+        if self._busy:
+            raise _interrupted()
+        self._busy = True
         try:
             put = self._put_here[0]
             buffer = self._buffer
@@ -180,7 +182,9 @@ class NoteStream:
         Raises:
             TransportError: a signal handler does so where it has interrupted this, or the memory cannot be reached.
         """
-        self._begin()
+        if self._busy:
+            raise _interrupted()
+        self._busy = True
         try:
             if self._fence is not None:
                 self._fence()
@@ -203,7 +207,6 @@ class NoteStream:
         finally:
             self._busy = False
 
-    def _begin(self) -> None:
-        if self._busy:
-            raise TransportError("a signal handler communicates while the thread that it has interrupted does so")
-        self._busy = True
+
+def _interrupted() -> TransportError:
+    return TransportError("a signal handler communicates while the thread that it has interrupted does so")

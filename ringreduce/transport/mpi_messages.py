@@ -91,17 +91,19 @@ class MpiMessages:
         _open.add(self)
 
     def send(self, data: Array, peer: int, tag: int) -> Prequest:
-        with translated(self._data):
+        try:
             request = self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag)
-            return self._keep(request, is_send=True, peer=peer, tag=tag, nbytes=data.nbytes)
+        except MPI.Exception as error:
+            raise translate(error, self._data) from error
+        self._described[id(request)] = _DescribedMessage(request, is_send=True, peer=peer, tag=tag, nbytes=data.nbytes)
+        return request
 
     def recv(self, data: Array, peer: int, tag: int) -> Prequest:
-        with translated(self._data):
+        try:
             request = self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag)
-            return self._keep(request, is_send=False, peer=peer, tag=tag, nbytes=data.nbytes)
-
-    def _keep(self, request: MPI.Prequest, *, is_send: bool, peer: int, tag: int, nbytes: int) -> MPI.Prequest:
-        self._described[id(request)] = _DescribedMessage(request, is_send=is_send, peer=peer, tag=tag, nbytes=nbytes)
+        except MPI.Exception as error:
+            raise translate(error, self._data) from error
+        self._described[id(request)] = _DescribedMessage(request, is_send=False, peer=peer, tag=tag, nbytes=data.nbytes)
         return request
 
     def start(self, requests: Sequence[Prequest]) -> None:
@@ -126,12 +128,14 @@ class MpiMessages:
 
     def free(self, requests: Sequence[Prequest]) -> None:
         given_up = {id(each.request) for each in self._given_up}
-        with translated(self._data):
+        try:
             for request in cast("Sequence[MPI.Prequest]", requests):
                 if id(request) in given_up:
                     self._to_free.append(request)
                 elif self._described.pop(id(request), None) is not None:  # else `revoke` has taken it
                     request.Free()
+        except MPI.Exception as error:
+            raise translate(error, self._data) from error
 
     def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
         # MPI leaves open what MIN and MAX make of a NaN, and this package does not.

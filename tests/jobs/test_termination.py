@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import LIMIT_S
+from launching import LIMIT_S, RINGREDUCE, run
 
 #: What a rank does that has started MPI, and does not come.
 RECEIVES = "from mpi4py import MPI; MPI.COMM_WORLD.recv(source=1)"
@@ -347,10 +347,13 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, environment: dict[str, st
     [
         ("", "rr.allreduce(np.ones(4))"),
         ("", "rr.allreduce(np.ones(1 << 18))"),
+        ("", "rr.recv(np.ones(4), 2)"),
+        ("", "rr.recv(np.ones(1 << 18))"),
+        ("", "rr.send(np.ones(1 << 18), 2)"),
         ("import torch, ringreduce.torch as hvd", "hvd.allreduce(torch.ones(4))"),
         ("import torch, ringreduce.torch as hvd", "hvd.join()"),
     ],
-    ids=["small", "large", "an operation", "join"],
+    ids=["small", "large", "receive", "receive from any", "send", "an operation", "join"],
 )
 def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, imports: str, waiting: str):
     """All of them, and not one another, although they end one after the other."""
@@ -378,6 +381,32 @@ def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, imports: str
     assert job.returncode != 0
     named = {path.name: os.readlink(path) for path in tmp_path.iterdir()}
     assert set(named.values()) <= {"2"}, named
+
+
+def test_what_a_rank_has_sent_before_it_died_is_received() -> None:
+    """By all others; what it has not sent is an error that names it, and they go on."""
+    program = """
+import os, signal
+import numpy as np
+import ringreduce as rr
+rr.init()
+rank, out = rr.rank(), np.zeros(3)
+if rank == 0:
+    rr.send(np.ones(3), 1)
+    rr.send(np.full(3, 2.0), 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+rr.recv(out, 0)
+assert (out == rank).all()
+try:
+    rr.recv(out, 0)
+except rr.PeerLostError as error:
+    assert error.rank == 0
+    rr.go_on(error)
+assert rr.allreduce(np.ones(1)) == rr.size() == 2
+print("goes on")
+"""
+    done = run(RINGREDUCE, "run", "--elastic", "-np", 3, sys.executable, "-c", program)
+    assert done.stdout.count("goes on") == 2, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,39 @@ def test_arrays_that_overlap_are_refused(world: rr.Communicator) -> None:
     for out in (array, array[2:]):
         with pytest.raises(rr.ConfigError, match="no memory in common"):
             rr.sendrecv(array[: len(out)], (world.rank + 1) % world.size, out, (world.rank - 1) % world.size)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_messages_need_no_help_of_their_sender(world: rr.Communicator) -> None:
+    """Many small ones are sent before anybody receives, and arrive while their sender does something else."""
+    rank, size = world.rank, world.size
+    behind, ahead = (rank - 1) % size, (rank + 1) % size
+    for number in range(300):
+        rr.send(np.full(number % 9, number), ahead, number % 3)
+    world.barrier()
+    if rank:
+        for number in sorted(range(300), key=lambda number: number % 3):
+            out = np.zeros(number % 9, np.int64)
+            assert rr.recv(out, behind, number % 3) == behind
+            assert (out == number).all()
+    world.barrier()  # in which rank 0 is until then: it has to do with nobody's messages
+    if not rank:
+        for number in range(300):
+            rr.recv(np.zeros(number % 9, np.int64), behind, number % 3)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_lengths_may_be_mixed(world: rr.Communicator) -> None:
+    """Small and large arrays of one tag are received in the order in which they were sent."""
+    rank, size = world.rank, world.size
+    counts = [1, 5000, 512, 513, 0, 40_000, 2, 300_000, 1]
+    for turn in range(3):
+        for number, count in enumerate(counts):
+            mine, out = sample(rank, count, "int64", turn + number), np.zeros(count, np.int64)
+            behind = (rank - 1) % size
+            if rank:
+                rr.recv(out, behind)
+            rr.send(mine, (rank + 1) % size)
+            if not rank:
+                rr.recv(out, behind)
+            np.testing.assert_array_equal(out, sample(behind, count, "int64", turn + number))

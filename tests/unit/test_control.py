@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.testing import run_ranks
+from ringreduce.common.errors import TransportError
+from ringreduce.testing import caught, run_ranks
 from ringreduce.transport.control import SharedControlChannel
+from ringreduce.transport.shared.arena import Arena
 from ringreduce.transport.shared.board import fence
 from ringreduce.transport.waiting import Waiter
 
@@ -19,15 +22,15 @@ def notes_of(communicator: Communicator) -> SharedControlChannel:
 
 
 def note(sender: int, receiver: int, number: int) -> bytes:
-    """Return the content of a note: of any length from nothing to several times what a ring holds."""
+    """Return the content of a note: of any length from nothing to more than a buffer holds."""
     generator = random.Random(f"{sender} {receiver} {number}")
-    return generator.randbytes(generator.choice([0, 1, 3, 17, 1000, 1008, 1009, 1024, 1025, 16384, 50_000]))
+    return generator.randbytes(generator.choice([0, 1, 3, 17, 1000, 1008, 1009, 4096, 32_000, 32_695, 32_696, 32_697, 50_000]))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_notes_arrive_whole_and_in_order(size: int) -> None:
-    """What every rank posts to every other arrives there, though the rings are full most of the time."""
-    count, done = 60, set[int]()
+    """What every rank posts to every other arrives there, though more is under way than fits into a buffer."""
+    count = 60
 
     def check(communicator: Communicator) -> None:
         rank, notes = communicator.rank, notes_of(communicator)
@@ -42,11 +45,7 @@ def test_notes_arrive_whole_and_in_order(size: int) -> None:
                 heard[arrived[0]].append(arrived[1])
             return all(len(each) == count for each in heard.values())
 
-        def finished() -> bool:  # until then this rank polls, as its own notes may still wait for room
-            done.add(rank)
-            return len(done) == size
-
-        Waiter(30.0, crowded=True).until(lambda: everything() and finished(), lambda: "notes")
+        Waiter(30.0, crowded=True).until(everything, lambda: "notes")
         for peer in peers:
             assert heard[peer] == [note(peer, rank, number) for number in range(count)]
 
@@ -70,6 +69,66 @@ def test_there_is_nothing_until_something_is_posted() -> None:
         notes.close()
 
     run_ranks(3, check)
+
+
+def test_notes_need_no_more_memory_than_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are used again: two for a reader that keeps up; as many as are unread for one that does not."""
+    made: list[int] = []
+    allocate = Arena.allocate
+
+    def counted(arena: Arena, nbytes: int, *more: Any) -> Any:
+        made.append(nbytes)
+        return allocate(arena, nbytes, *more)
+
+    def check(communicator: Communicator) -> None:
+        notes = notes_of(communicator)
+        communicator.barrier()
+        if communicator.rank == 0:
+            monkeypatch.setattr(Arena, "allocate", counted)
+        for turn in range(1000):
+            if communicator.rank == 0:
+                notes.post(bytes([turn % 256]) * 1000, 1)
+            communicator.barrier()
+            if communicator.rank == 1:
+                assert notes.poll() == (0, bytes([turn % 256]) * 1000)
+            communicator.barrier()
+        if communicator.rank == 0:
+            assert len(made) == 1
+            for turn in range(1000):
+                notes.post(bytes([turn % 256]) * 1000, 1)
+            assert 30 <= len(made) <= 40
+        communicator.barrier()
+        if communicator.rank == 1:
+            for turn in range(1000):
+                assert notes.poll() == (0, bytes([turn % 256]) * 1000)
+            assert notes.poll() is None
+        communicator.barrier()
+
+    run_ranks(2, check)
+
+
+def test_a_signal_handler_cannot_break_a_note() -> None:
+    """One that posts while its thread posts, or polls while it polls, gets an error; what it interrupted goes on."""
+
+    def check(communicator: Communicator) -> None:
+        notes = notes_of(communicator)
+        stream = notes.streams[1 - communicator.rank]
+
+        class Interrupting(bytes):
+            def __radd__(self, other: bytes) -> bytes:
+                assert isinstance(caught(notes.post, b"from the handler", 1), TransportError)
+                return other + bytes(self)
+
+        if communicator.rank == 0:
+            for number in range(3):
+                notes.post(Interrupting(bytes([number])), 1)
+        communicator.barrier()
+        if communicator.rank == 1:
+            stream._fence = lambda: isinstance(caught(stream.take), TransportError) or pytest.fail("no error")
+            assert [notes.poll() for _ in range(4)] == [(0, bytes([number])) for number in range(3)] + [None]
+        communicator.barrier()
+
+    run_ranks(2, check)
 
 
 def test_processors_that_reorder_stores_get_a_fence() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 import ringreduce as rr
+from ringreduce.buffers import Operand
 from ringreduce.common.config import Config
 from ringreduce.testing import assert_equal, caught, run_ranks, sample
 
@@ -97,23 +99,31 @@ def test_wrong_arguments_concern_one_rank_alone() -> None:
     in_world(2, check)
 
 
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize("wrong", [(3, "float32"), (6, "int32"), ((3, 1), "float64"), (3000, "float64")])
 @pytest.mark.parametrize("count", [3, 3000])
-def test_what_does_not_fit_is_an_error_at_the_receiver(count: int) -> None:
-    """It names both sides; what comes next is received."""
+def test_what_does_not_fit_is_an_error_at_the_receiver(
+    count: int, wrong: tuple[int | tuple[int, ...], str], node_size: int | None
+) -> None:
+    """Of another dtype, of as many bytes or not, or shape. It names both sides; what comes next is received."""
+    if wrong[0] == count and wrong[1] == "float64":
+        return
 
     def check(communicator: rr.Communicator) -> None:
         if communicator.rank == 0:
             communicator.send(np.ones(count), 1)
             communicator.send(np.full(count, 2.0), 1)
         else:
-            error = caught(communicator.recv, np.ones(count, np.float32), 0)
+            room = np.full(wrong[0], 7, wrong[1])
+            error = caught(communicator.recv, room, 0)
             assert isinstance(error, rr.MismatchError)
             assert f"rank 0: send to rank 1 (float64, shape {count}, tag 0)" in str(error)
+            assert (room == 7).all()
             out = np.zeros(count)
             communicator.recv(out)
             assert (out == 2).all()
 
-    in_world(2, check)
+    in_world(2, check, node_size=node_size)
 
 
 def test_what_nobody_sends_is_a_time_out_and_can_be_received_later() -> None:
@@ -134,6 +144,51 @@ def test_what_nobody_sends_is_a_time_out_and_can_be_received_later() -> None:
             communicator.send(np.ones(3), 1, 4)
 
     in_world(2, check, timeout_s=0.3)
+
+
+@pytest.mark.parametrize(("size", "node_size"), [(2, None), (2, 1), (3, None), (4, None), (4, 2)])
+def test_many_messages_wait_for_their_receivers(size: int, node_size: int | None) -> None:
+    """Of all lengths and tags, before anybody receives; each tag in its order, from a rank or any; threads take turns."""
+    tags, count = 5, 200
+
+    def sent(sender: int, receiver: int) -> list[tuple[int, np.ndarray]]:
+        draw = np.random.default_rng([sender, receiver])
+        lengths = draw.choice([0, 1, 7, 500, 512, 513], count)
+        return [(int(draw.integers(tags)), draw.integers(0, 255, each)) for each in lengths]
+
+    def check(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        peers = [peer for peer in range(size) if peer != rank]
+        large = np.zeros((len(peers), 5000))
+        begun = [
+            communicator.point_to_point.recv(Operand.of(room), peer, tags)
+            for peer, room in zip(peers, large, strict=True)
+        ]
+        for peer in peers:
+            for tag, array in sent(rank, peer):
+                if array.nbytes <= 4096:  # as others wait for their receiver
+                    communicator.send(array, peer, tag)
+        communicator.barrier()
+        for peer in peers:
+            communicator.send(np.full(5000, float(rank)), peer, tags)
+        for each in begun:
+            communicator.point_to_point.wait(each)
+        assert (large == np.array(peers)[:, None]).all()
+
+        def receive(tag: int) -> None:
+            for peer in peers:
+                for number, (its, array) in enumerate(sent(peer, rank)):
+                    if its == tag and array.nbytes <= 4096:
+                        out = np.empty_like(array)
+                        from_any = len(peers) == 1 and number % 2
+                        assert communicator.recv(out, None if from_any else peer, tag) == peer
+                        assert_equal(out, array)
+
+        with ThreadPoolExecutor(tags) as pool:
+            for each in [pool.submit(receive, tag) for tag in range(tags)]:
+                each.result()
+
+    in_world(size, check, node_size=node_size)
 
 
 def test_messages_are_counted() -> None:
