@@ -16,7 +16,7 @@ from ringreduce.common.instruments import Tally
 from ringreduce.transport.checked import checked
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
-from ringreduce.transport.point_to_point import ArrayKind, PointToPoint, small_kind
+from ringreduce.transport.point_to_point import PointToPoint
 from ringreduce.transport.waiting import Waiter
 
 
@@ -39,46 +39,47 @@ class SendRecv:
         self._instruments = context.instruments
         self._lifetime = context.lifetime
         self.point_to_point = None if channel is None else _carrier(context, channel)
-        self._usual = None if context.counts_decide else self.point_to_point  # counts
         self.tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
-        self._sent = self.tallies["send"]
-        self._received = self.tallies["recv"]
+        self._sent, self._received, self._exchanged = self.tallies.values()
 
     def send(self, array: Any, dest: int, tag: int) -> None:
         """Send an array to a rank that receives it."""
-        started = perf_counter()
-        kind = self._usual_kind(array, dest, tag)
-        if kind is not None and self._usual.send_now(array, kind, dest, tag):
-            self._sent.add(kind.nbytes, perf_counter() - started)
-            return
         carrier = self._open_carrier()
+        if not self._instruments.observers:
+            started = perf_counter()
+            kind = carrier.send_now(array, dest, tag)
+            if kind is not None:
+                self._sent.add(kind.nbytes, perf_counter() - started)
+                return
         source = require_host(operand_of(array), "send")
         with self._timed("send", source.nbytes):
             carrier.wait(carrier.send(source, whole_number("dest", dest), whole_number("tag", tag)))
 
     def recv(self, out: Any, source: int | None, tag: int) -> int:
         """Receive an array that a rank sends; return that rank."""
-        started = perf_counter()
-        kind = self._usual_kind(out, source, tag)
-        if kind is not None and out.flags.carray and self._usual.recv_now(out, kind, source, tag):
-            self._received.add(kind.nbytes, perf_counter() - started)
-            return source
         carrier = self._open_carrier()
+        if source is not None and not self._instruments.observers:
+            started = perf_counter()
+            kind = carrier.recv_now(out, source, tag)
+            if kind is not None:
+                self._received.add(kind.nbytes, perf_counter() - started)
+                return source
         target = require_host(operand_of(out), "recv")
         sender = None if source is None else whole_number("source", source)
         with self._timed("recv", target.nbytes):
-            transfer = carrier.recv(target, sender, whole_number("tag", tag))
-            try:
-                carrier.wait(transfer)
-            except BaseException:
-                carrier.withdraw(transfer)
-                raise
-        assert transfer.peer is not None
-        return transfer.peer
+            return _receive(carrier, target, sender, whole_number("tag", tag))
 
     def sendrecv(self, array: Any, dest: int, out: Any, *, source: int | None, tag: int) -> Any:
         """Send an array to one rank, and receive another that a rank sends, at the same time; return ``out``."""
         carrier = self._open_carrier()
+        if not self._instruments.observers and carrier.receives_now(out, source, tag) and not np.may_share_memory(array, out):
+            started = perf_counter()
+            kind = carrier.send_now(array, dest, tag)
+            if kind is not None:
+                if carrier.recv_now(out, source, tag) is None:
+                    _receive(carrier, Operand.of(out), source, tag)
+                self._exchanged.add(kind.nbytes, perf_counter() - started)
+                return out
         to = whole_number("dest", dest)
         sender = None if source is None else whole_number("source", source)
         tag = whole_number("tag", tag)
@@ -108,22 +109,12 @@ class SendRecv:
         if self.point_to_point is not None:
             self.point_to_point.close()
 
-    def _usual_kind(self, array: Any, peer: Any, tag: Any) -> ArrayKind | None:
-        """Return the kind of a small NumPy array, if nobody watches this call; None: the call takes more steps."""
-        if (
-            type(array) is not np.ndarray
-            or not type(peer) is type(tag) is int
-            or self._instruments.observers
-            or not self._lifetime.open
-        ):
-            return None
-        return small_kind(array.dtype, array.shape)
-
     def _timed(self, name: str, nbytes: int) -> CallTimer:
         return CallTimer(self._instruments, self.tallies[name], name, algorithm="messages", nbytes=nbytes)
 
     def _open_carrier(self) -> PointToPoint:
-        self._lifetime.require_open()
+        if not self._lifetime.open:
+            self._lifetime.require_open()
         if self.point_to_point is None:
             raise ConfigError("this communicator has no messages from one rank to another")
         return self.point_to_point
@@ -147,3 +138,15 @@ def _carrier(context: Context, channel: Messages) -> PointToPoint:
         counts_decide=context.counts_decide,
         near=SharedControlChannel(context.node, channel) if shares else None,
     )
+
+
+def _receive(carrier: PointToPoint, target: Operand, source: int | None, tag: int) -> int:
+    """Receive an array; return the rank that has sent it."""
+    transfer = carrier.recv(target, source, tag)
+    try:
+        carrier.wait(transfer)
+    except BaseException:
+        carrier.withdraw(transfer)
+        raise
+    assert transfer.peer is not None
+    return transfer.peer

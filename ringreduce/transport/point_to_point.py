@@ -22,6 +22,7 @@ from ringreduce.transport.waiting import Waiter
 
 # A note: the tag, the head of the kind, then the array itself if it is small, else its number.
 _TAG = struct.Struct("<q")
+_LAST_TAG = (1 << 63) - 1
 _HEAD = struct.Struct("<qH")  # bytes, and how long the description is
 _NUMBER = struct.Struct("<q")
 _SMALL = 4096  # bytes that travel in the note itself
@@ -187,40 +188,67 @@ class PointToPoint:
         else:
             stream.put(note)
 
-    def send_now(self, data: Array, kind: ArrayKind, peer: int, tag: int) -> bool:
-        """Send a small array to a rank of the node, in fewer steps than `send`; return False where that is not one."""
-        stream = self._streams.get(peer)
-        if stream is None or not 0 <= tag < 1 << 63:
-            return False
-        with self._lock:
-            if not self._lifetime.open:
-                return False
-            stream.put(_TAG.pack(tag) + kind.head + data.tobytes())
-        return True
+    def send_now(self, array: Any, peer: Any, tag: Any) -> ArrayKind | None:
+        """Send a small NumPy array to a rank of the node, in fewer steps than `send`.
 
-    def recv_now(self, data: Array, kind: ArrayKind, peer: int, tag: int) -> bool:
-        """Receive a small array from a rank of the node if it is what comes next, within moments; return whether it is.
+        Args:
+            array, peer, tag: of any type.
 
-        Otherwise `recv` can receive it.
+        Returns:
+            Its kind; None: it was not sent, as it is no such array or there is no such rank or tag.
         """
-        stream = self._streams.get(peer)
-        if stream is None or not 0 <= tag < 1 << 63:
-            return False
+        kind = self._usual_kind(array, peer, tag)
+        if kind is not None:
+            with self._lock:
+                if not self._lifetime.open:
+                    return None
+                self._streams[peer].put(_TAG.pack(tag) + kind.head + array.tobytes())
+        return kind
+
+    def recv_now(self, out: Any, peer: Any, tag: Any) -> ArrayKind | None:
+        """Receive a small NumPy array from a rank of the node if that is the next one to come, and comes within moments.
+
+        Args:
+            out, peer, tag: of any type.
+
+        Returns:
+            Its kind; None: nothing was received, and `recv` can receive what comes.
+        """
+        kind = self._usual_kind(out, peer, tag)
+        if kind is None or not out.flags.carray:
+            return None
         head = _TAG.pack(tag) + kind.head
+        stream = self._streams[peer]
         there = stream.put_there
         taken = stream.taken
         for _ in range(0 if self.waiter.crowded else _POLLS):
             if there[0] != taken:
                 break
         with self._lock:
-            if self._awaited or self._announced or not self._lifetime.open or there[0] == stream.taken:
-                return False
+            if self._awaited or self._announced or there[0] == stream.taken or not self._lifetime.open:
+                return None
             note = stream.take()
             if note.startswith(head):
-                data[...] = np.ndarray(data.shape, data.dtype, note, kind.end)
-                return True
+                out[...] = np.ndarray(out.shape, out.dtype, note, kind.end)
+                return kind
             self._announced.append((peer, *_TAG.unpack_from(note), note))
-        return False
+        return None
+
+    def receives_now(self, out: Any, peer: Any, tag: Any) -> bool:
+        """Return whether `recv_now` may receive this, as far as is known before it comes."""
+        return self._usual_kind(out, peer, tag) is not None and out.flags.carray
+
+    def _usual_kind(self, array: Any, peer: Any, tag: Any) -> ArrayKind | None:
+        """Return the kind of a small NumPy array, if that is exchanged with a rank of the node; else None."""
+        if (
+            type(array) is not np.ndarray
+            or not type(peer) is type(tag) is int
+            or peer not in self._streams
+            or not 0 <= tag <= _LAST_TAG
+            or self._counts_decide
+        ):
+            return None
+        return small_kind(array.dtype, array.shape)
 
     def recv(self, target: Operand, peer: int | None, tag: int) -> PeerTransfer:
         """Begin to receive into an array.
@@ -349,7 +377,7 @@ class PointToPoint:
         size = self._messages.size
         if peer is not None and (not 0 <= peer < size or peer == rank):
             raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
-        if not 0 <= tag < 1 << 63:
+        if not 0 <= tag <= _LAST_TAG:
             raise ConfigError(f"tags are at least 0, got {tag}")
 
     def _take(self, sender: int, note: bytes) -> None:

@@ -21,6 +21,9 @@ from ringreduce.transport.shared.board import TURNS
 #: first one, the same again, and one of another array of the same kind. docs/benchmarks.md shows the table.
 LIMITS = {None: {"first": 100, "again": 10, "other": 60}, 1: {"again": 26}}
 
+#: Likewise, of 8 B from one rank to another, when it has come.
+MESSAGE_LIMITS = {"send": 8, "recv": 8}
+
 #: Likewise, of a training step in which nothing has changed since the last one: clearing, a backward pass, the step.
 STEP_LIMIT = 100
 
@@ -76,6 +79,25 @@ def test_a_call_goes_through_few_functions(node_size: int | None) -> None:
         run_ranks(2, program, node_size=node_size)
     limits = LIMITS[node_size]
     assert {name: least[name] for name in limits if least[name] > limits[name]} == {}
+
+
+def test_a_message_goes_through_few_functions() -> None:
+    """The fewest of some messages, from one rank to the other."""
+    least: dict[str, int] = {}
+
+    def program(communicator: rr.Communicator) -> None:
+        array = np.zeros(1)
+        for _ in range(10):
+            if communicator.rank == 0:
+                count = calls_of(lambda: communicator.send(array, 1))
+                least["send"] = min(least.get("send", count), count)
+            communicator.barrier()
+            if communicator.rank == 1:
+                count = calls_of(lambda: communicator.recv(array, 0))
+                least["recv"] = min(least.get("recv", count), count)
+
+    run_ranks(2, program)
+    assert {name: least[name] for name, limit in MESSAGE_LIMITS.items() if least[name] > limit} == {}
 
 
 def test_a_training_step_goes_through_few_functions() -> None:
@@ -143,6 +165,8 @@ def test_the_documents_state_these_limits() -> None:
         "the same array again": LIMITS[None]["again"],
         "another array of the same shape and dtype": LIMITS[None]["other"],
         "the same array again, two nodes": LIMITS[1]["again"],
+        "8 B to another rank of the node": MESSAGE_LIMITS["send"],
+        "8 B from another rank of the node": MESSAGE_LIMITS["recv"],
         "an asynchronous operation, repeated": int(asynchronous),
         "a training step like the last one": STEP_LIMIT,
         "the first step of an optimizer of torch": TORCH_STEP_LIMITS["first"],
