@@ -41,9 +41,10 @@ class ControlChannel(Protocol):
 class SharedControlChannel:
     """Carries control notes between the ranks of a node: through buffers of each rank for each other.
 
-    A rank has a part for each peer: how many bytes it has put, how many it had taken of the peer's, and one more, when it
-    last turned to another buffer, and the first buffer. Notes follow one another in a buffer. Where one does not fit, its writer turns
-    to a buffer that the peer has read, or to a new one: no note waits for the peer, nor for another call of the writer.
+    A rank has a part for each peer: how many bytes it has put; one more than it had taken of the peer's when it last
+    turned to another buffer; and the first buffer. Notes follow one another in a buffer. Where one does not fit, its
+    writer turns to a buffer that the peer has read, or to a new one: no note waits for the peer, nor for another call
+    of the writer.
 
     Args:
         node: the ranks. Its arena is used by the thread that uses this.

@@ -206,7 +206,7 @@ class PointToPoint:
         return kind
 
     def recv_now(self, out: Any, peer: Any, tag: Any) -> ArrayKind | None:
-        """Receive a small NumPy array from a rank of the node if that is the next one to come, and comes within moments.
+        """Receive a small NumPy array from a rank of the node, if that is what comes next, and within moments.
 
         Args:
             out, peer, tag: of any type.
@@ -234,9 +234,14 @@ class PointToPoint:
             self._announced.append((peer, *_TAG.unpack_from(note), note))
         return None
 
-    def receives_now(self, out: Any, peer: Any, tag: Any) -> bool:
-        """Return whether `recv_now` may receive this, as far as is known before it comes."""
-        return self._usual_kind(out, peer, tag) is not None and out.flags.carray
+    def exchanges_now(self, array: Any, out: Any, peer: Any, tag: Any) -> bool:
+        """Return whether `recv_now` may receive into an array while another is sent, as far as is known before."""
+        return (
+            self._usual_kind(out, peer, tag) is not None
+            and out.flags.carray
+            and type(array) is np.ndarray
+            and not np.may_share_memory(array, out)
+        )
 
     def _usual_kind(self, array: Any, peer: Any, tag: Any) -> ArrayKind | None:
         """Return the kind of a small NumPy array, if that is exchanged with a rank of the node; else None."""

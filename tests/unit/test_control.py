@@ -24,7 +24,8 @@ def notes_of(communicator: Communicator) -> SharedControlChannel:
 def note(sender: int, receiver: int, number: int) -> bytes:
     """Return the content of a note: of any length from nothing to more than a buffer holds."""
     generator = random.Random(f"{sender} {receiver} {number}")
-    return generator.randbytes(generator.choice([0, 1, 3, 17, 1000, 1008, 1009, 4096, 32_000, 32_695, 32_696, 32_697, 50_000]))
+    lengths = [0, 1, 3, 17, 1000, 1008, 1009, 4096, 32_000, 32_695, 32_696, 32_697, 50_000]
+    return generator.randbytes(generator.choice(lengths))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

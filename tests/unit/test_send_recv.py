@@ -148,7 +148,7 @@ def test_what_nobody_sends_is_a_time_out_and_can_be_received_later() -> None:
 
 @pytest.mark.parametrize(("size", "node_size"), [(2, None), (2, 1), (3, None), (4, None), (4, 2)])
 def test_many_messages_wait_for_their_receivers(size: int, node_size: int | None) -> None:
-    """Of all lengths and tags, before anybody receives; each tag in its order, from a rank or any; threads take turns."""
+    """Of all lengths and tags, before anybody receives; each tag in its order, on threads of its own."""
     tags, count = 5, 200
 
     def sent(sender: int, receiver: int) -> list[tuple[int, np.ndarray]]:
