@@ -88,7 +88,7 @@ class SharedControlChannel:
         """Nothing to give back: the memory goes with the arena, and a peer may still read what was posted last."""
 
 
-class _Buffer(NamedTuple):
+class _NoteBuffer(NamedTuple):
     """Memory that notes are put into.
 
     Attributes:
@@ -129,8 +129,8 @@ class NoteStream:
         self._turned_here = mine[_LINE : _LINE + 8].cast("q")
         self.put_there = theirs[:8].cast("q")
         self._turned_there = theirs[_LINE : _LINE + 8].cast("q")
-        self._buffer = _Buffer(mine[2 * _LINE :], place + 2 * _LINE, None, first=0)
-        self._full: deque[tuple[int, _Buffer]] = deque()  # those before, each with where the next one begins
+        self._buffer = _NoteBuffer(mine[2 * _LINE :], place + 2 * _LINE, None, first=0)
+        self._full: deque[tuple[int, _NoteBuffer]] = deque()  # those before, each with where the next one begins
         self._theirs = theirs[2 * _LINE : _PART_NBYTES], 0  # the peer's buffer, and where that begins
         self.taken = 0
 
@@ -159,7 +159,7 @@ class NoteStream:
         finally:
             self._busy = False
 
-    def _turn(self, put: int, nbytes: int) -> _Buffer:
+    def _turn(self, put: int, nbytes: int) -> _NoteBuffer:
         """Go on in another buffer, in which a note of so many bytes fits; return that."""
         nbytes += 2 * _LINE
         found = None
@@ -171,7 +171,7 @@ class NoteStream:
                 self._arena.release(buffer.block)
         if found is None:
             block = self._arena.allocate(max(_BUFFER_NBYTES, nbytes))
-            found = _Buffer(block.view, block.place, block, first=put)
+            found = _NoteBuffer(block.view, block.place, block, first=put)
         _TURN.pack_into(self._buffer.memory, put - self._buffer.first, -len(found.memory), found.place)
         self._full.append((put, self._buffer))
         self._buffer = found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
@@ -16,7 +16,7 @@ from ringreduce.buffers import Array, DType, Operand, described
 from ringreduce.common.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.serial import SerialTask
-from ringreduce.transport.control import SharedControlChannel
+from ringreduce.transport.control import NoteStream, SharedControlChannel
 from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.waiting import Waiter
 
@@ -131,6 +131,7 @@ class PointToPoint:
     ) -> None:
         self._counts_decide = counts_decide
         self._streams = {} if near is None else near.streams
+        self._usual = {} if counts_decide else self._streams
         self._polls = [] if near is None else [near.poll]
         if len(self._streams) < messages.size - 1:
             self._polls.append(messages.poll)
@@ -170,23 +171,19 @@ class PointToPoint:
         transfer = PeerTransfer(data, kind, peer, tag=tag, is_send=True)
         with self._lock:
             self._lifetime.require_open("message")
-            head = _TAG.pack(tag) + kind.head
+            number = self._numbers[peer]
+            note = _TAG.pack(tag) + kind.head + (data.tobytes() if is_small else _NUMBER.pack(number))
+            stream = self._streams.get(peer)
+            if stream is None:
+                self._messages.post(note, peer)
+            else:
+                stream.put(note)
             if is_small:
-                self._post(head + data.tobytes(), peer)
                 transfer.done = True
             else:
-                number = self._numbers[peer]
                 self._numbers[peer] += 1
-                self._post(head + _NUMBER.pack(number), peer)
                 self._start(transfer, peer, number)
         return transfer
-
-    def _post(self, note: bytes, peer: int) -> None:
-        stream = self._streams.get(peer)
-        if stream is None:
-            self._messages.post(note, peer)
-        else:
-            stream.put(note)
 
     def send_now(self, array: Any, peer: Any, tag: Any) -> ArrayKind | None:
         """Send a small NumPy array to a rank of the node, in fewer steps than `send`.
@@ -197,7 +194,7 @@ class PointToPoint:
         Returns:
             Its kind; None: it was not sent, as it is no such array or there is no such rank or tag.
         """
-        kind = self._usual_kind(array, peer, tag)
+        kind = _usual_kind(self._usual, array, peer, tag)
         if kind is not None:
             with self._lock:
                 if not self._lifetime.open:
@@ -214,7 +211,7 @@ class PointToPoint:
         Returns:
             Its kind; None: nothing was received, and `recv` can receive what comes.
         """
-        kind = self._usual_kind(out, peer, tag)
+        kind = _usual_kind(self._usual, out, peer, tag)
         if kind is None or not out.flags.carray:
             return None
         head = _TAG.pack(tag) + kind.head
@@ -237,23 +234,11 @@ class PointToPoint:
     def exchanges_now(self, array: Any, out: Any, peer: Any, tag: Any) -> bool:
         """Return whether `recv_now` may receive into an array while another is sent, as far as is known before."""
         return (
-            self._usual_kind(out, peer, tag) is not None
+            _usual_kind(self._usual, out, peer, tag) is not None
             and out.flags.carray
             and type(array) is np.ndarray
             and not np.may_share_memory(array, out)
         )
-
-    def _usual_kind(self, array: Any, peer: Any, tag: Any) -> ArrayKind | None:
-        """Return the kind of a small NumPy array, if that is exchanged with a rank of the node; else None."""
-        if (
-            type(array) is not np.ndarray
-            or not type(peer) is type(tag) is int
-            or peer not in self._streams
-            or not 0 <= tag <= _LAST_TAG
-            or self._counts_decide
-        ):
-            return None
-        return small_kind(array.dtype, array.shape)
 
     def recv(self, target: Operand, peer: int | None, tag: int) -> PeerTransfer:
         """Begin to receive into an array.
@@ -425,6 +410,18 @@ class PointToPoint:
         transfer.requests = [describe(data[low : low + _PIECE], peer, tag) for low in range(0, data.nbytes, _PIECE)]
         self._messages.start(transfer.requests)
         self._moving.append(transfer)
+
+
+def _usual_kind(streams: Mapping[int, NoteStream], array: Any, peer: Any, tag: Any) -> ArrayKind | None:
+    """Return the kind of a small NumPy array, if that is exchanged with a rank that one of these streams reaches."""
+    if (
+        type(array) is not np.ndarray
+        or not type(peer) is type(tag) is int
+        or peer not in streams
+        or not 0 <= tag <= _LAST_TAG
+    ):
+        return None
+    return small_kind(array.dtype, array.shape)
 
 
 class Deliveries:
