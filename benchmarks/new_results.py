@@ -18,7 +18,7 @@ import ringreduce
 from ringreduce.bench.measure import Contender, iterations_for, time_in_turn
 from ringreduce.common.quantities import format_nbytes
 
-SIZES = (64 << 10, 1 << 20, 16 << 20)  # bytes
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)  # bytes
 
 
 def measure(nbytes: int) -> tuple[float, float]:

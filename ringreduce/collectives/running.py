@@ -356,6 +356,12 @@ class Runner:
                 target = flat(Operand(view, dtype, address)).unowned()
                 source = target if follows else given
                 found = self._plan_of(task, source, target)
+                if not found.reusable:
+                    try:
+                        found.run(source, partial(constant, target))
+                    finally:
+                        found.close()
+                    return native(view, dtype, library)
                 run = found.repeated(source, target)
                 if len(bound) >= _RESULTS:
                     bound.clear()

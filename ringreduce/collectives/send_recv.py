@@ -136,7 +136,7 @@ def _carrier(context: Context, channel: Messages) -> PointToPoint:
         find_failed=context.board.find_failed,
         lifetime=context.lifetime.child(),
         counts_decide=context.counts_decide,
-        near=SharedControlChannel(context.node, channel) if shares else None,
+        near=SharedControlChannel(context.node, context.messages) if shares else None,
     )
 
 

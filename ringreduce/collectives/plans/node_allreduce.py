@@ -29,8 +29,8 @@ from ringreduce.transport.shared.board import MAILBOX_NBYTES, STAGE_NBYTES, TURN
 
 #: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
 _STAGED_NBYTES = 256 << 10
-#: The same where one of the two is in the arena: the others touch it where it is.
-_HALF_STAGED_NBYTES = 64 << 10
+#: The same for a pair, if either the source or the target is private.
+_HALF_MAILED_NBYTES = 64 << 10
 #: A piece of a private buffer. Smaller ones would stay in L2, but a piece costs a barrier and some 10 us of Python;
 #: from 256 KiB to 4 MiB this was the quickest, at all sizes.
 _PIECE_NBYTES = STAGE_NBYTES
@@ -46,18 +46,19 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
     if task.choice.path is Path.ONE_SHOT:
         return plans.get(("one_shot", code), lambda: OneShot(context, task, count))
 
+    is_pair = len(context.board.members) == 2
+
     def staged() -> _ThroughBoard:  # is kept, so it refers to no operand
-        fits = len(context.board.members) == 2 and nbytes <= MAILBOX_NBYTES
-        kind = MailedPair if fits else StagedTwoShot
+        kind = MailedPair if is_pair and nbytes <= MAILBOX_NBYTES else StagedTwoShot
         return plans.get(("staged", code), lambda: kind(context, task, count))
 
     in_place = source.address == target.address
     if nbytes <= _STAGED_NBYTES:
         reads_private = arena.locate(source.address, nbytes) == NOWHERE
         stores_private = reads_private if in_place else arena.locate(target.address, nbytes) == NOWHERE
-        if nbytes <= _HALF_STAGED_NBYTES and (reads_private or stores_private):
-            return staged()
         if reads_private and stores_private:
+            return staged()
+        if is_pair and nbytes <= _HALF_MAILED_NBYTES and (reads_private or stores_private):
             return staged()
 
     def make() -> BoundCall:

@@ -191,9 +191,9 @@ class Board:
         parity = number & 1
         line = self._mine[parity]
         if self._published[parity] is not mine:  # peers poll this line: each store makes it travel
-            _, line[_SIGNATURE], line[_SOURCE], line[_TARGET], _, numbers = self._published[parity] = mine
-            if numbers:
-                self._publish(parity, numbers)
+            if mine.numbers:
+                self._publish(parity, mine.numbers)
+            _, line[_SIGNATURE], line[_SOURCE], line[_TARGET], _, _ = self._published[parity] = mine
         if self._fence is not None:
             self._fence()
         line[_NUMBER] = number

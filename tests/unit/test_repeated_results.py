@@ -1,0 +1,105 @@
+"""Calls that come again: new results of all kinds, and ranks that differ in which of their arrays are private."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ringreduce as rr
+from ringreduce.buffers import DTYPES
+from ringreduce.testing import run_ranks
+
+#: Elements of 1 to 8 bytes, on both sides of the size from which results are in shared memory.
+SHAPES = [(), (3,), (5, 819), (4097,), (3, 5500)]
+
+
+def small(rank: int, turn: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return whole numbers so small that every dtype holds their sums over four ranks."""
+    count = int(np.prod(shape, dtype=int))
+    return ((np.arange(count) + 3 * rank + turn) % 7).reshape(shape)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "uint8", "int64", "complex64", "bool"])
+def test_new_results_of_a_repeated_call(dtype: str, size: int) -> None:
+    """Each is an array of its own, right, and stays as it is: of NumPy, of torch, from private and shared memory."""
+
+    def body(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        for shape in SHAPES:
+            arrays: list[Any] = [communicator.empty(shape, dtype)]
+            if dtype != "bfloat16":
+                arrays.append(np.empty(shape, dtype))
+            arrays.append(torch.empty(shape, dtype=getattr(torch, dtype)))
+            for array in arrays:
+                kept = []
+                for turn in range(11):
+                    values = [small(each, turn, shape) for each in range(size)]
+                    wanted = np.any(values, axis=0) if dtype == "bool" else np.sum(values, axis=0)
+                    array[...] = torch.as_tensor(values[rank]) if isinstance(array, torch.Tensor) else values[rank]
+                    result = communicator.allreduce(array)
+                    assert type(result) is type(array)
+                    assert result.dtype == array.dtype
+                    if turn % 3:
+                        kept.append((result, wanted))
+                    del result
+                for result, wanted in kept:
+                    found = result.double() if isinstance(result, torch.Tensor) and dtype == "bfloat16" else result
+                    np.testing.assert_array_equal(np.asarray(found).astype(complex), wanted)
+
+    assert dtype in DTYPES
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [1024, 8192, 16384, 16385, 65537])
+def test_ranks_may_differ_in_which_arrays_are_private(count: int, size: int) -> None:
+    """The first rank's input and result are private or not, or one array; so are the others', in all combinations."""
+    kinds = [*product((False, True), (False, True)), None]  # (input, result) is in shared memory; None: in place
+
+    def body(communicator: rr.Communicator) -> None:
+        def make(shared: bool) -> np.ndarray:
+            return communicator.empty(count) if shared else np.empty(count, np.float32)
+
+        for first, others in product(kinds, kinds):
+            mine = others if communicator.rank else first
+            given = make(communicator.rank == 0 if mine is None else mine[0])
+            out = given if mine is None else make(mine[1])
+            for turn in range(3):
+                given[:] = small(communicator.rank, turn, (count,))
+                communicator.allreduce(given, out=out)
+                np.testing.assert_array_equal(out, sum(small(each, turn, (count,)) for each in range(size)))
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("out_overlaps", [False, True])
+def test_rows_that_a_rank_keeps_are_right_if_only_the_others_are_mailed(size: int, out_overlaps: bool) -> None:
+    """Alltoalls with unequal rows, with none, and with a result that begins in the input; and reduce-scatters."""
+
+    def body(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        for rows in ([0, 5, 2], [5, 0, 2], [1, 1, 0], [7, 7, 7]):
+            splits = rows[:size]
+            memory = np.empty((3 * sum(splits) * size + 1, 2), np.float32)
+            given = memory[: sum(splits)]
+            room = memory[1 if out_overlaps else sum(splits) :]
+            for turn in range(3):
+                memory[:] = -1
+                given[:] = small(rank, turn, given.shape)
+                sent = [small(each, turn, given.shape) for each in range(size)]
+                start = sum(splits[:rank])
+                wanted = np.concatenate([each[start : start + splits[rank]] for each in sent])
+                communicator.alltoall(given, splits, out=room[: len(wanted)])
+                np.testing.assert_array_equal(room[: len(wanted)], wanted)
+                array = np.array(small(rank, turn, (size * 3, 2)), np.float32)
+                part = communicator.reduce_scatter(array)
+                total = sum(small(each, turn, (size * 3, 2)) for each in range(size))
+                np.testing.assert_array_equal(part, total[3 * rank :][:3])
+
+    run_ranks(size, body)
