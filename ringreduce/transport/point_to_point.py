@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import count
 from math import prod
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ class PointToPoint:
         waiter.watchers.append(self._watch)
         self._find_failed = find_failed
         self._lock = threading.RLock()
-        self._numbers = [0] * messages.size  # of the large arrays that each rank was sent
+        self._numbers = [count() for _ in range(messages.size)]  # of the large arrays that each rank was sent
         self._announced: list[tuple[int, int, bytes]] = []  # sender, tag and note, in the order in which they came
         self._awaited: list[PeerTransfer] = []  # receives that nothing has come for yet
         self._moving: list[PeerTransfer] = []
@@ -171,7 +172,7 @@ class PointToPoint:
         transfer = PeerTransfer(data, kind, peer, tag=tag, is_send=True)
         with self._lock:
             self._lifetime.require_open("message")
-            number = self._numbers[peer]
+            number = 0 if is_small else next(self._numbers[peer])  # no other array has it, even if this one fails
             note = _TAG.pack(tag) + kind.head + (data.tobytes() if is_small else _NUMBER.pack(number))
             stream = self._streams.get(peer)
             if stream is None:
@@ -181,7 +182,6 @@ class PointToPoint:
             if is_small:
                 transfer.done = True
             else:
-                self._numbers[peer] += 1
                 self._start(transfer, peer, number)
         return transfer
 
@@ -376,7 +376,11 @@ class PointToPoint:
         for place, each in enumerate(self._awaited):
             if each.tag == tag and each.peer in (None, sender):
                 del self._awaited[place]
-                self._receive(each, sender, note)
+                try:
+                    self._receive(each, sender, note)
+                except BaseException as error:
+                    each.end(error)  # nothing else will: it is in no list
+                    raise
                 return
         self._announced.append((sender, tag, note))
 
