@@ -258,7 +258,6 @@ class _Control:
         self.posted: list[tuple[MPI.Request, bytes]] = []
         self.unfinished: list[tuple[object, ...]] = []
         self._waiter = waiter
-        self._status = MPI.Status()  # of `poll`
         self._peers = peers_in(comm)
         self._exchanges = 0
         self._gave_up = ""  # why the ranks do not exchange anything any more
@@ -266,17 +265,18 @@ class _Control:
 
     def post(self, note: bytes, peer: int) -> None:
         try:
-            request = self.comm.Isend([note, MPI.BYTE], peer, _NOTE_TAG)
-            if self.posted:
-                self.posted = [each for each in self.posted if not each[0].Test()]
-            if not request.Test():  # as nearly all are
-                self.posted.append((request, note))
+            for each in [each for each in self.posted if each[0].Test()]:
+                self.posted.remove(each)
+            posted = self.comm.Isend([note, MPI.BYTE], peer, _NOTE_TAG), note
+            self.posted.append(posted)  # before the test, which may raise while MPI still reads the note
+            self._sent[peer] += 1
+            if posted[0].Test():  # as nearly all are
+                self.posted.remove(posted)
         except MPI.Exception as error:
             raise translate(error, self.comm) from error
-        self._sent[peer] += 1
 
     def poll(self) -> tuple[int, bytes] | None:
-        status = self._status
+        status = MPI.Status()  # of this call alone: a signal handler may communicate in the middle of it
         try:
             message = self.comm.Improbe(MPI.ANY_SOURCE, _NOTE_TAG, status)
             if message is None:
