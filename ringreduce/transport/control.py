@@ -173,8 +173,9 @@ class NoteStream:
             block = self._arena.allocate(max(_BUFFER_NBYTES, nbytes))
             found = _NoteBuffer(block.view, block.place, block, first=put)
         _TURN.pack_into(self._buffer.memory, put - self._buffer.first, -len(found.memory), found.place)
-        self._full.append((put, self._buffer))
-        self._buffer = found
+        last = put, self._buffer
+        self._buffer = found  # first: an exception of a signal handler must not leave it among those that are full
+        self._full.append(last)
         return found
 
     def take(self) -> bytes:

@@ -400,14 +400,15 @@ def _read(area: Array) -> bytes:
 def fence(machine: str = platform.machine()) -> Callable[[], object] | None:
     """Return what orders data and flags: None on x86, where they stay in order; a lock's barriers elsewhere.
 
-    Releasing orders what was done before, acquiring what comes after: in this order, on one lock, a full fence.
+    Releasing orders what was done before, acquiring what comes after: in this order, on one lock, a full fence. Each
+    fence has a lock of its own, as a signal handler may interrupt it, and raise or make another.
     """
     if machine in ("x86_64", "AMD64", "i686"):
         return None
-    lock = threading.Lock()
-    lock.acquire()
 
     def order() -> None:
+        lock = threading.Lock()
+        lock.acquire()
         lock.release()
         lock.acquire()
 
