@@ -41,10 +41,10 @@ class ControlChannel(Protocol):
 class SharedControlChannel:
     """Carries control notes between the ranks of a node: through buffers of each rank for each other.
 
-    A rank has a part for each peer: how many bytes it has put; one more than it had taken of the peer's when it last
-    turned to another buffer; and the first buffer. Notes follow one another in a buffer. Where one does not fit, its
-    writer turns to a buffer that the peer has read, or to a new one: no note waits for the peer, nor for another call
-    of the writer.
+    A rank has a part for each peer: how many bytes it has put; where the peer's current buffer begins, plus one, so
+    that 0 means: still in the first; and its own first buffer. Notes follow one another in a buffer. Where one does not
+    fit, its writer turns to a buffer that the peer has read, or to a new one: no note waits for the peer, nor for
+    another call of the writer.
 
     Args:
         node: the ranks. Its arena is used by the thread that uses this.
@@ -76,9 +76,11 @@ class SharedControlChannel:
         self.streams[peer].put(note)
 
     def poll(self) -> tuple[int, bytes] | None:
-        for peer, stream in self._all:
-            if stream.put_there[0] != stream.taken:
-                return peer, stream.take()
+        for place, (peer, stream) in enumerate(self._all, 1):
+            if stream.put_there[0] != stream.taken and not stream.taking:
+                note = stream.take()
+                self._all = self._all[place:] + self._all[:place]  # so that no rank is always served first
+                return peer, note
         return None
 
     def abandon(self) -> None:
@@ -118,13 +120,17 @@ class NoteStream:
     Attributes:
         put_there: how many bytes the peer has put, as the peer says.
         taken: how many of them were taken.
+        taking: whether `take` is under way, in what a signal handler has interrupted.
+        grown: whether it took more memory to put notes, as the peer had not read enough; whoever looks resets it.
     """
 
     def __init__(self, arena: Arena, peer: int, mine: memoryview, place: int, theirs: memoryview) -> None:
         self._arena = arena
         self._peer = peer
         self._fence = fence()
-        self._busy = False
+        self._putting = False
+        self.taking = False
+        self.grown = False
         self._put_here = mine[:8].cast("q")
         self._turned_here = mine[_LINE : _LINE + 8].cast("q")
         self.put_there = theirs[:8].cast("q")
@@ -134,15 +140,20 @@ class NoteStream:
         self._theirs = theirs[2 * _LINE : _PART_NBYTES], 0  # the peer's buffer, and where that begins
         self.taken = 0
 
+    @property
+    def unread(self) -> int:
+        """How many bytes the peer has not read, except that it does not tell what it has read of its current buffer."""
+        return self._put_here[0] - max(self._turned_there[0] - 1, 0)
+
     def put(self, note: bytes) -> None:
         """Hand the peer a note.
 
         Raises:
             TransportError: a signal handler does so where it has interrupted this, or there is no more memory to share.
         """
-        if self._busy:
+        if self._putting:
             raise _interrupted()
-        self._busy = True
+        self._putting = True
         try:
             put = self._put_here[0]
             buffer = self._buffer
@@ -157,7 +168,7 @@ class NoteStream:
                 self._fence()
             self._put_here[0] = buffer.first + -(-end // _LINE) * _LINE
         finally:
-            self._busy = False
+            self._putting = False
 
     def _turn(self, put: int, nbytes: int) -> _NoteBuffer:
         """Go on in another buffer, in which a note of so many bytes fits; return that."""
@@ -172,6 +183,7 @@ class NoteStream:
         if found is None:
             block = self._arena.allocate(max(_BUFFER_NBYTES, nbytes))
             found = _NoteBuffer(block.view, block.place, block, first=put)
+            self.grown = True
         _TURN.pack_into(self._buffer.memory, put - self._buffer.first, -len(found.memory), found.place)
         last = put, self._buffer
         self._buffer = found  # first: an exception of a signal handler must not leave it among those that are full
@@ -184,9 +196,9 @@ class NoteStream:
         Raises:
             TransportError: a signal handler does so where it has interrupted this, or the memory cannot be reached.
         """
-        if self._busy:
+        if self.taking:
             raise _interrupted()
-        self._busy = True
+        self.taking = True
         try:
             if self._fence is not None:
                 self._fence()
@@ -207,7 +219,7 @@ class NoteStream:
             self.taken = first + -(-end // _LINE) * _LINE
             return note
         finally:
-            self._busy = False
+            self.taking = False
 
 
 def _interrupted() -> TransportError:

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.buffers import Array, DType, Operand, described
-from ringreduce.common.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
+from ringreduce.common.errors import (
+    CollectiveError,
+    ConfigError,
+    MismatchError,
+    RingReduceError,
+    ShutdownError,
+    TransportError,
+)
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.serial import SerialTask
 from ringreduce.transport.control import NoteStream, SharedControlChannel
@@ -28,6 +35,7 @@ _HEAD = struct.Struct("<qH")  # bytes, and how long the description is
 _NUMBER = struct.Struct("<q")
 _SMALL = 4096  # bytes that travel in the note itself
 _PIECE = 1 << 30  # bytes of one message
+_UNREAD = 16 << 20  # bytes of notes in shared memory that a rank has not read, before a send to it waits
 _POLLS = 300  # for a note, before others may have the lock: about 10 us
 
 
@@ -164,17 +172,21 @@ class PointToPoint:
 
         Raises:
             ConfigError: there is no such rank, or it is this one; or no such tag.
+            CollectiveTimeoutError: the rank did not receive 16 MiB that it was sent before in time; this is not sent.
+            PeerLostError: a rank of the group has failed.
         """
         self._require(peer, tag)
         kind = _kind(source.describe(by_count=self._counts_decide), source.nbytes)
         is_small = kind.nbytes <= _SMALL
         data = source.view if is_small or source.contiguous else source.flat()
         transfer = PeerTransfer(data, kind, peer, tag=tag, is_send=True)
+        stream = self._streams.get(peer)
+        if stream is not None and stream.grown:
+            self._wait_for_room(stream, peer)
         with self._lock:
             self._lifetime.require_open("message")
             number = 0 if is_small else next(self._numbers[peer])  # no other array has it, even if this one fails
             note = _TAG.pack(tag) + kind.head + (data.tobytes() if is_small else _NUMBER.pack(number))
-            stream = self._streams.get(peer)
             if stream is None:
                 self._messages.post(note, peer)
             else:
@@ -192,14 +204,15 @@ class PointToPoint:
             array, peer, tag: of any type.
 
         Returns:
-            Its kind; None: it was not sent, as it is no such array or there is no such rank or tag.
+            Its kind; None: it was not sent, and `send` can send it or say why not.
         """
         kind = _usual_kind(self._usual, array, peer, tag)
         if kind is not None:
+            stream = self._streams[peer]
             with self._lock:
-                if not self._lifetime.open:
+                if stream.grown or not self._lifetime.open:
                     return None
-                self._streams[peer].put(_TAG.pack(tag) + kind.head + array.tobytes())
+                stream.put(_TAG.pack(tag) + kind.head + array.tobytes())
         return kind
 
     def recv_now(self, out: Any, peer: Any, tag: Any) -> ArrayKind | None:
@@ -224,7 +237,12 @@ class PointToPoint:
         with self._lock:
             if self._awaited or self._announced or there[0] == stream.taken or not self._lifetime.open:
                 return None
-            note = stream.take()
+            try:
+                note = stream.take()
+            except TransportError:
+                if stream.taking:  # in what a signal handler has interrupted
+                    raise
+                return None
             if note.startswith(head):
                 out[...] = np.ndarray(out.shape, out.dtype, note, kind.end)
                 return kind
@@ -312,9 +330,11 @@ class PointToPoint:
         if not (self._awaited or self._moving) or not self._lock.acquire(blocking=False):
             return
         try:
-            for poll in self._polls:
+            for poll in tuple(self._polls):
                 while self._awaited and (arrived := poll()) is not None:
                     self._take(*arrived)
+                    if len(self._polls) > 1:  # the other comes first next time
+                        self._polls = [*(each for each in self._polls if each != poll), poll]
             if self._moving:
                 for each in self._moving:
                     if not each.done and self._messages.test_all(each.requests):
@@ -322,13 +342,24 @@ class PointToPoint:
                         each.end()
                 self._moving = [each for each in self._moving if not each.done]
         except RingReduceError as error:
-            self.fail(error)
+            self.fail(self._find_failed("this rank waits for a message") or error)
         finally:
             self._lock.release()
 
-    def _watch(self) -> None:
+    def _wait_for_room(self, stream: NoteStream, peer: int) -> None:
+        """Return once a rank has received enough of what is in memory that the node shares."""
+        self._watch("this rank sends messages")
+
+        def over() -> bool:
+            self.advance()
+            return stream.unread <= _UNREAD or not self._lifetime.open
+
+        self.waiter.until(over, lambda: f"rank {peer} to receive some of {stream.unread} bytes that it was sent")
+        stream.grown = False
+
+    def _watch(self, doing: str = "this rank waits for a message") -> None:
         """Raise if a rank of the group has failed; for the waiter."""
-        failed = self._find_failed("this rank waits for a message")
+        failed = self._find_failed(doing)
         if failed is not None:
             self.fail(failed)
             raise failed

@@ -350,10 +350,11 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, environment: dict[str, st
         ("", "rr.recv(np.ones(4), 2)"),
         ("", "rr.recv(np.ones(1 << 18))"),
         ("", "rr.send(np.ones(1 << 18), 2)"),
+        ("", "while True: rr.send(np.ones(1), 2)"),
         ("import torch, ringreduce.torch as hvd", "hvd.allreduce(torch.ones(4))"),
         ("import torch, ringreduce.torch as hvd", "hvd.join()"),
     ],
-    ids=["small", "large", "receive", "receive from any", "send", "an operation", "join"],
+    ids=["small", "large", "receive", "receive from any", "send", "small sends", "an operation", "join"],
 )
 def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, imports: str, waiting: str):
     """All of them, and not one another, although they end one after the other."""

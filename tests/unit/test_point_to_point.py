@@ -83,3 +83,41 @@ def test_a_message_after_a_failure_says_what_failed():
     sides[0].fail(TransportError("the group was aborted"))
     with pytest.raises(TransportError, match=r"can follow an earlier failure: .*the group was aborted"):
         sides[0].send(Operand.of(np.zeros(3, np.uint8)), 1, 0)
+
+
+def test_an_interrupted_send_gives_its_number_to_no_other():
+    """What is sent next arrives where it belongs, though the note of the interrupted array is there."""
+    sides = ends(2)
+    post = sides[0]._messages.post
+
+    def interrupted(note: bytes, peer: int) -> None:
+        sides[0]._messages.post = post
+        post(note, peer)
+        raise KeyboardInterrupt
+
+    sides[0]._messages.post = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        sides[0].send(Operand.of(np.full(5000, 1, np.uint8)), 1, 0)
+    sides[0].send(Operand.of(np.full(5000, 2, np.uint8)), 1, 0)
+    rooms = [np.zeros(5000, np.uint8) for _ in range(2)]
+    first, second = (sides[1].recv(Operand.of(room), 0, 0) for room in rooms)
+    sides[1].wait(second)
+    assert not first.done
+    assert (rooms[1] == 2).all()
+
+
+def test_a_receive_that_cannot_start_ends():
+    """At once, with the reason, not at its time limit; as does what comes after it."""
+    sides = ends(2)
+    failure = TransportError("the sender is gone")
+
+    def fails(requests: object) -> None:
+        raise failure
+
+    sides[1]._messages.start = fails
+    pending = [sides[1].recv(Operand.of(np.zeros(5000, np.uint8)), 0, 0) for _ in range(2)]
+    sides[0].send(Operand.of(np.ones(5000, np.uint8)), 1, 0)
+    for each in pending:
+        with pytest.raises(TransportError, match="the sender is gone"):
+            sides[1].wait(each)
+    assert not sides[1].busy

@@ -204,3 +204,72 @@ def test_messages_are_counted() -> None:
         assert not communicator.instruments.calls  # which have the same numbers on all ranks
 
     in_world(2, check)
+
+
+@pytest.mark.parametrize("node_size", [None, 2])
+def test_no_sender_starves_another(node_size: int | None) -> None:
+    """From any rank, what each has sent is received in turns, wherever they are."""
+
+    def check(communicator: rr.Communicator) -> None:
+        rank, out = communicator.rank, np.zeros(1)
+        if rank:
+            for _ in range(50):
+                communicator.send(np.ones(1), 0)
+        communicator.barrier()
+        if not rank:
+            senders = [communicator.recv(out) for _ in range(100)]
+            assert set(senders[:4]) == {1, 2}
+            assert abs(senders[:50].count(1) - 25) <= 1
+        communicator.barrier()
+
+    in_world(3, check, node_size=node_size)
+
+
+@pytest.fixture
+def little_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A send waits where 1 MiB is unread."""
+    monkeypatch.setattr("ringreduce.transport.point_to_point._UNREAD", 1 << 20)
+
+
+@pytest.mark.usefixtures("little_unread")
+def test_a_sender_waits_for_a_receiver_that_lags_behind() -> None:
+    """It goes on when that has received some."""
+
+    def check(communicator: rr.Communicator) -> None:
+        out = np.zeros(100, np.int64)
+        for number in range(5000):
+            if communicator.rank == 0:
+                communicator.send(np.full(100, number), 1)
+            else:
+                communicator.recv(out, 0)
+                assert (out == number).all()
+
+    in_world(2, check)
+
+
+@pytest.mark.usefixtures("little_unread")
+def test_a_receiver_that_does_not_come_is_a_time_out_of_its_sender() -> None:
+    """What was sent until then is received later, all of it, and what is sent after that."""
+    full = threading.Event()
+    sent = 0
+
+    def check(communicator: rr.Communicator) -> None:
+        nonlocal sent
+        if communicator.rank == 0:
+            while (error := caught(communicator.send, np.full(100, sent), 1)) is None and sent < 5000:
+                sent += 1
+            full.set()
+            assert isinstance(error, rr.CollectiveTimeoutError)
+            assert "rank 1 to receive some of" in str(error)
+            assert 1 << 20 <= sent * 896 <= (1 << 20) + (64 << 10)  # 800 bytes, and what describes them, in lines of 64
+            communicator.send(np.full(100, -1), 1, 9)
+        else:
+            assert full.wait(30.0)
+            out = np.zeros(100, np.int64)
+            for number in range(sent):
+                communicator.recv(out, 0)
+                assert (out == number).all()
+            communicator.recv(out, 0, 9)
+            assert (out == -1).all()
+
+    in_world(2, check, timeout_s=2.0)
