@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,7 +15,7 @@ import pytest
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError
 from ringreduce.testing import caught, run_ranks
-from ringreduce.transport.control import SharedControlChannel
+from ringreduce.transport.control import NoteStream, SharedControlChannel
 from ringreduce.transport.shared.arena import Arena
 from ringreduce.transport.shared.board import fence
 from ringreduce.transport.waiting import Waiter
@@ -139,3 +144,72 @@ def test_processors_that_reorder_stores_get_a_fence() -> None:
     assert order is not None
     for _ in range(3):
         order()
+
+
+class InterruptError(Exception):
+    """What a signal handler raises."""
+
+
+def interrupted(call: Callable[[], object], after: int) -> bool:
+    """Call a function, interrupted where a signal could be: in one of the calls that it makes; return whether it was.
+
+    Args:
+        call: the function.
+        after: how many calls, beginning or ending, come first.
+    """
+    left = after
+
+    def observe(frame: FrameType, event: str, what: object) -> None:
+        nonlocal left
+        if "/ringreduce/transport/" in frame.f_code.co_filename:
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise InterruptError
+
+    sys.setprofile(observe)
+    try:
+        call()
+    except InterruptError:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupt_leaves_a_whole_stream() -> None:
+    """Wherever it comes: the note that was put or taken is there or not, and all that follow are as they were put."""
+    streams: dict[int, NoteStream] = {}
+
+    def check(communicator: Communicator) -> None:
+        rank = communicator.rank
+        streams[rank] = notes_of(communicator).streams[1 - rank]
+        communicator.barrier()
+        if rank == 0:
+            goes_through(streams[0], streams[1])
+        communicator.barrier()
+
+    def goes_through(writer: NoteStream, reader: NoteStream) -> None:
+        numbers = count()
+        for call in ("put", "take"):
+            step = 0
+            cut = True
+            while cut:
+                cut = False
+                for length in (20_000, 20_000, 40_000):  # each time in another buffer, the last one in a larger one
+                    expected = [bytes([next(numbers) % 256]) * length for _ in range(5)]
+                    if call == "put":
+                        cut |= interrupted(partial(writer.put, expected[0]), step)
+                    else:
+                        writer.put(expected[0])
+                        cut |= interrupted(reader.take, step)
+                    for each in expected[1:]:
+                        writer.put(each)
+                    found = []
+                    while reader.put_there[0] != reader.taken:
+                        found.append(reader.take())
+                    assert found in (expected, expected[1:]), step
+                step += 1
+            assert step > 5
+
+    run_ranks(2, check)
