@@ -235,7 +235,9 @@ class PointToPoint:
             if there[0] != taken:
                 break
         with self._lock:
-            if self._awaited or self._announced or there[0] == stream.taken or not self._lifetime.open:
+            if self._awaited or there[0] == stream.taken or not self._lifetime.open:
+                return None
+            if self._announced and (peer, tag) in [each[:2] for each in self._announced]:
                 return None
             try:
                 note = stream.take()
