@@ -166,7 +166,7 @@ class Observer:
         """Show at rank 0 what is gathered there."""
         if self._config.key_file is not None and address[0] not in _LOOPBACK:
             raise ConfigError(
-                f"RINGREDUCE_KEY_FILE seals all messages, but the status would be served on {address[0]} "
+                f"RINGREDUCE_KEY_FILE seals what ranks send, but the status would be served on {address[0]} "
                 f"unencrypted: leave out its host, and reach it by ssh -L {address[1]}:127.0.0.1:{address[1]}"
             )
         if self._rank == 0 and self._gathering is not None:
@@ -364,7 +364,7 @@ def _telemetry(config: Config) -> type[Telemetry]:
         parts = urlsplit(address)
         if config.key_file is not None and parts.scheme != "https" and parts.hostname not in _LOOPBACK:
             raise ConfigError(
-                f"RINGREDUCE_KEY_FILE seals all messages, but what ranks do would go to {address} unencrypted: let "
+                f"RINGREDUCE_KEY_FILE seals what ranks send, but what they do would go to {address} unencrypted: let "
                 "OTEL_EXPORTER_OTLP_ENDPOINT be an address of https, or of a collector on the host of rank 0"
             )
     try:

@@ -159,7 +159,7 @@ class NoteStream:
             buffer = self._buffer
             start = put - buffer.first
             end = start + _LENGTH.size + len(note)
-            if end > len(buffer.memory) - _LINE:  # which is room for a turn
+            if end > len(buffer.memory) - _LINE:  # the last line is for the note that says where the next buffer is
                 buffer = self._turn(put, len(note))
                 end -= start
                 start = 0

@@ -140,7 +140,7 @@ class PointToPoint:
     ) -> None:
         self._counts_decide = counts_decide
         self._streams = {} if near is None else near.streams
-        self._usual = {} if counts_decide else self._streams
+        self._near = {} if counts_decide else self._streams
         self._polls = [] if near is None else [near.poll]
         if len(self._streams) < messages.size - 1:
             self._polls.append(messages.poll)
@@ -206,7 +206,7 @@ class PointToPoint:
         Returns:
             Its kind; None: it was not sent, and `send` can send it or say why not.
         """
-        kind = _usual_kind(self._usual, array, peer, tag)
+        kind = _small_kind_for(self._near, array, peer, tag)
         if kind is not None:
             stream = self._streams[peer]
             with self._lock:
@@ -224,7 +224,7 @@ class PointToPoint:
         Returns:
             Its kind; None: nothing was received, and `recv` can receive what comes.
         """
-        kind = _usual_kind(self._usual, out, peer, tag)
+        kind = _small_kind_for(self._near, out, peer, tag)
         if kind is None or not out.flags.carray:
             return None
         head = _TAG.pack(tag) + kind.head
@@ -254,7 +254,7 @@ class PointToPoint:
     def exchanges_now(self, array: Any, out: Any, peer: Any, tag: Any) -> bool:
         """Return whether `recv_now` may receive into an array while another is sent, as far as is known before."""
         return (
-            _usual_kind(self._usual, out, peer, tag) is not None
+            _small_kind_for(self._near, out, peer, tag) is not None
             and out.flags.carray
             and type(array) is np.ndarray
             and not np.may_share_memory(array, out)
@@ -449,7 +449,7 @@ class PointToPoint:
         self._moving.append(transfer)
 
 
-def _usual_kind(streams: Mapping[int, NoteStream], array: Any, peer: Any, tag: Any) -> ArrayKind | None:
+def _small_kind_for(streams: Mapping[int, NoteStream], array: Any, peer: Any, tag: Any) -> ArrayKind | None:
     """Return the kind of a small NumPy array, if that is exchanged with a rank that one of these streams reaches."""
     if (
         type(array) is not np.ndarray
