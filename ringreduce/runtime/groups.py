@@ -20,8 +20,9 @@ from ringreduce.common.serial import InOrder, SerialTask
 from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.snapshots import Observed
 from ringreduce.runtime.bootstrap import Connection
+from ringreduce.runtime.deliveries import Deliveries
 from ringreduce.runtime.process_sets import context_of
-from ringreduce.transport.point_to_point import Deliveries, PeerTransfer
+from ringreduce.transport.point_to_point import PeerTransfer
 from ringreduce.transport.waiting import Waiter
 
 

@@ -23,7 +23,6 @@ from ringreduce.common.errors import (
     TransportError,
 )
 from ringreduce.common.lifetime import Lifetime
-from ringreduce.common.serial import SerialTask
 from ringreduce.transport.control import NoteStream, SharedControlChannel
 from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.waiting import Waiter
@@ -175,7 +174,7 @@ class PointToPoint:
             CollectiveTimeoutError: the rank did not receive 16 MiB that it was sent before in time; this is not sent.
             PeerLostError: a rank of the group has failed.
         """
-        self._require(peer, tag)
+        _require(peer, tag, rank=self._messages.rank, size=self._messages.size)
         kind = _kind(source.describe(by_count=self._counts_decide), source.nbytes)
         is_small = kind.nbytes <= _SMALL
         data = source.view if is_small or source.contiguous else source.flat()
@@ -266,7 +265,7 @@ class PointToPoint:
         Args, Raises:
             as for `send`, and peer None: from any rank; `UnsupportedBufferError`: the array is read-only.
         """
-        self._require(peer, tag)
+        _require(peer, tag, rank=self._messages.rank, size=self._messages.size)
         target.require_writable()
         kind = _kind(target.describe(by_count=self._counts_decide), target.nbytes)
         in_place = target.contiguous or kind.nbytes <= _SMALL
@@ -395,14 +394,6 @@ class PointToPoint:
         self._moving = []
         self._awaited = []
 
-    def _require(self, peer: int | None, tag: int) -> None:
-        rank = self._messages.rank
-        size = self._messages.size
-        if peer is not None and (not 0 <= peer < size or peer == rank):
-            raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
-        if not 0 <= tag <= _LAST_TAG:
-            raise ConfigError(f"tags are at least 0, got {tag}")
-
     def _take(self, sender: int, note: bytes) -> None:
         """Take a note that has come."""
         (tag,) = _TAG.unpack_from(note)
@@ -461,66 +452,8 @@ def _small_kind_for(streams: Mapping[int, NoteStream], array: Any, peer: Any, ta
     return small_kind(array.dtype, array.shape)
 
 
-class Deliveries:
-    """Ends a task for each transfer when that is done, in whatever order this happens. Thread-safe.
-
-    One thread waits for all of them, which begins with the first and sleeps while there are none.
-
-    Args:
-        name: of that thread.
-        messages: of the transfers.
-        lifetime: of what they belong to; closed before this is.
-        threads: whether there may be one; without it, to add a transfer is to wait for it.
-    """
-
-    def __init__(self, name: str, messages: PointToPoint, lifetime: Lifetime, *, threads: bool) -> None:
-        self._name = name
-        self._lifetime = lifetime
-        self._messages = messages
-        self._threads = threads
-        self._changed = threading.Condition()
-        self._added: list[tuple[PeerTransfer, SerialTask]] = []  # which the thread has not seen
-        self._thread: threading.Thread | None = None
-
-    def add(self, transfer: PeerTransfer) -> SerialTask:
-        """Return what ends when a transfer does, with its error; or with why it cannot be waited for any longer."""
-        task = SerialTask(lambda: self._messages.wait(transfer), str(transfer))
-        if not self._threads:
-            task.run()
-            return task
-        with self._changed:
-            self._lifetime.require_open()
-            self._added.append((transfer, task))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify()
-        return task
-
-    def close(self) -> None:
-        """Return when all have ended; the messages are closed by then, which ends all transfers."""
-        with self._changed:
-            self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _work(self) -> None:
-        waiting: list[tuple[PeerTransfer, SerialTask]] = []
-        while True:
-            with self._changed:
-                if not waiting:
-                    self._changed.wait_for(lambda: self._added or self._lifetime.closed)
-                waiting = waiting + self._added
-                self._added = []
-            if not waiting:
-                return
-            try:
-                self._messages.wait_for_some([each for each, _ in waiting], lambda: bool(self._added))
-            except Exception as error:  # nothing has come for so long, or never will
-                for _, task in waiting:
-                    task.end(error)
-                waiting = []
-            for transfer, task in waiting:
-                if transfer.done:
-                    task.end(transfer.error)
-            waiting = [each for each in waiting if not each[0].done]
+def _require(peer: int | None, tag: int, rank: int, size: int) -> None:
+    if peer is not None and (not 0 <= peer < size or peer == rank):
+        raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
+    if not 0 <= tag <= _LAST_TAG:
+        raise ConfigError(f"tags are at least 0, got {tag}")
