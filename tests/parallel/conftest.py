@@ -254,6 +254,14 @@ def nodes_of_two(nodes_of: Callable[[int], None]) -> None:
 
 
 @pytest.fixture
+def nodes_in_order(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world in which every rank is a node, and reductions add in the order of ranks."""
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
+    monkeypatch.setenv("RINGREDUCE_DETERMINISTIC", "1")
+    rr.init()
+
+
+@pytest.fixture
 def seed(seed: int) -> int:
     """A number that depends on the test and on the rank."""
     return seed + RANK

@@ -363,14 +363,6 @@ def test_samplers_of_a_checkpoint_must_be_on_all_ranks(world: rr.Communicator, p
     assert hvd.load_checkpoint(path) == {"epoch": 1}
 
 
-@pytest.fixture
-def nodes_in_order(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world in which every rank is a node, and reductions add in the order of ranks."""
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
-    monkeypatch.setenv("RINGREDUCE_DETERMINISTIC", "1")
-    rr.init()
-
-
 def test_a_checkpoint_of_state_that_nodes_share(nodes_in_order: None, path: Path) -> None:
     """With ``shard="all"`` all of it is in the file, and training goes on with the same bits.
 

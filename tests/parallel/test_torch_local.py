@@ -142,10 +142,13 @@ def nothing_first(optimizer: Optimizer, model: Model, step: int) -> None:
 @pytest.mark.spread
 @pytest.mark.parametrize("first", [clip_first, clear_first, pass_first, average_first, nothing_first])
 @pytest.mark.parametrize(("saved_after", "loaded_after"), [(5, 0), (5, 2), (2, 5), (3, 0)])
-def test_steps_belong_to_the_phase_that_was_loaded(nodes_of_one: None, saved_after: int, loaded_after: int, first: Any):
+def test_steps_belong_to_the_phase_that_was_loaded(
+    nodes_in_order: None, saved_after: int, loaded_after: int, first: Any
+):
     """Whatever is called first; the other phase reduces nothing any more, in backward passes either.
 
-    The bits are those of a run that goes on. States are loaded by optimizers that have made some steps themselves.
+    The bits are those of a run that goes on, from three nodes on if sums are in the order of ranks: which gradients are
+    reduced together depends on the moment. States are loaded by optimizers that have made some steps themselves.
     """
 
     def make(steps: int) -> tuple[Model, Optimizer]:
