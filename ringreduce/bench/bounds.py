@@ -46,7 +46,7 @@ class HostBounds:
         self._own = world.topology.local_rank(world.rank)
         self._flags = _flags(world)
         self._count = 0
-        self._yields = len(node) > len(os.sched_getaffinity(0))
+        self._looks_alone = 0 if len(node) > len(os.sched_getaffinity(0)) else _LOOKS_ALONE
         self._latency_s, self._gb_per_s = _between_nodes(world)
 
     def contenders(self, case: Case) -> list[Contender]:
@@ -90,7 +90,7 @@ class HostBounds:
             for look in range(_LOOKS):
                 if flags[at] >= count:
                     return
-                if self._yields or look > _LOOKS_ALONE:
+                if look >= self._looks_alone:
                     os.sched_yield()
         raise CollectiveTimeoutError("a rank of this node has not come to what bounds the collective")
 

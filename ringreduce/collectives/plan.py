@@ -60,7 +60,8 @@ class BoundCall(ABC):
         Args:
             source, target: flat, and without their owners.
         """
-        return partial(self.run, source, partial(constant, target))
+        run = self.into_any(source)
+        return partial(self.run, source, partial(constant, target)) if run is None else partial(run, target.view)
 
     def into_any(self, source: Operand) -> Callable[[Array], object] | None:
         """Return what runs the call from one array into any flat array; None: the plan is bound to where the result is.

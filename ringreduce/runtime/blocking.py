@@ -49,7 +49,7 @@ def world() -> Communicator:
     Raises:
         ConfigError: `init` was not called, or this process is no rank.
     """
-    # Nearly all calls begin here: in the usual case this is a call less.
+    # All collectives begin here: in the usual case this is a call less.
     return (PROCESS.world or PROCESS.here()).communicator
 
 
@@ -149,12 +149,12 @@ def alltoall(array: Any, splits: Sequence[int] | None = None, *, out: Any = None
 
 def send(array: Any, dest: int, tag: int = 0) -> None:
     """Send an array to a rank that receives it; see `Communicator.send`."""
-    (PROCESS.world or PROCESS.here()).communicator.send(array, dest, tag)
+    world().send(array, dest, tag)
 
 
 def recv(out: Any, source: int | None = None, tag: int = 0) -> int:
     """Receive an array that a rank sends; returns that rank; see `Communicator.recv`."""
-    return (PROCESS.world or PROCESS.here()).communicator.recv(out, source, tag)
+    return world().recv(out, source, tag)
 
 
 def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:

@@ -86,9 +86,6 @@ class OneShot(BoundCall):
     def run(self, source: Operand, place: Place) -> None:
         self.into_any(source)(place(()).view)
 
-    def repeated(self, source: Operand, target: Operand) -> Callable[[], object]:
-        return partial(self.into_any(source), target.view)
-
     def into_any(self, source: Operand) -> Callable[[Array], object]:
         board = self._board
         entry = self._entry
@@ -182,9 +179,6 @@ class MailedPair(_ThroughBoard):
 
     def run(self, source: Operand, place: Place) -> None:
         self.into_any(source)(place(()).view)
-
-    def repeated(self, source: Operand, target: Operand) -> Callable[[], object]:
-        return partial(self.into_any(source), target.view)
 
     def into_any(self, source: Operand) -> Callable[[Array], object]:
         run = self._last

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -183,7 +182,7 @@ class _Loads(NodePlan):
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
         super().__init__(context, task, source)
         self._stride = 2 + len(numbers)  # of what the others publish
-        self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the numbers of the others
+        self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}  # by the numbers of the others
         self._last: list[_LastLoads | None] = [None] * TURNS
         self._copies: list[list[Call] | None] = []  # by turn, what copies to the mailbox
         self._mailed: list[slice] = []
@@ -260,13 +259,11 @@ class _Loads(NodePlan):
 
     def _lay_out(self, others: list[int]) -> _Layout:
         """Return where blocks are, given what the other ranks have published; remember it."""
-        rank = self._context.rank
-        numbers = self._entry.numbers
-        everyone = [tuple(others[start + 2 : start + self._stride]) for start in range(0, len(others), self._stride)]
-        theirs = tuple(chain.from_iterable(everyone))
+        theirs = tuple([(*others[start + 2 : start + self._stride],) for start in range(0, len(others), self._stride)])
         layout = self._layouts.get(theirs)
         if layout is None:
-            everyone.insert(rank, numbers)
+            rank = self._context.rank
+            everyone = [*theirs[:rank], self._entry.numbers, *theirs[rank:]]
             if len(self._layouts) >= BINDINGS:
                 self._layouts.clear()
             lay_out = _LAYOUTS[self._task.kind.collective]

@@ -203,19 +203,16 @@ class Board:
                 self._wait(lines, number, mine.text)
         if self._fence is not None:
             self._fence()
-        agreed = True
-        places = []
+        places: list[int] = []
         code = mine.code
+        numbers = mine.numbers
         for peer in lines:
             if peer[_SIGNATURE] != code:
-                agreed = False
-            places.append(peer[_SOURCE])
-            places.append(peer[_TARGET])
-        if not agreed:
-            self._disagree(mine.text)
-        if mine.numbers:
-            return self._with_numbers(parity, len(mine.numbers))
-        return places
+                self._disagree(mine.text)
+            if not numbers:
+                places.append(peer[_SOURCE])
+                places.append(peer[_TARGET])
+        return self._with_numbers(parity, len(numbers)) if numbers else places
 
     def refuse(self, reason: str) -> NoReturn:
         """Come to a call that this rank cannot make, so that it is over for all members.
