@@ -94,7 +94,7 @@ Examples:
 @click.option("--gradients", "nbytes", type=_NBYTES, help="Their size; takes K, M, G.")
 @click.option("--update", "update_s", type=_TIME, default="0s", help="The optimizer's step.")
 @click.option("--overlap", is_flag=True, help="Reduce buckets during the backward pass.")
-@click.option("--bucket", "bucket_nbytes", type=_NBYTES, default="4M", help="Size of a bucket.")
+@click.option("--bucket", "bucket_nbytes", type=_NBYTES, default="8M", help="Size of a bucket.")
 @click.option("--period", type=click.IntRange(1), default=1, help="Steps from one exchange to the next.")
 @click.option("--staleness", type=click.IntRange(0), default=0, help="Steps after which averages are used.")
 @click.option("--shard", is_flag=True, help="The ranks of a node share the update.")

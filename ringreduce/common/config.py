@@ -235,7 +235,7 @@ class Config:
     segment_nbytes: int = 256 << 10
     # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
     # copied into a bucket to be still in the last-level cache when it is reduced.
-    bucket_nbytes: int = _setting("RINGREDUCE_BUCKET", parse_nbytes, 4 << 20)
+    bucket_nbytes: int = _setting("RINGREDUCE_BUCKET", parse_nbytes, 8 << 20)
     fusion_nbytes: int = _setting("RINGREDUCE_FUSION", parse_nbytes, 1 << 20)
     stall_warning_s: float | None = _setting("RINGREDUCE_STALL_WARNING", _or_zero(_positive_float, None), 60.0)
     log_level: str | None = _setting("RINGREDUCE_LOG_LEVEL", _log_level, None)

@@ -40,7 +40,7 @@ class SimulatedTraining:
     compute_s: float
     nbytes: int
     update_s: float = 0.0
-    bucket_nbytes: int = 4 << 20
+    bucket_nbytes: int = 8 << 20
     overlap: bool = False
     period: int = 1
     staleness: int = 0

@@ -26,7 +26,7 @@ STEPPING: set[int] = set()
 def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Named:
     """Return names and parameters, given the names of some by id."""
     parameters = enumerate(parameters_of(optimizer))
-    return [(names.get(id(parameter), f"parameter {index}"), parameter) for index, parameter in parameters]
+    return [(names.get(id(parameter)) or f"parameter {index}", parameter) for index, parameter in parameters]
 
 
 class _StepWatch:
