@@ -118,10 +118,18 @@ class UfuncKernels:
             return partial(_copy_into, sources[0])
         ufunc = self._ufunc
         size = self._size if complete else None
-        last = sources[-1]
-        if len(sources) == 2:
-            return self._combine_pair(sources[0], last, size)
-        first, second, *middle = sources[:-1]
+        first, second, *middle = sources
+        if not middle:
+            if size is None and ufunc in (np.add, np.multiply):
+                return partial(ufunc, first, second)  # it takes where to store as the next argument, minima do not
+
+            def combine_pair(target: Array) -> None:
+                ufunc(first, second, out=target)
+                if size is not None:
+                    divide(target, size)
+
+            return combine_pair
+        last = middle.pop()
         scratch = self._scratch.like(first)
 
         def combine(target: Array) -> None:
@@ -133,19 +141,6 @@ class UfuncKernels:
             ufunc(total, last, out=target)
             if size is not None:
                 divide(target, size)
-
-        return combine
-
-    def _combine_pair(self, left: Array, right: Array, size: int | None) -> Callable[[Array], object]:
-        ufunc = self._ufunc
-        if size is None and ufunc in (np.add, np.multiply):
-            return partial(ufunc, left, right)  # it takes where to store as the next argument, minima do not
-        if size is None:
-            return lambda target: ufunc(left, right, out=target)
-
-        def combine(target: Array) -> None:
-            ufunc(left, right, out=target)
-            divide(target, size)
 
         return combine
 

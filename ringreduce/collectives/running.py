@@ -18,7 +18,7 @@ from ringreduce.collectives.choice.selection import Chooser
 from ringreduce.collectives.comm_state import CallTimer, CommState
 from ringreduce.collectives.compressed import CODED, Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import LEAST_SHARED_NBYTES, AnyOperand, Operands, ResultArray, apart, flat
+from ringreduce.collectives.operands import LEAST_SHARED_NBYTES, Operands, ResultArray, apart, flat
 from ringreduce.collectives.plan import BoundCall, Place, RepeatedCall, constant
 from ringreduce.collectives.plans.movements import plan_transfer
 from ringreduce.collectives.plans.node_allreduce import plan_allreduce
@@ -299,7 +299,9 @@ class Runner:
         collective = task.kind.collective
         follows = self._context.rank != task.kind.root and collective in (Collective.BROADCAST, Collective.SCATTER)
         known = call.array is None or isinstance(call.array, np.ndarray) or hasattr(call.array, "data_ptr")
-        if not (plan.reusable and known and (follows or _is_all_of(prepared.source, source))):
+        whole = prepared.source
+        is_own = isinstance(whole, Operand) and whole.contiguous and not whole.is_copy and whole.nbytes > 0
+        if not (plan.reusable and known and (follows or (is_own and whole.address == source.address))):
             return None
         given = source.unowned()
         if result is None:
@@ -422,12 +424,6 @@ class _CopyPlan(BoundCall):
         target = place(rows)
         if target.address != source.address:
             np.copyto(target.view, source.view)
-
-
-def _is_all_of(given: AnyOperand, used: Operand) -> bool:
-    """Return whether the input was used where the caller has it, without a copy, and has elements."""
-    own = isinstance(given, Operand) and given.contiguous and not given.is_copy and given.nbytes > 0
-    return own and isinstance(given, Operand) and given.address == used.address
 
 
 def _signature(kind: CallKind, choice: Choice, shape: tuple[object, ...] | None) -> Signature:

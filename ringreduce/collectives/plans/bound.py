@@ -217,12 +217,12 @@ class BoundSchedule:
         messages = self._messages
         started = list[Prequest]()
         assert messages is not None
-        streams = [self._carry_out(rounds, messages, started) for rounds in self._streams]
         try:
-            if len(streams) > 1:
+            if len(self._streams) > 1:
+                streams = [self._carry_out(rounds, messages, started) for rounds in self._streams]
                 self._run_together(streams, messages)
             else:
-                for needed, kept in streams[0]:
+                for needed, kept in self._carry_out(self._streams[0], messages, started):
                     requests = needed + kept
                     if not messages.test_all(requests):
                         self._waiter.until(partial(messages.test_all, requests), self._waiting_for)

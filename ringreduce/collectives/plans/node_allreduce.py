@@ -181,15 +181,11 @@ class MailedPair(_ThroughBoard):
         self.into_any(source)(place(()).view)
 
     def into_any(self, source: Operand) -> Callable[[Array], object]:
-        run = self._last
-        if run is None or self._address != source.address:
-            run = self._last = self._from(unowned(source.view, source.address))
-            self._address = source.address
-        return run
-
-    def _from(self, source: Array) -> Callable[[Array], object]:
+        if self._last is not None and self._address == source.address:
+            return self._last
         board = self._board
-        mailed = _Mailed(self._context, self._kernels, source, target=source)
+        given = unowned(source.view, source.address)
+        mailed = _Mailed(self._context, self._kernels, given, target=given)
         meet = self._meet
 
         def run(target: Array) -> None:
@@ -197,6 +193,8 @@ class MailedPair(_ThroughBoard):
             meet()
             mailed.reduce(target)
 
+        self._last = run
+        self._address = source.address
         return run
 
     def bind(self, source: Array, target: Array) -> _OnArrays:
