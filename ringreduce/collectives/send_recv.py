@@ -64,6 +64,7 @@ class SendRecv:
             if kind is not None:
                 self._received.add(kind.nbytes, perf_counter() - started)
                 return source
+            self._received.seconds += perf_counter() - started  # it polled; the rest of the call is counted below
         target = require_host(operand_of(out), "recv")
         sender = None if source is None else whole_number("source", source)
         with self._timed("recv", target.nbytes):
@@ -72,11 +73,12 @@ class SendRecv:
     def sendrecv(self, array: Any, dest: int, out: Any, *, source: int | None, tag: int) -> Any:
         """Send an array to one rank, and receive another that a rank sends, at the same time; return ``out``."""
         carrier = self._open_carrier()
-        if not self._instruments.observers and carrier.exchanges_now(array, out, source, tag):
+        expected = None if self._instruments.observers else carrier.exchanged_kind(array, out, source, tag)
+        if expected is not None:
             started = perf_counter()
             kind = carrier.send_now(array, dest, tag)
             if kind is not None:
-                if carrier.recv_now(out, source, tag) is None:
+                if carrier.recv_now(out, source, tag, expected) is None:
                     _receive(carrier, Operand.of(out), source, tag)
                 self._exchanged.add(kind.nbytes, perf_counter() - started)
                 return out

@@ -214,18 +214,20 @@ class PointToPoint:
                 stream.put(_TAG.pack(tag) + kind.head + array.tobytes())
         return kind
 
-    def recv_now(self, out: Any, peer: Any, tag: Any) -> ArrayKind | None:
+    def recv_now(self, out: Any, peer: Any, tag: Any, kind: ArrayKind | None = None) -> ArrayKind | None:
         """Receive a small NumPy array from a rank of the node, if that is what comes next, and within moments.
 
         Args:
             out, peer, tag: of any type.
+            kind: what `exchanged_kind` has returned for these; None: that was not called.
 
         Returns:
             Its kind; None: nothing was received, and `recv` can receive what comes.
         """
-        kind = _small_kind_for(self._near, out, peer, tag)
-        if kind is None or not out.flags.carray:
-            return None
+        if kind is None:
+            kind = _small_kind_for(self._near, out, peer, tag)
+            if kind is None or not out.flags.carray:
+                return None
         head = _TAG.pack(tag) + kind.head
         stream = self._streams[peer]
         there = stream.put_there
@@ -250,14 +252,12 @@ class PointToPoint:
             self._announced.append((peer, *_TAG.unpack_from(note), note))
         return None
 
-    def exchanges_now(self, array: Any, out: Any, peer: Any, tag: Any) -> bool:
-        """Return whether `recv_now` may receive into an array while another is sent, as far as is known before."""
-        return (
-            _small_kind_for(self._near, out, peer, tag) is not None
-            and out.flags.carray
-            and type(array) is np.ndarray
-            and not np.may_share_memory(array, out)
-        )
+    def exchanged_kind(self, array: Any, out: Any, peer: Any, tag: Any) -> ArrayKind | None:
+        """Return the kind of ``out``, if `recv_now` may receive into it while ``array`` is sent; None: it may not."""
+        kind = _small_kind_for(self._near, out, peer, tag)
+        if kind is None or not out.flags.carray or type(array) is not np.ndarray or np.may_share_memory(array, out):
+            return None
+        return kind
 
     def recv(self, target: Operand, peer: int | None, tag: int) -> PeerTransfer:
         """Begin to receive into an array.
