@@ -11,7 +11,7 @@ from ringreduce.buffers import Operand
 from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, ShutdownError, TransportError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.point_to_point import PointToPoint
+from ringreduce.transport.point_to_point import PeerTransfer, PointToPoint
 from ringreduce.transport.waiting import Waiter
 
 
@@ -121,3 +121,54 @@ def test_a_receive_that_cannot_start_ends():
         with pytest.raises(TransportError, match="the sender is gone"):
             sides[1].wait(each)
     assert not sides[1].busy
+
+
+def interrupt_once(messages: Any, name: str) -> None:
+    """Let a method of a transport be interrupted the next time that it is called."""
+    usual = getattr(messages, name)
+
+    def interrupted(requests: object) -> None:
+        setattr(messages, name, usual)
+        raise KeyboardInterrupt
+
+    setattr(messages, name, interrupted)
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_a_large_array_arrives_though_a_rank_was_interrupted_while_it_moved(interrupted: int):
+    """The sender or the receiver, who then waits again; afterwards nothing is under way."""
+    sides = ends(2)
+    room = np.zeros(5000, np.uint8)
+    coming = sides[1].recv(Operand.of(room), 0, 0)
+    transfers = [sides[0].send(Operand.of(np.ones(5000, np.uint8)), 1, 0), coming]
+    interrupt_once(sides[interrupted]._messages, "test_all")
+    with pytest.raises(KeyboardInterrupt):
+        sides[interrupted].wait(transfers[interrupted])
+    for each in (1, 0):
+        sides[each].wait(transfers[each])
+    assert (room == 1).all()
+    assert not any(each.busy for each in sides)
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_the_next_large_array_arrives_though_a_rank_was_interrupted_before_one_moved(interrupted: int):
+    """That one is dropped where the interrupt was; the other side can wait for it in vain."""
+    sides = ends(2)
+    rooms = [np.zeros(5000, np.uint8) for _ in range(2)]
+    sides[1].recv(Operand.of(rooms[0]), 0, 0)
+    interrupt_once(sides[interrupted]._messages, "start")
+
+    def send(value: int) -> PeerTransfer:
+        sent = sides[0].send(Operand.of(np.full(5000, value, np.uint8)), 1, 0)
+        sides[1].advance()
+        return sent
+
+    with pytest.raises(KeyboardInterrupt):
+        send(1)
+    second = sides[1].recv(Operand.of(rooms[1]), 0, 0)
+    sent = send(2)
+    sides[1].wait(second)
+    sides[0].wait(sent)
+    assert (rooms[1] == 2).all()
+    assert not rooms[0].any()
+    assert [each.busy for each in sides] == [interrupted == 1, interrupted == 0]

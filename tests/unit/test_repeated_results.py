@@ -11,7 +11,9 @@ import torch
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES
+from ringreduce.common.config import Config
 from ringreduce.testing import run_ranks
+from ringreduce.transport.shared.arena import NOWHERE
 
 #: Elements of 1 to 8 bytes, on both sides of the size from which results are in shared memory.
 SHAPES = [(), (3,), (5, 819), (4097,), (3, 5500)]
@@ -103,3 +105,28 @@ def test_rows_that_a_rank_keeps_are_right_if_only_the_others_are_mailed(size: in
                 np.testing.assert_array_equal(part, total[3 * rank :][:3])
 
     run_ranks(size, body)
+
+
+def test_a_repeated_call_whose_scratch_is_too_large_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are in shared memory until that is full; the plans for the private ones after that are used once."""
+    monkeypatch.setattr("ringreduce.collectives.plans.reductions._KEPT_NBYTES", 64 << 10)
+    count = 65536
+
+    def body(communicator: rr.Communicator) -> None:
+        array = np.empty(count, np.float32)
+        locate = communicator._context.arena.locate
+        kept, shared, plans = [], [], []
+        for turn in range(9):
+            array[:] = small(communicator.rank, turn, (count,))
+            result = communicator.allreduce(array)
+            kept.append(result)
+            shared.append(locate(result.ctypes.data, result.nbytes) != NOWHERE)
+            plans.append(len(communicator._context.plans._plans))
+        full = shared.index(False)
+        assert full > 1
+        assert not any(shared[full:])
+        assert plans[full - 1] == plans[-1]
+        for turn, result in enumerate(kept):
+            np.testing.assert_array_equal(result, sum(small(each, turn, (count,)) for each in range(2)))
+
+    run_ranks(2, body, node_size=1, config=Config(timeout_s=30.0, results_nbytes=1 << 20))

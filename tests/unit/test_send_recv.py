@@ -275,6 +275,33 @@ def test_a_receiver_that_does_not_come_is_a_time_out_of_its_sender() -> None:
     in_world(2, check, timeout_s=2.0)
 
 
+@pytest.mark.usefixtures("little_unread")
+def test_what_a_sender_has_sent_before_it_shuts_down_in_order_is_received() -> None:
+    """A burst of three times what may be unread, the last part of which is received when the sender has ended."""
+    full, ended = threading.Event(), threading.Event()
+    count = 4000  # of 896 bytes each
+    limit = (1 << 20) // 896
+
+    def check(communicator: rr.Communicator) -> None:
+        if communicator.rank == 0:
+            for number in range(count):
+                communicator.send(np.full(100, number), 1)
+                if number == limit - 100:
+                    full.set()
+            communicator.close()
+            ended.set()
+        else:
+            assert full.wait(30.0)
+            out = np.zeros(100, np.int64)
+            for number in range(count):
+                if number == count - 100:
+                    assert ended.wait(30.0)
+                communicator.recv(out, 0)
+                assert (out == number).all()
+
+    in_world(2, check)
+
+
 @pytest.mark.parametrize("pending", [False, True])
 def test_signal_handlers_may_send_and_receive(pending: bool) -> None:
     """One sends while its thread receives, and receives while that sends. What it cannot do is an error to it alone."""
