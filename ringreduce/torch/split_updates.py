@@ -56,16 +56,17 @@ def require_splittable(optimizer: torch.optim.Optimizer, wanted: bool | None) ->
         raise ConfigError(
             "split_updates lets each rank update some of the parameters, and LBFGS needs all of them at once"
         )
-    if not _on_host(optimizer):
+    if not is_on_host(optimizer):
         raise ConfigError("split_updates is for parameters in host memory, and some are on another device")
 
 
 def may_split(optimizer: torch.optim.Optimizer, wanted: bool | None) -> bool:
     """Return whether updates are to be split, or whether to try it: where nobody has said it, for some optimizers."""
-    return wanted if wanted is not None else type(optimizer) in _COSTLY and _on_host(optimizer)
+    return wanted if wanted is not None else type(optimizer) in _COSTLY
 
 
-def _on_host(optimizer: torch.optim.Optimizer) -> bool:
+def is_on_host(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all parameters are in host memory."""
     return all(each.device.type == "cpu" for each in parameters_of(optimizer))
 
 

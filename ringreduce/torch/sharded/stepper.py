@@ -18,7 +18,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.torch.private import mark_stepped, version_of
 from ringreduce.torch.sharded.node_state import DividedState, NodeState, Piece, pieces_of
 from ringreduce.torch.sharded.shardable import STEPS, watch_other_steps
-from ringreduce.torch.split_updates import SplitUpdates, may_split
+from ringreduce.torch.split_updates import SplitUpdates, is_on_host, may_split
 from ringreduce.torch.wrapping import STEPPING, parameters_of
 from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.optimizers.reducer import GradientReducer
@@ -44,6 +44,8 @@ class Stepper:
         self._training = training
         self._sharded: ShardedStep | None = None
         self._split: SplitUpdates | None = None
+        options = training.options
+        self._may_split = not (options.adasum or options.shard) and may_split(optimizer, options.split_updates)
         self.reading = threading.RLock()
 
     def step(self, *closure: Callable[[], Any], reduced: bool = True) -> Any:
@@ -56,7 +58,7 @@ class Stepper:
             reduced: whether the ranks have equal gradients.
         """
         sharded = self._begun()
-        stepping: Any = sharded or (self._splitting() if reduced else None) or self._optimizer
+        stepping: Any = sharded or (self._splitting() if self._may_split and reduced else None) or self._optimizer
         number = id(self._optimizer if sharded is None else sharded.copy)
         STEPPING.add(number)
         try:
@@ -127,9 +129,7 @@ class Stepper:
         """Return what makes steps in which each rank updates some of the parameters; None: all ranks update all."""
         training = self._training
         options = training.options
-        if training.alone or options.adasum or options.shard is not None:
-            return None
-        if not may_split(self._optimizer, options.split_updates):
+        if training.alone or not (options.split_updates or is_on_host(self._optimizer)):
             return None
         if self._split is None or self._split.reducer is not training.reducer:
             self._split = SplitUpdates(self._optimizer, training.reducer, options.split_updates)
