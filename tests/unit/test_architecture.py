@@ -18,7 +18,6 @@ import ringreduce
 
 PACKAGE = Path(__file__).parents[2] / "ringreduce"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 #: The entry point of torch's backend, beside the package: `ringreduce.torch` imports it; it imports that when asked.
 ENTRY = PACKAGE.parent / "ringreduce_torch_backend.py"
@@ -66,6 +65,12 @@ HOMES = {
 }
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Return what each source file says; not all processes of a test run need it, and it takes seconds."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+
 def place_of(path: Path) -> str:
     """Return the folder, or the file at the root, that a source file belongs to."""
     place = path.relative_to(PACKAGE).with_suffix("").parts[0]
@@ -108,9 +113,9 @@ def is_all(node: ast.AST) -> bool:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_names_are_imported_and_exported_one_by_one(path: Path):
     """Whoever searches for a name finds where it comes from: no star imports, and `__all__` is one list of strings."""
-    nodes = list(ast.walk(TREES[path]))
+    nodes = list(ast.walk(trees()[path]))
     assert [node.lineno for node in nodes if isinstance(node, ast.alias) and node.name == "*"] == []
-    lists = [node for node in TREES[path].body if isinstance(node, ast.Assign) and is_all(node.targets[0])]
+    lists = [node for node in trees()[path].body if isinstance(node, ast.Assign) and is_all(node.targets[0])]
     assert sum(is_all(node) and isinstance(node.ctx, ast.Store) for node in nodes) == len(lists) <= 1
     assert [node.lineno for node in nodes if isinstance(node, ast.Attribute) and is_all(node.value)] == []
     assert all(isinstance(name, str) for node in lists for name in ast.literal_eval(node.value))
@@ -124,7 +129,7 @@ def test_a_class_name_stands_for_one_thing():
     """Outside of bindings; an underscore makes no other name. Nor do two files have one name there."""
     files = defaultdict[str, list[str]](list)
     places = defaultdict[str, list[str]](list)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if place_of(path) not in BINDINGS:
             if path.name != "__init__.py":
                 files[path.name].append(str(path.relative_to(PACKAGE)))
@@ -143,7 +148,7 @@ def test_every_folder_has_a_level():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down(path: Path):
     """A module imports only from rows below its own, and a foreign library only where that library lives."""
-    assert breaches(path, TREES[path]) == []
+    assert breaches(path, trees()[path]) == []
 
 
 @pytest.mark.parametrize(
@@ -171,7 +176,7 @@ def test_two_modules_read_the_environment():
     readers = {
         str(path.relative_to(PACKAGE))
         for path in SOURCES
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(trees()[path])
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
         or (
             isinstance(node, ast.ImportFrom)
@@ -189,7 +194,7 @@ def test_only_commands_and_the_launcher_print():
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in SOURCES
         if place_of(path) not in ("cli", "launcher")
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(trees()[path])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert printers == []
@@ -201,10 +206,10 @@ def test_only_commands_and_the_launcher_print():
 @cache
 def modules_imported() -> dict[str, set[str]]:
     """Return by module, as dotted names, which others of ours it imports; a folder's name is its ``__init__.py``."""
-    trees = {path.relative_to(PACKAGE.parent).with_suffix(""): tree for path, tree in TREES.items()}
-    trees[Path(ENTRY.stem)] = ast.parse(ENTRY.read_text(encoding="utf-8"))
-    trees = {path.parent if path.name == "__init__" else path: tree for path, tree in trees.items()}
-    modules = {".".join(path.parts): tree for path, tree in trees.items()}
+    found = {path.relative_to(PACKAGE.parent).with_suffix(""): tree for path, tree in trees().items()}
+    found[Path(ENTRY.stem)] = ast.parse(ENTRY.read_text(encoding="utf-8"))
+    found = {path.parent if path.name == "__init__" else path: tree for path, tree in found.items()}
+    modules = {".".join(path.parts): tree for path, tree in found.items()}
     imported: dict[str, set[str]] = {name: set() for name in modules}
     for name, tree in modules.items():
         for _, dotted in dotted_imports(tree, Path(name)):
@@ -287,7 +292,7 @@ def members(place: str) -> set[str]:
     """Return the names of all that the classes in a folder define, or assign to ``self``; slots count as well."""
     classes = [
         node
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         if place_of(path) == place
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
@@ -396,7 +401,7 @@ FACES = [
 
 def public_names() -> set[str]:
     """Return the names of `ringreduce`, and those that the faces of bindings and elastic training list themselves."""
-    faces = [TREES[PACKAGE / face] for face in FACES]
+    faces = [trees()[PACKAGE / face] for face in FACES]
     lists = [
         ast.literal_eval(node.value)
         for face in faces
@@ -439,7 +444,7 @@ def counted() -> Iterator[tuple[str, str, int]]:
     for folder in folders - {"training"} | rooms:  # all modules of training/ are in rooms
         inside = {name for name in imported if name.startswith(f"ringreduce.{folder}.")}  # all but its __init__.py
         yield "floors of the modules in a folder", folder, floors({name: imported[name] & inside for name in inside})
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         file = str(path.relative_to(PACKAGE))
         yield "statements of a file", file, statements(tree.body)
         for name, node in definitions(tree):
@@ -466,7 +471,7 @@ def assigned_together(tree: ast.Module) -> int:
 
 def test_a_statement_assigns_one_value():
     """But where values are exchanged, or one is read before another one changes."""
-    assert sum(map(assigned_together, TREES.values())) <= 25
+    assert sum(map(assigned_together, trees().values())) <= 25
 
 
 @pytest.mark.parametrize("kind", LIMITS)
