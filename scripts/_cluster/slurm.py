@@ -37,6 +37,7 @@ ReturnToService=2
 SlurmdTimeout=10
 KillWait=5
 JobRequeue=1
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName={nodes} CPUs={slots} RealMemory=2000 State=UNKNOWN

@@ -235,7 +235,7 @@ def test_a_signal_before_the_limit(cluster: Cluster, undisturbed: list[str], nod
 def test_stop_before(cluster: Cluster, undisturbed: list[str]) -> None:
     """By the end that Slurm states for the job; without a limit there is none, and an error says so."""
     options = ("-N1", "-n2", "--time=2")
-    line = "exec ringreduce run --requeue --stop-before 100s python stops.py waits commits-before"
+    line = "exec ringreduce run --requeue --stop-before 110s python stops.py waits commits-before"
     job = submit(cluster, "before", options, line)
     assert end_of(cluster, "before", job, queued=True) == undisturbed
     done = cluster.run(0, "salloc", "-Q", "-n1", "ringreduce", "run", "--stop-before", "5m", "true")
