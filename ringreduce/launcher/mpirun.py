@@ -138,6 +138,8 @@ class Mpirun:
         asked = {}
         if self.kind == "Open MPI":
             wanted["OMPI_MCA_btl"] = "^ofi"  # which would sleep for a second when MPI starts
+            if spec.elastic:  # or ranks wait in MPI_Finalize, where mpi4py calls it, for those that have died
+                wanted["OMPI_MCA_async_mpi_finalize"] = "1"
             if os.geteuid() == 0:
                 wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             if not remote and "OMPI_MCA_btl_tcp_if_exclude" not in environ:

@@ -109,6 +109,13 @@ def test_what_a_machine_of_eight_cores_needs_is_set(
     assert launcher.settings(TRUE, ranks, found, remote=remote) == {}
 
 
+def test_the_end_of_an_elastic_job_waits_for_nobody() -> None:
+    """Ranks of a program that imports mpi4py first end MPI where mpi4py does, and there one that died is waited for."""
+    elastic = LaunchSpec(program=("true",), elastic=True)
+    set_for = {each: OPEN_MPI.settings(each, 2, {}, remote=True) for each in (elastic, TRUE)}
+    assert [found.get("OMPI_MCA_async_mpi_finalize") for found in set_for.values()] == ["1", None]
+
+
 @pytest.mark.parametrize(("launcher", "is_set"), [(OPEN_MPI, True), (OLD_OPEN_MPI, True), (MPICH, False)])
 def test_root_is_allowed_where_that_is_refused(monkeypatch: pytest.MonkeyPatch, launcher: Mpirun, is_set: bool) -> None:
     """Open MPI alone refuses to start as root."""
