@@ -1,10 +1,10 @@
-"""Measure the figures that docs state, and say which hold; claims.toml lists them.
+"""Measure the figures that docs/speed.md states, and say which hold; claims.toml lists them.
 
 Run it as scripts/claims, which has the environment it needs:
 
     scripts/claims                    measure all, print a table; exit status 1 if one does not hold
     scripts/claims shared-2 mlp-2     only the claims of these runs
-    scripts/claims --markdown         print the tables for the documents, measure nothing
+    scripts/claims --markdown         print the tables for the document, measure nothing
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,6 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ringreduce.common.quantities import parse_nbytes
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -30,7 +33,68 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = Path(__file__).with_name("claims.toml")
-HEAD = f"{'claim':<30}{'limit':>10}  {'measured':>10}  {'of bound':>8}"
+HEAD = f"{'claim':<40}{'limit':>10}  {'measured':>10}  {'of bound':>8}"
+FIGURE = re.compile(r"(?P<sign>[≥≤]) (?P<number>[0-9.]+) ?(?P<unit>x|%|us)")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One figure of a run; claims.toml explains the fields."""
+
+    row: str
+    column: str
+    measure: str
+    figure: str
+
+    def holds(self, value: float) -> bool:
+        """Whether a measured value keeps the limit."""
+        found = FIGURE.fullmatch(self.figure)
+        assert found is not None, f"{self.figure!r} is no limit"
+        limit = float(found["number"]) / (100 if found["unit"] == "%" else 1)
+        return value >= limit if found["sign"] == "≥" else value <= limit
+
+    def value(self, report: Mapping[str, Any]) -> float:
+        """Take the claimed figure out of the JSON report of its run."""
+        kind, _, name = self.measure.partition(" ")
+        if kind == "ratio":
+            return float(report["ratios"][name])
+        if kind == "format_speedup":
+            return float(report["formats"][name]["speedup"])
+        result = self._result(report)
+        ours = result["time_us"]["median"]
+        _, size, *others = self.measure.split()
+        if kind == "bound_share":
+            return float(result["bound_share"])
+        if kind == "link_share":
+            hosts = report["hosts"]
+            return float(2 * (hosts - 1) / hosts * parse_nbytes(size) * 8e-3 / report["stream_gbit_s"] / ours)
+        if kind == "type_ratio":
+            return float(ours / result_of(report, size, "float")["time_us"]["median"])
+        peer = result["vs"][others[0]]
+        if kind == "speedup":
+            return float(peer["speedup"])
+        assert kind == "excess_us", f"nobody measures {self.measure!r}"
+        return float(ours - peer["median_us"])
+
+    def share(self, report: Mapping[str, Any]) -> float | None:
+        """Return which share of its bound the call of the figure reached; None where the report has no bound."""
+        if self.measure.startswith(("ratio", "format_speedup")):
+            return None
+        found: float | None = self._result(report)["bound_share"]
+        return found
+
+    def _result(self, report: Mapping[str, Any]) -> Mapping[str, Any]:
+        kind, size, *others = self.measure.split()
+        return result_of(report, size, others[0] if kind == "type_ratio" else "float")
+
+
+def result_of(report: Mapping[str, Any], size: str, type_name: str) -> Mapping[str, Any]:
+    """Find the result of this size and type in a report of ``bench``: in place, if there are any such."""
+    nbytes = parse_nbytes(size)
+    results = [each for each in report["results"] if each["size"] == nbytes and each["type"] == type_name]
+    found = [each for each in results if each["in_place"]] or results
+    assert len(found) == 1, f"{len(found)} results of size {size}, type {type_name}"
+    return found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +105,7 @@ class Run:
     ranks: int
     timeout_s: int
     command: str
+    claims: Sequence[Claim]
     hosts: int = 1
     rate: str = ""
     needs: str = ""
@@ -51,69 +116,6 @@ class Run:
         if self.hosts == 1:
             return f"mpirun -np {self.ranks} python"
         return f"scripts/cluster run -np {self.ranks} python"
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One figure; claims.toml explains the fields."""
-
-    id: str
-    run: str
-    measure: str
-    figure: str
-    stated_in: str
-    row: str
-    column: str
-    at_least: float | None = None
-    at_most: float | None = None
-    size: int | None = None
-    peer: str | None = None
-    type: str = "float"
-
-    def holds(self, value: float) -> bool:
-        """Whether a measured value keeps the limit."""
-        if self.at_least is not None:
-            return value >= self.at_least
-        assert self.at_most is not None, f"claim {self.id} has no limit"
-        return value <= self.at_most
-
-    def value(self, report: Mapping[str, Any]) -> float:
-        """Take the claimed figure out of the JSON report of its run."""
-        if self.measure == "step_ratio":
-            return float(report["ratios"][f"ringreduce/{self.peer}"])
-        if self.measure == "ratio":
-            return float(report["ratios"][self.peer])
-        if self.measure == "format_speedup":
-            return float(report["formats"][self.peer]["speedup"])
-        result = self._result(report, self.type)
-        if self.measure == "bound_share":
-            return float(result["bound_share"])
-        ours = result["time_us"]["median"]
-        if self.measure == "link_share":
-            assert self.size is not None
-            hosts = report["hosts"]
-            return float(2 * (hosts - 1) / hosts * self.size * 8e-3 / report["stream_gbit_s"] / ours)
-        if self.measure == "type_ratio":
-            return float(ours / self._result(report, "float")["time_us"]["median"])
-        other = result["vs"][self.peer]
-        if self.measure == "speedup":
-            return float(other["speedup"])
-        assert self.measure == "excess_us", f"claim {self.id} measures {self.measure!r}"
-        return float(ours - other["median_us"])
-
-    def share(self, report: Mapping[str, Any]) -> float | None:
-        """Return which share of its bound the call of the figure reached; None where the report has no bound."""
-        if self.size is None:
-            return None
-        found: float | None = self._result(report, self.type)["bound_share"]
-        return found
-
-    def _result(self, report: Mapping[str, Any], type_name: str) -> Mapping[str, Any]:
-        """Find the result of the claimed size: in place, if there are any such."""
-        results = [each for each in report["results"] if each["size"] == self.size and each["type"] == type_name]
-        found = [each for each in results if each["in_place"]] or results
-        assert len(found) == 1, f"claim {self.id}: {len(found)} results of size {self.size}, type {type_name}"
-        return found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,13 @@ class Verdict:
         return self.value is not None and self.claim.holds(self.value)
 
 
-def load(path: Path = CLAIMS) -> tuple[dict[str, Run], list[Claim]]:
-    """Read the list of runs (by id) and claims."""
-    listed = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {entry["id"]: Run(**entry) for entry in listed["run"]}, [Claim(**entry) for entry in listed["claim"]]
+def load(path: Path = CLAIMS) -> dict[str, Run]:
+    """Read the list of runs, by id, each with its claims."""
+    runs = {}
+    for name, fields in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        claims = [Claim(*cells) for cells in fields.pop("claims")]
+        runs[name] = Run(name, claims=claims, **fields)
+    return runs
 
 
 def measure(run: Run) -> dict[str, Any] | str:
@@ -184,11 +189,11 @@ def line(verdict: Verdict) -> str:
     measured = verdict.trouble if verdict.value is None else f"{verdict.value:.2f}"
     share = "" if verdict.share is None else f"{verdict.share:.0%}"
     end = "holds" if verdict.holds else "DOES NOT HOLD"
-    return f"{claim.id:<30}{claim.figure:>10}  {measured:>10}  {share:>8}  {end}"
+    return f"{claim.measure:<40}{claim.figure:>10}  {measured:>10}  {share:>8}  {end}"
 
 
 def markdown(claims: Sequence[Claim]) -> str:
-    """Return the tables that the documents carry: claims with the same rows stand side by side."""
+    """Return the tables that the document carries: claims with the same rows stand side by side."""
     figures: dict[str, dict[str, str]] = {}  # by column and row
     for claim in claims:
         figures.setdefault(claim.column, {})[claim.row] = claim.figure
@@ -220,15 +225,15 @@ def stated(document: str, row: str, column: str) -> str | None:
 
 def main() -> int:
     """Measure and print; return the exit status."""
-    runs, claims = load()
+    runs = load()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"only these of {', '.join(runs)}")
-    parser.add_argument("--markdown", action="store_true", help="print the tables for the documents, measure nothing")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for the document, measure nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.runs) - set(runs):
         parser.error(f"no such run: {', '.join(sorted(unknown))}; there are {', '.join(runs)}")
     if arguments.markdown:
-        print(markdown(claims), end="")
+        print(markdown([claim for run in runs.values() for claim in run.claims]), end="")
         return 0
     if shutil.which("mpirun") is None:
         parser.error("mpirun is not on the path")
@@ -239,7 +244,7 @@ def main() -> int:
             print(f"# {run.id}: skipped, as {run.needs} is not installed", flush=True)
             continue
         print(f"# {run.id}: {run.launcher} {run.command}", flush=True)
-        for verdict in judge([claim for claim in claims if claim.run == run.id], measure(run)):
+        for verdict in judge(run.claims, measure(run)):
             verdicts.append(verdict)
             print(line(verdict), flush=True)
     holding = sum(verdict.holds for verdict in verdicts)
