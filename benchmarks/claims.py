@@ -14,13 +14,11 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +89,9 @@ class Claim:
 def result_of(report: Mapping[str, Any], size: str, type_name: str) -> Mapping[str, Any]:
     """Find the result of this size and type in a report of ``bench``: in place, if there are any such."""
     nbytes = parse_nbytes(size)
-    results = [each for each in report["results"] if each["size"] == nbytes and each["type"] == type_name]
+    results: list[Mapping[str, Any]] = [
+        each for each in report["results"] if each["size"] == nbytes and each["type"] == type_name
+    ]
     found = [each for each in results if each["in_place"]] or results
     assert len(found) == 1, f"{len(found)} results of size {size}, type {type_name}"
     return found[0]
@@ -108,7 +108,7 @@ class Run:
     claims: Sequence[Claim]
     hosts: int = 1
     rate: str = ""
-    needs: str = ""
+    environment: str = ".venv"
 
     @property
     def launcher(self) -> str:
@@ -144,14 +144,14 @@ def load(path: Path = CLAIMS) -> dict[str, Run]:
 def measure(run: Run) -> dict[str, Any] | str:
     """Carry out one run in a process group of its own and return its report, or what went wrong in a line."""
     if run.hosts == 1:
-        return launch(run, ["mpirun"])
+        return launch(run, "mpirun")
     cluster = [str(ROOT / "scripts" / "cluster"), "--name", "claims"]
     made = subprocess.run([*cluster, "up", str(run.hosts), "--rate", run.rate], check=False, capture_output=True)
     if made.returncode != 0:
         return made.stderr.decode().strip().removeprefix("cluster: ")
     try:
         stream = subprocess.run([*cluster, "stream"], check=True, capture_output=True, text=True)
-        report = launch(run, [*cluster, "run"])
+        report = launch(run, *cluster, "run")
         if isinstance(report, str):
             return report
         return {**report, "hosts": run.hosts, "stream_gbit_s": float(stream.stdout)}
@@ -159,16 +159,17 @@ def measure(run: Run) -> dict[str, Any] | str:
         subprocess.run([*cluster, "down"], check=True)
 
 
-def launch(run: Run, launcher: Sequence[str]) -> dict[str, Any] | str:
-    """Start the ranks of a run; return as `measure` does."""
+def launch(run: Run, *launcher: str) -> dict[str, Any] | str:
+    """Start the ranks of a run in its environment; return as `measure` does."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "report.json")
-        command = [*launcher, "-np", str(run.ranks), sys.executable, *shlex.split(run.command), "-J", str(output)]
+        within = ["bash", "-c", '. scripts/_env >/dev/null && use "$0" && exec "$@"', run.environment]
+        command = [*launcher, "-np", str(run.ranks), "python", *shlex.split(run.command), "-J", str(output)]
         # Where ranks outnumber cores the library must not spin, or the comparison would flatter us.
         yielding = str(int(run.ranks > len(os.sched_getaffinity(0))))
-        environment = {**os.environ, "OMPI_MCA_mpi_yield_when_idle": yielding}
-        limited = ["timeout", "--kill-after=10", str(run.timeout_s), *command]
-        done = subprocess.run(limited, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)
+        variables = {**os.environ, "OMPI_MCA_mpi_yield_when_idle": yielding}
+        limited = ["timeout", "--kill-after=10", str(run.timeout_s), *within, *command]
+        done = subprocess.run(limited, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, check=False)
         if done.returncode != 0:
             late = " (time limit)" if done.returncode == 124 else ""
             return f"exit status {done.returncode}{late}"
@@ -235,15 +236,14 @@ def main() -> int:
     if arguments.markdown:
         print(markdown([claim for run in runs.values() for claim in run.claims]), end="")
         return 0
-    if shutil.which("mpirun") is None:
-        parser.error("mpirun is not on the path")
     verdicts = []
     print(HEAD)
     for run in (each for each in runs.values() if each.id in (arguments.runs or runs)):
-        if run.needs and find_spec(run.needs) is None:
-            print(f"# {run.id}: skipped, as {run.needs} is not installed", flush=True)
+        if not (ROOT / run.environment).exists():
+            kind = run.environment.removeprefix(".venv-")
+            print(f"# {run.id}: skipped, as scripts/install {kind} has not made {run.environment}", flush=True)
             continue
-        print(f"# {run.id}: {run.launcher} {run.command}", flush=True)
+        print(f"# {run.id}, {run.environment}: {run.launcher} {run.command}", flush=True)
         for verdict in judge(run.claims, measure(run)):
             verdicts.append(verdict)
             print(line(verdict), flush=True)

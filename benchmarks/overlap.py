@@ -8,17 +8,20 @@ receives and adds; the kernel wakes them. No library can take less of a core.
 
 Contenders take turns, a barrier goes before each call, the slowest rank's time counts, figures are medians. "hidden" is
 as in `ringreduce bench overlap`. "taken" is by how much an allreduce lengthens a computation three times as long as it:
-the time that messages and sums take from the core. "limit" is 1 - taken / allreduce: no more can be hidden.
+the time that messages and sums take from the core. "limit" is 1 - taken / allreduce: no more can be hidden. The
+report has hidden of ringreduce / limit of the sockets, for each size.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -134,6 +137,7 @@ def main() -> None:
     parser.add_argument("-n", "--iters", type=int, default=30, help="timed calls of each (30)")
     parser.add_argument("--address", default="10.113.0.1", help="of rank 0's host (the first of scripts/cluster)")
     parser.add_argument("--port", type=int, default=5202, help="there (5202)")
+    parser.add_argument("-J", "--output_file", type=Path, help="write the JSON report there")
     arguments = parser.parse_args()
     ringreduce.init()
     torch.set_num_threads(1)
@@ -141,17 +145,21 @@ def main() -> None:
     if ringreduce.rank() == 0:
         heads = ("allreduce ms", "compute ms", "both ms", "hidden", "taken ms", "limit")
         print(f"{'size':>8}  {'':10}  " + "  ".join(heads))
+    ratios = {}
     for nbytes in arguments.sizes:
+        shares = {}
         for name, times in measure(starts, nbytes, arguments.iters).items():
             alone, compute, together, longer, longer_together = times
             taken = longer_together - longer
-            share = hidden(alone, compute, together)
+            share, limit = hidden(alone, compute, together), 1 - taken / alone
+            shares[name] = share, limit
             cells = f"{alone:12.2f}  {compute:10.2f}  {together:7.2f}  {'N/A' if share is None else f'{share:.0%}':>6}"
             if ringreduce.rank() == 0:
-                print(
-                    f"{format_nbytes(nbytes):>8}  {name:10}  {cells}  {taken:8.2f}  {1 - taken / alone:5.0%}",
-                    flush=True,
-                )
+                print(f"{format_nbytes(nbytes):>8}  {name:10}  {cells}  {taken:8.2f}  {limit:5.0%}", flush=True)
+        share, limit = shares["ringreduce"][0], shares["sockets"][1]
+        ratios[f"hidden/limit {format_nbytes(nbytes)}"] = math.nan if share is None or limit <= 0 else share / limit
+    if ringreduce.rank() == 0 and arguments.output_file:
+        arguments.output_file.write_text(json.dumps({"ratios": ratios}, indent=1) + "\n", encoding="utf-8")
     ringreduce.shutdown()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 
 import claims
@@ -34,6 +36,7 @@ def test_a_claim_holds_up_to_its_limit():
     assert [least.holds(value) for value in (1.9, 2.0, 2.1)] == [False, True, True]
     assert [most.holds(value) for value in (1.9, 2.0, 2.1)] == [True, True, False]
     assert [share.holds(value) for value in (0.89, 0.9, 0.91)] == [False, True, True]
+    assert not any(each.holds(math.nan) for each in (least, most, share))
 
 
 def test_shares_of_the_bound_stand_beside_figures():
@@ -53,6 +56,15 @@ def test_a_run_that_fails_refutes_its_claims():
     assert not verdict.holds
     assert "time limit" in claims.line(verdict)
     assert "DOES NOT HOLD" in claims.line(verdict)
+
+
+def test_a_run_without_its_environment_is_skipped(monkeypatch, tmp_path, capsys):
+    """A line says how to make the environment; nothing is measured, so nothing is refuted."""
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["claims", "intel-private-2"])
+    assert claims.main() == 0
+    skipped = "# intel-private-2: skipped, as scripts/install intelmpi has not made .venv-intelmpi"
+    assert capsys.readouterr().out.splitlines()[1:] == [skipped, "0 of 0 claims hold"]
 
 
 def test_markdown_states_what_is_listed():
