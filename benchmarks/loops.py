@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle, repeat
 from pathlib import Path
@@ -50,8 +50,8 @@ class Loop:
         count = nbytes // 4
         window = MPI.Win.Allocate_shared(ARRAYS * nbytes + LINE, comm=comm)
         memory: list[Any] = [window.Shared_query(rank)[0] for rank in range(comm.size)]
-        self._arrays = [
-            [np.frombuffer(part, np.float32, count, number * nbytes) for number in range(ARRAYS)] for part in memory
+        self._arrays = [  # by number, of all ranks
+            [np.frombuffer(part, np.float32, count, number * nbytes) for part in memory] for number in range(ARRAYS)
         ]
         self._flags = [memoryview(part)[ARRAYS * nbytes :][:8].cast("q") for part in memory]
         self._mine = self._flags[comm.rank]
@@ -59,7 +59,7 @@ class Loop:
         self._crowded = comm.size > (os.cpu_count() or 1)
         begin, end = (count * number // comm.size for number in (comm.rank, comm.rank + 1))
         self._pieces = [slice(first, min(first + PIECE, end)) for first in range(begin, end, PIECE)]
-        given, result, _ = self._arrays[comm.rank]
+        given, result = (arrays[comm.rank] for arrays in self._arrays[:2])
         given[:] = 1
         comm.Barrier()
         self.run(1)
@@ -69,13 +69,13 @@ class Loop:
 
     def run(self, number: int) -> None:
         """Sum all ranks' first arrays into arrays of this number; 0: in place."""
-        sources = [arrays[0] for arrays in self._arrays]
-        first, *others = (arrays[number] for arrays in self._arrays)
+        left, right, *more = self._arrays[0]
+        first, *others = self._arrays[number]
         self._meet()
         for piece in self._pieces:
             total = first[piece]
-            np.add(sources[0][piece], sources[1][piece], out=total)
-            for source in sources[2:]:
+            np.add(left[piece], right[piece], out=total)
+            for source in more:
                 np.add(total, source[piece], out=total)
             for other in others:
                 other[piece] = total
@@ -97,7 +97,7 @@ def measure(nbytes: int) -> tuple[list[float], list[float]]:
     array, other = (ringreduce.empty(nbytes // 4, np.float32) for _ in range(2))
     array[:] = 0
     calls: list[Callable[[], object]] = [
-        *(partial(_with_next, loop.run, numbers) for numbers in (repeat(0), repeat(1), cycle((1, 2)))),
+        *(partial(next, map(loop.run, numbers)) for numbers in (repeat(0), repeat(1), cycle((1, 2)))),
         partial(ringreduce.allreduce, array, out=array),
         partial(ringreduce.allreduce, array, out=other),
         partial(ringreduce.allreduce, array),
@@ -106,10 +106,6 @@ def measure(nbytes: int) -> tuple[list[float], list[float]]:
     times = time_in_turn(ringreduce.world(), contenders, 4 * iterations_for(nbytes), warmup=10)
     found: list[float] = (np.median(times, axis=1) * 1e6).tolist()
     return found[: len(RESULTS)], found[len(RESULTS) :]
-
-
-def _with_next(call: Callable[[int], object], numbers: Iterator[int]) -> None:
-    call(next(numbers))
 
 
 def ratios(size: str, loop: list[float], ours: list[float]) -> dict[str, float]:

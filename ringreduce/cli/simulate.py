@@ -48,6 +48,7 @@ _RATE = Parsed("rate", parse_rate)
 _MEMORY_RATE = Parsed("rate", _memory_rate)
 _TIME = Parsed("time", parse_seconds)
 _NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
+_BUCKET = f"{SimulatedTraining.bucket_nbytes >> 20}M"
 _SLOW = Parsed("link", _of_a_number(parse_rate))
 _LATE = Parsed("delay", _of_a_number(parse_seconds))
 _RATE_BPS = 100e9 / 8  # bytes per second, where --link says nothing
@@ -94,7 +95,7 @@ Examples:
 @click.option("--gradients", "nbytes", type=_NBYTES, help="Their size; takes K, M, G.")
 @click.option("--update", "update_s", type=_TIME, default="0s", help="The optimizer's step.")
 @click.option("--overlap", is_flag=True, help="Reduce buckets during the backward pass.")
-@click.option("--bucket", "bucket_nbytes", type=_NBYTES, default="8M", help="Size of a bucket.")
+@click.option("--bucket", "bucket_nbytes", type=_NBYTES, default=_BUCKET, help="Size of a bucket.")
 @click.option("--period", type=click.IntRange(1), default=1, help="Steps from one exchange to the next.")
 @click.option("--staleness", type=click.IntRange(0), default=0, help="Steps after which averages are used.")
 @click.option("--shard", is_flag=True, help="The ranks of a node share the update.")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringreduce.common.config import Config
 from ringreduce.common.quantities import format_nbytes, format_seconds
 from ringreduce.simulate.cluster import Cluster
 
@@ -40,7 +41,7 @@ class SimulatedTraining:
     compute_s: float
     nbytes: int
     update_s: float = 0.0
-    bucket_nbytes: int = 8 << 20
+    bucket_nbytes: int = Config().bucket_nbytes
     overlap: bool = False
     period: int = 1
     staleness: int = 0
