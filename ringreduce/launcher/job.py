@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import select
@@ -9,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -52,8 +53,20 @@ _READ_NBYTES = 1 << 16
 
 def say(text: str) -> None:
     """Write a line of this command's own to standard error, unless nobody reads that any more."""
-    with suppress(OSError):
+    with _perhaps_unread():
         print(f"ringreduce: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _perhaps_unread() -> Iterator[None]:
+    """Go on where standard error cannot be written to; if its reader has ended, as after `disown -h`, write no more."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):  # or Python tried again at its end, and ended with status 120
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stderr.fileno())
+            os.close(nowhere)
 
 
 def _ranks_of(line: Sequence[str]) -> int | None:
@@ -414,6 +427,6 @@ class Job:
     def _show(self, text: bytes) -> None:
         if text:
             self._ended_line = text.endswith(b"\n")
-            with suppress(OSError):  # its reader has ended, as after `disown -h`: the ranks go on
+            with _perhaps_unread():  # the ranks go on
                 sys.stderr.buffer.write(text)
                 sys.stderr.flush()

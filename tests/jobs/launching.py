@@ -53,6 +53,7 @@ def job_environment(**changes: str | None) -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as folder:
         settings: dict[str, str | None] = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PBS_", "LSB_"))},
+            "PYTHONUNBUFFERED": None,  # users seldom have it, and it hides what is left in buffers
             "TMPDIR": folder,
             "OMPI_MCA_mpi_yield_when_idle": "1",  # ranks that wait give their core to other ranks, and to other tests
             "PYTHONPATH": str(WITHOUT_COMPILER),  # torch starts in half the time
