@@ -186,23 +186,32 @@ class Operands:
 
             return make_on_device
         library = library_of(array)
-        host_result = self.host_result
 
         def make(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Operand]:
-            view, address = host_result(shape, dtype)
+            view, address = self.host_results(shape, dtype)()
             return native(view, dtype, library), Operand(view, dtype, address)
 
         return make
 
-    def host_result(self, shape: tuple[int, ...], dtype: DType) -> tuple[Array, int]:
-        """Return a new array of the storage type, in the arena unless it is small or there is no room; its address."""
-        nbytes = prod(shape) * dtype.itemsize
-        if nbytes >= LEAST_SHARED_NBYTES and self._shares_results:
-            made = self._arena.result(shape, dtype.storage, nbytes)
-            if made is not None:
-                return made
-        view = np.empty(shape, dtype.storage)
-        return view, address_of(view)
+    def host_results(self, shape: tuple[int, ...], dtype: DType) -> Callable[[], tuple[Array, int]]:
+        """Return what makes arrays of the storage type, and says their addresses.
+
+        They are in the arena, unless they are small or there is no room.
+        """
+        storage = dtype.storage
+        count = prod(shape)
+        nbytes = count * storage.itemsize
+        arena = self._arena if nbytes >= LEAST_SHARED_NBYTES and self._shares_results else None
+        is_flat = len(shape) == 1
+
+        def make() -> tuple[Array, int]:
+            made = None if arena is None else arena.result(storage, count, nbytes)
+            if made is None:
+                view = np.empty(shape, storage)
+                return view, address_of(view)
+            return made if is_flat else (made[0].reshape(shape), made[1])
+
+        return make
 
     def reducer(
         self, source: DeviceOperand, result: ResultArray, kind: CallKind

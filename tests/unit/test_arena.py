@@ -293,8 +293,8 @@ def test_results_are_private_beyond_their_limit() -> None:
     """Results that live take no more than their limit; what one gives back, another may take."""
 
     def result(arena: Arena, nbytes: int) -> np.ndarray | None:
-        made = arena.result((nbytes // 2, 2), UINT8, nbytes)
-        assert made is None or (made[0].shape == (nbytes // 2, 2) and address(made[0]) == made[1])
+        made = arena.result(np.dtype(np.uint16), nbytes // 2, nbytes)
+        assert made is None or (made[0].shape == (nbytes // 2,) and address(made[0]) == made[1])
         return None if made is None else made[0]
 
     arena = Arena(PrivateSegments(), results_nbytes=10 * PAGE)
@@ -317,7 +317,7 @@ def test_results_are_private_when_descriptors_run_short() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         results = []
-        while (result := arena.result((65 << 20,), UINT8, 65 << 20)) is not None:
+        while (result := arena.result(UINT8, 65 << 20, 65 << 20)) is not None:
             results.append(result)
             nsegments += 1
         assert nsegments == 64

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -1039,28 +1038,3 @@ def test_operations_end_while_nobody_waits() -> None:
             assert engine.poll(handle)
 
     run_engines(2, program, config=SETTINGS)
-
-
-def test_an_operation_that_comes_again_takes_few_calls() -> None:
-    """Python calls on the thread of rank 0, from the array to the result: counts do not depend on the machine."""
-
-    def program(engine: Engine) -> list[int]:
-        array, counts = np.zeros(1024, np.float32), []
-        for _ in range(12):
-            calls: list[str] = []
-
-            def observe(frame: Any, event: str, argument: object, calls: list[str] = calls) -> None:
-                if event == "call":
-                    calls.append(frame.f_code.co_name)
-
-            sys.setprofile(observe if engine.communicator.rank == 0 else None)
-            try:
-                engine.run(Reduction("x", "x", SUM, [array], [array]))
-            finally:
-                sys.setprofile(None)
-            counts.append(len(calls))
-        return counts
-
-    counts = run_engines(2, program, config=SETTINGS)[0]
-    limit = 55  # docs/benchmarks.md has it, too
-    assert min(counts[3:]) <= limit  # more where this rank waits for the other one

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +132,15 @@ class _Lease(weakref.ref[Array]):
 
     Attributes:
         block: of the array.
-        is_result: whether it counts as a result.
+        result_nbytes: of the array, if it counts as a result; else -1.
         seen: the processes that were forked while the array lived, and may look at it still.
     """
 
-    __slots__ = ("block", "is_result", "seen")
+    __slots__ = ("block", "result_nbytes", "seen")
 
     block: Block
-    is_result: bool
-    seen: list[Forked]
+    result_nbytes: int
+    seen: tuple[Forked, ...]
 
 
 class Arena:
@@ -203,47 +202,41 @@ class Arena:
 
     def array(self, nbytes: int) -> Array:
         """Return a block as an array; its memory returns to the arena when it and all its views are freed."""
-        return self._hand_out(self.allocate(nbytes), (nbytes,), np.dtype(np.uint8), is_result=False)
+        with self._lock:
+            return self._lend(self.allocate(nbytes), np.dtype(np.uint8), nbytes, result_nbytes=-1)
 
-    def result(self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> tuple[Array, int] | None:
-        """Return such an array for what a collective returns, and its address; None: it is better private.
+    def result(self, dtype: np.dtype[Any], count: int, nbytes: int) -> tuple[Array, int] | None:
+        """Return such an array of elements, for what a collective returns, and its address; None: it is better private.
 
         Results are private where those that live have reached their limit, or where it would take one more segment, and
         those are as many as a quarter of the files that this process may have open.
         """
         with self._lock:
-            block = self._replaced(nbytes)
-            if block is None:
-                if self._returned:
-                    self._take_back()
-                if self._result_nbytes_in_use + nbytes > self._results_nbytes:
-                    return None
-                try:
-                    block = self.allocate(nbytes, _most_segments)
-                except TransportError:
-                    return None
-                self._result_nbytes_in_use += block.memory.nbytes
-            return self._hand_out(block, shape, dtype, is_result=True), block.address
+            returned = self._returned
+            # The result before, which has just come back: the usual case.
+            if len(returned) == 1 and returned[0].result_nbytes == nbytes and not returned[0].seen:
+                block = returned.popleft().block
+                return self._lend(block, dtype, count, nbytes), block.address
+            if returned:
+                self._take_back()
+            if self._result_nbytes_in_use + nbytes > self._results_nbytes:
+                return None
+            try:
+                block = self.allocate(nbytes, _most_segments)
+            except TransportError:
+                return None
+            self._result_nbytes_in_use += block.memory.nbytes
+            return self._lend(block, dtype, count, nbytes), block.address
 
-    def _replaced(self, nbytes: int) -> Block | None:
-        """Return the block of a result that has just come back, if it has the right size: the usual case."""
-        if len(self._returned) != 1:
-            return None
-        last = self._returned[0]
-        if last.seen or not last.is_result or not 0 <= last.block.memory.nbytes - nbytes < _PAGE:
-            return None
-        self._returned.popleft()
-        return last.block
-
-    def _hand_out(self, block: Block, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_result: bool) -> Array:
-        # Going through a memoryview makes `owner` the base of every view that is taken of it.
-        owner = np.frombuffer(block.view, dtype, prod(shape))
-        lease = _Lease(owner, self._end)
+    def _lend(self, block: Block, dtype: np.dtype[Any], count: int, result_nbytes: int) -> Array:
+        # Going through a memoryview makes the array the base of every view that is taken of it.
+        array = np.frombuffer(block.view, dtype, count)
+        lease = _Lease(array, self._end)
         lease.block = block
-        lease.is_result = is_result
-        lease.seen = []
+        lease.result_nbytes = result_nbytes
+        lease.seen = ()
         self._leases[id(lease)] = lease
-        return owner if len(shape) == 1 else owner.reshape(shape)
+        return array
 
     def _end(self, lease: weakref.ref[Array]) -> None:
         # The collector may call this in the middle of `release`, or on another thread: this much is safe.
@@ -258,7 +251,7 @@ class Arena:
             if not all(each.ended for each in lease.seen):
                 self._seen.append(lease)
                 continue
-            if lease.is_result:
+            if lease.result_nbytes >= 0:
                 self._result_nbytes_in_use -= lease.block.memory.nbytes
             self._keep(lease.block)
 
@@ -277,7 +270,7 @@ class Arena:
         """Hand out nothing that lives now again before all ``processes`` have ended, which are forked just now."""
         for lease in [*self._leases.values(), *self._returned]:
             if processes not in lease.seen:
-                lease.seen.append(processes)
+                lease.seen += (processes,)
 
     def place(self, address: int, nbytes: int) -> int:
         """Return the place of some memory of this rank's."""
