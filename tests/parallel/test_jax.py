@@ -354,8 +354,7 @@ def test_small_results_of_many_calls_are_all_right(called: Any) -> None:
             np.testing.assert_array_equal(each, np.full(3, TRIANGLE + SIZE * number))
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("how", ["plain", "samples", "int8", "late"])
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.smoke), "samples", "int8", "late"])
 @pytest.mark.parametrize("trees", ["equal", "named"])
 def test_models_that_ranks_step_in_another_order_are_never_mixed(called: Any, how: str, trees: str) -> None:
     """With transformations of their own, or parameters of other names; ranks that wait for different ones get an error.

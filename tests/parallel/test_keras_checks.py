@@ -90,9 +90,8 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [each.getMessage() for each in caplog.records if words in each.getMessage()]
 
 
-@pytest.mark.smoke
 @several
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.smoke), *list(WAYS)[1:]])
 def test_rank_0_warns_if_the_ranks_begin_with_different_weights(way: str, caplog: pytest.LogCaptureFixture) -> None:
     """Once, in the words of Keras; not if they were broadcast, nor of the weights of local layers."""
     caplog.set_level("WARNING", logger="ringreduce")
@@ -119,9 +118,8 @@ def test_ranks_that_train_on_the_same_data_are_told(way: str, caplog: pytest.Log
     assert all("keras.utils.PyDataset" in each and "DataLoader" not in each for each in found)
 
 
-@pytest.mark.smoke
 @several
-@pytest.mark.parametrize("way", ["plain", "in passes", "scaled"])
+@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.smoke), "in passes", "scaled"])
 def test_rates_that_differ_between_ranks_are_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
     """Rank 0 warns once: names, values, ranks and what helps. Ranks compare theirs in steps 2, 4, 8 and so on."""
     caplog.set_level("WARNING", logger="ringreduce")
@@ -207,9 +205,8 @@ def test_weights_that_differ_are_an_error(checked: None, way: str) -> None:
     assert "before step 1" in str(error)
 
 
-@pytest.mark.smoke
 @several
-@pytest.mark.parametrize("way", ["plain", "late", "in passes"])
+@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.smoke), "late", "in passes"])
 def test_what_is_no_number_names_gradient_and_rank(checked: None, way: str) -> None:
     """RINGREDUCE_CHECK=finite:1: an error on all ranks before it is reduced."""
     error = caught(lambda: train(way, spoil=slice(2 * ROWS, None) if RANK == 1 else None))
