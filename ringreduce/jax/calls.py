@@ -40,8 +40,8 @@ _LARGEST_REPEATED_NBYTES = 64 << 10
 #: Compiled programs reduce so many buckets of the settings at a time: what an operation takes besides moving bytes.
 #: Gradients of a step are reduced in place. Other arrays may be arguments of the program, of which XLA would make
 #: copies for that: their results have memory of their own, so there are fewer at a time.
-_BUCKETS_IN_PLACE = 4
-_BUCKETS_BESIDE = 3
+_BUCKETS_IN_PLACE = 2
+_BUCKETS_BESIDE = 1.5
 
 #: The process sets that calls have named, by their ranks.
 _sets: dict[tuple[int, ...] | None, ProcessSet] = {None: global_process_set}
@@ -270,7 +270,7 @@ def _in_buckets(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays:
     items = [(None, leaves[number].size * leaves[number].dtype.itemsize) for number in numbers]
     in_place = step is not None
     at_once = _BUCKETS_IN_PLACE if in_place else _BUCKETS_BESIDE
-    buckets = fuse(items, at_once * _sets[call.ranks].communicator.config.bucket_nbytes)
+    buckets = fuse(items, int(at_once * _sets[call.ranks].communicator.config.bucket_nbytes))
     made = list(leaves)
     names = [] if step is None else step.names()
     for count, bucket in enumerate(buckets):

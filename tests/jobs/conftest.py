@@ -9,6 +9,15 @@ import launching
 import pytest
 
 
+#: The files that take longest begin first, or a process would be at one of them when the others are done.
+LONGEST = ["test_elastic.py", "test_stops.py", "test_training_loops.py", "test_slow_jobs.py", "test_stalled_jobs.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put those first; the order is else as it was."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _has_mpirun() -> None:
     """Some installations keep mpirun off the path (behind modules); these tests are about jobs that it starts."""
