@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import launching
 import pytest
 
-
 #: The files that take longest begin first, or a process would be at one of them when the others are done.
 LONGEST = ["test_elastic.py", "test_stops.py", "test_training_loops.py", "test_slow_jobs.py", "test_stalled_jobs.py"]
 
