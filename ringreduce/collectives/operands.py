@@ -188,12 +188,12 @@ class Operands:
         library = library_of(array)
 
         def make(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Operand]:
-            view, address = self.host_results(shape, dtype)()
+            view, address = self.host_maker(shape, dtype)()
             return native(view, dtype, library), Operand(view, dtype, address)
 
         return make
 
-    def host_results(self, shape: tuple[int, ...], dtype: DType) -> Callable[[], tuple[Array, int]]:
+    def host_maker(self, shape: tuple[int, ...], dtype: DType) -> Callable[[], tuple[Array, int]]:
         """Return what makes arrays of the storage type, and says their addresses.
 
         They are in the arena, unless they are small or there is no room.

@@ -336,7 +336,6 @@ class Runner:
 
             return again_by_rows
         library = "numpy" if array is None else library_of(array)
-        is_native = library == "numpy" and dtype.name != "bfloat16"
         count = prod(shape)
         into_any = plan.into_any(given) if count * dtype.itemsize < LEAST_SHARED_NBYTES else None
         if into_any is not None:
@@ -344,12 +343,12 @@ class Runner:
             def again_anywhere() -> Any:
                 view = np.empty(shape, dtype.storage)
                 into_any(view.reshape(count))
-                return view if is_native else native(view, dtype, library)
+                return native(view, dtype, library)
 
             return again_anywhere
         follows = collective is Collective.BROADCAST and self._context.rank != task.kind.root
         plans = self._plans
-        make_result = self._operands.host_results(shape, dtype)
+        make_result = self._operands.host_maker(shape, dtype)
         bound: dict[int, tuple[int, Callable[[], object]]] = {}  # by the address of a result, which comes again
 
         def again() -> Any:
@@ -370,7 +369,7 @@ class Runner:
                     bound.clear()
                 bound[address] = plans.closed, run
             run()
-            return view if is_native else native(view, dtype, library)
+            return native(view, dtype, library)
 
         return again
 

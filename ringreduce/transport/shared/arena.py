@@ -202,8 +202,7 @@ class Arena:
 
     def array(self, nbytes: int) -> Array:
         """Return a block as an array; its memory returns to the arena when it and all its views are freed."""
-        with self._lock:
-            return self._lend(self.allocate(nbytes), np.dtype(np.uint8), nbytes, result_nbytes=-1)
+        return self._lend(self.allocate(nbytes), np.dtype(np.uint8), nbytes, result_nbytes=-1)
 
     def result(self, dtype: np.dtype[Any], count: int, nbytes: int) -> tuple[Array, int] | None:
         """Return such an array of elements, for what a collective returns, and its address; None: it is better private.
