@@ -12,8 +12,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.keras.backends import reduction_of
 from ringreduce.runtime import config, global_process_set
-from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.calls.requests import require_process_set
+from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.optimizers.applying import Distribution, distribute, variables_of
 from ringreduce.training.options.options import Op, Options

@@ -15,6 +15,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.engine import CollectiveOp, Engine, Operation
 from ringreduce.runtime.process import PROCESS
+from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 
 __all__ = [
     "Plan",
@@ -53,17 +54,48 @@ def world() -> Communicator:
     return (PROCESS.world or PROCESS.here()).communicator
 
 
-@overload
-def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: None = None) -> Array: ...
+def _members(process_set: ProcessSet | None) -> Communicator:
+    """Return the communicator of the members of a set; None: of all ranks.
+
+    Raises:
+        ConfigError: it is no process set, it is not registered, or this rank is no member.
+    """
+    return world() if process_set is None else require_process_set(process_set).communicator
+
+
+def _rooted(process_set: ProcessSet | None, root: int, name: str) -> tuple[Communicator, int]:
+    """Return the communicator of the members, and the root's number among them; a wrong root ends the call for all."""
+    communicator = _members(process_set)
+    if process_set is None:
+        return communicator, root
+    try:
+        return communicator, process_set.rank_of(root)
+    except ConfigError as error:
+        communicator.refuse(name, error)
+        raise
 
 
 @overload
-def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None) -> Any: ...
+def empty(
+    shape: int | Sequence[int], dtype: Any = np.float32, *, device: None = None, process_set: ProcessSet | None = None
+) -> Array: ...
 
 
-def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None = None) -> Any:
-    """Return a communication buffer; see `Communicator.empty`."""
-    return world().empty(shape, dtype, device=device)
+@overload
+def empty(
+    shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None, process_set: ProcessSet | None = None
+) -> Any: ...
+
+
+def empty(
+    shape: int | Sequence[int],
+    dtype: Any = np.float32,
+    *,
+    device: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Any:
+    """Return a communication buffer for the collectives of all ranks, or of a set; see `Communicator.empty`."""
+    return _members(process_set).empty(shape, dtype, device=device)
 
 
 def allreduce(
@@ -76,9 +108,14 @@ def allreduce(
     compression: str | None = None,
     feedback: Feedback | None = None,
     weights: Sequence[float] = (),
+    process_set: ProcessSet | None = None,
 ) -> A:
-    """Reduce arrays over all ranks; see `Communicator.allreduce`."""
-    communicator = (PROCESS.world or PROCESS.here()).communicator
+    """Reduce arrays over all ranks, or over the members of a process set; see `Communicator.allreduce`.
+
+    A collective with a ``process_set`` is called by its members alone, on all others it is a `ConfigError`. The
+    numbers of roots are those of the world, as everywhere; parts and rows are in the order of the members.
+    """
+    communicator = (PROCESS.world or PROCESS.here()).communicator if process_set is None else _members(process_set)
     if not (deterministic or compression or feedback or len(weights)):
         return communicator.allreduce(array, op, out=out, algorithm=algorithm)
     return communicator.allreduce(
@@ -94,10 +131,17 @@ def allreduce(
 
 
 def reduce(
-    array: A, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
+    array: A,
+    root: int = 0,
+    op: ReduceOp | str = SUM,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
 ) -> A | None:
     """Reduce arrays over all ranks; the root alone gets the result; see `Communicator.reduce`."""
-    return world().reduce(array, root, op, out=out, algorithm=algorithm)
+    communicator, root = _rooted(process_set, root, "reduce")
+    return communicator.reduce(array, root, op, out=out, algorithm=algorithm)
 
 
 def reduce_scatter(
@@ -107,44 +151,90 @@ def reduce_scatter(
     *,
     out: Any = None,
     algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
 ) -> A:
     """Reduce arrays over all ranks and cut the result between them; see `Communicator.reduce_scatter`."""
-    return world().reduce_scatter(array, op, splits, out=out, algorithm=algorithm)
+    return _members(process_set).reduce_scatter(array, op, splits, out=out, algorithm=algorithm)
 
 
-def allgather(array: A, *, out: Any = None, algorithm: str | None = None) -> A:
+def allgather(
+    array: A, *, out: Any = None, algorithm: str | None = None, process_set: ProcessSet | None = None
+) -> A:
     """Concatenate the ranks' arrays along the first dimension; see `Communicator.allgather`."""
-    return world().allgather(array, out=out, algorithm=algorithm)
+    return _members(process_set).allgather(array, out=out, algorithm=algorithm)
 
 
-def gather(array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A | None:
+def gather(
+    array: A,
+    root: int = 0,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> A | None:
     """Concatenate the ranks' arrays along the first dimension, at the root alone; see `Communicator.gather`."""
-    return world().gather(array, root, out=out, algorithm=algorithm)
+    communicator, root = _rooted(process_set, root, "gather")
+    return communicator.gather(array, root, out=out, algorithm=algorithm)
 
 
-def scatter(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+def scatter(
+    array: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Any:
     """Give each rank its part of the root's array; see `Communicator.scatter`."""
-    return world().scatter(array, root, out=out, algorithm=algorithm)
+    communicator, root = _rooted(process_set, root, "scatter")
+    return communicator.scatter(array, root, out=out, algorithm=algorithm)
 
 
-def broadcast(array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A:
+def broadcast(
+    array: A,
+    root: int = 0,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> A:
     """Give every rank the root's array; see `Communicator.broadcast`."""
-    return world().broadcast(array, root, out=out, algorithm=algorithm)
-
-
-@overload
-def alltoall(array: A, splits: None = None, *, out: Any = None, algorithm: str | None = None) -> A: ...
+    communicator, root = _rooted(process_set, root, "broadcast")
+    return communicator.broadcast(array, root, out=out, algorithm=algorithm)
 
 
 @overload
 def alltoall(
-    array: A, splits: Sequence[int], *, out: Any = None, algorithm: str | None = None
+    array: A,
+    splits: None = None,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> A: ...
+
+
+@overload
+def alltoall(
+    array: A,
+    splits: Sequence[int],
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
 ) -> tuple[A, list[int]]: ...
 
 
-def alltoall(array: Any, splits: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None) -> Any:
+def alltoall(
+    array: Any,
+    splits: Sequence[int] | None = None,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Any:
     """Send every rank its part and get one's own of all; see `Communicator.alltoall`."""
-    return world().alltoall(array, splits, out=out, algorithm=algorithm)
+    return _members(process_set).alltoall(array, splits, out=out, algorithm=algorithm)
 
 
 def send(array: Any, dest: int, tag: int = 0) -> None:
@@ -162,9 +252,9 @@ def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: in
     return world().sendrecv(array, dest, out, source=source, tag=tag)
 
 
-def barrier() -> None:
+def barrier(process_set: ProcessSet | None = None) -> None:
     """Return when every rank has called it; see `Communicator.barrier`."""
-    world().barrier()
+    _members(process_set).barrier()
 
 
 def explain(

@@ -275,6 +275,15 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
 
 
+def require_process_set(process_set: object) -> ProcessSet:
+    """Return a process set as it is; raise `ConfigError` for anything else."""
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(
+            f"process_set must be a ProcessSet, as add_process_set([0, 1]) returns it, got {process_set!r}"
+        )
+    return process_set
+
+
 def connect(
     make: Callable[[Waiter], Messages], settings: Config, lifetime: Lifetime, when_closed: str | None = None
 ) -> Membership:

@@ -15,7 +15,7 @@ import torch
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
-from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 from ringreduce.torch import wrapper, wrapping
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.private import scaler_of
@@ -28,7 +28,7 @@ from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.torch.tensors.gradients import TorchParameters
 from ringreduce.torch.tensors.streams import TorchStreams
 from ringreduce.training.calls.parameters import hyperparameters
-from ringreduce.training.calls.requests import Adasum, require_process_set
+from ringreduce.training.calls.requests import Adasum
 from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.options.options import Options, checked_names
 from ringreduce.training.options.refusals import CLOSURE, SCALER, SKIPPING

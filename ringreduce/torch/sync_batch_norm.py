@@ -11,11 +11,11 @@ import torch
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set, is_initialized
-from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 from ringreduce.torch.private import BatchNorm, children_of
 from ringreduce.torch.reductions import allreduce
 from ringreduce.training.calls.moments import gather_moments, require_variance
-from ringreduce.training.calls.requests import RequestBuilder, require_process_set
+from ringreduce.training.calls.requests import RequestBuilder
 
 
 class SyncBatchNorm(BatchNorm):

@@ -43,6 +43,38 @@ def test_sets_that_have_no_rank_in_common_are_made_in_one_go() -> None:
     assert rr.remove_process_set(again)
 
 
+@pytest.mark.sizes(2, 3, 4)
+def test_collectives_of_a_process_set() -> None:
+    """Its members alone make them; roots have the numbers of the world; wrong ones are refused on all members."""
+    ranks = list(range(1, SIZE))
+    members = rr.add_process_set(ranks)
+    if RANK == 0:
+        assert "rank 0 does not belong to the process set" in str(caught(rr.allreduce, np.ones(3), process_set=members))
+    else:
+        place, count, last = RANK - 1, SIZE - 1, SIZE - 1
+        mine = rr.empty(count * 3, np.float64, process_set=members)
+        mine[:] = np.arange(count * 3) + 100 * RANK
+        parts = {rank: (np.arange(count * 3) + 100 * rank).reshape(count, 3) for rank in ranks}
+        total = sum(parts.values()).reshape(-1)
+        everything = np.concatenate([parts[rank].reshape(-1) for rank in ranks])
+        same = np.testing.assert_array_equal
+        same(rr.allreduce(mine, process_set=members), total)
+        same(rr.allreduce(mine, deterministic=True, process_set=members), total)
+        same(rr.reduce_scatter(mine, process_set=members), total[place * 3 : place * 3 + 3])
+        same(rr.allgather(mine, process_set=members), everything)
+        same(rr.broadcast(mine, last, process_set=members), parts[last].reshape(-1))
+        same(rr.alltoall(mine, process_set=members), np.concatenate([parts[rank][place] for rank in ranks]))
+        for call, wanted in ((rr.reduce, total), (rr.gather, everything)):
+            result = call(mine, last, process_set=members)
+            same(result, wanted) if last == RANK else same(result is None, True)
+        same(rr.scatter(mine, last, process_set=members), parts[last][place])
+        rr.barrier(members)
+        assert "rank 0 does not belong" in str(caught(rr.broadcast, mine, 0, process_set=members))
+    assert "process_set must be a ProcessSet" in str(caught(rr.allreduce, np.ones(3), process_set=ranks))
+    assert rr.allreduce(np.ones(3))[0] == SIZE
+    assert rr.remove_process_set(members)
+
+
 @pytest.mark.sizes(3, 4)
 def test_sets_that_do_not_fit_together_are_a_mismatch() -> None:
     """Sets that overlap, or of which a rank is no member, are refused on all ranks, and the next one works."""

@@ -168,6 +168,19 @@ def test_version_and_launcher(alone: None) -> None:
     assert horovod.run is horovods("runner").run
 
 
+def test_what_scripts_take_from_the_runner(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank and the size before `init`, as mpirun says them, and threads whose errors are shown or dropped."""
+    env, threads = horovods("runner.common.util.env"), horovods("runner.util.threads")
+    assert env.get_env_rank_and_size() == (0, 1)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    assert env.get_env_rank_and_size() == (2, 3)
+    made: list[int] = []
+    threads.in_thread(made.append, (4,)).join()
+    threads.in_thread([].pop, silent=True).join()  # an error would fail this test, as one of a thread
+    assert made == [4]
+
+
 def test_exceptions_are_those_that_are_raised(alone: None) -> None:
     """Scripts that catch HorovodInternalError catch our errors."""
     errors = horovods("common.exceptions")

@@ -66,6 +66,8 @@ NAMES = {
     "ringreduce.horovod": "run",
     "horovod": "run",
     "horovod.runner": "run",
+    "horovod.runner.common.util.env": "get_env_rank_and_size",
+    "horovod.runner.util.threads": "in_thread",
     "horovod.common.util": """
         EXTENSIONS HorovodVersionMismatchError ccl_built check_extension check_installed_version cuda_built
         ddl_built env extension_available get_average_backwards_compatibility_fun get_ext_suffix

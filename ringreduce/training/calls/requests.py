@@ -22,7 +22,7 @@ from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
 from ringreduce.engine import CollectiveOp, InPlaceAllreduce, Operation, Reduction, Refusal, unnamed
 from ringreduce.runtime import global_process_set
-from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 from ringreduce.training.binding.framework import Arrays
 from ringreduce.training.binding.host import HOST, laid_out
 from ringreduce.training.calls.handles import Handle, join, poll, synchronize
@@ -41,7 +41,6 @@ __all__ = [
     "in_words",
     "join",
     "poll",
-    "require_process_set",
     "set_to_notify",
     "synchronize",
 ]
@@ -422,15 +421,6 @@ def set_to_notify(process_set: object) -> ProcessSet:
     """Return the set whose ranks are notified of wrong arguments: this one, or all if it is none or not registered."""
     registered = isinstance(process_set, ProcessSet) and process_set.registered
     return cast(ProcessSet, process_set) if registered else global_process_set
-
-
-def require_process_set(process_set: object) -> ProcessSet:
-    """Return a process set as it is; raise `ConfigError` for anything else."""
-    if not isinstance(process_set, ProcessSet):
-        raise ConfigError(
-            f"process_set must be a ProcessSet, as add_process_set([0, 1]) returns it, got {process_set!r}"
-        )
-    return process_set
 
 
 def _require_some(group: Sequence[Any]) -> None:

@@ -1,0 +1,1 @@
+"""What is found below ``horovod.runner.common.util``."""
