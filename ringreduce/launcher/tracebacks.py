@@ -30,15 +30,17 @@ class _Shown:
 
     Attributes:
         begun: time of its first line, in seconds of the clock.
-        lines: its lines so far.
+        lines: its lines so far; those of a message that has several follow the line of the exception.
         ranks: ranks that have written it, if they are known.
         count: number of copies of it.
+        last: the line of the exception; empty while it has not come.
     """
 
     begun: float
     lines: list[bytes]
     ranks: set[int] = field(default_factory=set)
     count: int = 1
+    last: bytes = b""
 
 
 @dataclass(eq=False)
@@ -49,11 +51,13 @@ class _Repeated:
         like: tracebacks that it may be a copy of.
         lines: its lines so far.
         rank: rank that has written it; None if unknown.
+        is_whole: whether the line of the exception has come; more lines of its message may follow.
     """
 
     like: list[_Shown]
     lines: list[bytes]
     rank: int | None
+    is_whole: bool = False
 
     def next_like(self, line: bytes) -> list[_Shown]:
         """Return the tracebacks in which a line is the next."""
@@ -83,10 +87,12 @@ class Tracebacks:
         lines = _LINES.findall(self._held + chunk)
         self._held = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
         text = b"".join(map(self._pass, lines))
-        if self._growing is None and not self._copies and not _HEAD.startswith(self._held):
-            # What is held begins no line of a traceback.
-            text = text + self._held
-            self._held = b""
+        if not _HEAD.startswith(self._held):
+            if not self._held.startswith((b" ", b"\t")):
+                self._forget_whole()
+            if self._growing is None and not self._copies:  # what is held begins no line of a traceback
+                text = text + self._held
+                self._held = b""
         return text
 
     def idle(self) -> bytes:
@@ -98,7 +104,7 @@ class Tracebacks:
         return self._release(math.inf)
 
     def _release(self, until: float) -> bytes:
-        text = b"".join(b"".join(each.lines) for each in self._copies) + self._held
+        text = b"".join(b"".join(each.lines) for each in self._copies if not each.is_whole) + self._held
         self._held = b""
         self._copies = []
         self._growing = None
@@ -113,18 +119,20 @@ class Tracebacks:
             which = f"ranks 0-{self._ranks - 1}"
         elif len(shown.ranks) == shown.count:
             which = f"ranks {', '.join(map(str, sorted(shown.ranks)))}"
-        last = shown.lines[-1].decode(errors="replace").strip()
+        last = shown.last.decode(errors="replace").strip()
         return f"ringreduce: {which} have written this traceback, which is shown once: {last[:200]}\n".encode()
 
     def _pass(self, line: bytes) -> bytes:
         rank = self._rank
         self._rank = None
+        ends = _LAST.fullmatch(line) is not None
+        if not line[:1].isspace():
+            self._forget_whole()
         if line == _HEAD:
             return self._begin(rank)
         if failed := _FAILED.match(line):
             self._rank = int(failed[1])
             return line
-        ends = _LAST.fullmatch(line) is not None
         if not (ends or line[:1].isspace()):
             return line  # between those of tracebacks
         if copy := max(
@@ -133,20 +141,28 @@ class Tracebacks:
             copy.like = copy.next_like(line)
             copy.lines.append(line)
             if ends:
-                self._copies.remove(copy)
+                copy.is_whole = True
                 copy.like[0].count += 1
                 copy.like[0].ranks |= set() if copy.rank is None else {copy.rank}
             return b""
         text = line
         if self._growing is None and self._copies:  # the oldest goes on otherwise
             other = self._copies.pop(0)
+            if other.is_whole:
+                return line
             text = b"".join(other.lines) + line
             self._show(other.lines, other.rank)
         if self._growing is not None:
             self._growing.lines.append(line)
             if ends:
-                self._growing = None
+                self._growing.last = line
         return text
+
+    def _forget_whole(self) -> None:
+        """Let go of tracebacks that have ended, as the line that comes belongs to none of their messages."""
+        self._copies = [each for each in self._copies if not each.is_whole]
+        if self._growing is not None and self._growing.last:
+            self._growing = None
 
     def _begin(self, rank: int | None) -> bytes:
         now = self._clock()

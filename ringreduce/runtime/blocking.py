@@ -157,9 +157,7 @@ def reduce_scatter(
     return _members(process_set).reduce_scatter(array, op, splits, out=out, algorithm=algorithm)
 
 
-def allgather(
-    array: A, *, out: Any = None, algorithm: str | None = None, process_set: ProcessSet | None = None
-) -> A:
+def allgather(array: A, *, out: Any = None, algorithm: str | None = None, process_set: ProcessSet | None = None) -> A:
     """Concatenate the ranks' arrays along the first dimension; see `Communicator.allgather`."""
     return _members(process_set).allgather(array, out=out, algorithm=algorithm)
 

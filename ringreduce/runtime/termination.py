@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from traceback import format_exception
+from pathlib import Path
+from traceback import StackSummary, TracebackException
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ringreduce.common import processes
-from ringreduce.common.errors import PeerLostError
+from ringreduce.common.errors import MismatchError, PeerLostError
 from ringreduce.common.launch import launch
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.runtime.worlds import OwnWorld
@@ -32,6 +33,7 @@ _ORPHANED = 70  # the exit code of a rank whose launcher has ended: EX_SOFTWARE 
 _TO_END_S = 3.0
 _INTERRUPTED = 128 + signal.SIGINT
 _STANDARD_ERROR = 2
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _MARK = "_ringreduce"  # the attribute of an exit that knows when it ends the program
 
 
@@ -171,7 +173,10 @@ class Termination:
             self._detach(f"it failed: {kind.__name__}: {error}")
             if self._except_hook is sys.__excepthook__:
                 # In one piece, as the ranks write to one place.
-                _write_line(f"{self.who} failed; {self._then}\n" + "".join(format_exception(kind, error, traceback)))
+                shown = TracebackException(kind, error, traceback)
+                if isinstance(error, MismatchError):
+                    _leave_out_own_frames(shown)
+                _write_line(f"{self.who} failed; {self._then}\n" + "".join(shown.format()))
             else:
                 self._except_hook(kind, error, traceback)
 
@@ -257,6 +262,13 @@ def _exit_code(status: Any) -> int:
         # The interpreter gives a C int to the system, which keeps 8 bits. It takes what fits in no C long for -1.
         return (number if -(1 << 63) <= number < 1 << 63 else -1) & 0xFF
     return 1
+
+
+def _leave_out_own_frames(shown: TracebackException) -> None:
+    """Keep what the program called, as a mismatch is about that; frames inside of this package say nothing of it."""
+    own = [frame for frame in shown.stack if frame.filename.startswith(_PACKAGE)]
+    if len(own) < len(shown.stack):
+        shown.stack = StackSummary.from_list([frame for frame in shown.stack if frame not in own])
 
 
 def _flush_streams() -> None:

@@ -112,6 +112,16 @@ def test_the_job_ends_as_the_rank_that_ends_it(run_job, ending: str, code: int, 
     assert ("rank 1 of 3 failed; ending the job\n" in job.stderr) == ("raise ValueError" in ending)
 
 
+def test_a_mismatch_shows_the_lines_of_the_program(run_job):
+    """And none inside of the package: what differs is what the ranks called."""
+    job = run_job(
+        2, source="import numpy as np\nimport ringreduce as rr\nrr.init()\nrr.allreduce(np.ones(1 + rr.rank()))"
+    )
+    assert job.returncode == 1
+    assert "rank 1: allreduce(sum, shape 2" in job.stderr
+    assert {line for line in job.stderr.splitlines() if "File " in line} == {'  File "<string>", line 4, in <module>'}
+
+
 @pytest.mark.parametrize(
     "ending", ["sys.exit(3)", "os.kill(os.getpid(), signal.SIGTERM)", "raise ValueError('the reason')"]
 )

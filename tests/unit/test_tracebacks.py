@@ -44,6 +44,23 @@ def test_ranks_that_say_their_number_are_named() -> None:
     assert shown(failed(3), *ONE, failed(1), *ONE, ranks=4) == b"".join(expected)
 
 
+def test_a_message_of_several_lines_is_shown_once() -> None:
+    """As that of a mismatch: the lines below its first one belong to the traceback, and those of another do not."""
+    several = [HEAD, b'  File "t.py", line 1\n', b"E: the ranks disagree:\n", b"  rank 0: a\n", b"  rank 1: b\n"]
+    expected = [
+        b"1\n",
+        *several,
+        b"ringreduce: rank 1 of 3 failed; ending\n",
+        b"2\n",
+        note("2 of 3 ranks", "E: the ranks disagree:"),
+    ]
+    assert shown(b"1\n", *several, expected[6], *several, b"2\n") == b"".join(expected)
+    assert shown(*several[:4], *several) == b"".join(
+        [*several[:4], several[4], note("2 of 3 ranks", "E: the ranks disagree:")]
+    )
+    assert shown(*several, *OTHER, b"  indented\n") == b"".join([*several, *OTHER, b"  indented\n"])
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_may_write_at_the_same_time(seed: int) -> None:
     """Their lines come in any order, and in pieces of any size: it is one traceback all the same."""

@@ -26,7 +26,7 @@ def in_thread(
     """
 
     def run() -> None:
-        with suppress(Exception) if silent else suppress():
+        with suppress(*[Exception] * silent):
             target(*args)
 
     thread = threading.Thread(target=run, name=name, daemon=daemon)
