@@ -22,6 +22,9 @@ MEANT = {
     "slow rank": "recipes/speeds.html",
     "checkpoint": "recipes/checkpoints.html",
     "horovod": "migrate/horovod.html",
+    "resume training": "recipes/checkpoints.html",
+    "run as root": "start.html",
+    "validation": "recipes/data.html",
 }
 _TRIES, _PAUSE_MS = 100, 200
 _FIRST = "(document.querySelector('.md-search-result__link') || {href: ''}).href"
