@@ -6,6 +6,7 @@ import difflib
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Set as AbstractSet
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.launch import VARIABLES, Launch
+from ringreduce.common.launch import SECRET_VARIABLE, VARIABLES, Launch
 from ringreduce.common.quantities import parse_nbytes
 
 #: Of ringreduce.
@@ -302,16 +303,22 @@ def _parts() -> dict[str, frozenset[str]]:
 
 def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of our variables and of Horovod's that are set and mean nothing here; for people, sorted."""
-    known = {
-        "HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS},
-        "RINGREDUCE_": _parts().keys() | _ELSEWHERE,
-    }
     return sorted(
         _guess(name, prefix, meant)
-        for prefix, meant in known.items()
+        for prefix, meant in _known().items()
         for name, text in environ.items()
         if name.startswith(prefix) and text and name not in meant
     )
+
+
+def may_show(name: str) -> bool:
+    """Return whether the value of a variable can be shown: it means something here, and is no secret; others may be."""
+    return name != SECRET_VARIABLE and any(name in meant for meant in _known().values())
+
+
+def _known() -> dict[str, AbstractSet[str]]:
+    """Return the variables that mean something here, by the prefix of their names."""
+    return {"HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS}, "RINGREDUCE_": _parts().keys() | _ELSEWHERE}
 
 
 def _guess(name: str, prefix: str, known: Iterable[str]) -> str:

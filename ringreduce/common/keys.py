@@ -76,10 +76,11 @@ def write_secret(path: Path) -> Secret:
         The secret.
 
     Raises:
-        ConfigError: there is such a file: whatever it is, it stays as it is.
+        ConfigError: there is such a file: whatever it is, it stays as it is; or the library `cryptography` is missing.
         OSError: it cannot be written.
     """
     raw = secrets.token_bytes(KEY_NBYTES)
+    secret = Secret(raw)  # before there is a file, as this needs a library
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -93,7 +94,7 @@ def write_secret(path: Path) -> Secret:
     except BaseException:
         path.unlink()  # half a key
         raise
-    return Secret(raw)
+    return secret
 
 
 def read_secret(path: str | Path, variable: str) -> Secret:

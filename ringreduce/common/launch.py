@@ -79,6 +79,8 @@ VARIABLES = {
         *("MIN_NP", "RESET_LIMIT", "PULSE", "CALL"),
     )
 }
+#: Of these, the one that has a token.
+SECRET_VARIABLE = "RINGREDUCE_CALL"
 
 
 @dataclass(frozen=True, slots=True)

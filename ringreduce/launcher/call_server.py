@@ -14,13 +14,13 @@ from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
 
-from ringreduce.common.launch import launch
+from ringreduce.common.launch import SECRET_VARIABLE, launch
 from ringreduce.launcher.agent_server import served
 
 __all__ = ["KEEPALIVE", "VARIABLE", "call_served", "connected", "leave_there", "requests_served"]
 
 #: Address, port and token of the program, in the environment of its ranks.
-VARIABLE = "RINGREDUCE_CALL"
+VARIABLE = SECRET_VARIABLE
 _MOST_NBYTES = 1 << 20  # of a request
 _CONNECT_S = 60.0
 #: Options of a connection, each with its level: a host is lost if it does not answer for about 30 s. TCP sends

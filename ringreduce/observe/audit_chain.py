@@ -10,6 +10,8 @@ the last whole line and itself.
 With a secret, each line has a signature before its hash: the HMAC-SHA256 of the line without these two entries, of its
 bytes before ``, "signature"`` and a ``}``, by a key that is derived from the secret. As ``before`` is in it, it holds
 for all lines before, too. Without a secret, a user who may write the file can make all hashes anew.
+
+A line that has an entry twice, at any depth, is no line: programs do not agree on which of the two it says.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from typing import Any, NamedTuple
 
 from ringreduce.common.keys import Secret
 
-__all__ = ["ChainedFile", "Examination", "examine", "is_signed", "plain", "said_by"]
+__all__ = ["ChainedFile", "Examination", "RecordLine", "examine", "is_signed", "plain", "said_by"]
 
 _WHOLE = re.compile(rb'(\{.*), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
+_SIGNED = re.compile(rb'(\{.*), "signature": "([0-9a-f]{64})", "hash": "[0-9a-f]{64}"\}', re.DOTALL)
 _BEGIN = b'{"line": '
 _TYPES = {
     **dict.fromkeys(("before", "event", "world", "time", "host"), str),
@@ -45,6 +48,31 @@ _LOCK_AGAIN_S = 0.005
 _TAIL_NBYTES = 1 << 16
 
 
+class RecordLine(dict[str, Any]):
+    """What a whole line of an audit record says, by entry.
+
+    Args:
+        text: its bytes.
+
+    Attributes:
+        text: the argument.
+
+    Raises:
+        ValueError: it is no object of JSON, or has an entry twice.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(json.loads(text, object_pairs_hook=_each_once))
+        self.text = text
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has an entry twice")
+    return found
+
+
 class Examination(NamedTuple):
     """What an audit record holds.
 
@@ -55,7 +83,7 @@ class Examination(NamedTuple):
         reason: what is wrong with it, for people.
     """
 
-    lines: list[dict[str, Any]]
+    lines: list[RecordLine]
     cut: list[int]
     wrong: int | None = None
     reason: str = ""
@@ -63,7 +91,7 @@ class Examination(NamedTuple):
 
 def examine(data: bytes) -> Examination:
     """Return what the bytes of an audit record say, and whether they are a chain."""
-    lines: list[dict[str, Any]] = []
+    lines: list[RecordLine] = []
     cut: list[int] = []
     halves: list[bytes] = []  # since the last whole line
     *texts, rest = data.split(b"\n")
@@ -114,13 +142,13 @@ def _misplaced(number: int, line: Mapping[str, Any], lines: Sequence[Mapping[str
     return number, "it does not belong there"
 
 
-def _read(text: bytes) -> dict[str, Any] | None:
+def _read(text: bytes) -> RecordLine | None:
     """Return what a line says; None: it is not as it was written."""
     found = _WHOLE.fullmatch(text)
     if found is None or _digest(found[1] + b"}") != found[2].decode():
         return None
     try:
-        line: dict[str, Any] = json.loads(text)
+        line = RecordLine(text)
     except (ValueError, RecursionError):
         return None
     return line if all(type(line.get(name)) is kind for name, kind in _TYPES.items()) else None
@@ -144,13 +172,10 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def is_signed(line: Mapping[str, Any], key: Secret) -> bool:
-    """Return whether somebody who has a secret has written a line, after all lines before it."""
-    signature = line.get("signature")
-    said = {name: value for name, value in line.items() if name not in ("signature", "hash")}
-    if type(signature) is not str or not signature.isascii():
-        return False
-    return hmac.compare_digest(_signature(json.dumps(said).encode(), key), signature.encode())
+def is_signed(line: RecordLine, key: Secret) -> bool:
+    """Return whether somebody who has a secret has written the bytes of a line, after all lines before it."""
+    found = _SIGNED.fullmatch(line.text)
+    return found is not None and hmac.compare_digest(_signature(found[1] + b"}", key), found[2])
 
 
 def _signature(body: bytes, key: Secret) -> bytes:
@@ -184,7 +209,7 @@ class ChainedFile:
 
         Raises:
             OSError: the file cannot be written or locked, is a link or no file, belongs to another user or others may
-                write to it, or its end was changed.
+                read or write it, or its end was changed.
         """
         with self._locked() as file:
             for each in entries:
@@ -219,8 +244,10 @@ class ChainedFile:
                     raise PermissionError(f"{self.path} belongs to user {found.st_uid}: name another file")
                 if found.st_nlink > 1:
                     raise PermissionError(f"{self.path} has {found.st_nlink} names (hard links): name another file")
-                if found.st_mode & 0o022:
-                    raise PermissionError(f"other users may write to {self.path}: chmod go-w {self.path}")
+                if found.st_mode & 0o077:  # who may read a file may lock it, and keep this process from writing
+                    raise PermissionError(
+                        f"other users may read or write, and so lock {self.path}: chmod 600 {self.path}"
+                    )
                 if not inside:
                     self._lock(file)
                     self._is_locked = True

@@ -64,12 +64,19 @@ def _repository(folder: str) -> dict[str, Any]:
         return {"unknown": said.partition("\n")[0] or str(error)}
     return {
         "path": root,
-        "url": re.sub(r"//[^/@]*@", "//", url) or None,  # without a password
+        "url": _without_secrets(url) or None,
         "commit": commit,
         "clean": not difference and not untracked,
         "difference": hashlib.sha256(difference).hexdigest() if difference else None,
         "untracked": untracked[:_MOST_NAMES],
     }
+
+
+def _without_secrets(url: str) -> str:
+    """Return an address without user and password, which may have an ``@``, and what follows a ``?`` or ``#``."""
+    if "://" not in url:  # a folder, or as in git@host:path, by ssh, which takes no password there
+        return url
+    return re.sub(r"//[^/]*@", "//", re.sub(r"[?#].*", "", url))
 
 
 def _git(folder: str, *words: str) -> bytes:

@@ -11,8 +11,8 @@ import socketserver
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -30,7 +30,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _TOKEN_FILE = "RINGREDUCE_STATUS=...,token:FILE"
 _LEAST_TOKEN = 16  # characters
 _LONGEST_TOKEN = 1024
-_MOST_CLIENTS = 32
+_MOST_CLIENTS = 32  # with the token, and as many without it
 _SLOW_S = 10.0  # a client that says nothing for so long is left; and a server, by clients
 
 
@@ -67,6 +67,7 @@ class TextServer(socketserver.ThreadingTCPServer):
     """
 
     allow_reuse_address = True
+    request_queue_size = 128  # of clients whose turn has not come; beyond it they try again after a second
     daemon_threads = True
 
     def __init__(
@@ -74,7 +75,9 @@ class TextServer(socketserver.ThreadingTCPServer):
     ) -> None:
         self.answers = answers
         self.token = token
-        self._clients = 0
+        self._strangers: dict[Any, None] = {}  # sockets of clients that have not shown a token, the oldest first
+        self._known = 0  # clients that have
+        self._changes = threading.Lock()
         self._ended = False
         self._thread: threading.Thread | None = None
         try:
@@ -85,14 +88,36 @@ class TextServer(socketserver.ThreadingTCPServer):
         self.address = _url(host, self.server_address[1])
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._clients < _MOST_CLIENTS
+        """Take a client; of those without a token, the oldest gives way, or slow ones would keep all others out."""
+        with self._changes:
+            if self._known >= _MOST_CLIENTS:
+                return False
+            if len(self._strangers) >= _MOST_CLIENTS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with suppress(OSError):  # it has just gone by itself
+                    oldest.shutdown(socket.SHUT_RDWR)  # which ends its thread
+            self._strangers[request] = None
+        return True
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        self._clients += 1
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._clients -= 1
+            with self._changes:
+                self._strangers.pop(request, None)
+
+    @contextmanager
+    def answering(self, request: Any) -> Iterator[None]:
+        """Know a client that has shown the token, as long as it is answered: it gives way to nobody."""
+        with self._changes:
+            self._strangers.pop(request, None)
+            self._known += 1
+        try:
+            yield
+        finally:
+            with self._changes:
+                self._known -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that go away."""
@@ -138,14 +163,20 @@ class _Handler(BaseHTTPRequestHandler):
     server: TextServer
 
     def do_GET(self) -> None:  # the name that the base calls
-        answers = self.server.answers
-        path = self.path.partition("?")[0]
         if not self.server.allows(self.headers.get("Authorization", "")):
-            said = Answer("a token is needed, as a bearer or as the password\n", "text/plain", HTTPStatus.UNAUTHORIZED)
-        elif path not in answers:
-            said = Answer(f"there is nothing here, but at {', '.join(answers)}\n", "text/plain", HTTPStatus.NOT_FOUND)
-        else:
-            said = answers[path]()
+            said = "a token is needed, as a bearer or as the password\n"
+            self._send(Answer(said, "text/plain", HTTPStatus.UNAUTHORIZED))
+            return
+        with self.server.answering(self.request):
+            self._send(self._answer(self.path.partition("?")[0]))
+
+    def _answer(self, path: str) -> Answer:
+        answers = self.server.answers
+        if path not in answers:
+            return Answer(f"there is nothing here, but at {', '.join(answers)}\n", "text/plain", HTTPStatus.NOT_FOUND)
+        return answers[path]()
+
+    def _send(self, said: Answer) -> None:
         body = said.text.encode()
         self.send_response(said.status)
         if said.status == HTTPStatus.UNAUTHORIZED:

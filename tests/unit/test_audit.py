@@ -104,8 +104,8 @@ def test_lines_are_appended_for_the_user_alone(tmp_path: Path) -> None:
             ChainedFile(str(tmp_path / name), alone=True).append([])
 
 
-@pytest.mark.parametrize("how", ["owner", "names", "mode"])
-def test_a_file_that_others_can_write_to_is_no_record(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["owner", "names", "620", "604", "640"])
+def test_a_file_that_others_can_write_to_or_lock_is_no_record(how: str, tmp_path: Path) -> None:
     """It stays as it is."""
     path = tmp_path / "audit"
     ChainedFile(str(path), alone=True).append([{"event": "first"}])
@@ -117,8 +117,8 @@ def test_a_file_that_others_can_write_to_is_no_record(how: str, tmp_path: Path) 
     elif how == "names":
         os.link(path, tmp_path / "other")
     else:
-        path.chmod(0o620)
-    with pytest.raises(PermissionError, match=r"belongs to user 12345|has 2 names|other users may write"):
+        path.chmod(int(how, 8))
+    with pytest.raises(PermissionError, match=r"belongs to user 12345|has 2 names|chmod 600"):
         ChainedFile(str(path), alone=True).append([{"event": "second"}])
     assert path.read_bytes() == before
 
@@ -267,7 +267,7 @@ def test_the_checkout_is_recorded_and_whether_it_was_changed(tmp_path: Path) -> 
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--message", "first")
-    git(folder, "remote", "add", "origin", "https://user:password@example.org/train.git")
+    git(folder, "remote", "add", "origin", "https://user:pass@word@example.org/train.git?token=password#password")
     path = tmp_path / "audit"
     facts = recorded(path, tmp_path, "checkout/train.py")
     commit = git(folder, "rev-parse", "HEAD").decode().strip()
@@ -280,7 +280,9 @@ def test_the_checkout_is_recorded_and_whether_it_was_changed(tmp_path: Path) -> 
     (folder / "new.py").touch()
     changed = {"clean": False, "difference": sha256(git(folder, "diff", "--binary", "HEAD")), "untracked": ["new.py"]}
     assert recorded(path, folder, "train.py")["repository"] == {**clean, **changed}
-    assert b"password" not in path.read_bytes()
+    git(folder, "remote", "set-url", "origin", "git@example.org:a/train.git")
+    assert recorded(path, folder, "train.py")["repository"]["url"] == "git@example.org:a/train.git"
+    assert b"word" not in path.read_bytes()
 
 
 def test_without_git_the_record_says_why(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_a_process_goes_on_after_half_a_line(cuts: list[int], zeros: int) -> Non
     """After any number of them, and zeros of a machine that stopped; they are named, and cannot be changed later."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "audit"
+        path.touch(0o600)
         path.write_bytes(b"".join(LINES[:3]))
         record = AuditRecord(str(path), "world")
         for length in cuts:
@@ -165,6 +166,7 @@ def test_whatever_a_file_holds_has_a_verdict(rest: bytes, nlines: int) -> None:
     assert found.lines == [json.loads(line) for line in LINES[: len(found.lines)]]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "audit"
+        path.touch(0o600)
         path.write_bytes(data)
         try:
             ChainedFile(str(path), alone=True).append([ENTRY])
@@ -179,6 +181,7 @@ def test_a_record_that_was_changed_is_not_continued(tmp_path: Path) -> None:
     """Else the change would be part of the chain."""
     path = tmp_path / "audit"
     for data in (RECORD[:-5] + b"x" + RECORD[-4:], RECORD.replace(b'"error": null', b'"error": 0'), b"a letter\n"):
+        path.touch(0o600)
         path.write_bytes(data)
         with pytest.raises(OSError, match="its last line was changed, or it is no audit record"):
             ChainedFile(str(path), alone=True).append([ENTRY])
@@ -284,5 +287,30 @@ def test_who_has_no_key_cannot_make_the_chain_anew(place: int, name: str) -> Non
 @given(st.recursive(st.none() | st.floats() | st.text(), lambda inside: st.lists(inside), max_leaves=4))
 def test_no_signature_is_taken_for_one(value: Any) -> None:
     """Whatever is in its place."""
-    line = {**json.loads(LINES[0]), "signature": value}
+    (line,) = examine(rehashed(LINES[0], signature=value)).lines
     assert not is_signed(line, KEY)
+
+
+@pytest.mark.parametrize("inside", [b'"of": 1', b'"event": "data"'])
+def test_an_entry_that_is_there_twice_is_a_wrong_line(tmp_path: Path, inside: bytes) -> None:
+    """Whichever comes first, at any depth, and with hashes that are right: programs read one or the other."""
+    lines = signed(tmp_path / "audit").splitlines(keepends=True)
+    at = next(number for number, line in enumerate(lines) if inside in line)
+    name = inside.partition(b":")[0]
+    lie = name + b': "a lie"'
+    for twice in (lie + b", " + inside, inside + b", " + lie, inside + b", " + inside):
+        body = lines[at].replace(inside, twice, 1).rpartition(b', "hash"')[0]
+        changed = body + b', "hash": "' + hashlib.sha256(body + b"}").hexdigest().encode() + b'"}\n'
+        found = examine(b"".join([*lines[:at], changed]))
+        assert (found.wrong, len(found.lines)) == (at + 1, at)
+
+
+def test_the_bytes_are_signed_and_not_what_they_say(tmp_path: Path) -> None:
+    """Other blanks, or another way to write a letter, are another line."""
+    lines = signed(tmp_path / "audit").splitlines()
+    for old, new in ((b'"facts": ', b'"facts":  '), (b'"event"', rb'"\u0065vent"')):
+        body = lines[-1].replace(old, new, 1).rpartition(b', "hash"')[0]
+        last = body + b', "hash": "' + hashlib.sha256(body + b"}").hexdigest().encode() + b'"}'
+        found = examine(b"\n".join([*lines[:-1], last]))
+        assert found.wrong is None
+        assert [is_signed(line, KEY) for line in found.lines] == [True, True, True, False]

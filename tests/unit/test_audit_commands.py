@@ -181,10 +181,10 @@ def test_reproduce_prints_a_shell_program_and_what_cannot_be_had(path: Path) -> 
     lines = done.stdout.splitlines()
     commands = [line for line in lines if not line.startswith("#")]
     assert commands == [
-        "git clone https://example.org/train.git again && cd again",
+        "git clone -- https://example.org/train.git again && cd again",
         f"git checkout {'c' * 40}",
         f"echo '{'e' * 64}  src/train.py' | sha256sum --check",
-        "cd src/",
+        "cd -- src/",
         "python3.11 -m venv venv && . venv/bin/activate  # it was Python 3.11.4",
         "pip install numpy==2.1.0",
         "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100,data:0 "
@@ -231,6 +231,27 @@ def test_what_a_record_says_is_printed_whatever_it_is(facts: dict[str, Any], eve
             assert done.stdout.replace("\n", "").isprintable()
     for line in done.stdout.splitlines():
         assert line.startswith("#") or shlex.split(line)
+
+
+@pytest.mark.parametrize("evil", ["-uevil", "--upload-pack=evil", "mine @ file:///evil", "a/../evil", "ext::evil"])
+def test_nothing_in_a_record_becomes_an_option(path: Path, evil: str) -> None:
+    """Of git, pip, Python or `ringreduce run`, or an address for pip: somebody else may have made the whole record."""
+    path.unlink()
+    names = {"versions": {"Python": evil}, "repository": {"url": evil, "commit": evil}, "command": ["-H", evil]}
+    AuditRecord(str(path), "0123abcd").append(
+        "begin",
+        {**BEGIN, **names, "packages": {"versions": {evil: "1", "numpy": evil, "torch": "2.9+cpu"}}},
+    )
+    commands = [shlex.split(line, comments=True) for line in ringreduce("reproduce", path).stdout.splitlines()]
+    assert [words for words in commands if words][1:] == [
+        ["python3", "-m", "venv", "venv", "&&", ".", "venv/bin/activate"],
+        ["pip", "install", "torch==2.9+cpu"],
+    ]
+    names = {"repository": {"url": evil, "commit": "c" * 40, "path": "/home"}, "folder": f"/home/{evil}"}
+    AuditRecord(str(path), "1123abcd").append("begin", {**BEGIN, **names})
+    lines = ringreduce("reproduce", path).stdout.splitlines()
+    assert lines[1] == f"git clone -- {shlex.quote(evil)} again && cd again"
+    assert lines[4] == f"cd -- {shlex.quote(evil + '/')}"
 
 
 def test_an_exported_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

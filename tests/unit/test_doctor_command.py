@@ -419,12 +419,15 @@ def test_a_launcher_of_the_same_family_is_no_stranger(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_facts_are_collected_whatever_is_missing():
-    """On any machine: what every machine has is found, and the environment holds only variables that matter."""
-    facts = collect(WorldFacts(), 3, environ={"RINGREDUCE_TIMEOUT": "5", "SECRET": "x", "OMP_NUM_THREADS": "1"})
+    """On any machine: what every machine has is found, and of the environment, variables that matter; no secrets."""
+    environ = {"RINGREDUCE_TIMEOUT": "5", "SECRET": "x", "OMP_NUM_THREADS": "1", "HOROVOD_TIMELINE": "t"}
+    hidden = {"RINGREDUCE_TOKEN": "x", "RINGREDUCE_CALL": "x", "HOROVOD_SECRET_KEY": "x"}
+    facts = collect(WorldFacts(), 3, environ={**environ, **hidden})
     assert facts.rank == 3
     assert facts.packages["numpy"] == np.__version__
     assert facts.core_numbers == tuple(sorted(os.sched_getaffinity(0)))
-    assert facts.environ == {"RINGREDUCE_TIMEOUT": "5", "OMP_NUM_THREADS": "1"}
+    del environ["SECRET"]
+    assert facts.environ == {**environ, **dict.fromkeys(hidden, "(not shown)")}
     assert (facts.mpi is not None) == ("mpi4py" in facts.packages)
     assert facts.unshareable == ""
 

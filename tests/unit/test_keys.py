@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_a_file_is_never_overwritten(key_file: Path):
         write_secret(key_file)
     assert key_file.read_bytes() == before
     assert [each.name for each in key_file.parent.iterdir()] == ["key"]
+
+
+def test_without_the_library_there_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The error comes before there is a file, so that the command works once the library is there."""
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    done = CliRunner().invoke(command, [str(tmp_path / "new" / "key")])
+    assert isinstance(done.exception, ConfigError)
+    assert "pip install cryptography" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_half_of_a_key_is_left(tmp_path: Path):

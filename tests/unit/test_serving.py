@@ -24,7 +24,7 @@ from ringreduce.observe.job_server import serve_job
 from ringreduce.observe.job_view import JobView
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observer
-from ringreduce.observe.serving import TextServer, ask, job_token
+from ringreduce.observe.serving import Answer, TextServer, ask, job_token
 from ringreduce.observe.timeline import JobClock
 from ringreduce.transport.memory import MemoryWorld
 
@@ -106,13 +106,37 @@ def test_it_listens_where_it_was_asked_to(server: TextServer):
 
 
 def test_many_clients_take_no_more_than_some_threads(server: TextServer):
-    """One that says nothing does not keep others from an answer; what is beyond a limit is closed."""
+    """Those that say nothing, or a byte now and then, keep nobody from an answer: the oldest of them give way."""
     token, _ = job_token(None, make=False)
     port = server.server_address[1]
-    silent = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(20)]
-    assert get(server, "/health", f"Bearer {token}")[0] == 200
-    silent += [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(30)]
-    assert silent[-1].recv(1) == b""
+    silent = []
+    for begin in (b"", b"GET / HTTP/1.1\r\nX: y\r\n"):
+        for _ in range(40):
+            silent.append(socket.create_connection(("127.0.0.1", port), timeout=30))
+            silent[-1].sendall(begin)
+        assert get(server, "/", f"Bearer {token}")[0] == 200
+    for each in silent[:40]:
+        assert each.recv(1) == b""
+    silent[-1].sendall(f"Authorization: Bearer {token}\r\n\r\n".encode())
+    assert silent[-1].recv(12) == b"HTTP/1.0 200"
+    for each in silent:
+        each.close()
+
+
+def test_who_is_answered_gives_way_to_nobody(server: TextServer):
+    """However many come without a token, while the answer is made."""
+    token, _ = job_token(None, make=False)
+    port = server.server_address[1]
+    silent = []
+
+    def answer() -> Answer:
+        for _ in range(80):
+            silent.append(socket.create_connection(("127.0.0.1", port), timeout=30))
+        assert silent[0].recv(1) == b""
+        return Answer("whole", "text/plain")
+
+    server.answers = {"/": answer}
+    assert get(server, "/", f"Bearer {token}")[:2] == (200, "whole")
     for each in silent:
         each.close()
 
