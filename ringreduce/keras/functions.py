@@ -20,7 +20,7 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.host import HOST
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.calls.parameters import broadcast_parameters
-from ringreduce.training.calls.requests import Op, Request, RequestBuilder, chosen_op
+from ringreduce.training.calls.requests import Op, Request, RequestBuilder, chosen_op, require_no_op
 from ringreduce.training.compression.tensors import wire_format_of
 
 __all__ = [
@@ -72,6 +72,8 @@ def allreduce(
 
     def request(prepare: RequestBuilder, array: Any) -> Request:
         kind = chosen_op(op, average)
+        if op is None and average is None:
+            require_no_op(name)
         targets = prepare.new_like([array])
         wire = wire_format_of(compression)
         return prepare.allreduce(

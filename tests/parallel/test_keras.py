@@ -364,6 +364,20 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], said: str) -> None
         hvd.DistributedOptimizer(SGD(), **options)
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: hvd.allreduce(np.ones(2), "sum"), "its name is 'sum': .* say op='sum'"),
+        (lambda: hvd.reducescatter(np.ones(SIZE), "max"), "its name is 'max': .* say op='max'"),
+        (lambda: hvd.allreduce(np.ones(2), average="sum"), "average= is True or False, got 'sum'"),
+    ],
+)
+def test_an_operation_in_another_place_is_refused(call: Any, said: str) -> None:
+    """The second argument is a name: an average of the name ``sum`` is none that is meant."""
+    with pytest.raises(rr.ConfigError, match=said):
+        call()
+
+
 def test_an_optimizer_is_distributed_once() -> None:
     optimizer = hvd.DistributedOptimizer(SGD())
     with pytest.raises(rr.ConfigError, match="already"):

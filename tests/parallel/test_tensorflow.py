@@ -403,6 +403,13 @@ def test_wrong_arguments_of_one_rank_reach_all(called: Any) -> None:
     assert str(caught.value)
 
 
+def test_an_operation_in_the_place_of_average_is_refused(called: Any) -> None:
+    """As the second argument any text is true, and would average."""
+    for given in ("sum", hvd.Sum):
+        with pytest.raises(rr.ConfigError, match="average= is True or False, got .*say op= for an operation"):
+            called(lambda each, given=given: hvd.allreduce(each, given))(tf.ones(2))
+
+
 def test_what_cannot_be_sent_is_refused(called: Any) -> None:
     with pytest.raises(rr.UnsupportedBufferError, match="at least one dimension") as caught:
         called(hvd.allgather)(tf.constant(1.0))

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ringreduce as rr
@@ -377,6 +378,41 @@ def test_names_are_text(operation: str) -> None:
     for error in (caught(call_named, operation, 3), caught(call_named, operation, b"x")):
         assert isinstance(error, rr.ConfigError)  # on all ranks alike
     call_named(operation, "a name")
+
+
+def takes_an_average(operation: str) -> bool:
+    call = getattr(hvd, operation)
+    return inspect.isfunction(call) and "average" in inspect.signature(call).parameters
+
+
+@pytest.mark.parametrize("operation", list(filter(takes_an_average, hvd.__all__)))
+def test_an_operation_in_the_place_of_average_is_refused(operation: str) -> None:
+    """As the second argument any text is true, and would average; True, False and what NumPy makes of them may be."""
+    values = torch.ones(2)
+    call = getattr(hvd, operation)
+    tensors = [values] if operation.startswith("grouped") else values
+    for given in ("sum", hvd.Sum, hvd.Adasum, 2.0):
+        with pytest.raises(rr.ConfigError, match="average= is True or False, got .*say op= for an operation"):
+            call(tensors, given)
+    for each in (True, False, 1, np.True_):
+        with pytest.warns(DeprecationWarning, match="average= is deprecated"):
+            result = call(tensors, each)
+        if "async" in operation:
+            hvd.synchronize(result)
+
+
+@pytest.mark.parametrize(
+    "operation", [each for each in hvd.__all__ if "reducescatter" in each and inspect.isfunction(getattr(hvd, each))]
+)
+def test_an_operation_as_the_name_of_an_average_is_refused(operation: str) -> None:
+    """The second argument of a reducescatter is a name: an average of the name ``sum`` is none that is meant."""
+    values = torch.ones(rr.size())
+    tensors = [values] if operation.startswith("grouped") else values
+    with pytest.raises(rr.ConfigError, match=r"its name is 'sum': .* say op='sum'"):
+        getattr(hvd, operation)(tensors, "sum")
+    result = getattr(hvd, operation)(tensors, name="sum", op=hvd.Sum)
+    part = hvd.synchronize(result) if "async" in operation else result
+    assert (part[0] if operation.startswith("grouped") else part).tolist() == [rr.size()]
 
 
 def test_a_factor_of_none_is_one_in_a_reducescatter() -> None:

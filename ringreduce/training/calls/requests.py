@@ -26,7 +26,7 @@ from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 from ringreduce.training.binding.framework import Arrays
 from ringreduce.training.binding.host import HOST, laid_out
 from ringreduce.training.calls.handles import Handle, join, poll, synchronize
-from ringreduce.training.options.options import Adasum, Op, ReproducibleSum, chosen_op
+from ringreduce.training.options.options import Adasum, Op, ReproducibleSum, chosen_op, require_no_op
 
 __all__ = [
     "Adasum",
@@ -41,6 +41,7 @@ __all__ = [
     "in_words",
     "join",
     "poll",
+    "require_no_op",
     "set_to_notify",
     "synchronize",
 ]
@@ -311,6 +312,8 @@ class RequestBuilder(CheckingArguments):
         if op == Adasum:
             raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
         kind = ReduceOp.parse(op)
+        if kind is AVERAGE and self._named:
+            require_no_op(self._key)
         prescale = real_number("prescale_factor", prescale)
         postscale = real_number("postscale_factor", postscale)
         self._require_rows(sources)

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import real_number, shown, whole_number
 from ringreduce.common.config import Config
@@ -39,6 +41,8 @@ Adasum = "adasum"
 ReproducibleSum = "reproducible sum"
 
 Op = ReduceOp | str
+
+_OTHER_OPS = ("sum", "min", "max", "product", "prod", Adasum, ReproducibleSum)  # than to average
 
 #: Of buckets of sharded parameters that are not reduced before the step: each costs two meetings of the ranks.
 _SHARDED_NBYTES = 256 << 20
@@ -192,6 +196,9 @@ class Options:
 def chosen_op(op: Op | None, average: bool | None) -> Op:
     """Return the op that was chosen by ``op``, or by ``average``, which is deprecated."""
     if average is not None:
+        # Any text, and any op, would be true.
+        if not (isinstance(average, (bool, np.bool_)) or (type(average) is int and average in (0, 1))):
+            raise ConfigError(f"average= is True or False, got {shown(average)}; say op= for an operation: op='sum'")
         if op is not None:
             raise ConfigError("give op or average, not both")
         warnings.warn("average= is deprecated; say op=Average or op=Sum", DeprecationWarning, stacklevel=4)
@@ -199,6 +206,15 @@ def chosen_op(op: Op | None, average: bool | None) -> Op:
     if op is None:
         return AVERAGE
     return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
+
+
+def require_no_op(name: Any) -> None:
+    """Raise if a name is that of an operation, given to what averages: a program may have taken it for the op."""
+    if name in _OTHER_OPS:
+        raise ConfigError(
+            f"this averages, and its name is {name!r}: to choose an operation, say op={name!r}; if it is to average, "
+            "give it another name"
+        )
 
 
 def averaging(op: Op, predivide_factor: Any) -> tuple[Op, float]:
