@@ -344,6 +344,9 @@ def skip_in_compiler(function: FunctionType, codes: Sequence[CodeType], *, calle
 
 # ---- torch.distributed ----
 
+#: The method by which DDP gives its reducer the work of a forward pass.
+_KEEPING = "_set_forward_pass_work_handle"
+
 _can_profile = (
     hasattr(profiler, "_is_profiler_enabled")
     and hasattr(profiler, "_disable_profiler")
@@ -382,6 +385,38 @@ def before_profiler_stops(action: Callable[[], object]) -> None:
         return disable()
 
     _profiler._disable_profiler = act_and_disable
+
+
+def _kept_works() -> tuple[Any, Any]:
+    """Return the class of DDP's reducers and what makes works of futures; None twice: one of them lacks something."""
+    c10d = getattr(_C, "_distributed_c10d", None)
+    reducer = getattr(c10d, "Reducer", None)
+    make = getattr(c10d, "_create_work_from_future", None)
+    return (reducer, make) if make is not None and hasattr(reducer, _KEEPING) else (None, None)
+
+
+def keep_whole_works(future_of: Callable[[Any], Any]) -> None:
+    """Let DDP's C++ keep works of its own in place of those that are written in Python.
+
+    C++ keeps its half of a work alone, and waits for ever in that of a class in Python once the other half is gone.
+    Puts another function into the place of ``_set_forward_pass_work_handle`` of DDP's reducer, and makes works by
+    ``_create_work_from_future``; there is no hook for it. Without them this does nothing, and
+    ``Join(..., divide_by_initial_world_size=False)`` hangs.
+
+    Args:
+        future_of: returns the future of a work that is written in Python; None for any other.
+    """
+    reducers, make = _kept_works()
+    if reducers is None:
+        return
+    keep = getattr(reducers, _KEEPING)
+
+    @wraps(keep)
+    def keep_whole(reducer: Any, work: Any, *others: Any) -> Any:
+        future = future_of(work)
+        return keep(reducer, work if future is None else make(future), *others)
+
+    setattr(reducers, _KEEPING, keep_whole)
 
 
 # ---- loaders ----
@@ -612,6 +647,10 @@ def _has_backends() -> bool:
     return not torch.distributed.is_available() or isinstance(backend_class(), type)
 
 
+def _works_can_be_kept() -> bool:
+    return not torch.distributed.is_available() or _kept_works()[0] is not None
+
+
 def _lists_groups() -> bool:
     if not torch.distributed.is_available():
         return True
@@ -659,6 +698,7 @@ PARTS = (
     Part("skip_in_compiler", _code_can_be_skipped, "functions that communicate must not be compiled"),
     Part("is_profiling", lambda: _can_profile, "torch's profiles do not show collectives"),
     Part("get_batches_by", _loaders_are_known, "waiting for a DataLoader counts as input only with loading()"),
+    Part("keep_whole_works", _works_can_be_kept, "DDP's Join that counts the ranks of each step hangs"),
     Part("backend_class", _has_backends, "torch.distributed takes no second backend beside ringreduce"),
     Part("is_open_group", _lists_groups, "torch's flight recorder does not watch process groups"),
     Part("cpu_backend_of", _groups_have_backends, "process groups with a second backend are not recognised"),

@@ -406,7 +406,7 @@ def test_wrong_arguments_of_one_rank_reach_all(called: Any) -> None:
 def test_an_operation_in_the_place_of_average_is_refused(called: Any) -> None:
     """As the second argument any text is true, and would average."""
     for given in ("sum", hvd.Sum):
-        with pytest.raises(rr.ConfigError, match="average= is True or False, got .*say op= for an operation"):
+        with pytest.raises(rr.ConfigError, match=r"average= is True or False, got .*say op= for an operation"):
             called(lambda each, given=given: hvd.allreduce(each, given))(tf.ones(2))
 
 

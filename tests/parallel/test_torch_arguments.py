@@ -392,7 +392,7 @@ def test_an_operation_in_the_place_of_average_is_refused(operation: str) -> None
     call = getattr(hvd, operation)
     tensors = [values] if operation.startswith("grouped") else values
     for given in ("sum", hvd.Sum, hvd.Adasum, 2.0):
-        with pytest.raises(rr.ConfigError, match="average= is True or False, got .*say op= for an operation"):
+        with pytest.raises(rr.ConfigError, match=r"average= is True or False, got .*say op= for an operation"):
             call(tensors, given)
     for each in (True, False, 1, np.True_):
         with pytest.warns(DeprecationWarning, match="average= is deprecated"):

@@ -27,6 +27,7 @@ from ringreduce.common.errors import ConfigError, MismatchError  # noqa: E402
 from ringreduce.torch import Compression  # noqa: E402  # registers the backend, where torch has not done so
 from ringreduce.torch.compression import Compressor  # noqa: E402
 from ringreduce.torch.distributed.ddp import AllreduceState, adopt, allreduce_hook  # noqa: E402
+from ringreduce.torch.private import cpu_backend_of  # noqa: E402
 from ringreduce.torch.sync_batch_norm import convert_sync_batchnorm  # noqa: E402
 
 with warnings.catch_warnings():  # that torch deprecates what it uses itself
@@ -301,17 +302,39 @@ def test_our_hook_takes_our_groups_alone(gloo: Any):
         adopt(DistributedDataParallel(nn.Linear(3, 2)))
 
 
-def test_ddp_join(gloo: Any):
-    """Ranks with more batches than others go on, and all end with the weights that Gloo gives."""
+@pytest.mark.spread("initial")
+@pytest.mark.parametrize("backend", ["ringreduce", "cpu:ringreduce"])
+@pytest.mark.parametrize("initial", [True, False], ids=["by all ranks", "by those that are left"])
+def test_ddp_join(initial: bool, backend: str, gloo: Any):
+    """Ranks with more batches than others go on, and all end with the weights that Gloo gives.
+
+    If averages are divided by the ranks that are left, torch's C++ waits for the work that counts them.
+    """
     results = []
-    for group in (None, gloo):
+    for group in (dist.new_group(backend=backend), gloo):
         torch.manual_seed(0)
         model = DistributedDataParallel(Branches(), process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Join([model]):
+        with Join([model], divide_by_initial_world_size=initial):
             losses = train(model, optimizer, STEPS + dist.get_rank())
         results.append((losses, weights(model)))
     assert_like(*results)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("backend", ["ringreduce", "cpu:ringreduce"])
+def test_the_wait_for_ranks_that_are_left_has_a_limit(backend: str):
+    """A work that torch's C++ has kept ends with the error of its collective."""
+    group: Any = dist.new_group(backend=backend)
+    model = DistributedDataParallel(Branches(), process_group=group)
+    cpu_backend_of(group).set_timeout(0.3)
+    if dist.get_rank() == 0:
+        with (
+            pytest.raises(Exception, match=r"waited 0\.3 s"),
+            Join([model], divide_by_initial_world_size=False),
+        ):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    dist.barrier()
 
 
 def test_ddp_equals_one_process():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
 from math import inf, isnan
@@ -16,7 +17,7 @@ from ringreduce.common.arguments import shown
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.serial import SerialTask
 from ringreduce.runtime.groups import Group
-from ringreduce.torch.private import before_profiler_stops, end_span_with, is_called_by_autograd
+from ringreduce.torch.private import before_profiler_stops, end_span_with, is_called_by_autograd, keep_whole_works
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.transport.point_to_point import PeerTransfer
 
@@ -148,6 +149,9 @@ class _Work(Work):
             future = base.then(check)
             self._future = _tensors_after()(future, result) if typed else future
             task.when_done(lambda: base.set_result(None))
+            if typed and task.done:  # C++ may read it at once: it has waited for this work
+                with suppress(RuntimeError):  # of the task, which C++ finds in the future
+                    self._future.wait()
         return self._future
 
     getFuture = get_future  # noqa: N815  # C++ has called it so, too
@@ -168,6 +172,9 @@ class _Work(Work):
 
     def exception(self) -> BaseException | None:
         return self._state.error
+
+
+keep_whole_works(lambda work: work.get_future() if isinstance(work, _Work) else None)
 
 
 class CollectiveWork(_Work):
