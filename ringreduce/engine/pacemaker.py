@@ -82,6 +82,11 @@ class Pacemaker:
         self._loaded_s = 0.0
         self._restart()
 
+    @property
+    def begun(self) -> bool:
+        """Whether a reduction of gradients has ended."""
+        return self._before is not None
+
     def arrive(self, joins: int) -> None:
         """Take note that this rank has come to a reduction; ``joins``: how often all ranks have joined."""
         if self._before is None or joins != self._joins:  # ranks that have joined made fewer steps: all count anew

@@ -109,6 +109,7 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "stopping",
+    "trains",
     "transport",
     "world",
 ]
@@ -375,6 +376,11 @@ def count(steps: int = 0, samples: int = 0) -> None:
     own = _process.own()
     if own is not None:
         own.observer.recorder.count(steps, samples)
+
+
+def trains(nbytes: int) -> None:
+    """Take note that an optimizer updates so much: who reduces less in all has not averaged its gradients. Local."""
+    _process.usage.trained_nbytes = max(_process.usage.trained_nbytes, nbytes)
 
 
 def metrics() -> Metrics:

@@ -60,6 +60,7 @@ class Process:
         recoveries: how often it has gone on after ranks had failed, or tried to.
         followers: of traces; see `Observer`.
         stop: what asks this process to stop.
+        usage: what its worlds were used for.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Process:
         self.recoveries = 0
         self.followers: list[Callable[[Program | None], object]] = []
         self.stop = StopRequest(lambda: (own := self.own()) is not None and own.lifetime.open)
-        self._usage = Usage()
+        self.usage = Usage()
         self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
         self._entrance = ReentrancyGuard()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
@@ -174,7 +175,7 @@ class Process:
             own = self.own()
             self.world = None
             if own is not None:
-                self._usage.reduced = True  # or it was not: that a rank has failed is what matters
+                self.usage.reduced = True  # or it was not: that a rank has failed is what matters
                 own.abandon(error)
             connection = self._connection
             if connection is None:
@@ -237,7 +238,7 @@ class Process:
             if own is None:
                 return
             self.world = None
-            self._usage.add(own)
+            self.usage.add(own)
             try:
                 own.close()
             finally:
@@ -251,7 +252,7 @@ class Process:
             if own is not None and failed:
                 own.flush()  # of a process that is alone; the termination reports the failures of others
             self.shut_down()
-            if not failed and (warning := self._usage.warning()) is not None:
+            if not failed and (warning := self.usage.warning()) is not None:
                 _log.warning("%s", warning)
 
     def _before_fork(self) -> None:

@@ -1,10 +1,11 @@
-"""What a program has made of its worlds: whether one that trains with a framework has ever reduced anything."""
+"""What a program has made of its worlds: whether one that trains with a framework has ever reduced gradients."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Container
 
+from ringreduce.common.quantities import format_nbytes
 from ringreduce.runtime.worlds import OwnWorld
 
 #: What reduces gradients, by the module of a binding; those that are built on another one come before it.
@@ -13,7 +14,7 @@ _BINDINGS = {
     "ringreduce.tensorflow": "Are gradients those of a DistributedGradientTape, or is the optimizer a "
     "DistributedOptimizer?",
     "ringreduce.jax": "Are gradients given to a DistributedGradientTransformation?",
-    "ringreduce.torch": "Is the optimizer wrapped in DistributedOptimizer?",
+    "ringreduce.torch": "Is the optimizer wrapped in DistributedOptimizer, and what that returns used in its place?",
 }
 #: Calls with which programs begin, and with which those that only divide work collect results.
 _NO_REDUCTIONS = frozenset(("allgather", "barrier", "broadcast"))
@@ -23,13 +24,16 @@ class Usage:
     """What the worlds of this process were used for.
 
     Attributes:
-        reduced: whether anything was reduced, or may have been.
+        reduced: whether an optimizer of ours has reduced gradients, or what is not seen any more may have done so.
+        reduced_nbytes: so much was reduced by all calls.
+        trained_nbytes: so much an optimizer has updated; 0: that is not known.
         steps: of optimizers, as far as they were counted.
         rank, size: of this process in its last world, and how many ranks that had.
     """
 
     def __init__(self) -> None:
         self.reduced = False
+        self.reduced_nbytes = self.trained_nbytes = 0
         self.steps = 0
         self.rank = 0
         self.size = 1
@@ -38,9 +42,10 @@ class Usage:
         """Take note of what a world was used for; to be called before it ends. Local."""
         self.rank = world.rank
         self.size = world.size
-        self.reduced |= (
-            world.divided or not world.lifetime.open or not _NO_REDUCTIONS.issuperset(world.metrics().collectives)
-        )
+        engines = [each.engine for each in world.sets.values() if each.included()]
+        self.reduced |= world.divided or not world.lifetime.open or any(each.pacemaker.begun for each in engines)
+        totals = world.metrics().collectives
+        self.reduced_nbytes += sum(total.nbytes for name, total in totals.items() if name not in _NO_REDUCTIONS)
         self.steps += world.observer.recorder.steps
 
     def warning(self, modules: Container[str] = sys.modules) -> str | None:
@@ -52,10 +57,17 @@ class Usage:
         binding = next((each for each in _BINDINGS if each in modules), None)
         if self.reduced or self.rank or self.size == 1 or binding is None:
             return None
+        trained = "if this program has trained: "
+        least = 1
         if binding == "ringreduce.torch":
             if not self.steps:  # torch counts those of all optimizers, so nothing was trained
                 return None
             trained = f"{self.steps} optimizer steps were made on this rank, and "
-        else:
-            trained = "if this program has trained: "
-        return f"{trained}nothing was ever reduced over the {self.size} ranks. {_BINDINGS[binding]}"
+            least = max(self.trained_nbytes, 1)  # who averages gradients by hand has reduced as much
+        if self.reduced_nbytes >= least:
+            return None
+        what = "nothing was ever reduced"
+        if self.reduced_nbytes:
+            some = format_nbytes(self.reduced_nbytes)
+            what = f"no gradients were reduced: {some} in all, of {format_nbytes(least)} of parameters,"
+        return f"{trained}{what} over the {self.size} ranks. {_BINDINGS[binding]}"

@@ -21,6 +21,7 @@ from ringreduce.torch.local_state import StateAverage
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.own_methods import LOCAL_ADVICE
 from ringreduce.torch.private import scaler_of
+from ringreduce.torch.reduced import warn_of_own_replica
 from ringreduce.torch.sharded.shardable import require_not_shared
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.training.binding.framework import Named
@@ -98,6 +99,7 @@ class Stepping:
         mine = next((each for each in together if each.included()), None)
         if mine is not None:
             self.distributed = DistributedOptimizer(self._optimizer, self._named(), process_set=mine, shard=self._shard)
+            self.distributed.unwatch()  # DiLoCo watches the steps
 
     def leave(self) -> None:
         """Reduce no gradients any more: backward passes that come now belong to other steps. Local."""
@@ -206,14 +208,17 @@ class DiLoCo(wrapper.Wrapper):
         require_same_arrays(TENSORS, ranks, caller="DiLoCo", named=named, devices=True, options=words)
         self._stepping = Stepping(optimizer, self._named, shard)
         over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
+        self._described = f"DiLoCo over {over}"
         self._local = LocalTraining(
-            f"DiLoCo over {over}",
+            self._described,
             self._options,
             parameters=[TensorLeaves(partial(list, parameters[place])) for place in places],
             others=self._others(model),
             writing=self._stepping.writing,
         )
         self._watch_arrivals()
+        unused = partial(_unused, self._local, f"the {self._described}")
+        self._unwatch = wrapping.watch_steps(optimizer, self._stepped_by_itself, unused=unused)
         self._enter_phase()
 
     def _others(self, model: torch.nn.Module | None) -> list[Average]:
@@ -253,7 +258,11 @@ class DiLoCo(wrapper.Wrapper):
         """
         self._require_phase()
         self._local.before_step()
-        result = self._stepping.optimizer.step() if closure is None else self._stepping.optimizer.step(closure)
+        wrapping.STEPPING.add(id(self._optimizer))
+        try:
+            result = self._stepping.optimizer.step() if closure is None else self._stepping.optimizer.step(closure)
+        finally:
+            wrapping.STEPPING.discard(id(self._optimizer))
         self._local.after_step()
         if self._arrivals is not None:
             self._arrivals.reduced()
@@ -350,6 +359,17 @@ class DiLoCo(wrapper.Wrapper):
     def _prepare_for_scaler(self, caller: FrameType) -> None:
         if scaler_of(caller) is not None:
             raise refusal(LOCAL, SCALER)
+
+    def _stepped_by_itself(self) -> None:
+        """Warn, once, of a step of the wrapped optimizer that counts in no period."""
+        if global_process_set.communicator.size > 1:
+            self._unwatch()
+            warn_of_own_replica(self._described)
+
+
+def _unused(local: LocalTraining, described: str) -> str | None:
+    """Return what has ended before it has made a step; None: it has made some."""
+    return None if local.steps else described
 
 
 def LocalSGD(optimizer: torch.optim.Optimizer, named_parameters: _Named | None = None, **options: Any) -> DiLoCo:  # noqa: N802

@@ -191,7 +191,8 @@ class DistributedOptimizer(wrapper.Wrapper):
         self._reduced = Reduced(self._watch_arrivals())
         self._skipping = False
         self._stepper = Stepper(self._optimizer, self._training)
-        self._unwatch = wrapping.watch_steps(self._optimizer, self._stepped_by_itself)
+        unused = partial(wrapping.unused, self._training)
+        self.unwatch = wrapping.watch_steps(self._optimizer, self._stepped_by_itself, unused=unused)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
         """Return a wrapper of a copy of the wrapped optimizer, with the same options and process set.
@@ -361,9 +362,12 @@ class DistributedOptimizer(wrapper.Wrapper):
         """Return a context in which another thread than that of `step` may read parameters: steps wait for its end."""
         return self._stepper.reading
 
+    #: Watch no steps of the wrapped optimizer any more. Local.
+    unwatch: Callable[[], object]
+
     def retire(self) -> None:
         """Reduce no gradients any more, nor watch steps: another object makes them. Local."""
-        self._unwatch()
+        self.unwatch()
         self._training.gradients.retire()
 
     def rejoin(self) -> None:
@@ -471,7 +475,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
         if self._training.alone or self._skipping or self._training.is_reduced or self._reduced.is_taken():
             return
-        self._unwatch()
+        self.unwatch()
         warn_of_own_step(self._training.described)
 
 

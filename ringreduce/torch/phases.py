@@ -95,8 +95,18 @@ class _Phases:
 
 
 def count_steps() -> None:
-    """Let `ringreduce top` know of each step of an optimizer, from now on."""
-    register_optimizer_step_post_hook(lambda optimizer, arguments, options: runtime.count(steps=1))
+    """Let `ringreduce top` know of each step of an optimizer, from now on, and of what the first one trains."""
+    measured = False
+
+    def stepped(optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
+        nonlocal measured
+        if not measured:
+            measured = True
+            trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+            runtime.trains(sum(each.numel() * each.element_size() for each in trained))
+        runtime.count(steps=1)
+
+    register_optimizer_step_post_hook(stepped)
 
 
 _watching: _Phases | None = None

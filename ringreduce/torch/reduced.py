@@ -132,3 +132,12 @@ def warn_of_own_step(described: str) -> None:
         "this is meant, within its skip_synchronize())",
         stacklevel=5,
     )
+
+
+def warn_of_own_replica(described: str) -> None:
+    """Warn that an optimizer has made a step by itself whose replicas are to exchange weights."""
+    warnings.warn(
+        f"step() of the optimizer in {described} was called, and not its own step(): then this rank exchanges no "
+        "weights, and trains alone; call step() of the DiLoCo",
+        stacklevel=5,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
@@ -13,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.runtime import rank_and_size
 from ringreduce.training.binding.framework import Named
 from ringreduce.training.data.shares import is_by_speed
 from ringreduce.training.optimizers.optimizer import Training
@@ -30,39 +32,85 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 
 
 class _StepWatch:
-    """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies."""
+    """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies.
 
-    __slots__ = ("_all", "_notify")
+    Attributes:
+        dropped: what the next step of the optimizer itself warns of, as nobody has kept its wrapper.
+    """
+
+    __slots__ = ("_all", "_notify", "dropped")
 
     def __init__(
         self, notify: Callable[[], Callable[[], object] | None] = lambda: None, all_steps: bool = False
     ) -> None:
         self._notify = notify
         self._all = all_steps
+        self.dropped: str | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
-        if (self._all or id(optimizer) not in STEPPING) and (notify := self._notify()) is not None:
+        own = id(optimizer) not in STEPPING
+        if (self._all or own) and (notify := self._notify()) is not None:
             notify()
+        elif self.dropped is not None:
+            if own and rank_and_size()[1] > 1:
+                _warn_of_dropped(self.dropped)
+            self.dropped = None  # once; or another wrapper makes the steps
 
     def __reduce__(self) -> tuple[type[_StepWatch], tuple[()]]:
         return _StepWatch, ()
 
 
 def watch_steps(
-    optimizer: torch.optim.Optimizer, notify: Callable[[], object], *, all_steps: bool = False
+    optimizer: torch.optim.Optimizer,
+    notify: Callable[[], object],
+    *,
+    all_steps: bool = False,
+    unused: Callable[[], str | None] = lambda: None,
 ) -> Callable[[], object]:
     """Call a method before each step of an optimizer; unless it is for all steps, not while that is in `STEPPING`.
+
+    Args:
+        optimizer: has hooks; else nothing is done.
+        notify: the method.
+        all_steps: whether to call it before all steps.
+        unused: called when the method's object ends: returns what that was, if the next step of the optimizer is to
+            warn that nobody has kept it, unless something else wraps it then.
 
     Returns:
         A function that ends this. So does the end of the method's object.
     """
+    watch = _StepWatch(weakref.WeakMethod(notify), all_steps)
     try:
-        hook = optimizer.register_step_pre_hook(_StepWatch(weakref.WeakMethod(notify), all_steps))
+        hook = optimizer.register_step_pre_hook(watch)
     except AttributeError:  # an optimizer that has no hooks
         return lambda: None
-    unwatch = weakref.finalize(cast("MethodType", notify).__self__, hook.remove)
-    unwatch.atexit = False
+
+    def ended() -> None:
+        watch.dropped = unused()
+        if watch.dropped is None:
+            hook.remove()
+
+    ending = weakref.finalize(cast("MethodType", notify).__self__, ended)
+    ending.atexit = False
+
+    def unwatch() -> None:
+        ending.detach()
+        hook.remove()
+
     return unwatch
+
+
+def unused(training: Training) -> str | None:
+    """Return what a wrapper was that has ended before it has reduced anything; None: it has, or this rank is alone."""
+    return None if training.alone or training.seconds else f"the {training.kind} of {training.described}"
+
+
+def _warn_of_dropped(wrapper: str) -> None:
+    warnings.warn(
+        f"nobody has kept {wrapper}, and step() of the optimizer that it wrapped was called: this rank trains alone. "
+        "Keep what was returned, and call its step(): optimizer = DistributedOptimizer(optimizer, ...), for example",
+        stacklevel=4,
+    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,6 +154,55 @@ def test_a_step_of_the_wrapped_optimizer_warns_once() -> None:
     assert caught[0].filename == __file__
 
 
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "in the step": hvd.DistributedOptimizer,
+    "in the backward pass": partial(hvd.DistributedOptimizer, reduce_in="backward"),
+    "by speed": partial(hvd.DistributedOptimizer, overlap=True),
+    "DiLoCo": partial(hvd.DiLoCo, period=2, replica="rank"),
+    "DiLoCo of a node": partial(hvd.DiLoCo, period=2, replica="node"),
+    "LocalSGD": partial(hvd.LocalSGD, period=2, replica="rank"),
+}
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+@pytest.mark.parametrize("wrap", list(WRAPPERS))
+def test_a_wrapper_that_is_not_used_warns_once(wrap: str, kept: bool) -> None:
+    """The program goes on with the optimizer that it has wrapped, and each rank trains alone."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = WRAPPERS[wrap](inner)
+    if not kept:
+        del wrapper
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            backward(model)
+            inner.step()
+    texts = [str(each.message) for each in caught]
+    alone = rr.size() == 1
+    if alone or (kept and wrap == "in the backward pass"):  # whose gradients are reduced then
+        assert texts == []
+        return
+    (text,) = texts
+    name = wrap if wrap.startswith("DiLoCo") else "DiLoCo" if wrap == "LocalSGD" else "DistributedOptimizer"
+    assert name.split()[0] in text
+    assert ("nobody has kept" in text) is not kept
+    assert caught[0].filename == __file__
+
+
+def test_a_wrapper_that_another_one_replaces_does_not_warn() -> None:
+    """Which makes the steps of the optimizer: warnings are errors here."""
+    model, inner, optimizer = build()
+    del optimizer
+    again = hvd.DistributedOptimizer(inner)
+    for _ in range(2):
+        backward(model)
+        again.step()
+    del again
+    inner.step()
+
+
 @pytest.mark.parametrize("options", [{}, {"op": hvd.Adasum}, {"overlap": True}], ids=str)
 def test_steps_of_the_wrapper_do_not_warn(options: dict[str, Any]) -> None:
     """Plain, with a closure, under a schedule and a GradScaler, after `synchronize`: warnings are errors here."""
@@ -198,8 +248,10 @@ def test_gradients_that_are_reduced_may_be_used_by_the_wrapped_optimizer() -> No
 
 
 def test_an_optimizer_that_is_not_wrapped_any_more_may_step() -> None:
-    """A wrapper that is gone watches nothing, and nothing keeps it."""
+    """A wrapper that has made steps and is gone watches nothing, and nothing keeps it."""
     model, inner, optimizer = build()
+    backward(model)
+    optimizer.step()
     kept = weakref.ref(optimizer)
     del optimizer
     assert kept() is None

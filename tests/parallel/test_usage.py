@@ -28,8 +28,9 @@ def world() -> Iterator[None]:
     rr.init()
 
 
-def asked(modules: set[str]) -> str | None:
+def asked(modules: set[str], trained_nbytes: int = 0) -> str | None:
     usage = Usage()
+    usage.trained_nbytes = trained_nbytes
     usage.add(PROCESS.rank_here())
     return usage.warning(modules)
 
@@ -71,7 +72,7 @@ def test_steps_without_any_reduction_are_asked_for(world: None, how: str) -> Non
     assert (text is not None) == (rr.rank() == 0 and rr.size() > 1)
     if text is not None:
         assert text.startswith("3 optimizer steps were made on this rank")
-        assert text.endswith("Is the optimizer wrapped in DistributedOptimizer?")
+        assert "Is the optimizer wrapped in DistributedOptimizer" in text
     assert asked(set()) is None
 
 
@@ -82,6 +83,20 @@ def test_what_reduces_is_not_asked_for(world: None, how: str) -> None:
     rr.count(steps=3)
     REDUCE[how]()
     assert asked(TORCH) is None
+
+
+def test_a_metric_is_no_gradient(world: None) -> None:
+    """What optimizers of torch train is known: gradients that a program averages by hand are as much, once at least."""
+    rr.count(steps=3)
+    rr.allreduce(ONES)
+    text = asked(TORCH, trained_nbytes=ONES.nbytes + 1)
+    assert (text is not None) == (rr.rank() == 0 and rr.size() > 1)
+    if text is not None:
+        assert "no gradients were reduced: 12 B in all, of 13 B of parameters," in text
+    rr.allreduce(ONES)
+    assert asked(TORCH, trained_nbytes=ONES.nbytes + 1) is None
+    step_of_toy()
+    assert asked(TORCH, trained_nbytes=1 << 30) is None, "ours are known, however little of them travels"
 
 
 @pytest.mark.sizes(2, 3, 4)

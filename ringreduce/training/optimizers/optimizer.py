@@ -46,7 +46,8 @@ class Training:
     Attributes:
         communicator: the ranks; for what is done before the first step.
         identity: as for `GradientReducer`, if it is set before `begin`.
-        described: what errors call the optimizer; from `begin` on.
+        kind: the argument.
+        described: what errors call the optimizer; from `begin` on, and before that its class.
         named: returns all of its parameters by name; from `prepare` on.
     """
 
@@ -54,7 +55,7 @@ class Training:
     named: Callable[[], Named]
 
     def __init__(self, kind: str, process_set: object, arrays: Arrays, bind: Callable[[Communicator], Memory]) -> None:
-        self._kind = kind
+        self.kind = kind
         self.identity: Identity | None = None
         self._process_set = set_to_notify(process_set)
         self._arrays = arrays
@@ -123,7 +124,7 @@ class Training:
         settings: Callable[[], Mapping[str, str]] | None,
     ) -> None:
         """Note what `begin` takes, for `rejoin` or the first use of `gradients` to begin with."""
-        self._optimizer = optimizer
+        self._optimizer = self.described = optimizer
         self.named = named
         self.options = options
         self._settings = settings
@@ -134,7 +135,7 @@ class Training:
         if self._reducer is None:
             self.rejoin()
         if self._reducer is None:
-            raise ConfigError(f"the process set of this {self._kind} is not registered")
+            raise ConfigError(f"the process set of this {self.kind} is not registered")
         return self._reducer
 
     @property
@@ -164,7 +165,7 @@ class Training:
         named = self.named()
         options = self.options.in_words([parameter for _, parameter in named])
         require_same_arrays(
-            self._arrays, self.communicator, caller=self._kind, named=named, devices=True, options=options
+            self._arrays, self.communicator, caller=self.kind, named=named, devices=True, options=options
         )
         over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
         self.described = f"{self._optimizer} over {over}"
@@ -195,7 +196,7 @@ class Training:
         self._waited_s = self.seconds  # the new ones count from zero
         if not in_place:
             self._take_place()
-        with self.checking(self._kind):
+        with self.checking(self.kind):
             self._bind(self._engine.communicator).streams.require_usable([each for _, each in self.named()])
         self.begin(self._optimizer, self.named, options=self.options, settings=self._settings)
         if replaced is not None:
@@ -223,7 +224,7 @@ class Training:
         if (weights := self.reducer.buckets.weights) is not None:
             loss *= weights.factor
         mean = Reduction(
-            f"loss of {self._kind}", "loss of a closure", op=self.options.op, sources=[loss], targets=[loss]
+            f"loss of {self.kind}", "loss of a closure", op=self.options.op, sources=[loss], targets=[loss]
         )
         self._run(mean, f"the loss of a closure of {self.described}")
 
@@ -231,7 +232,7 @@ class Training:
         """Return whether any rank has found an overflow. Collective."""
         found = np.array([answer])
         overflow = Reduction(
-            f"overflow of {self._kind}", "overflow of gradients", op=MAX, sources=[found], targets=[found]
+            f"overflow of {self.kind}", "overflow of gradients", op=MAX, sources=[found], targets=[found]
         )
         self._run(overflow, f"the overflows of {self.described}")
         return bool(found[0])
@@ -239,7 +240,7 @@ class Training:
     def combine(self, changes: Sequence[Any]) -> None:
         """Combine the changes of the ranks' steps by Adasum, each array by itself, in place. Collective."""
         with self._arrays.on_host(changes) as host:
-            call = CollectiveOp(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, host))
+            call = CollectiveOp(f"step of {self.kind}", "step with Adasum", lambda ranks: adasum(ranks, host))
             self._run(call, f"the step of {self.described}")
 
     def state_dict(self) -> dict[str, Any]:
