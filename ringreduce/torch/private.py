@@ -344,8 +344,11 @@ def skip_in_compiler(function: FunctionType, codes: Sequence[CodeType], *, calle
 
 # ---- torch.distributed ----
 
+_c10d: Any = getattr(_C, "_distributed_c10d", None)
 #: The method by which DDP gives its reducer the work of a forward pass.
 _KEEPING = "_set_forward_pass_work_handle"
+_keep_work = getattr(getattr(_c10d, "Reducer", None), _KEEPING, None)
+_work_of = getattr(_c10d, "_create_work_from_future", None)
 
 _can_profile = (
     hasattr(profiler, "_is_profiler_enabled")
@@ -387,14 +390,6 @@ def before_profiler_stops(action: Callable[[], object]) -> None:
     _profiler._disable_profiler = act_and_disable
 
 
-def _kept_works() -> tuple[Any, Any]:
-    """Return the class of DDP's reducers and what makes works of futures; None twice: one of them lacks something."""
-    c10d = getattr(_C, "_distributed_c10d", None)
-    reducer = getattr(c10d, "Reducer", None)
-    make = getattr(c10d, "_create_work_from_future", None)
-    return (reducer, make) if make is not None and hasattr(reducer, _KEEPING) else (None, None)
-
-
 def keep_whole_works(future_of: Callable[[Any], Any]) -> None:
     """Let DDP's C++ keep works of its own in place of those that are written in Python.
 
@@ -406,17 +401,13 @@ def keep_whole_works(future_of: Callable[[Any], Any]) -> None:
     Args:
         future_of: returns the future of a work that is written in Python; None for any other.
     """
-    reducers, make = _kept_works()
-    if reducers is None:
+    if _keep_work is None or _work_of is None:
         return
-    keep = getattr(reducers, _KEEPING)
 
-    @wraps(keep)
-    def keep_whole(reducer: Any, work: Any, *others: Any) -> Any:
-        future = future_of(work)
-        return keep(reducer, work if future is None else make(future), *others)
+    def keep(reducer: Any, work: Any, *others: Any) -> Any:
+        return _keep_work(reducer, work if (future := future_of(work)) is None else _work_of(future), *others)
 
-    setattr(reducers, _KEEPING, keep_whole)
+    setattr(_c10d.Reducer, _KEEPING, wraps(_keep_work)(keep))
 
 
 # ---- loaders ----
@@ -449,7 +440,7 @@ def backend_class() -> Any:
     Raises:
         ConfigError: this version has none.
     """
-    found = getattr(getattr(_C, "_distributed_c10d", None), "Backend", None)
+    found = getattr(_c10d, "Backend", None)
     if found is None:
         raise _lacking("torch._C._distributed_c10d.Backend", instead='call init_process_group("ringreduce") alone')
     return found
@@ -648,13 +639,12 @@ def _has_backends() -> bool:
 
 
 def _works_can_be_kept() -> bool:
-    return not torch.distributed.is_available() or _kept_works()[0] is not None
+    return not torch.distributed.is_available() or None not in (_keep_work, _work_of)
 
 
 def _lists_groups() -> bool:
-    if not torch.distributed.is_available():
-        return True
-    return isinstance(torch.distributed.distributed_c10d._world.pg_map, Mapping)
+    distributed = torch.distributed
+    return not distributed.is_available() or isinstance(distributed.distributed_c10d._world.pg_map, Mapping)
 
 
 def _groups_have_backends() -> bool:

@@ -276,9 +276,9 @@ def test_what_torch_lacks_for_compilers_and_profilers_is_left_out():
     private.before_profiler_stops(print)
     assert whole._profiler._disable_profiler is disable
     assert not private.is_profiling()
-    keep = whole._kept_works()[0]._set_forward_pass_work_handle
+    keep = whole._c10d.Reducer._set_forward_pass_work_handle
     without(whole, "_create_work_from_future").keep_whole_works(print)
-    assert whole._kept_works()[0]._set_forward_pass_work_handle is keep
+    assert whole._c10d.Reducer._set_forward_pass_work_handle is keep
     following = whole._Iterator.__next__
     without(whole, "_BaseDataLoaderIter").get_batches_by(print)
     assert whole._Iterator.__next__ is following

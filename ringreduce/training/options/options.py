@@ -193,7 +193,7 @@ class Options:
         }
 
 
-def chosen_op(op: Op | None, average: bool | None) -> Op:
+def chosen_op(op: Op | None, average: Any) -> Op:
     """Return the op that was chosen by ``op``, or by ``average``, which is deprecated."""
     if average is not None:
         # Any text, and any op, would be true.
