@@ -71,12 +71,14 @@ _SCHEDULERS = {
     "flux": ("FLUX_JOB_ID", "FLUX_JOB_ID", "", ""),
 }
 
+_FENCE = re.compile("[0-9]{20}-[0-9a-f]{8}")
+
 #: What `ringreduce run` sets, `horovodrun` (the folder of commits), and what calls functions on ranks (of engines).
 VARIABLES = {
     f"RINGREDUCE_{name}"
     for name in (
         *("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "COMMIT_REPLICAS"),
-        *("MIN_NP", "RESET_LIMIT", "PULSE", "CALL"),
+        *("MIN_NP", "RESET_LIMIT", "PULSE", "CALL", "FENCE"),
     )
 }
 #: Of these, the one that has a token.
@@ -106,6 +108,9 @@ class Launch:
             be.
         commits: the folder in which ``horovodrun`` has elastic states keep their commits; None: it has not.
         commit_replicas: on how many hosts each of these commits is.
+        fence: the number and name of this start of the job, greater than those of all its starts before; None: the
+            launcher gives none. See `ringreduce.elastic.runs`.
+        doubts_silent: whether Open MPI counts ranks as dead that are silent, as a host is that stands still.
     """
 
     launcher: Launcher | None = None
@@ -124,6 +129,8 @@ class Launch:
     reset_limit: int | None = None
     commits: str | None = None
     commit_replicas: int = 1
+    fence: str | None = None
+    doubts_silent: bool = False
 
     @property
     def shell(self) -> int | None:
@@ -142,6 +149,7 @@ class Launch:
         if launcher is not None and launcher.family == "MPICH" and environ.get("SLURM_MPI_TYPE") == "pmi2":
             launcher = SRUN  # which speaks MPICH's protocol then
         folder = environ.get("PMIX_SERVER_TMPDIR", "")
+        fence = environ.get("RINGREDUCE_FENCE", "")
         limit_s: float | None = None
         with suppress(KeyError, ValueError):
             limit_s = float(environ["RINGREDUCE_START_TIMEOUT"])
@@ -162,6 +170,8 @@ class Launch:
             reset_limit=number("RINGREDUCE_RESET_LIMIT"),
             commits=environ.get("RINGREDUCE_COMMITS") or None,
             commit_replicas=number("RINGREDUCE_COMMIT_REPLICAS") or 1,
+            fence=fence if _FENCE.fullmatch(fence) else None,
+            doubts_silent=environ.get("OMPI_MCA_mpi_ft_detector", "0") in ("1", "true"),
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.config import VERSION
-from ringreduce.common.errors import ForeignFileError
+from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import create_file, is_abandoned, own_folder, partial_path, replace_file
 from ringreduce.common.launch import notify_launcher
 from ringreduce.common.sealed_files import PLAIN, KeyFile
@@ -26,6 +26,7 @@ __all__ = ["CommitStore"]
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"commit-([0-9]{12})((?:\.rank-[0-9]+)?)\.(json|pt)")
+_LAST_RUN = "commit-last-run"
 _PARTIAL = re.compile(r"\.commit-([0-9]{12})\..*")
 
 
@@ -35,7 +36,7 @@ class CommitStore:
     Each is a file of content, ``commit-000000000012.pt``, and one that describes it, ``commit-000000000012.json``: its
     length and its SHA-256; or its salt, where files are sealed, as the seal shows what was changed. Both are written
     under other names, flushed to the disk and renamed, the second last: a commit without it does not count. A rank's
-    own part goes into a file of its own beside it, ``.rank-3.pt``.
+    own part goes into a file of its own beside it, ``.rank-3.pt``; ``commit-last-run`` names who may write.
 
     Commits are written beside the training, on one thread. While it writes, a new commit waits, and the next one
     takes its place: no more than two commits are in memory.
@@ -139,12 +140,12 @@ class CommitStore:
 
     def load(self, number: int, part: str = "") -> Any:
         """Return the content of a whole part."""
-        with self._opened(number, part) as file:
+        with self._opened(self._path(number, part)) as file:
             return self._read(file)
 
     def description(self, number: int, part: str = "") -> dict[str, Any]:
         """Return what is said of a part: its length, its SHA-256 or salt, and what `put` was given to say."""
-        with self._opened(number, part, "json") as file:
+        with self._opened(self._path(number, part, "json")) as file:
             said: dict[str, Any] = json.loads(file.read())
         return said
 
@@ -164,13 +165,29 @@ class CommitStore:
         replace_file(self._path(number, part, "json"), lambda file: file.write(said))
         self._require_whole(number, part)
 
+    # ---- who may write ----
+
+    def _claim(self, run: str) -> bool:
+        """Let only this run and later ones write here; return False if a later one has said the same."""
+        last = self._last_run()
+        if last < run:
+            self._replace(self.folder / _LAST_RUN, lambda file: file.write(run.encode()))
+        return last <= run
+
+    def _last_run(self) -> str:
+        """Return the name of the last run that has begun here; empty if there is none that can be read."""
+        try:
+            with self._opened(self.folder / _LAST_RUN) as file:
+                return file.read().decode()
+        except (ConfigError, OSError, ValueError):
+            return ""
+
     # ---- files ----
 
     def _path(self, number: int, part: str = "", suffix: str = "pt") -> Path:
         return self.folder / f"commit-{number:012}{part}.{suffix}"
 
-    def _opened(self, number: int, part: str, suffix: str = "pt") -> BinaryIO:
-        path = self._path(number, part, suffix)
+    def _opened(self, path: Path) -> BinaryIO:
         file = _open(path)
         try:
             return self.keys.opened(file, path.name)

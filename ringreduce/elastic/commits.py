@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 import logging
 import os
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file, own_folder, partial_path
+from ringreduce.common.launch import launch
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.elastic.commit_store import CommitStore
 from ringreduce.elastic.copies import Copies
+from ringreduce.elastic.runs import ReplacedError, following, new_job, own_token
 from ringreduce.observe.fingerprints import fingerprint
 from ringreduce.runtime import audited, rank, record, record_refusal, size
 from ringreduce.training.calls.objects import allgather_object, alltoall_object, broadcast_object
@@ -50,21 +50,24 @@ class _WholePart(NamedTuple):
 
     Attributes:
         known: the last commit that any rank had on disk when this was made.
-        begun: the commit with which its run began.
+        begun: the commits from which its run has come: those with which it and the earlier runs of its job began,
+            the last one first.
     """
 
     commit: _Commit
     part: str
     size: int
     known: _Commit
-    begun: _Commit
+    begun: tuple[_Commit, ...]
 
 
 class DiskCommits(CommitStore):
     """Commits in a folder: rank 0 writes the part of all ranks, each rank its own part, and others copies.
 
-    A commit is known by its number and its run: what a job writes from when it begins until its ranks change. The
-    names of runs sort by time: what an earlier run has left on a host that was away does not count as the last commit.
+    A commit is known by its number and its run: what a job writes from when it begins until its ranks change. Of two
+    runs the later one counts (`ringreduce.elastic.runs`): what a host brings back that was away or stood still is not
+    the last commit. Each folder has the name of the last run that has begun there, and ranks of earlier ones, which
+    have not heard of it, write nothing there any more.
 
     Args:
         folder: path of the folder, the same for the ranks of a host.
@@ -97,8 +100,9 @@ class DiskCommits(CommitStore):
         self._begins_with_own = False
         self._run = ""
         self._stored = self._known = _NONE  # the last commit that this rank has written; that was on some disk
-        self._begun = _NONE  # the commit with which this run began
+        self._begun: tuple[_Commit, ...] = ()  # as for `_WholePart`
         self._parts: list[str] = []  # that this rank has written last
+        self._replaced = ""  # why this rank may not write any more
         self._skipped: tuple[int, Callable[[], Mapping[str, Any]], Mapping[str, Any], Mapping[str, Any]] | None = None
         self.number: int | None = None
 
@@ -114,6 +118,7 @@ class DiskCommits(CommitStore):
             ConfigError: on all ranks, if a rank cannot use the folder or write a value.
             LostCommitsError: likewise, if no host has a commit that was made.
             SealedCommitsError: likewise, if a rank lacks the key of a commit.
+            ReplacedError: likewise, if the job was begun again meanwhile.
         """
         try:
             self._require_storable(values)
@@ -129,7 +134,8 @@ class DiskCommits(CommitStore):
             {number: f"{said} and not {wanted}" for number, (_, _, said) in enumerate(everyone) if said != wanted}
         )
         self._place_copies()
-        found = allgather_object(self._examined(has_own=has_own))
+        examined = allgather_object((self._examined(has_own=has_own), self._last_run()))
+        found = [pieces for pieces, _ in examined]
         held: dict[tuple[_Commit, str], list[int]] = {}  # by what is whole, on whose disks
         for holder, pieces in enumerate(found):
             for piece in pieces:
@@ -140,16 +146,25 @@ class DiskCommits(CommitStore):
             commit for commit in line if has_own and all((commit, _part_of(each)) in held for each in range(size()))
         ]
         chosen = choose(line, with_parts, sizes)
+        self._say_discarded(sorted(sizes.keys() - set(line)), chosen)
         known = max((piece.known for pieces in found for piece in pieces), default=_NONE)
         lacks_parts = has_own and chosen is not None and chosen not in with_parts and sizes[chosen] == size()
         has_parts = any((chosen, _part_of(each)) in held for each in range(size()))
         self._require_none_lost(chosen, known, lacks_parts=lacks_parts and has_parts)
         if chosen is not None:
             self.number = chosen.number
-            self._known = self._begun = chosen
+            self._known = chosen
+            self._begun = (chosen,)
             self._begins_with_own = chosen in with_parts
             self._distribute(chosen, held)
-        self._begin_run(max((commit.run for commit, _ in held), default=""))
+        there = {*(last for _, last in examined), *(commit.run for commit, _ in held)}
+        self._run = new_job(broadcast_object(launch().fence or own_token()), there)
+        try:
+            reason = "" if self._claim(self._run) else "another job begins with these commits"
+        except OSError as error:
+            reason = str(error)
+        reasons = allgather_object(reason)
+        self._refuse({number: said for number, said in enumerate(reasons) if said}, ReplacedError)
 
     def begin(self, take: Callable[[Any], str]) -> None:
         """Have rank 0 take the part of all ranks of the commit to begin with. Collective.
@@ -193,12 +208,17 @@ class DiskCommits(CommitStore):
             forced: wait until the one before is written. Without copies, a commit waits for its turn, unless a later
                 one comes. With copies, all ranks skip a commit while one of them still writes, unless few are due: so
                 all write the same commits, and remove none before a later one is whole.
+
+        Raises:
+            ReplacedError: others have begun again in the folder of this rank, as it has found when it wrote the last.
         """
         arguments = number, common, own, values
+        self._require_not_replaced()
         if not self._copies.holds:
             self._place_copies()
-            self._begun = _Commit(self._run, number - 1)
-            self._begin_run(self._run)
+            last, begun = max(allgather_object((self._run, self._begun)))  # a rank may have missed one
+            self._begun = (_Commit(last, number - 1), *begun)
+            self._run = following(last)
         copies = self._copies
         keeps_common = rank() in copies.keepers(None)
         parts: dict[str, Any] = {}
@@ -220,7 +240,7 @@ class DiskCommits(CommitStore):
             parts.update({_part_of(source): part for source, part in came.items()})
         if keeps_common:
             parts[""] = {"objects": common(), "values": values, "size": size()}
-        said: dict[str, Any] = {"run": self._run, "begun": self._begun, "size": size()}
+        said: dict[str, Any] = {"run": self._run, "from": self._begun, "size": size()}
         if copies.count > 1:
             said["known"] = self._known
         for part, content in parts.items():
@@ -232,6 +252,10 @@ class DiskCommits(CommitStore):
         if self._skipped is not None and self._skipped[0] == number:
             self.put_all(*self._skipped, forced=True)
 
+    def settle(self) -> None:
+        super().settle()
+        self._require_not_replaced()
+
     def is_whole(self, number: int) -> bool:
         """Wait until all is written; return whether a commit is there on all ranks. Collective."""
         self.settle()
@@ -241,6 +265,14 @@ class DiskCommits(CommitStore):
         return all(allgather_object(whole))
 
     def _store(self, number: int, content: Any, part: str, said: Mapping[str, Any]) -> None:
+        if not self._claim(said["run"]):
+            if not self._replaced:
+                self._replaced = (
+                    f"commit {number} is not written: another job, or other ranks of this one, have begun again with "
+                    f"the commits in {self.folder}. What these ranks train is thrown away, and they end"
+                )
+                _log.error("%s", self._replaced)
+            return
         super()._store(number, content, part, said)
         if not part:
             self._stored = _Commit(said["run"], number)
@@ -280,7 +312,8 @@ class DiskCommits(CommitStore):
 
     def _piece(self, number: int, part: str) -> _WholePart:
         said = self.description(number, part)
-        known, begun = (_Commit(*said.get(name, _NONE)) for name in ("known", "begun"))
+        known = _Commit(*said.get("known", _NONE))
+        begun = tuple(_Commit(*each) for each in said.get("from", [said.get("begun", _NONE)]))  # the second is older
         ranks = said.get("size") or (0 if part else self.load(number)["size"])  # where the description has none
         return _WholePart(_Commit(said.get("run", ""), number), part, size=ranks, known=known, begun=begun)
 
@@ -326,10 +359,22 @@ class DiskCommits(CommitStore):
             missing = [each for each in missing if now[each[:2]] != each[2]]
         self._refuse({number: said for number, said in enumerate(allgather_object(reason)) if said})
 
-    def _begin_run(self, last: str) -> None:
-        # Of two runs that have begun from the same commit, as hosts came and went, the later one counts.
-        name = f"{int(last[:8] or 0) + 1:08}-{time.time_ns():020}-{secrets.token_hex(4)}"
-        self._run = broadcast_object(name)
+    def _say_discarded(self, given_up: Sequence[_Commit], chosen: _Commit | None) -> None:
+        """Log which whole commits are not of the history that goes on."""
+        if given_up and chosen is not None and rank() == 0:
+            _log.warning(
+                "thrown away: commit%s %s of ranks that went on without the others, which have begun again since; "
+                "commit %d is used",
+                "s" * (len(given_up) > 1),
+                ", ".join(str(commit.number) for commit in given_up),
+                chosen.number,
+            )
+
+    def _require_not_replaced(self) -> None:
+        if self._replaced:
+            error = ReplacedError(self._replaced)
+            record_refusal("keep_on_disk", error)
+            raise error
 
     def _require_storable(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -360,18 +405,19 @@ def _owner_of(part: str) -> int:
     return int(part.removeprefix(".rank-") or 0)
 
 
-def _line(commits: Sequence[_Commit], begun: Mapping[str, _Commit]) -> list[_Commit]:
+def _line(commits: Sequence[_Commit], begun: Mapping[str, Sequence[_Commit]]) -> list[_Commit]:
     """Return the last of some commits and those from which it has come, ascending, without those that were given up.
 
     Args:
         commits: all, ascending.
-        begun: by run, the commit with which it began.
+        begun: by run, the commits from which it has come, as for `_WholePart`.
     """
     last: dict[str, int] = {}  # by run, the last number in it that counts
-    commit = commits[-1] if commits else _NONE
-    while commit > _NONE and commit.run not in last:
-        last[commit.run] = commit.number
-        commit = begun.get(commit.run, _NONE)
+    before = commits[-1:]
+    while before:
+        for commit in before:
+            last[commit.run] = min([commit.number, *last.values()])
+        before = [each for each in begun.get(before[-1].run, ()) if each.run not in last]
     return [each for each in commits if each.number <= last.get(each.run, -1)]
 
 

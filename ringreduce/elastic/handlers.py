@@ -17,6 +17,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
 from ringreduce.elastic.commits import DiskCommits, LostCommitsError, SealedCommitsError, require_seen_by_all
+from ringreduce.elastic.runs import ReplacedError
 from ringreduce.observe.fingerprints import fingerprint
 from ringreduce.runtime import audited, collect_records, config, rank, record
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
@@ -240,7 +241,7 @@ class HandlingState(ObjectState):
             require_seen_by_all(folder)
         try:
             HandlingState.keep_on_disk(self, folder, replicas=replicas)
-        except (LostCommitsError, SealedCommitsError):
+        except (LostCommitsError, ReplacedError, SealedCommitsError):
             raise
         except ConfigError as error:  # on all ranks; the program trains on as one that does not grow
             if rank() == 0:

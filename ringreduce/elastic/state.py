@@ -25,7 +25,9 @@ from ringreduce.common.errors import (
 )
 from ringreduce.common.launch import launch, notify_launcher
 from ringreduce.elastic.commits import DiskCommits
+from ringreduce.elastic.runs import may_commit
 from ringreduce.training.binding.error_text import error_of
+from ringreduce.training.calls.objects import allgather_object
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]
 
@@ -419,16 +421,20 @@ def _reconnect(state: State, failure: CollectiveError | None) -> bool:
         runtime.init()
         return False
     before = runtime.size()
+    doubtful: set[int] = set()
     _log.warning("a rank of %d may have failed; others continue from commit %d: %s", before, state._commits, failure)
     while True:  # each time, another rank has failed
         try:
-            runtime.go_on(failure, state._commits)
+            doubtful.update(runtime.go_on(failure, state._commits).doubtful)
+            doubtful_to_all = set.intersection(*allgather_object(doubtful))  # one that knows of a death is enough
         except PeerLostError as another:
             failure = another
         else:
             if launch().is_restartable and runtime.rank() == 0:
                 notify_launcher("has gone on")
             _require_limits(failure)
+            if state._disk is not None:
+                _require_no_others(before, len(doubtful_to_all), failure)
             return runtime.size() < before
 
 
@@ -445,6 +451,19 @@ def _require_limits(failure: CollectiveError) -> None:
         return
     runtime.shutdown()
     raise TransportError(f"{said}; {failure}") from failure
+
+
+def _require_no_others(before: int, doubtful: int, failure: CollectiveError) -> None:
+    """Raise a `TransportError` if the ranks that are missing may go on, too, and commit what counts then."""
+    left = runtime.size()
+    if may_commit(before, left, doubtful):
+        return
+    runtime.shutdown()
+    raise TransportError(
+        f"{left} of {before} ranks cannot go on by themselves: {doubtful} of the others are silent, but may live and "
+        "commit as well, and of two histories one would be thrown away. Start the job again (--max-restarts does); it "
+        f"goes on from its last commit; {failure}"
+    ) from failure
 
 
 def _behind(error: Exception) -> CollectiveError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
 import subprocess
 import threading
@@ -174,6 +175,8 @@ class Restarts:
         self._has_warned = False
         self._has_commit = False
         self._losses = Losses(start, clock)
+        self._launch = 0  # number of the last job, for commits: greater than those of all before, of any launcher
+        self._name = secrets.token_hex(4)
 
     def run(self) -> int:
         """Return the exit status of the last job.
@@ -263,7 +266,9 @@ class Restarts:
         if missed is not None:
             say(f"{missed.name} has come while no job runs, and none is begun")
             return os.EX_TEMPFAIL if missed == signal.SIGUSR1 else 128 + missed, True
-        more = {"RINGREDUCE_RESTART": str(starts)} if starts else {}
+        self._launch = max(self._launch + 1, time.time_ns())
+        more = {"RINGREDUCE_FENCE": f"{self._launch:020}-{self._name}"}
+        more |= {"RINGREDUCE_RESTART": str(starts)} if starts else {}
         if self._spec.reset_limit is not None:
             more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
         line, environment = self._start.command(hosts, more)

@@ -89,6 +89,9 @@ class Connection(Protocol):
             CollectiveTimeoutError: a rank that lives did not come.
         """
 
+    def forget_doubtful(self) -> list[int]:
+        """Return the ranks, by their numbers in the job, that `reconfigure` has left and that may live; once each."""
+
 
 class StartLimit(NamedTuple):
     """How long to wait for ranks that have not come, and what sets that."""
@@ -213,6 +216,9 @@ class _Alone:
 
     def reconfigure(self, priority: int, waiter: Waiter) -> None:
         """There is no other rank that could fail."""
+
+    def forget_doubtful(self) -> list[int]:
+        return []
 
 
 @contextmanager

@@ -38,15 +38,18 @@ _GRACE_S = 10.0
 
 
 class Recovery(NamedTuple):
-    """How long `go_on` took, in seconds.
+    """How long `go_on` took, in seconds, and what it knows of the others.
 
     Attributes:
         connected_s: until the surviving ranks had found each other.
         begun_s: from then on, until their world had begun.
+        doubtful: the numbers, in the job, of the ranks without which these go on, and which may live, as far as this
+            rank knows: those of other hosts, where MPI takes silence for death.
     """
 
     connected_s: float
     begun_s: float
+    doubtful: tuple[int, ...] = ()
 
 
 class Process:
@@ -185,7 +188,7 @@ class Process:
             connection.reconfigure(priority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             connected = perf_counter()
             self.world = self._begun(connection, settings, StartLimit.usual(settings))
-        return Recovery(connected - started, perf_counter() - connected)
+        return Recovery(connected - started, perf_counter() - connected, tuple(connection.forget_doubtful()))
 
     def hosts_changed(self) -> bool:
         """Return whether the launcher has said since the last time that other hosts are to be used."""

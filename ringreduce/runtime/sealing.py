@@ -145,6 +145,7 @@ class SealedConnection:
         self.introduce = inner.introduce
         self.abort = inner.abort
         self.reconfigure = inner.reconfigure
+        self.forget_doubtful = inner.forget_doubtful
 
     def seal(self, messages: Messages) -> Messages:
         """Return messages between all ranks, sealed. Collective."""

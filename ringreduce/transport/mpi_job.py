@@ -49,6 +49,8 @@ class MpiRanks:
         self._here: set[int] = set()  # which of the given ones have come to go on without the failed
         self._awaited: dict[int, MPI.Request] = {}  # by rank, the note that says so
         self._processes: dict[int, int] = {}  # of the given ones that are on this host
+        self._present = list(range(comm.size))  # the given ones that have not failed
+        self._doubtful: list[int] = []  # of the given ones, those that may live though MPI counts them as dead
         self._priority: int | None = None  # by which the present ranks were ordered; None: they are the given ones
         if launch().survives_deaths and comm.rank == 0 and MPI.Comm.Get_parent() != MPI.COMM_NULL:
             _log.warning(
@@ -119,6 +121,9 @@ class MpiRanks:
                 self._comm = self._shrink(priority)
         self._priority = priority
         self._here.clear()
+        left = self._numbers_in(self._given)
+        self._doubtful += [each for each in self._present if each not in left and not self._is_dead(each)]
+        self._present = left
         if self._given in (world(), MPI.COMM_WORLD):
             use_survivors(self._comm)
 
@@ -154,6 +159,22 @@ class MpiRanks:
             yield
         finally:
             over.set()
+
+    def _is_dead(self, peer: int) -> bool:
+        """Return whether a rank that MPI counts as dead can do nothing any more: on this host, see to it."""
+        if peer not in self._processes:
+            return not launch().doubts_silent
+        until = time.monotonic() + _NOTICE_S
+        while not processes.has_ended(self._processes[peer]):
+            if time.monotonic() > until:
+                self._kill(peer)
+                break
+            time.sleep(0.01)  # nothing says so
+        return True
+
+    def forget_doubtful(self) -> list[int]:
+        doubtful, self._doubtful = self._doubtful, []
+        return doubtful
 
     def _kill(self, peer: int) -> None:
         _log.warning("rank %d of the job does not respond, and is killed: process %d", peer, self._processes[peer])

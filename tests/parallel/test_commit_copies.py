@@ -13,6 +13,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.elastic.handlers import HandlingState
+from ringreduce.elastic.runs import ReplacedError, following
 from ringreduce.training.data.generators import Generators
 
 SHAPE = (300, 70)
@@ -73,9 +74,12 @@ def commits(base: Path, *numbers: int) -> Iterator[Path]:
 
 
 def names(rank: int, size: int, *numbers: int) -> set[str]:
-    """Return the files of a host: the common part on the first two, its own part, and that of the rank before."""
+    """Return the files of a host: the common part on the first two, its own part, and that of the rank before; and the
+    one that says who may write.
+    """
     owners = {f".rank-{rank}", f".rank-{(rank - 1) % size}", *([""] if rank < 2 else [])}
-    return {f"commit-{number:012}{part}.{kind}" for number in numbers for part in owners for kind in ("pt", "json")}
+    parts = {f"commit-{number:012}{part}.{kind}" for number in numbers for part in owners for kind in ("pt", "json")}
+    return parts | {"commit-last-run"}
 
 
 @pytest.mark.sizes(2, 3, 4)
@@ -170,6 +174,60 @@ def test_a_host_that_was_away_completes_no_commit(base: Path) -> None:
         path.unlink()
     rr.barrier()
     begin(disk(base), 3, 3)
+
+
+def forget(folder: Path) -> None:
+    """Let a host know nothing of the runs that have begun since it stood still."""
+    (folder / "commit-last-run").unlink()
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_host_that_stood_still_brings_back_nothing(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It goes on by itself, in a run of its own, once others have begun again: what it makes there is thrown away, and
+    that is said.
+    """
+    old, _ = kept(disk(base))
+    train(old, 1, 2, 3)
+    on_rank_0(shutil.copytree, disk(base, 1), base / "still")
+    on_rank_0(shutil.rmtree, disk(base, 1))  # the job begins again without this host
+    train(begin(disk(base), 3, 3), 40)
+    if rr.rank() == 1:
+        forget(base / "still")
+    on_rank_0(shutil.rmtree, disk(base, 1))
+    on_rank_0((base / "still").rename, disk(base, 1))
+    old._disk._run = following(old._disk._run)
+    if rr.rank() != 1:
+        old._disk.folder = disk(base, rr.size() + rr.rank())  # the other ranks of that job have ended
+        old._disk.prepare()
+    train(old, 70, 80, 90)
+    drawn = train(begin(disk(base), 4, 40), 50)
+    assert caplog.text.count("thrown away: commits 4, 5, 6 of ranks that went on") == (rr.rank() == 0)
+    assert caplog.text.count("commit 4 is used") == (rr.rank() == 0)
+    begin(disk(base), 5, 50)
+    assert float(np.random.rand()) == drawn
+
+
+def test_ranks_of_an_earlier_start_write_nothing(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where others have begun again in the folder: they say so and end, on each rank, and the others lose nothing."""
+    old, _ = kept(base / "shared", replicas=1)
+    train(old, 1, 2)
+    new = begin(base / "shared", 2, 2, replicas=1)
+    train(new, 30)
+    there = {each: each.read_bytes() for each in (base / "shared").iterdir()}
+    rr.barrier()
+    old.matrix = np.full(SHAPE, 70.0)
+    old.commit()  # which is written in the background
+    with pytest.raises(ReplacedError, match="have begun again with the commits in"):
+        old._disk.settle()
+    assert "commit 3 is not written" in caplog.text
+    with pytest.raises(ReplacedError):
+        old.commit()
+    rr.barrier()
+    assert {each: each.read_bytes() for each in (base / "shared").iterdir()} == there
+    rr.barrier()
+    train(new, 40)
+    begin(base / "shared", 4, 40, replicas=1)
+    assert "thrown away: " not in caplog.text
 
 
 class Slow(HandlingState):

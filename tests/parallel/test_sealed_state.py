@@ -65,7 +65,7 @@ def test_commits_are_sealed_and_gone_on_from(base: Path, with_key: Any) -> None:
         state._disk.settle()
         rr.barrier()
     files = {each.name: each.read_bytes() for each in (base / "commits").iterdir()}
-    assert len(files) == 3 * 2 * (1 + rr.size())
+    assert len(files) == 3 * 2 * (1 + rr.size()) + 1  # the last says who may write
     for content in files.values():
         assert content.startswith(PREFIX)
         assert KNOWN not in content
