@@ -40,7 +40,7 @@ def _register() -> None:
     register_rendezvous_handler(_NAME, _rendezvous)  # type: ignore[no-untyped-call]
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
     # Without a store and an init_method torch looks for MASTER_ADDR and RANK, whatever the backend; only its own MPI
-    # backend is spared. The ranks of this one know each other already.
+    # backend is spared. The ranks of this one know each other already. `ringreduce run` hears who looks for others.
     dist.init_process_group = distributed_c10d.init_process_group = _knowing_its_ranks(dist.init_process_group)
     # This one asks for Gloo by name.
     dist.monitored_barrier = distributed_c10d.monitored_barrier = _for_ours_too(dist.monitored_barrier)
@@ -60,21 +60,34 @@ def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
             return init(*arguments, **options)  # which says what is wrong
         given = bound.arguments
         unnamed = not {"backend", "init_method", "store"} & {name for name, value in given.items() if value is not None}
-        if unnamed and not {"RANK", "MASTER_ADDR"} & os.environ.keys() and _is_launched():
+        if unnamed and not _has_own_variables() and _is_launched():
             given["backend"] = _NAME  # nothing else finds the ranks of mpirun without those variables
         ours = _NAME in str(given.get("backend")).lower().replace(",", ":").split(":")
         if given.get("init_method") is None and given.get("store") is None:
             if ours:
                 given["init_method"] = f"{_NAME}://"
-            elif "RANK" not in os.environ and given.get("rank", -1) < 0 and _is_launched():
-                _refuse(str(given.get("backend")), [each.lower() for each in dist.Backend.backend_list])
-        return init(*bound.args, **bound.kwargs)
+            elif given.get("backend") is not None and given.get("rank", -1) < 0 and _is_launched():
+                _require_known(str(given["backend"]), [each.lower() for each in dist.Backend.backend_list])
+        init(*bound.args, **bound.kwargs)
+        if os.environ.get("RINGREDUCE_BEGUN"):
+            from ringreduce.common.launch import report_begin
+
+            report_begin()
+        return None
 
     return init_process_group
 
 
-def _refuse(backend: str, known: list[str]) -> None:
-    """Raise a `ConfigError` if a backend is unknown, or finds ranks by variables that no launcher of MPI sets.
+def _has_own_variables() -> bool:
+    """Return whether the program, or its user, has set torch's variables for ranks, and not `ringreduce run`."""
+    if "RINGREDUCE_MASTER_ADDR" not in os.environ:
+        return not {"RANK", "MASTER_ADDR"}.isdisjoint(os.environ)
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    return any(os.environ.get(name) not in (None, os.environ.get(f"RINGREDUCE_{name}")) for name in names)
+
+
+def _require_known(backend: str, known: list[str]) -> None:
+    """Raise a `ConfigError` if a backend is unknown, or finds ranks by variables that are not set.
 
     Args:
         backend: as it was given, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
@@ -90,11 +103,12 @@ def _refuse(backend: str, known: list[str]) -> None:
                 f"init_process_group({backend!r}): torch.distributed has no backend {name!r}; "
                 + (f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}")
             )
-    if "mpi" not in names:
+    if "mpi" not in names and not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         raise ConfigError(
             f"init_process_group({backend!r}): {backend} finds its ranks by RANK, WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT, which `ringreduce run` and mpirun do not set; use init_process_group({_NAME!r}) here, or "
-            "start the program by torchrun"
+            f"MASTER_PORT, which mpirun does not set, and `ringreduce run` only without --encrypt and "
+            f"--no-rank-variables, until a rank fails; use init_process_group({_NAME!r}) here, or start the program by "
+            "torchrun"
         )
 
 

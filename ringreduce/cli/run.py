@@ -16,11 +16,13 @@ from ringreduce.cli.progress_bar import bytes_bar
 from ringreduce.cli.wrong_options import ProgramCommand
 from ringreduce.common.config import Config, parse_address, runtime_folder
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.keys import KEY_VARIABLE
 from ringreduce.common.quantities import parse_seconds
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.launcher.allocations_end import run_again
 from ringreduce.launcher.hosts import Cooldown, Hosts
 from ringreduce.launcher.job import say
+from ringreduce.launcher.rank_variables import with_free_port
 from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.result_folder import with_results
 from ringreduce.launcher.ship import shipped
@@ -256,6 +258,13 @@ def _words(text: str) -> tuple[str, ...]:
     help="And then let ranks go on, end the job with status 124, or start it again, by --max-restarts.",
 )
 @click.option("--quiet", is_flag=True, help="Do not say at the end what steps took, and why.")
+@click.option(
+    "--rank-variables/--no-rank-variables",
+    default=True,
+    show_default=True,
+    help="Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does; with "
+    "--encrypt not the last two.",
+)
 @click.option("--horovod-variables", "horovod", is_flag=True, hidden=True, help="Set HOROVOD_RANK and its kin.")
 @click.option("--results", type=click.Path(exists=True, file_okay=False), hidden=True, help="Of `ringreduce.run`.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")
@@ -296,7 +305,9 @@ def command(dry_run: bool, **options: Any) -> int:
     if spec.status is not None:
         where = spec.token_file or f"{runtime_folder()}/status.token"
         say(f"rank 0 serves what the job does at http://{spec.status}/, to who has the token in {where} of its host")
-    with shipped(start, bytes_bar) as start, with_results(start) as start:
+    if start.spec.rank_variables and (spec.key_file is not None or os.environ.get(KEY_VARIABLE)):
+        say("ranks get no MASTER_ADDR and MASTER_PORT, as torch's own backends do not encrypt; -x sets them")
+    with shipped(start, bytes_bar) as start, with_results(start) as start, with_free_port(start) as start:
         status = Restarts(start.with_stdin()).run()
         if status == os.EX_TEMPFAIL:  # a second warning must not keep the job from being run again
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -78,7 +78,7 @@ VARIABLES = {
     f"RINGREDUCE_{name}"
     for name in (
         *("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "COMMIT_REPLICAS"),
-        *("MIN_NP", "RESET_LIMIT", "PULSE", "CALL", "FENCE"),
+        *("MIN_NP", "RESET_LIMIT", "PULSE", "CALL", "FENCE", "MASTER_ADDR", "MASTER_PORT", "BEGUN"),
     )
 }
 #: Of these, the one that has a token.
@@ -145,7 +145,7 @@ class Launch:
         def number(*names: str) -> int | None:
             return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
-        launcher, proof = _several(number)
+        launcher, proof = _several(environ, number)
         if launcher is not None and launcher.family == "MPICH" and environ.get("SLURM_MPI_TYPE") == "pmi2":
             launcher = SRUN  # which speaks MPICH's protocol then
         folder = environ.get("PMIX_SERVER_TMPDIR", "")
@@ -189,12 +189,14 @@ def _job(environ: Mapping[str, str], launcher: Launcher | None) -> str:
     return environ.get("PMIX_NAMESPACE", "").partition("@")[0]
 
 
-def _several(number: Callable[[str], int | None]) -> tuple[Launcher | None, str]:
+def _several(environ: Mapping[str, str], number: Callable[[str], int | None]) -> tuple[Launcher | None, str]:
     """Return what has started this process as one of several, and what proves it; None: nothing.
 
     An allocation of several processors, as of an interactive Slurm session, proves nothing: programs start there alone.
+    Variables of torchrun's are often set for ranks of MPI, too, and by `ringreduce run` always.
     """
-    for each in (TORCHRUN, *LAUNCHERS):
+    others = () if "RINGREDUCE_MASTER_ADDR" in environ else (TORCHRUN,)
+    for each in (TORCHRUN, *LAUNCHERS) if "TORCHELASTIC_RUN_ID" in environ else (*LAUNCHERS, *others):
         size = number(each.size)
         if size is not None and number(each.rank) is not None:
             if size > 1:
@@ -253,6 +255,27 @@ def notify_launcher(what: str) -> None:
             file.write(f"\x1eringreduce: rank {launched.rank} on {own_host()} {what}\n".encode())
     except OSError as error:
         _log.warning("cannot report to `ringreduce run` that this rank %s: %s", what, error)
+
+
+def report_begin() -> None:
+    """Tell `ringreduce run`, if it is on this host, that a rank looks for the others, or means to be alone."""
+    path = os.environ.get("RINGREDUCE_BEGUN", "")
+    with suppress(OSError):
+        if "memfd:ringreduce" in os.readlink(path):  # on another host this may be any file, of another process
+            with open(path, "ab", buffering=0) as file:
+                file.write(b"1")
+
+
+def renew_rank_variables(rank: int, size: int, local_rank: int, local_size: int) -> None:
+    """Let the variables of torch's launcher say which rank this is now, if `ringreduce run` has set them.
+
+    Those that say where rank 0 listens are taken back: it may have failed.
+    """
+    if os.environ.get("RINGREDUCE_MASTER_ADDR"):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
 
 
 def announce_stop() -> None:

@@ -40,7 +40,8 @@ def job_line(options: Sequence[str], module: str, function: str) -> list[str]:
     """
     program = f'exec "${PYTHON}" -c "from {module} import {function}; {function}()"'
     # No grace: ranks get SIGTERM only when the caller has an error already, or ends.
-    return [sys.executable, "-m", "ringreduce", "run", "--grace=0", *options, "sh", "-c", program]
+    fixed = ("--grace=0", "--no-rank-variables")  # the names of its hosts lead nowhere
+    return [sys.executable, "-m", "ringreduce", "run", *fixed, *options, "sh", "-c", program]
 
 
 def on_hosts(hosts: Mapping[str, int]) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from ringreduce.common.errors import ConfigError
 
 __all__ = [
+    "LOCAL",
     "Cooldown",
     "Hosts",
     "SizePolicy",
@@ -29,7 +30,8 @@ _SLOTS = {"slots", "count"}
 _MOST_SLOTS = {"max_slots", "max-slots", "slots_max", "slots-max"}
 _MOST_DOUBLINGS = 64
 _MOST_LOSSES = 1  # of a host that is used again
-_LOCAL = {"localhost", "127.0.0.1"}
+#: What this machine is called on each.
+LOCAL = {"localhost", "127.0.0.1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,7 @@ def _all(hosts: list[str], does: str, do: str) -> str:
 
 def is_here(host: str, here: Collection[str]) -> bool:
     """Return whether a host is this machine, by the names of this machine."""
-    return host in _LOCAL or host in here
+    return host in LOCAL or host in here
 
 
 def fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:

@@ -18,10 +18,12 @@ from ringreduce.common.launch import STALLED
 from ringreduce.launcher import failures
 from ringreduce.launcher.allocations_end import StepSignals, StopBefore
 from ringreduce.launcher.failures import LogFiles
-from ringreduce.launcher.hosts import Hosts, parse_hosts
+from ringreduce.launcher.hosts import Hosts, is_here, parse_hosts
 from ringreduce.launcher.job import Job, Signals, say
 from ringreduce.launcher.losses import Losses
 from ringreduce.launcher.marks import Mark
+from ringreduce.launcher.python_line import ProgramSource, PythonLine
+from ringreduce.launcher.rank_variables import Beginnings
 from ringreduce.launcher.schedulers import slurm_job
 from ringreduce.launcher.start import Start
 
@@ -177,6 +179,7 @@ class Restarts:
         self._losses = Losses(start, clock)
         self._launch = 0  # number of the last job, for commits: greater than those of all before, of any launcher
         self._name = secrets.token_hex(4)
+        self._beginnings = Beginnings()
 
     def run(self) -> int:
         """Return the exit status of the last job.
@@ -191,6 +194,7 @@ class Restarts:
                 return self._run()
         finally:
             self._losses.close()
+            self._beginnings.close()
             if self._steps is not None:
                 self._steps.close()
 
@@ -267,7 +271,7 @@ class Restarts:
             say(f"{missed.name} has come while no job runs, and none is begun")
             return os.EX_TEMPFAIL if missed == signal.SIGUSR1 else 128 + missed, True
         self._launch = max(self._launch + 1, time.time_ns())
-        more = {"RINGREDUCE_FENCE": f"{self._launch:020}-{self._name}"}
+        more = self._beginnings.variables | {"RINGREDUCE_FENCE": f"{self._launch:020}-{self._name}"}
         more |= {"RINGREDUCE_RESTART": str(starts)} if starts else {}
         if self._spec.reset_limit is not None:
             more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
@@ -311,7 +315,21 @@ class Restarts:
                 others=self._losses.by_ssh,
             ):
                 say(text)
+        if status == 0 and not job.stopped:
+            self._say_if_alone(hosts)
         return status, job.stopped
+
+    def _say_if_alone(self, hosts: Mapping[str, int]) -> None:
+        """Say that each rank of a program of Python worked for itself, as far as ranks of this host show that."""
+        count = sum(hosts.values())
+        line = PythonLine.of(self._spec.program)
+        runs = line is not None and line.source is not ProgramSource.NOTHING
+        are_here = any(is_here(host, self._start.here) for host in self._start.places(hosts))
+        if count > 1 and runs and are_here and not self._spec.quiet and not self._beginnings.are_seen:
+            say(
+                "no rank has called ringreduce.init(), or init_process_group() of torch.distributed: unless something "
+                f"else connects them, {count} copies of the program ran each alone (--quiet leaves this line out)"
+            )
 
     def _hand_on(self, number: signal.Signals, job: Job, ranks: _JobRanks) -> bool:
         """Give a signal to the job; return whether that takes it."""

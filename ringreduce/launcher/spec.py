@@ -53,6 +53,7 @@ class LaunchSpec:
         env: variables that other hosts get: ``"all"`` that do not belong to this host, or those that are
             ``"named"``: by ``exported``, and by the prefixes of ringreduce, Horovod and OpenMP.
         horovod: whether ranks get Horovod's variables, ``HOROVOD_RANK`` and so on.
+        rank_variables: whether ranks get the variables of torch's launcher, ``RANK`` and so on.
         ship: whether hosts get a copy of the environment and the program first.
         ship_paths: files and folders that they get, too.
         keep: whether the copies stay at the end, for the next job.
@@ -94,6 +95,7 @@ class LaunchSpec:
     oversubscribe: bool = False
     env: str = "named"
     horovod: bool = False
+    rank_variables: bool = True
     ship: bool = False
     ship_paths: tuple[str, ...] = ()
     keep: bool = False

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.keys import read_secret
-from ringreduce.launcher.hosts import SizePolicy, fill, is_here
+from ringreduce.common.keys import KEY_VARIABLE, read_secret
+from ringreduce.launcher.hosts import LOCAL, SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
 from ringreduce.launcher.mpirun import Mpirun, find
 from ringreduce.launcher.python_line import PythonLine, script_of
@@ -42,6 +42,8 @@ _KNOWN = shell("process")
 _INTO_FILE = shell("log")
 #: Sets Horovod's variables for a rank; takes how many ranks the nodes have, in their order.
 _IN_HOROVODS_WORDS = shell("horovod")
+#: Sets the variables of torch's launcher for a rank.
+_IN_TORCHS_WORDS = shell("torch")
 #: Lets a rank of another host find its program; takes what `Start._found_here` returns.
 _ON_ITS_HOST = shell("host")
 #: By these, each launcher reaches hosts in another manner than by the ssh on the path.
@@ -75,6 +77,7 @@ class Start:
         stdin: standard input of the ranks.
         there: returns a word of the command line as other hosts, and this one, have it.
         has_copies: whether hosts have files for this job alone, which a host that was lost may lack.
+        port: for rank 0, where programs of torch.distributed meet; 0: none.
         lost: hosts that were lost and have not answered again, by their names in the list, or their own if it has none.
     """
 
@@ -91,6 +94,7 @@ class Start:
     stdin: StandardInput = field(default_factory=StandardInput)
     there: Callable[[str], str] = str
     has_copies: bool = False
+    port: int = 0
     lost: set[str] = field(default_factory=set)
 
     @property
@@ -106,6 +110,30 @@ class Start:
         """Return whether a job of so many ranks by host may have other hosts."""
         named = ranks.keys() - {UNNAMED}
         return not all(is_here(host, self.here) for host in named) if named else self.remote
+
+    def places(self, ranks: Mapping[str, int]) -> dict[str, int]:
+        """Return the ranks of a job by host, in their order, as far as hosts are known."""
+        named = {host: count for host, count in ranks.items() if host != UNNAMED}
+        slots = self.slots or (self.allocation.slots if self.allocation is not None else {})
+        return named or fill(slots, sum(ranks.values())) or dict(ranks)
+
+    def _master(
+        self, ranks: Mapping[str, int], exported: Mapping[str, str | None], environ: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Return variables that say where rank 0 listens for torch.distributed; ``-``: nowhere, as ranks have a key.
+
+        Args:
+            ranks: by host.
+            exported: variables that the user has named; these count.
+            environ: of the ranks.
+        """
+        first = next(iter(self.places(ranks)))
+        host = first if first not in (UNNAMED, *LOCAL) else os.uname().nodename
+        found = {"MASTER_ADDR": host if self.is_remote(ranks) else "127.0.0.1", "MASTER_PORT": str(self.port)}
+        if self.spec.key_file is not None or environ.get(KEY_VARIABLE):
+            found = dict.fromkeys(found, "-")
+        found |= {name: environ[name] for name in found if name in exported}
+        return {f"RINGREDUCE_{name}": value for name, value in found.items()}
 
     def with_stdin(self) -> Start:
         """Return this with the standard input of the ranks; see `StandardInput.take`, also for errors."""
@@ -158,6 +186,8 @@ class Start:
             settings["RINGREDUCE_WATCHDOG"] = f"{spec.watchdog_s:g},action:{spec.watchdog_action}"
         if spec.quiet or "RINGREDUCE_VERDICT" not in environ:
             settings["RINGREDUCE_VERDICT"] = "0" if spec.quiet else "1"
+        if spec.rank_variables:
+            settings |= self._master(ranks, exported, environ)
         settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
         if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest
@@ -189,6 +219,7 @@ class Start:
             *(HEARING if self.grows else ()),
             *((*_ON_ITS_HOST, *self._found_here()) if remote else ()),  # what this says is no rank's
             *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
+            *(_IN_TORCHS_WORDS if spec.rank_variables else ()),
             *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),
             *self.stdin.before,
             *spec.program,

@@ -20,7 +20,7 @@ from ringreduce.collectives import NCCL, VENDOR
 from ringreduce.common import processes
 from ringreduce.common.config import VERSION, Config, ignored_variables
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
-from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, notify_launcher
+from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, notify_launcher, report_begin
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
@@ -157,6 +157,7 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
     Raises:
         ConfigError: several processes were started, and nothing connects them.
     """
+    report_begin()
     parent = ParentRank.find()
     launched = launch()
     # One that has its launcher's variables from a rank is no rank of a job of its own.

@@ -16,7 +16,7 @@ from ringreduce.common import logs, processes
 from ringreduce.common.config import Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, ConfigError, RingReduceError
-from ringreduce.common.launch import launch
+from ringreduce.common.launch import launch, renew_rank_variables
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import ReentrancyGuard
 from ringreduce.observe.timeline import Program
@@ -187,7 +187,9 @@ class Process:
             late = isinstance(error, CollectiveTimeoutError)  # then the others have had their time, too
             connection.reconfigure(priority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             connected = perf_counter()
-            self.world = self._begun(connection, settings, StartLimit.usual(settings))
+            self.world = world = self._begun(connection, settings, StartLimit.usual(settings))
+        mine = next(node for node in world.hosts.nodes if world.rank in node)
+        renew_rank_variables(world.rank, world.size, mine.index(world.rank), len(mine))
         return Recovery(connected - started, perf_counter() - connected, tuple(connection.forget_doubtful()))
 
     def hosts_changed(self) -> bool:

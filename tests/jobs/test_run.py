@@ -134,11 +134,64 @@ def test_a_rank_that_ends_without_init_has_not_failed() -> None:
 def test_a_backend_that_finds_no_ranks_here_is_named(backend: str, words: str) -> None:
     """One that there is not, or that asks for variables of another launcher: in one error, shown once."""
     program = f"import torch.distributed as d; d.init_process_group({backend!r})"
-    done = run("run", "-np", 2, sys.executable, "-c", program)
+    done = run("run", "-np", 2, "--no-rank-variables", sys.executable, "-c", program)
     assert done.returncode == 1
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("ringreduce.ConfigError")]
     assert f"init_process_group({backend!r}): " in said
     assert words in said
+
+
+#: As programs do that are written for torchrun; then without a word, and as Accelerate does where nobody names CPUs.
+FOR_TORCHRUN = """
+import os, sys, types, warnings
+import torch, torch.distributed as dist
+rank, size = int(os.environ.get("RANK", -1)), int(os.environ.get("WORLD_SIZE", -1))
+assert (rank, size) == (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+dist.init_process_group(backend="gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+model(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
+seen = [dist.get_backend(), rank == dist.get_rank(), model.module.weight.grad.item()]
+dist.destroy_process_group()
+state = types.SimpleNamespace(_shared_state={"backend": None, "distributed_type": None})
+sys.modules["accelerate.state"] = types.SimpleNamespace(PartialState=state)
+with warnings.catch_warnings(record=True) as told:
+    dist.init_process_group(backend=None)
+seen += [dist.get_backend(), dist.get_world_size(), *[each.message.args[0] for each in told]]
+print("seen", *seen)
+"""
+
+
+def test_a_program_for_torchrun_finds_its_ranks() -> None:
+    """By the variables of torch's launcher; a group without a name is ours, as under mpirun."""
+    needs("torch")
+    done = run("run", "-np", 2, sys.executable, "-c", FOR_TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    alone = "with Accelerate each rank would train alone: torch sees no GPU: say Accelerator(cpu=True), or use_cpu=True"
+    expected = f"seen gloo True 1.5 ringreduce 2 {alone}, or set ACCELERATE_USE_CPU=true"
+    assert done.stdout.splitlines() == [expected] * 2
+    assert "ran each alone" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "program", "is_told"),
+    [
+        ((), SPEAKS, True),
+        (("--elastic",), SPEAKS, True),
+        (("--log-dir", "logs"), SPEAKS, True),
+        (("--quiet",), SPEAKS, False),
+        ((), "import ringreduce as rr; rr.init()", False),
+        (("-x", "RINGREDUCE_STANDALONE=1"), "import ringreduce as rr; rr.init()", False),
+    ],
+)
+def test_copies_that_ran_each_alone_are_told(
+    tmp_path: Path, options: tuple[str, ...], program: str, is_told: bool
+) -> None:
+    """Once, at the end, where no rank has called `init` or made a process group of torch."""
+    done = run("run", "-np", 2, *options, sys.executable, "-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("2 copies of the program ran each alone") == is_told
+    if is_told:
+        assert "ran each alone" in done.stderr.splitlines()[-1]
 
 
 def test_what_an_mpirun_of_a_rank_says_passes(tmp_path: Path) -> None:

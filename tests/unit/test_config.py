@@ -306,6 +306,19 @@ def test_switches_of_other_libraries_are_passed_on() -> None:
         ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}, "srun", "SLURM_STEP_NUM_TASKS=3"),
         ({"WORLD_SIZE": "2", "RANK": "1"}, "torchrun (or what sets its variables)", "WORLD_SIZE=2"),
         ({"PMIX_RANK": "1"}, "Open MPI's mpirun", "PMIX_RANK=1"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            *("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE=2"),
+        ),
+        (
+            {
+                **dict.fromkeys(("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"), "2"),
+                "RANK": "1",
+                "OMPI_COMM_WORLD_RANK": "0",
+                "TORCHELASTIC_RUN_ID": "none",
+            },
+            *("torchrun (or what sets its variables)", "WORLD_SIZE=2"),
+        ),
     ],
 )
 def test_several_processes_are_proved(environ: dict[str, str], name: str, proof: str) -> None:
@@ -320,6 +333,7 @@ def test_several_processes_are_proved(environ: dict[str, str], name: str, proof:
     [
         {},
         {"WORLD_SIZE": "4"},
+        {"WORLD_SIZE": "4", "RANK": "1", "RINGREDUCE_MASTER_ADDR": "h1"},
         {"SLURM_STEP_NUM_TASKS": "4"},
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
         {"PMIX_RANK": "0"},

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,11 +18,13 @@ from click.testing import CliRunner
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import renew_rank_variables, report_begin
 from ringreduce.launcher import chains, job, mpirun, restarts, start
 from ringreduce.launcher.hosts import SizePolicy
 from ringreduce.launcher.job import HEARING, SUPERVISOR
 from ringreduce.launcher.marks import Mark, Output
 from ringreduce.launcher.mpirun import Mpirun
+from ringreduce.launcher.rank_variables import Beginnings, with_free_port
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import UNNAMED, Start
 
@@ -96,6 +101,89 @@ def test_a_rank_of_horovodrun_finds_its_place(slots: dict[str, int], sizes: tupl
         peers = [other for other, each in places if each == local]
         expected = [rank, 6, local, sizes[node], peers.index(node), len(peers), os.uname().nodename]
         assert done.stdout.split() == list(map(str, expected))
+
+
+TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "master"),
+    [
+        ({}, {UNNAMED: 4}, "127.0.0.1 20001"),
+        ({}, {"localhost": 2, os.uname().nodename: 2}, "127.0.0.1 20001"),
+        ({}, {"h1": 2, "h2": 2}, "h1 20001"),
+        ({}, {"localhost": 2, "h2": 2}, f"{os.uname().nodename} 20001"),
+        ({"key_file": "/key"}, {"h1": 2, "h2": 2}, ""),
+        ({"exported": ("RINGREDUCE_KEY_FILE=/key",)}, {"h1": 2, "h2": 2}, ""),
+        ({"exported": ("MASTER_ADDR=::1", "MASTER_PORT=7"), "key_file": "/key"}, {"h1": 2, "h2": 2}, "::1 7"),
+        ({"exported": ("MASTER_PORT=7",)}, {"h1": 2, "h2": 2}, "h1 7"),
+        ({"rank_variables": False}, {"h1": 2, "h2": 2}, None),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["Open MPI", "MPICH"])
+def test_a_rank_has_the_variables_of_torchs_launcher(
+    options: dict[str, Any], ranks: dict[str, int], master: str | None, launcher: str
+) -> None:
+    """With a key it gets no place to meet where nothing would be encrypted, unless the user names one."""
+    ask = ("sh", "-c", "echo " + " ".join(f"${name}" for name in TORCHS))
+    spec = LaunchSpec(program=ask, **options)
+    here = frozenset({os.uname().nodename, UNNAMED})
+    whole = Start(spec, Mpirun("mpirun", launcher, 5), SizePolicy(1, 4), here, port=20001)
+    line, settings = whole.line_and_settings(ranks, {})
+    told = {
+        "Open MPI": {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                     "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        "MPICH": {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    }[launcher]  # fmt: skip
+    environ = {"PATH": os.environ["PATH"], "MASTER_ADDR": "stale", **settings, **told}
+    done = subprocess.run(line[line.index("sh") :], capture_output=True, text=True, check=True, env=environ)
+    expected = "stale" if master is None else f"3 4 1 2 {master}"
+    assert done.stdout.split() == expected.split()
+
+
+def test_a_port_is_free_for_rank_0_alone() -> None:
+    """Nobody else gets it, nor another job; rank 0 can listen there, as servers do, and again after it has failed."""
+    job_of_one = Start(LaunchSpec(program=("true",)), Mpirun("mpirun", "Open MPI", 5), SizePolicy(1, 1), frozenset())
+    with with_free_port(job_of_one) as mine, with_free_port(job_of_one) as other:
+        assert mine.port != other.port
+        with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+            thief.bind(("", mine.port))
+        for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")) * 2:
+            with socket.socket(family) as rank_0:
+                rank_0.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                rank_0.bind((address, mine.port))
+                rank_0.listen()
+    off = replace(job_of_one, spec=replace(job_of_one.spec, rank_variables=False))
+    with with_free_port(off) as same:
+        assert same.port == 0
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_launcher_hears_whether_ranks_have_begun(monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
+    """And writes to no other file of that name, as there may be on another host."""
+    heard = Beginnings()
+    with tempfile.TemporaryFile() as file:
+        other = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        monkeypatch.setenv("RINGREDUCE_BEGUN", heard.variables["RINGREDUCE_BEGUN"] if begins else other)
+        report_begin()
+        report_begin()
+        assert heard.are_seen is begins
+        assert os.fstat(file.fileno()).st_size == 0
+    monkeypatch.delenv("RINGREDUCE_BEGUN")
+    report_begin()
+    heard.close()
+
+
+def test_a_world_that_goes_on_renews_the_variables_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `ringreduce run` has set them; where rank 0 listens, nobody may listen any more."""
+    for name, value in zip(TORCHS, ("3", "4", "3", "4", "h1", "20001"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RINGREDUCE_MASTER_ADDR", raising=False)
+    renew_rank_variables(1, 2, 0, 1)
+    assert os.environ["RANK"] == "3"  # it was the program's own
+    monkeypatch.setenv("RINGREDUCE_MASTER_ADDR", "h1")
+    renew_rank_variables(1, 2, 0, 1)
+    assert [os.environ.get(name) for name in TORCHS] == ["1", "2", "0", "1", None, None]
 
 
 def test_what_the_launcher_says_waits_until_a_rank_looks() -> None:

@@ -29,4 +29,4 @@ def test_a_program_is_one_line_that_means_the_same(path: Path) -> None:
 
 def test_there_are_programs() -> None:
     """For all that may stand between mpirun and a rank."""
-    assert [path.stem for path in PROGRAMS] == ["horovod", "host", "log", "process", "rank"]
+    assert [path.stem for path in PROGRAMS] == ["horovod", "host", "log", "process", "rank", "torch"]

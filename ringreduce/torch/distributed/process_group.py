@@ -150,6 +150,8 @@ def _warn_if_accelerate_is_alone() -> None:
         return
     if state.get("num_processes") == 1:
         remedy = "call init_process_group before Accelerator() or TrainingArguments are made"
+    elif state and "num_processes" not in state and state.get("backend") is None:  # it makes this group, and drops it
+        remedy = "torch sees no GPU: say Accelerator(cpu=True), or use_cpu=True, or set ACCELERATE_USE_CPU=true"
     elif torch.cuda.is_available() and not state and not accelerate_uses_cpus():
         remedy = "torch sees a GPU, which this backend does not use: say Accelerator(cpu=True), or use_cpu=True"
     else:

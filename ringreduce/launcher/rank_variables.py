@@ -1,0 +1,56 @@
+"""What programs need that know torch's launcher and not this one: a port at which rank 0 listens, held free for it."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from ringreduce.launcher.start import Start
+
+__all__ = ["Beginnings", "with_free_port"]
+
+#: Below those that systems give to connections, and above those at which Open MPI begins to look for one.
+_PORTS = range(20000, 30000)
+_DRAWS = 100
+
+
+@contextmanager
+def with_free_port(start: Start) -> Iterator[Start]:
+    """Give the start of a job the port for rank 0; where that is on this host, no other program gets it meanwhile."""
+    if not start.spec.rank_variables:
+        yield start
+        return
+    with socket.socket() as held:
+        for port in (*random.sample(_PORTS, _DRAWS), 0):
+            with suppress(OSError):
+                held.bind(("", port))
+                break
+        # Now, so that a program which binds with this option, as all do that listen at a given port, can; before, two
+        # jobs could hold the same port.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield replace(start, port=held.getsockname()[1])
+
+
+class Beginnings:
+    """Whether a rank of this host has begun to find the others; see `ringreduce.common.launch.report_begin`."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("ringreduce")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What ranks need to report it."""
+        return {"RINGREDUCE_BEGUN": f"/proc/{os.getpid()}/fd/{self._file}"}
+
+    @property
+    def are_seen(self) -> bool:
+        """Whether a rank has reported it."""
+        return os.fstat(self._file).st_size > 0
+
+    def close(self) -> None:
+        """Listen no longer."""
+        os.close(self._file)
