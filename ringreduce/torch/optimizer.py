@@ -27,7 +27,6 @@ from ringreduce.torch.split_updates import require_splittable
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.torch.tensors.gradients import TorchParameters
 from ringreduce.torch.tensors.streams import TorchStreams
-from ringreduce.training.calls.parameters import hyperparameters
 from ringreduce.training.calls.requests import Adasum
 from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.options.options import Options, checked_names
@@ -45,8 +44,8 @@ class DistributedOptimizer(wrapper.Wrapper):
 
     Every rank ends a step with the same weights, bit by bit, if it began with the same ones (call
     `broadcast_parameters` first) and has the same hyper-parameters. The ranks compare their hyper-parameters in steps
-    1, 2, 4, 8 and so on, and their weights in the first of these, and in the others while buckets overlap; a warning
-    says what differs.
+    1, 2, 4, 8 and so on, and their weights in these but the second; a warning says what differs. Of a GradScaler they
+    compare the state with them, and raise a `MismatchError` if it differs.
 
     Gradients of any number of backward passes add up locally until `step` reduces them, once. If only some ranks have a
     gradient for a parameter, the others count as zeros; if none has, it stays None, as on one rank, or becomes zeros
@@ -178,10 +177,11 @@ class DistributedOptimizer(wrapper.Wrapper):
             names = checked_names(self._parameters(), named_parameters)
             require_shardable(optimizer, shard, process_set)
             require_splittable(optimizer, split_updates)
-            # Neither of these refers to the wrapper, so that hooks end with it.
+            # None of these refers to the wrapper, so that hooks end with it.
             self._named = partial(wrapping.named_parameters, optimizer, names)
+            self._settings = wrapping.Settings(optimizer)
             TorchStreams(training.communicator).require_usable(self._parameters())
-        training.begin(type(optimizer).__name__, self._named, options, partial(hyperparameters, optimizer))
+        training.begin(type(optimizer).__name__, self._named, options, self._settings)
         self._reset_step_state(options)
 
     def _reset_step_state(self, options: Options) -> None:
@@ -211,7 +211,8 @@ class DistributedOptimizer(wrapper.Wrapper):
         options = self._training.options
         groups = {id(new): options.groups[id(old)] for (_, old), new in counterparts if id(old) in options.groups}
         options = replace(options, groups=groups)
-        training.prepare(type(optimizer).__name__, copied._named, options, partial(hyperparameters, optimizer))
+        copied._settings = wrapping.Settings(optimizer)
+        training.prepare(type(optimizer).__name__, copied._named, options, copied._settings)
         copied._reset_step_state(options)
         return copied
 
@@ -459,6 +460,7 @@ class DistributedOptimizer(wrapper.Wrapper):
             return
         self.rejoin()
         self._training.options.require_on_time(SCALER)
+        self._settings.scaler = scaler
         if self._adasum:
             wrapping.share_overflows(self._parameters(), self._training)
         elif self._training.gradients.pending and not self._reduced.is_done_for(scaler, id(self)):

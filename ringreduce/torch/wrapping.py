@@ -16,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.runtime import rank_and_size
 from ringreduce.training.binding.framework import Named
+from ringreduce.training.calls.parameters import hyperparameters, in_words
 from ringreduce.training.data.shares import is_by_speed
+from ringreduce.training.gradients.checks import OF_SCALER
 from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.options.refusals import ADASUM, SHARES, refusal
 from ringreduce.training.strategies.strategy import PendingAverages
@@ -29,6 +31,23 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
     """Return names and parameters, given the names of some by id."""
     parameters = enumerate(parameters_of(optimizer))
     return [(names.get(id(parameter)) or f"parameter {index}", parameter) for index, parameter in parameters]
+
+
+class Settings:
+    """Returns the hyper-parameters of an optimizer, as `hyperparameters`, and the state of its GradScaler.
+
+    Attributes:
+        scaler: the GradScaler that has read its gradients last; None: none has.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.scaler: torch.amp.GradScaler | None = None
+
+    def __call__(self) -> dict[str, str]:
+        state = {} if self.scaler is None else self.scaler.state_dict()
+        of_scaler = {f"{name.strip('_')}{OF_SCALER}": value for name, value in state.items()}
+        return hyperparameters(self._optimizer) | in_words(of_scaler)
 
 
 class _StepWatch:

@@ -132,6 +132,58 @@ def test_ranks_that_have_joined_have_no_say_in_it(caplog: pytest.LogCaptureFixtu
     assert told(caplog) == []
 
 
+def scaled_steps(scaler: Any, count: int, *, clips: bool = False) -> Model:
+    model, _, optimizer = build()
+    for _ in range(count):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((2, 3), float(1 + rr.rank()))).square().sum()).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+@several
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
+@pytest.mark.parametrize(("key", "value"), [("scale", 16.0), ("_growth_tracker", 5)])
+def test_the_state_of_a_scaler_that_one_rank_has_loaded_is_refused(key: str, value: float, clips: bool) -> None:
+    """Each rank's gradients would have another scale, now or later: all raise, and go on once all have loaded it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    if rr.rank() == 0:
+        scaler.load_state_dict({**scaler.state_dict(), key: value})
+    with pytest.raises(rr.MismatchError, match=r"scaler\.load_state_dict\(broadcast_object") as raised:
+        scaled_steps(scaler, 1, clips=clips)
+    words = f"{key.strip('_')} of the GradScaler {value}"
+    assert [rank for rank, said in raised.value.values.items() if words in said] == [0]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(hvd.broadcast_object({**scaler.state_dict(), key: value} if rr.rank() == 0 else None))
+    assert_equal_on_ranks(scaled_steps(scaler, 9, clips=clips))
+
+
+@several
+def test_a_scaler_that_one_rank_lacks_is_refused() -> None:
+    """Before the second step is made, as it shows after the first has begun."""
+    with pytest.raises(rr.MismatchError, match="no GradScaler"):
+        scaled_steps(torch.amp.GradScaler("cpu", enabled=rr.rank() > 0), 2)
+
+
+@several
+def test_weights_that_one_rank_changes_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """On one node, too, where nothing is reduced before the step: before steps 4, 8, 16 and so on."""
+    caplog.set_level(logging.WARNING, logger="ringreduce")
+    model, _, optimizer = build()
+    for step in range(17):
+        if step == 2 and rr.rank() == 1:
+            with torch.no_grad():
+                model[0].weight.add_(1.0)
+        backward(model)
+        optimizer.step()
+        said = [each.getMessage() for each in caplog.records if "different weights by now" in each.getMessage()]
+        assert len(said) == (1 if rr.rank() == 0 and step >= 3 else 0)
+
+
 # ---- steps around the wrapper ----
 
 

@@ -20,6 +20,9 @@ from ringreduce.training.gradients.record import Ranks
 
 _log = logging.getLogger(__name__)
 
+#: How names of hyper-parameters end that are the state of what scales the loss.
+OF_SCALER = " of the GradScaler"
+
 _FIRST_STEPS = 3  # that compare the ranks' gradients
 _SHOWN = 3  # differences in a warning
 
@@ -283,14 +286,32 @@ class Checks:
             )
         elif self._ranks.rank == 0:
             _log.warning(
-                "%s: the ranks have different weights by now. Is a gradient written to through .data or NumPy between "
-                "the backward pass and the step (overlap=False allows that), or are weights changed on some ranks?",
+                "%s: the ranks have different weights by now. Are weights changed on some ranks alone (by another "
+                "optimizer, or by steps before a join() that no broadcast_parameters() followed), or is a gradient "
+                "written to through .data or NumPy between the backward pass and the step (overlap=False allows that)?",
                 self._described,
             )
 
-    def warn_of_settings(self, mine: Mapping[str, str]) -> None:
-        """Let rank 0 say which hyper-parameters differ between ranks. Collective."""
+    def heed_settings(self, mine: Mapping[str, str]) -> None:
+        """Let rank 0 say which hyper-parameters differ between ranks. Collective.
+
+        Raises:
+            MismatchError: on all ranks, if the state of GradScalers differs: gradients of different scales have no
+                average.
+        """
         said = _settings_of_all(self._ranks, mine)
+        names = dict.fromkeys(name for each in said.values() for name in each if name.endswith(OF_SCALER))
+        differ = [name for name in names if len({each.get(name) for each in said.values()}) > 1]
+        if differ:
+            raise MismatchError(
+                {
+                    rank: ", ".join(f"{name} {each[name]}" for name in differ if name in each) or "no GradScaler"
+                    for rank, each in said.items()
+                },
+                advice="their gradients have no average. Load the scaler's state on all ranks, as "
+                "scaler.load_state_dict(broadcast_object(scaler.state_dict())) does, or load_checkpoint(..., "
+                "scaler=scaler)",
+            )
         if self._ranks.rank == 0:
             _log.warning("%s", _differences(said, self._memory.advice.schedule))
 

@@ -93,8 +93,7 @@ class StepAgreement:
         record.begin(contribution.found)
         for partner in self._partners:
             partner.report(record, contribution.parameters)
-        early = count.reduced > 1 and any(partner.begun for partner in self._partners)
-        if self._compares and count.looks_closer and (count.reduced == 0 or early):
+        if self._compares and count.looks_closer and count.reduced != 1:  # as after a join, see `StepCount.restart`
             record.sign("weights", context.memory.checksum(contribution.parameters))
         settings = self._settings_now()
         if settings is not None:
@@ -158,7 +157,7 @@ class StepAgreement:
             context.checks.warn_of_weights(context.count.reduced)
         if settings is not None and record.differs("settings"):
             self._settings = None  # once
-            context.checks.warn_of_settings(settings)
+            context.checks.heed_settings(settings)
         if record.differs("stepped"):
             raise ConfigError(
                 f"the ranks make the backward passes of different steps of {described}: with "
