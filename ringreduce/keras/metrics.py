@@ -22,28 +22,33 @@ def samples_of(model: Any) -> float:
     return float(as_numpy(losses[0].count)) if losses else UNKNOWN
 
 
-def averages_of(logs: Mapping[str, Any], trained: float, evaluated: float, *, weighted: bool) -> dict[str, float]:
+def averages_of(logs: Mapping[str, Any], trained: float, evaluated: float, *, weighted: bool) -> dict[str, Any]:
     """Return the averages of metrics over the ranks. Collective.
 
     Args:
-        logs: the metrics by name: those of training, and as ``val_...`` those of evaluation.
+        logs: the metrics by name: those of training, and as ``val_...`` those of evaluation. One of several numbers is
+            averaged element by element.
         trained, evaluated: over how many samples each of them are on this rank.
         weighted: whether these numbers are the ranks' weights. Where some rank does not know its number, or none has
             any, all have the same weight.
 
     Raises:
-        MismatchError: the ranks have different metrics.
+        MismatchError: the ranks have different metrics, or of other shapes.
     """
     names = agreed_names(logs)  # Keras counts metrics, too: one rank's "auc_1" is another's "auc"
     mine = np.array([[trained, evaluated]] if weighted else [[UNKNOWN, UNKNOWN]])
     everyone = runtime.world().allgather(mine)
-    averages: dict[str, float] = {}
+    averages: dict[str, Any] = {}
     for column, are_of_evaluation in enumerate((False, True)):
         counts = everyone[:, column]
         own = mine[0, column]
         weight = own if counts.min() >= 0 and len(set(counts.tolist())) > 1 else 1.0
         chosen = {names[each]: each for each in logs if each.startswith("val_") == are_of_evaluation}
         if chosen:
-            made = weighted_average({name: logs[each] for name, each in chosen.items()}, weight)
+            made = weighted_average({name: _in_host_memory(logs[each]) for name, each in chosen.items()}, weight)
             averages |= {each: made[name] for name, each in chosen.items()}
     return averages
+
+
+def _in_host_memory(value: Any) -> Any:
+    return as_numpy(value) if keras.ops.is_tensor(value) else value

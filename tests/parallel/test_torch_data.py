@@ -184,12 +184,19 @@ def test_averages_count_samples(world: rr.Communicator) -> None:
     last = world.rank == world.size - 1
     assert hvd.weighted_average(2.5 if last else math.nan, weight=float(last)) == 2.5
     assert math.isnan(rr.weighted_average(1.0, weight=0))
+    assert rr.weighted_average({}, 1.0) == {}
+    arrays = {"each": np.array([[world.rank, 1.0, math.nan if last else 5.0]]), "loss": float(world.rank)}
+    found = hvd.weighted_average(arrays, weight=0.0 if last and world.size > 1 else 2.0)
+    counted = range(max(world.size - 1, 1))
+    expected = [[np.mean(counted), 1.0, 5.0 if world.size > 1 else math.nan]]
+    np.testing.assert_allclose(found["each"], expected, rtol=1e-12)
+    assert found["loss"] == pytest.approx(np.mean(counted))
 
 
 def test_mistakes_in_averages_are_errors_on_all_ranks(world: rr.Communicator) -> None:
     """One rank's mistake, or other names, and the ranks go on in step."""
     first = world.rank == 0
-    for wrong in ({"a": "text"}, {"a": None}):
+    for wrong in ({"a": "text"}, {"a": None}, {"a": np.array(["text", "more"])}):
         with pytest.raises(ConfigError if first else MismatchError):
             hvd.weighted_average(wrong if first else {"a": 1.0}, 1.0)
     with pytest.raises(ConfigError if first else MismatchError, match="weight"):
@@ -197,6 +204,8 @@ def test_mistakes_in_averages_are_errors_on_all_ranks(world: rr.Communicator) ->
     if world.size > 1:
         with pytest.raises(MismatchError):
             hvd.weighted_average({"a" if first else "b": 1.0}, 1.0)
+        with pytest.raises(MismatchError, match=r"\(3,\)"):
+            hvd.weighted_average(np.ones(3 if first else 2), 1.0)
     assert hvd.weighted_average(3.0, 1.0) == 3.0
 
 
