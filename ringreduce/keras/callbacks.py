@@ -14,12 +14,15 @@ import keras
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.keras.backends import as_numpy, named_as, prepare, settle
-from ringreduce.keras.functions import broadcast_variables
+from ringreduce.keras.fits import began_alike, differs_anywhere, end_together, passes_of
+from ringreduce.keras.functions import broadcast_variables, without
 from ringreduce.keras.local import require_whole_steps
 from ringreduce.keras.metrics import UNKNOWN, averages_of, samples_of
-from ringreduce.keras.private import layers_of, velocities_of
+from ringreduce.keras.private import give_initial_epoch, layers_of, velocities_of
 from ringreduce.runtime import config, rank, report_value, size
 from ringreduce.training.binding.host import ArraySpec
+from ringreduce.training.calls.objects import broadcast_object
+from ringreduce.training.optimizers.applying import sums_of_a_rank
 from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
 from ringreduce.training.options.local_options import LocalArguments, averaging, local_options
 
@@ -43,15 +46,21 @@ class DistributedCallback(keras.callbacks.Callback):  # type: ignore[misc]
 class BroadcastGlobalVariablesCallback(DistributedCallback):
     """Gives all ranks the weights of one, and the state of its optimizer, before the first batch. Collective.
 
-    Seeds of layers that draw random numbers stay each rank's own. A model that gets its weights only in the first
-    batch, as a subclass may on the backend tensorflow, is broadcast after that. At the end of training with
-    ``staleness``, the callback applies the last averages. After each batch it reports this rank's metrics; see
-    `ringreduce.report_value`.
+    Seeds of layers that draw random numbers stay each rank's own, as sums of gradients do that a `fit` before has left
+    on all ranks. A model that gets its weights only in the first batch, as a subclass may on the backend tensorflow, is
+    broadcast after that. At the end of training with ``staleness``, the callback applies the last averages. After each
+    batch it reports this rank's metrics; see `ringreduce.report_value`.
+
+    A `keras.callbacks.BackupAndRestore` of the root alone stands before it in the list: then all ranks go on from the
+    root's backup, with its epoch.
 
     Args:
         root_rank: whose values count.
         device: without meaning here, taken for Horovod's sake.
         local_variables: that stay as they are on each rank.
+
+    Raises:
+        MismatchError: in `fit`: the ranks begin with different epochs, or `fit` ends on some ranks before the others.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
@@ -59,7 +68,9 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
         self.root_rank = root_rank
         self.device = device
         self._local = list(local_variables or ())
-        self._done = False
+        self._done = self._begun = False
+        self._passes = 0
+        self._place = (0, -1)  # in fit: the epoch, the last batch that is done
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable as it is."""
@@ -67,17 +78,37 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
+        self._begun = False
         self._done = bool(self.model.weights)
+        give_initial_epoch(self.model, lambda epoch: broadcast_object(epoch, self.root_rank))
         if self._done:
             self._broadcast()
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._place = epoch, -1
+        if self._begun:
+            return
+        self._begun = True
+        began_alike(epoch)
+        # A callback behind this one may have loaded a state on some ranks.
+        if self._done and differs_anywhere(self._passes != passes_of(self.model)):
+            self._broadcast()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        steps = self.params.get("steps")
+        if self.model.stop_training and steps is not None and self._place[1] + 1 < steps:
+            end_together(self.model, self._place, logs)
+
     def on_train_end(self, logs: Any = None) -> None:
+        if self.model.stop_training and self._place[0] + 1 < self.params.get("epochs", 0):
+            end_together(self.model, self._place, logs)
         distribution = getattr(self.model.optimizer, "distribution", None)
         if distribution is not None and distribution.reduction.staleness:
             settle(self.model)
             self.model.optimizer.synchronize()
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._place = self._place[0], batch
         if not self._done:
             self._done = True
             self._broadcast()
@@ -89,9 +120,9 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        local = set(map(id, self._local))
-        variables = {id(each): each for each in [*self.model.weights, *optimizer.variables] if id(each) not in local}
-        broadcast_variables(variables.values(), self.root_rank)
+        own = [*self._local, *sums_of_a_rank(optimizer)]
+        broadcast_variables(without(own, [*self.model.weights, *optimizer.variables]), self.root_rank)
+        self._passes = passes_of(self.model)
 
 
 class MetricAverageCallback(DistributedCallback):

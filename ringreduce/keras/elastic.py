@@ -10,8 +10,8 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.elastic import State, run
 from ringreduce.elastic.handlers import HandlingState, StateHandler
 from ringreduce.keras.backends import as_numpy, settle
-from ringreduce.keras.functions import broadcast_variables
-from ringreduce.training.optimizers.applying import built_optimizer
+from ringreduce.keras.functions import broadcast_variables, without
+from ringreduce.training.optimizers.applying import built_optimizer, sums_of_a_rank
 
 __all__ = [
     "CommitStateCallback",
@@ -42,7 +42,8 @@ class _VariablesHandler(StateHandler):
             variable.assign(array)
 
     def sync(self) -> None:
-        broadcast_variables(self._variables())
+        kept = sums_of_a_rank(self.value) if isinstance(self.value, keras.optimizers.Optimizer) else ()
+        broadcast_variables(without(kept, self._variables()))
 
 
 class KerasState(HandlingState):

@@ -156,6 +156,12 @@ def broadcast_variables(
         variable.assign(array)
 
 
+def without(some: Iterable[Any], variables: Iterable[Any]) -> list[Any]:
+    """Return variables without some of them, each once."""
+    left_out = set(map(id, some))
+    return list({id(each): each for each in variables if id(each) not in left_out}.values())
+
+
 def broadcast_global_variables(root_rank: int) -> None:
     """Raise the error that says what to do: there are no global variables since Keras 3.
 

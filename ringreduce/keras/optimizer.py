@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -15,9 +16,14 @@ from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.optimizers.applying import Distribution, distribute, variables_of
+from ringreduce.training.optimizers.keras_copies import distribute_again, keep_copies_distributed, saved_options
 from ringreduce.training.options.options import Op, Options
 
 __all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
+
+_AS_SAVED = "as saved"
+
+keep_copies_distributed(keras)
 
 
 class Compression:
@@ -52,7 +58,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
 
     All ranks then make the same steps, if they began with the same weights: see `BroadcastGlobalVariablesCallback`.
     It stays an optimizer of its class: a model that was compiled with it is saved, and loaded elsewhere, as if it had
-    been trained in one process. The gradients of a step travel as one operation, through host memory.
+    been trained in one process. Copies of it, and of such a model, are distributed, too. The gradients of a step travel
+    as one operation, through host memory.
 
     An optimizer that scales losses, put around this one or given, sees gradients that are reduced: all ranks find the
     same overflows. With ``gradient_accumulation_steps``, ranks add up gradients on their own and reduce the sum;
@@ -100,7 +107,19 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         raise ConfigError("optimizers of Keras average or sum gradients (op Average or Sum), not op Adasum")
     reduction = reduction_of(options, sparse_as_dense, process_set)
     factor = 1.0 if average_aggregated_gradients else float(options.passes)
-    how = Distribution(reduction, keras.ops, process_set, scale_local=scale_local_gradients, factor=factor)
+    again = partial(
+        DistributedOptimizer,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        backward_passes_per_step=options.passes,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        average_aggregated_gradients=average_aggregated_gradients,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        staleness=staleness,
+    )
+    how = Distribution(reduction, keras.ops, process_set, scale_local=scale_local_gradients, factor=factor, again=again)
     return distribute(optimizer, how, options.passes)
 
 
@@ -129,7 +148,7 @@ def load_model(
     filepath: str | os.PathLike[str],
     custom_optimizers: Iterable[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
-    compression: Any = Compression.none,
+    compression: Any = _AS_SAVED,
     legacy_opts: bool = False,
     **options: Any,
 ) -> Any:
@@ -139,12 +158,24 @@ def load_model(
         filepath: of the model, in a format of Keras.
         custom_optimizers: classes of optimizers that are not Keras's own.
         custom_objects: other classes and functions by name, as for `keras.saving.load_model`.
-        compression: as for `DistributedOptimizer`.
+        compression: as for `DistributedOptimizer`; ``"as saved"``: as the file says, else none.
         legacy_opts: without meaning here, taken for Horovod's sake.
-        **options: others of `DistributedOptimizer`, which a saved model does not have: ``process_set``, ``staleness``.
+        **options: others of `DistributedOptimizer`, in place of those with which the model was saved. Files ``.h5``
+            have none.
+
+    Raises:
+        ConfigError: the model was trained by a process set, and ``process_set`` is not given; or by
+            `PartialDistributedOptimizer` without a step; or an option is wrong.
     """
     known = {**{each.__name__: each for each in custom_optimizers or ()}, **(custom_objects or {})}
     model = keras.saving.load_model(filepath, custom_objects=known)
-    if model.optimizer is not None:
-        DistributedOptimizer(model.optimizer, compression=compression, **options)
+    if model.optimizer is None:
+        return model
+    saved = saved_options(model.optimizer)
+    together = saved.pop("process_set", None)
+    if together is not None and "process_set" not in options:
+        raise ConfigError(f"this model was trained by a process set of the ranks {together}: give process_set=")
+    local = saved.pop("local", ())
+    given = options if compression == _AS_SAVED else {**options, "compression": compression}
+    distribute_again(model.optimizer, partial(DistributedOptimizer, **{**saved, **given}), local)
     return model

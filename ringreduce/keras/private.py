@@ -7,7 +7,7 @@ versions in its `TRIED`, on the backends tensorflow, jax and torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -23,6 +23,16 @@ def forget_state(model: Any) -> None:
     for such arrays, and not that of the step.
     """
     model._jax_state = None
+
+
+def give_initial_epoch(model: Any, give: Callable[[int], int]) -> None:
+    """Let `fit` begin with the epoch that a function makes of the one that `BackupAndRestore` has set, or of 0.
+
+    By ``_initial_epoch``, which that sets; the argument ``initial_epoch`` of `fit` is read before callbacks are
+    called. Without it, ranks that do not restore the backup begin with another epoch, which is an error.
+    """
+    if hasattr(model, "_initial_epoch"):
+        model._initial_epoch = give(model._initial_epoch or 0) or None
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -52,6 +62,10 @@ def _state_is_known() -> bool:
     return "_jax_state" in {*code.co_names, *code.co_consts}
 
 
+def _has_initial_epoch() -> bool:
+    return hasattr(keras.Sequential([keras.layers.Identity()]), "_initial_epoch")
+
+
 def _finds_inner_layers() -> bool:
     inner = keras.Sequential([keras.layers.Identity()])
     model = keras.Sequential([inner])
@@ -70,6 +84,7 @@ def _has_velocities() -> bool:
 PARTS = (
     *parts_of_optimizers(keras),
     Part("forget_state", _state_is_known, "on jax, fit() raises another error than that of a failed step"),
+    Part("give_initial_epoch", _has_initial_epoch, "BackupAndRestore is needed on all ranks"),
     Part("layers_of", _finds_inner_layers, "DiLoCoCallback may average statistics of frozen layers"),
     Part("velocities_of", _has_velocities, "momentum_correction of callbacks does nothing"),
 )

@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
 from ringreduce.elastic.handlers import HandlingState, StateHandler
 from ringreduce.tensorflow.functions import broadcast_variables
-from ringreduce.training.optimizers.applying import built_optimizer
+from ringreduce.training.optimizers.applying import built_optimizer, sums_of_a_rank
 
 __all__ = [
     "HostsUpdatedInterrupt",
@@ -51,7 +51,9 @@ class _VariablesHandler(StateHandler):
 
     def sync(self) -> None:
         if self._session is None:
-            broadcast_variables(_variables_of(self.value), 0)
+            kept = sums_of_a_rank(self.value) if hasattr(self.value, "apply_gradients") else ()
+            own = set(map(id, kept))
+            broadcast_variables([each for each in _variables_of(self.value) if id(each) not in own], 0)
         else:
             self._session.run(self._broadcast)
 

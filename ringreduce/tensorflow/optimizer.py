@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from ringreduce.tensorflow.gradients import GradientReduction
 from ringreduce.tensorflow.mpi_ops import grouped_allreduce
 from ringreduce.training.calls.requests import Adasum, Op
 from ringreduce.training.optimizers.applying import Distribution, distribute, with_methods
+from ringreduce.training.optimizers.keras_copies import keep_copies_distributed
 from ringreduce.training.options.refusals import (
     ACCUMULATION,
     ADASUM,
@@ -96,7 +98,21 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
     local = scale_local_gradients
     if not is_first:
         factor = 1.0 if average_aggregated_gradients else float(passes)
-        how = Distribution(reduction, tf.keras.ops, process_set, scale_local=local, factor=factor)
+        again = partial(
+            DistributedOptimizer,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            backward_passes_per_step=passes,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            average_aggregated_gradients=average_aggregated_gradients,
+            num_groups=num_groups,  # but no groups: lists of variables that a copy does not have
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+            staleness=staleness,
+        )
+        keep_copies_distributed(tf.keras)
+        how = Distribution(reduction, tf.keras.ops, process_set, scale_local=local, factor=factor, again=again)
         return distribute(optimizer, how, passes)
     if op == Adasum:
         return _with_adasum(optimizer, process_set)

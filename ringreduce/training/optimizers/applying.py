@@ -10,10 +10,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from inspect import signature
 from types import FunctionType
 from typing import Any
 
+import numpy as np
+
+from ringreduce import runtime
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.identity import numbers
@@ -26,6 +30,7 @@ from ringreduce.training.binding.keras_private import (
     trained_variables,
 )
 from ringreduce.training.calls.requests import dtype_name
+from ringreduce.training.optimizers.keras_copies import forget_note, methods_of_copies
 from ringreduce.training.optimizers.known_lists import KnownLists
 from ringreduce.training.options.refusals import (
     ACCUMULATION,
@@ -86,9 +91,10 @@ class Distribution:
         process_set: the ranks that train together. Other ranks train alone.
         scale_local: whether gradients of local variables are divided by the number of ranks.
         factor: multiplies all gradients after they are reduced.
+        again: distributes another optimizer in the same way; None for what is no optimizer of Keras.
 
     Attributes:
-        process_set: the argument.
+        process_set, again: the arguments.
     """
 
     def __init__(
@@ -99,7 +105,9 @@ class Distribution:
         *,
         scale_local: bool = True,
         factor: float = 1.0,
+        again: partial[Any] | None = None,
     ) -> None:
+        self.again = again
         self.reduction = reduction
         self._ops = ops
         self.process_set = process_set
@@ -237,9 +245,12 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
     """
     base: Any = type(optimizer)
     if hasattr(base, "distribution"):
-        raise ConfigError("this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice")
+        raise ConfigError(
+            "this is a DistributedOptimizer already, as a copy of one is; wrapped twice, it would reduce twice"
+        )
+    forget_note(optimizer)
     stepping = getattr(optimizer, "inner_optimizer", optimizer)
-    if passes > 1:
+    if passes > 1 and stepping.gradient_accumulation_steps != passes:  # equal in what is copied, or was saved
         if stepping.built or stepping.gradient_accumulation_steps:
             raise ConfigError(
                 "backward_passes_per_step is for an optimizer that has no variables yet and no "
@@ -290,6 +301,8 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
     samples = property(lambda self: distribution.reduction.samples, lambda self, n: distribution.reduction.count(n))
     methods: dict[str, Any] = {"apply": apply, "stateless_apply": stateless_apply, "__setattr__": set_attribute}
     methods |= {"register_local_var": register_local_var, "synchronize": synchronize, "samples": samples}
+    if distribution.again is not None:
+        methods |= methods_of_copies(base, distribution.again, distribution.local)
     methods["__class__"] = plain
     made = with_methods(optimizer, distribution=distribution, **methods)
     known = weakref.ref(optimizer)
@@ -315,6 +328,18 @@ def built_optimizer(model: Any, optimizer: Any = None) -> Any:
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     return optimizer
+
+
+def sums_of_a_rank(optimizer: Any) -> Sequence[Any]:
+    """Return the variables of sums that are each rank's own: of passes, where a step is not due yet. Collective.
+
+    None are if the ranks have made different numbers of passes, as those have that begin beside one that resumes.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not optimizer.gradient_accumulation_steps:
+        return ()
+    passes = runtime.world().allgather(np.array([int(passes_made(optimizer))]))
+    return accumulated(optimizer, trained_variables(optimizer)) if len(set(passes.tolist())) == 1 else ()
 
 
 def variables_of(layers: Any) -> list[Any]:

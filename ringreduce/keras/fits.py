@@ -1,0 +1,57 @@
+"""What the ranks agree on in a `Model.fit`: with which epoch it begins, and that it ends on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ringreduce import runtime
+from ringreduce.common.errors import MismatchError
+from ringreduce.engine import CollectiveOp
+from ringreduce.keras.backends import as_numpy
+from ringreduce.runtime import global_process_set
+from ringreduce.training.binding.keras_private import passes_made
+
+
+def passes_of(model: Any) -> int:
+    """Return how many passes the optimizer of a model has made."""
+    optimizer = model.optimizer
+    return int(as_numpy(passes_made(getattr(optimizer, "inner_optimizer", optimizer))))
+
+
+def differs_anywhere(differs: bool) -> bool:
+    """Return whether something holds on any rank. Collective."""
+    return bool(runtime.world().allgather(np.array([differs])).any())
+
+
+def began_alike(epoch: int) -> None:
+    """Raise `MismatchError` on all ranks if `fit` begins with another epoch on some. Collective."""
+    epochs = runtime.world().allgather(np.array([epoch])).tolist()
+    if len(set(epochs)) > 1:
+        raise MismatchError(
+            {rank: f"fit() begins with epoch {each}" for rank, each in enumerate(epochs)},
+            advice="if a BackupAndRestore of some ranks has set the epoch, let it stand before "
+            "BroadcastGlobalVariablesCallback in the list of callbacks: all ranks then go on from the backup",
+        )
+
+
+def end_together(model: Any, place: tuple[int, int], logs: Any) -> None:
+    """Return if all ranks end `fit` at a place; if others go on, all raise `MismatchError`. Collective.
+
+    Args:
+        model: that is trained.
+        place: the epoch, and the last batch that is done.
+        logs: the metrics.
+    """
+    distribution = getattr(model.optimizer, "distribution", None)
+    together = global_process_set if distribution is None else distribution.process_set
+    if not together.included() or together.size() == 1:
+        return
+    epoch, batch = place
+    loss = (logs or {}).get("loss")
+    said = f"the end of fit() after batch {batch} of epoch {epoch}: a callback has set model.stop_training"
+    if loss is not None and not np.isfinite(as_numpy(loss)).all():
+        said += f", and the loss is {float(as_numpy(loss))}"
+    operation = CollectiveOp(said, said, lambda ranks: None)
+    together.engine.run(operation)
