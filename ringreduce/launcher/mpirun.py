@@ -27,6 +27,9 @@ _SSH_OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval
 #: Schedulers send SIGTERM to all that they have started, also to mpirun's daemons, who would kill the ranks at once.
 #: Slurm can send SIGUSR1 to all but the launcher, by which daemons would end.
 _SHIELD = ("env", "--block-signal=TERM,USR1")
+#: Where Open MPI puts what ranks share, and how much has to be free there before it begins: 16 MiB of a rank, and some.
+_SHM = "/dev/shm"
+_SEGMENT_NBYTES = 32 << 20
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
 #: Loads the MPI library as mpi4py does, without starting MPI; prints what it calls itself, and its file.
 _LOAD = """
@@ -138,6 +141,8 @@ class Mpirun:
         asked = {}
         if self.kind == "Open MPI":
             wanted["OMPI_MCA_btl"] = "^ofi"  # which would sleep for a second when MPI starts
+            if not remote and not spec.interfaces and _has_room():  # or ranks would listen, for whoever reaches them
+                wanted["OMPI_MCA_btl"] = "self,sm" if self.major >= 5 else "self,vader"
             if spec.elastic:  # or ranks wait in MPI_Finalize, where mpi4py calls it, for those that have died
                 wanted["OMPI_MCA_async_mpi_finalize"] = "1"
             if os.geteuid() == 0:
@@ -228,6 +233,14 @@ class Mpirun:
         info = Path(self.path).with_name("prte_info" if self.major >= 5 else "ompi_info")
         known = re.findall(rf"MCA {framework}: (\w+)", output_of(str(info)))
         return not scheduler.components.isdisjoint(known)
+
+
+def _has_room() -> bool:
+    """Return whether Open MPI finds memory for what the ranks of one machine share; its networks do without."""
+    try:
+        return shutil.disk_usage(_SHM).free >= _SEGMENT_NBYTES
+    except OSError:
+        return False
 
 
 def find(*, required: bool = True) -> Mpirun:

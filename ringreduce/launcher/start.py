@@ -293,7 +293,7 @@ def prepare(spec: LaunchSpec) -> Start:
         here=here,
         listed=listed,
         slots={} if finds_itself else granted,
-        remote=bool(named) or elsewhere or spec.script is not None,
+        remote=elsewhere or spec.script is not None,
         by_ssh=by_ssh,
         grows=bool(spec.growth) or (spec.elastic and len(listed) > 1 and spec.folder is None),
         allocation=allocation,

@@ -162,7 +162,7 @@ CONNECTS = """
 import json, socket, sys
 reached = []
 for family, where in json.loads(sys.argv[1]):
-    for said in (b"", b"GET / HTTP/1.0\\r\\n\\r\\n", bytes(range(256)) * 40, b"\\xff" * 5000, b"\\0" * 5000):
+    for said in (b"", bytes(range(24)), b"GET / HTTP/1.0\\r\\n\\r\\n", bytes(range(256)) * 40, b"\\xff" * 5000, b"\\0" * 5000):
         peer = socket.socket(socket.AF_UNIX if family == "unix" else socket.AF_INET)
         peer.settimeout(5)
         try:
@@ -211,9 +211,10 @@ def test_a_job_that_runs(other: Other, place: Path) -> None:
     (place / "job.py").write_text(JOB)
     before = set(Path("/dev/shm").iterdir())
     files = {name: str(place / name.lower()) for name in ("TIMELINE", "AUDIT")}
-    settings = {f"RINGREDUCE_{name}": path for name, path in files.items()}
+    settings: dict[str, str | None] = {f"RINGREDUCE_{name}": path for name, path in files.items()}
     settings |= {"TMPDIR": str(place), "XDG_RUNTIME_DIR": "", "RINGREDUCE_NODE_SIZE": "2", "RINGREDUCE_STATUS": "1"}
     settings["RINGREDUCE_DUMP"] = str(place / "dump")
+    settings["OMPI_MCA_btl"] = None  # as users start a job
     command = [
         "timeout", "--kill-after=5", str(LIMIT_S), str(RINGREDUCE), "run", "-np", "4", f"--encrypt={place / 'key'}",
         sys.executable, str(place / "job.py"), str(place),
@@ -234,11 +235,13 @@ def test_a_job_that_runs(other: Other, place: Path) -> None:
         read, written = other.does(READS, json.dumps([[str(place), *mine], pids]))
         sent = other.does(SIGNALS, json.dumps(pids))
         reached = other.does(CONNECTS, json.dumps(sockets_of(pids)))
+        of_ranks = sockets_of([int(each[1]) for each in ready])
         (place / "go").touch()
         said, complained = job.communicate()
     assert (job.returncode, said) == (0, "well\n" * 4), complained
     assert (sent, written) == ([], [])
-    assert reached > 0  # what listens is MPI, and it takes no harm
+    assert reached > 0  # what listens is mpirun, and it takes no harm
+    assert [each for each in of_ranks if each[0] == "tcp"] == []
     read = {path: bytes.fromhex(content) for path, content in read}
     assert {path.rsplit("/")[-1].rstrip("0123456789") for path in read} == {"cmdline"}
     for content in read.values():

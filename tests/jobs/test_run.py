@@ -416,12 +416,15 @@ def test_lines_carry_the_rank() -> None:
 # ---- what starts nothing ----
 
 
-def dry_run(*arguments: object, **environ: str) -> str:
-    """Return the command line that ``ringreduce run`` would start."""
+def dry_run(*arguments: object, **environ: str | None) -> str:
+    """Return the command line that ``ringreduce run`` would start; None: without that variable."""
     words = ["run", "--dry-run", *map(str, arguments)]
     with redirect_stdout(StringIO()) as shown, pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
-            patch.setenv(name, value)
+            if value is None:
+                patch.delenv(name, raising=False)
+            else:
+                patch.setenv(name, value)
         assert main(words, standalone_mode=False) in (0, None)
     return shown.getvalue()
 
@@ -557,7 +560,7 @@ def test_messages_that_survive_are_not(setting: str) -> None:
     ("arguments", "environ", "set_here"),
     [
         ((), {}, True),
-        (("-H", "localhost:2"), {}, False),
+        (("-H", "localhost:2"), {}, True),
         (("--elastic", "--cooldown", "0", "-H", "localhost:2"), {}, True),
         (("-H", "other:2"), {}, False),
         ((), {"OMPI_MCA_btl_tcp_if_include": "eth0"}, False),
@@ -565,9 +568,10 @@ def test_messages_that_survive_are_not(setting: str) -> None:
     ],
 )
 def test_a_job_of_one_machine_stays_on_it(arguments: tuple[str, ...], environ: dict[str, str], set_here: bool) -> None:
-    """Its messages take no other interface than lo, unless the user has chosen one."""
-    shown = dry_run("-np", 2, *arguments, "true", **environ)
+    """Its messages take shared memory, and no other interface than lo, unless the user has chosen one."""
+    shown = dry_run("-np", 2, *arguments, "true", **{"OMPI_MCA_btl": None, **environ})
     assert ("OMPI_MCA_btl_tcp_if_include=lo" in shown) is set_here
+    assert ("OMPI_MCA_btl=self,sm" in shown) is ("other:2" not in arguments)
 
 
 @pytest.mark.parametrize(

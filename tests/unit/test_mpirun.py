@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +88,8 @@ def test_more_ranks_than_slots_are_refused(launcher: Mpirun) -> None:
         (OLD_OPEN_MPI, 2, False, {"OMPI_MCA_hwloc_base_binding_policy": "none"}, "PRTE"),
         (OPEN_MPI, 9, True, {"OMPI_MCA_btl": "^ofi"}, "btl_tcp"),
         (OPEN_MPI, 2, True, {"PRTE_MCA_hwloc_default_binding_policy": "none"}, "OMP_"),
+        (OPEN_MPI, 2, False, {"OMPI_MCA_btl": "self,sm"}, "yield"),
+        (OLD_OPEN_MPI, 2, False, {"OMPI_MCA_btl": "self,vader"}, "PRTE"),
         (MPICH, 9, False, {"OMP_NUM_THREADS": "1"}, "OMPI"),
         (MPICH, 9, True, {}, "OMP"),
         (INTEL, 4, False, {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}, "OMPI"),
@@ -107,6 +111,18 @@ def test_what_a_machine_of_eight_cores_needs_is_set(
     assert expected.items() <= found.items()
     assert absent not in " ".join(found)
     assert launcher.settings(TRUE, ranks, found, remote=remote) == {}
+
+
+@pytest.mark.parametrize(("mib", "expected"), [(0, "^ofi"), (16, "^ofi"), (64, "self,sm")])
+def test_where_memory_for_messages_is_missing_they_go_over_lo(
+    monkeypatch: pytest.MonkeyPatch, mib: int, expected: str
+) -> None:
+    """Open MPI would not start; the 64 MiB that containers have are enough."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=mib << 20))
+    found = OPEN_MPI.settings(TRUE, 2, {}, remote=False)
+    assert (found["OMPI_MCA_btl"], found["OMPI_MCA_btl_tcp_if_include"]) == (expected, "lo")
+    spec = LaunchSpec(program=("true",), interfaces="eth0")
+    assert OPEN_MPI.settings(spec, 2, {}, remote=False)["OMPI_MCA_btl"] == "^ofi"
 
 
 def test_the_end_of_an_elastic_job_waits_for_nobody() -> None:
