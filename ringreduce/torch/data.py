@@ -14,6 +14,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import count as count_progress
 from ringreduce.runtime import rank_and_size
 from ringreduce.training.data.shares import Batches, Ends
+from ringreduce.training.data.subsets import Subsets
 
 
 class DistributedSampler(Sampler[Any]):
@@ -23,7 +24,8 @@ class DistributedSampler(Sampler[Any]):
     samples. Ranks are counted when an iteration begins. Without a world there is one.
 
     Args:
-        dataset: has a length; the same on all ranks.
+        dataset: has a length; the same on all ranks. If it is a `torch.utils.data.Subset` of other indices on each
+            rank, rank 0 warns of it before one of the next steps.
         shuffle: whether each epoch has an order of its own; must agree.
         seed: of these orders; must agree.
         ends: what becomes of samples that do not divide evenly; must agree. ``"repeat"``: some ranks get one of the
@@ -81,6 +83,7 @@ class DistributedSampler(Sampler[Any]):
             self._batches.renew()
 
     def __iter__(self) -> Iterator[Any]:
+        Subsets.divides(self.dataset)
         if self._batches is None:
             yield from self._samples()
             return

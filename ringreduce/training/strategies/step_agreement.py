@@ -9,6 +9,7 @@ from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBuff
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.engine import InPlaceAllreduce, Operation
 from ringreduce.training.binding.framework import Found
+from ringreduce.training.data.subsets import Subsets
 from ringreduce.training.gradients.record import Record
 from ringreduce.training.strategies.strategy import Contribution, Partner, StepContext
 
@@ -76,6 +77,7 @@ class StepAgreement:
         self._first = context.memory.advice.first
         self._compares = self._first is None  # as long as they are equal
         self._record: Record | None = None
+        self._subsets: Subsets = context.ranks.engine.attached[Subsets]
 
     def agree(self, contribution: Contribution) -> tuple[Record, int]:
         """Exchange with the other ranks which gradients each has, and what it knows of them. Collective.
@@ -98,6 +100,8 @@ class StepAgreement:
         settings = self._settings_now()
         if settings is not None:
             record.sign("settings", zlib.crc32(repr(settings).encode()))
+        if count.looks_closer and self._subsets.checksum is not None:
+            record.sign("subset", self._subsets.checksum)
         if context.checks.compares_data:
             record.sign("data", context.checks.data_checksum(contribution.gradients))
         record.sign("layout", context.buckets.layout)
@@ -158,6 +162,8 @@ class StepAgreement:
         if settings is not None and record.differs("settings"):
             self._settings = None  # once
             context.checks.heed_settings(settings)
+        if record.differs("subset"):
+            self._subsets.differ(context.ranks.rank)
         if record.differs("stepped"):
             raise ConfigError(
                 f"the ranks make the backward passes of different steps of {described}: with "
