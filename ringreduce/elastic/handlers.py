@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
-from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
 from ringreduce.elastic.commits import DiskCommits, LostCommitsError, SealedCommitsError, require_seen_by_all
 from ringreduce.elastic.runs import ReplacedError
+from ringreduce.elastic.state import HostsUpdatedInterrupt, ObjectState
 from ringreduce.observe.fingerprints import fingerprint
 from ringreduce.runtime import audited, collect_records, config, rank, record
 from ringreduce.training.calls.objects import allgather_object, broadcast_object

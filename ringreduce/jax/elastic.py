@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 
-from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
-from ringreduce.elastic.handlers import HandlingState, StateHandler
+from ringreduce.elastic import HostsUpdatedInterrupt, NumpyState, ObjectState, State, run, run_fn
+from ringreduce.elastic.handlers import StateHandler
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.training.calls.objects import broadcast_object
 
 __all__ = ["HostsUpdatedInterrupt", "JaxState", "ObjectState", "State", "run", "run_fn"]
 
 
-class JaxState(HandlingState):
+class JaxState(NumpyState):
     """Pytrees of arrays, and other values, that training goes on from.
 
     A copy has memory of its own, so steps may donate what the state holds. On disk (`keep_on_disk`) is what rank 0 has;
@@ -23,14 +23,6 @@ class JaxState(HandlingState):
     Args:
         **kwargs: the attributes and their first values: pytrees, or anything that can be copied and pickled.
     """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        empty = [name for name, value in kwargs.items() if value is None]
-        self._names += empty
-        for name in empty:
-            setattr(self, name, None)
-        ObjectState.save(self)
 
     def _find_handler(self, value: Any) -> StateHandler | None:
         return None if _is_tree_of_arrays(value) else super()._find_handler(value)

@@ -225,7 +225,7 @@ STEPS = """
 import os, pathlib, signal, socket, sys
 import ringreduce as rr
 from ringreduce.elastic import run
-from ringreduce.elastic.handlers import HandlingState
+from ringreduce.elastic import NumpyState
 
 doomed, waits, commits = sys.argv[1:]
 rr.init()
@@ -240,7 +240,7 @@ def train(state):
         state.total += float(rr.allreduce(float(state.step)))
         state.commit()
 
-state = HandlingState(step=0, total=0.0)
+state = NumpyState(step=0, total=0.0)
 state.keep_on_disk(commits, replicas=2)
 train(state)
 print(f"rank {rr.rank()} of {rr.size()} on {socket.gethostname()}: {state.total}", flush=True)

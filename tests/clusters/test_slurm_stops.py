@@ -19,7 +19,7 @@ import os, sys
 import numpy as np
 import ringreduce as rr
 from ringreduce.elastic import run
-from ringreduce.elastic.handlers import HandlingState
+from ringreduce.elastic import NumpyState
 
 rr.init()
 waits = "SLURM_RESTART_COUNT" not in os.environ and sys.argv[1] == "waits"
@@ -35,7 +35,7 @@ def train(state):
             state.commit()
         state.commit()
 
-state = HandlingState(weights=np.zeros(3), step=0)
+state = NumpyState(weights=np.zeros(3), step=0)
 state.keep_on_disk(sys.argv[2], every=1000)
 train(state)
 if rr.rank() == 0:

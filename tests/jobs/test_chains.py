@@ -14,7 +14,7 @@ _KNOWN = """
 import os, signal, sys
 import ringreduce as rr
 from ringreduce.elastic import run
-from ringreduce.elastic.handlers import HandlingState
+from ringreduce.elastic import NumpyState
 
 def above(pid):
     return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
@@ -35,7 +35,7 @@ def train(state):
         rr.barrier()
     print(me, "goes on with", rr.size(), flush=True)
 
-train(HandlingState(begun=False))
+train(NumpyState(begun=False))
 """
 #: Rank 1 is in the end of MPI, or about to be, when rank 0 reads that all its files are closed.
 _LEAVES = """

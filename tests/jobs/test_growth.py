@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import ringreduce as rr
 from ringreduce.elastic import run
-from ringreduce.elastic.handlers import HandlingState
+from ringreduce.elastic import NumpyState
 from ringreduce.training.data.epochs import EpochDivision
 
 ROWS, BATCH, EPOCHS, STEP, COMMITS = 60, 2, 3, 6, 200_000
@@ -67,7 +67,7 @@ rr.init()
 logging.getLogger("ringreduce").addHandler(Complaints())
 division = Division(range(ROWS))
 keeps = "no commits" not in sys.argv
-state = HandlingState(division=division, weights=np.zeros(ROWS, int), epoch=0, step=0)
+state = NumpyState(division=division, weights=np.zeros(ROWS, int), epoch=0, step=0)
 if keeps and "by itself" not in sys.argv:
     state.keep_on_disk(folder / "commits", every=10**9)
 train(state)

@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ringreduce as rr
 from ringreduce.common.errors import CollectiveError, MismatchError, PeerLostError
-from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
+from ringreduce.elastic import HostsUpdatedInterrupt, NumpyState, ObjectState, State, run, run_fn
 from ringreduce.elastic.commits import choose
 
 
@@ -66,6 +67,18 @@ def test_a_state_goes_back_to_what_was_committed() -> None:
         state.restore()
         assert (state.epoch, state.history) == (2, [[1, 2]])
         state.history[0].append(4)
+
+
+def test_values_of_numpy_programs_are_kept(world: None) -> None:
+    """Arrays that are changed in place, and what is None at first."""
+    state = NumpyState(weights=np.zeros(3), best=None)
+    state.weights += 1
+    state.best = 4.0
+    state.commit()
+    state.weights += 1
+    state.best = None
+    state.restore()
+    assert (state.weights.tolist(), state.best) == ([1, 1, 1], 4.0)
 
 
 def test_what_was_never_committed_goes_back_to_the_start() -> None:

@@ -43,7 +43,7 @@ NAMES = {
         save_checkpoint set_conventions shutdown size sparse_allreduce_async start_timeline stop_timeline
         sync_batch_norm synchronize weighted_average
     """,
-    "ringreduce.elastic": "CommitStore HostsUpdatedInterrupt ObjectState State run run_fn",
+    "ringreduce.elastic": "CommitStore Generators HostsUpdatedInterrupt NumpyState ObjectState State run run_fn",
     "ringreduce.torch.elastic": """
         ElasticSampler Generators HostsUpdatedInterrupt ObjectState State TorchState run run_fn seed
     """,
