@@ -31,7 +31,7 @@ __all__ = ["Losses"]
 _LOOK_EVERY_S = 1.0
 _ASK_EVERY_S = 5.0
 _ANSWER_S = 30.0  # that a host has to answer: a login may hang
-_LOGIN_S = 10.0  # the same where a job waits for it
+LOGIN_S = 10.0  # the same where a job waits for it
 _CONNECT_S = 15.0  # that a daemon has to connect to mpirun, before it is asked for whether its host can
 #: Where mpirun waits for its daemons: in the command line of each; see PRRTE's ``prte_hnp_uri``.
 _AWAITS = re.compile(r"tcp://([0-9.,]+):([0-9]+):")
@@ -155,8 +155,15 @@ class Losses:
         by_number = dict(enumerate(others, 1))
         return [by_number[number] for number in failures.find_lost_daemons(written) if number in by_number] or names
 
-    def lose(self, hosts: Hosts, name: str, why: str) -> Hosts:
-        """Return the hosts without one, given by its name there or in the list, if there is a list."""
+    def lose(self, hosts: Hosts, name: str, why: str, *, goes_on: bool) -> Hosts:
+        """Return the hosts without one, given by its name there or in the list, if there is a list.
+
+        Args:
+            hosts: of the job.
+            name: of the host.
+            why: it is lost.
+            goes_on: whether the job begins again without it.
+        """
         host = hosts.known_as(name)
         if host is None:  # of another job, as a rank may write of it, unless this one's hosts have no names here
             if UNNAMED in hosts.listed:
@@ -169,7 +176,7 @@ class Losses:
         self.lost.append(host)
         self._start.lost.add(host)
         again = "it is used again once it answers" if host in self._awaited(hosts) else "it is left out from now on"
-        say(f"{host} is lost: {why}; {again}")
+        say(f"{host} is lost: {why}; {again if goes_on else 'the job ends'}")
         return hosts
 
     def ask(self, hosts: Hosts) -> Hosts:
@@ -232,12 +239,10 @@ class Losses:
                     self._checked[host] = self._call(host, _ANSWER_S, shlex.join(test))
         return False
 
-    def lose_silent_logins(self, hosts: Hosts) -> Hosts:
-        """Return the hosts without those of this job that do not answer to ssh within 10 s."""
-        for host, process in {host: self._call(host, _LOGIN_S) for host in self.by_ssh}.items():
-            if process.wait():
-                hosts = self.lose(hosts, host, f"its login by ssh does not answer within {_LOGIN_S:g} s")
-        return hosts
+    def silent_logins(self) -> list[str]:
+        """Return the hosts of this job that do not answer to ssh within 10 s."""
+        asked = {host: self._call(host, LOGIN_S) for host in self.by_ssh}
+        return [host for host, process in asked.items() if process.wait()]
 
     def _call(self, host: str, limit_s: float, command: str = "true") -> subprocess.Popen[bytes]:
         """Begin to log in to a host and out; the status is 0 if that, and a command there, succeeds."""

@@ -20,7 +20,7 @@ from ringreduce.launcher.allocations_end import StepSignals, StopBefore
 from ringreduce.launcher.failures import LogFiles
 from ringreduce.launcher.hosts import Hosts, is_here, parse_hosts
 from ringreduce.launcher.job import Job, Signals, say
-from ringreduce.launcher.losses import Losses
+from ringreduce.launcher.losses import LOGIN_S, Losses
 from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.python_line import ProgramSource, PythonLine
 from ringreduce.launcher.rank_variables import Beginnings
@@ -180,6 +180,7 @@ class Restarts:
         self._launch = 0  # number of the last job, for commits: greater than those of all before, of any launcher
         self._name = secrets.token_hex(4)
         self._beginnings = Beginnings()
+        self._failed = 0  # jobs, since the last that has made steps
 
     def run(self) -> int:
         """Return the exit status of the last job.
@@ -199,7 +200,7 @@ class Restarts:
                 self._steps.close()
 
     def _run(self) -> int:
-        starts = failed = in_a_row = 0
+        starts = in_a_row = 0
         while True:
             status, stopped = self._run_one(starts)
             starts += 1
@@ -207,15 +208,15 @@ class Restarts:
                 return STALLED
             if self._ranks.has_commit:  # it made steps
                 self._has_commit = True
-                failed = in_a_row = 0
+                self._failed = in_a_row = 0
             if self._ranks.leaving is not None and not stopped:
                 self._changes += 1
                 continue
             lost = self._losses.lost
             lacks_daemon = status == _NO_DAEMON or self._ranks.has_lost_daemon
             has_no_daemon = self._spec.elastic and lacks_daemon and self._ranks.has_commit
-            goes_on = has_no_daemon or (bool(lost) and self._has_commit)
-            if status in (0, os.EX_TEMPFAIL) or stopped or (failed == self._spec.restarts and not goes_on):
+            goes_on = has_no_daemon or (bool(lost) and self._outlives_loss(self._hosts))
+            if status in (0, os.EX_TEMPFAIL) or stopped or (self._failed == self._spec.restarts and not goes_on):
                 return status
             if self._is_to_stop:  # a new job would begin in an allocation that ends
                 say(
@@ -230,14 +231,14 @@ class Restarts:
             self._hosts = self._hosts.failed(self._clock(), self._policy)
             if goes_on:
                 why = f"without {' and '.join(lost)}" if lost else "as mpirun has lost a daemon"
-                say(f"the job begins again from its last commit, {why}")
+                say(f"the job begins {'again from its last commit, ' if self._has_commit else ''}{why}")
             else:
-                failed += 1
+                self._failed += 1
                 in_a_row += 1
                 pause_s = min(_FIRST_PAUSE_S * 2 ** (in_a_row - 1), _LONGEST_PAUSE_S)
                 say(
-                    f"the job has ended with status {status}; starting it again ({failed} of {self._spec.restarts}), "
-                    f"in {pause_s:g} s"
+                    f"the job has ended with status {status}; starting it again ({self._failed} of "
+                    f"{self._spec.restarts}), in {pause_s:g} s"
                 )
                 self._signals.pause(pause_s, self._clock)
             if self._discovery is not None:
@@ -249,6 +250,16 @@ class Restarts:
         ranks = self._ranks
         is_due = (self._end is not None and self._end.is_due()) or (self._steps is not None and self._steps.have_come)
         return is_due or ranks.are_to_stop or (ranks.was_warned and self._has_commit)
+
+    def _outlives_loss(self, hosts: Hosts) -> bool:
+        """Return whether a job that has lost all but these hosts begins again there, and spends no restart.
+
+        It goes on from a commit; or has no step to lose yet, and hosts enough.
+        """
+        if self._has_commit or self._ranks.has_commit:
+            return True
+        left = hosts.failed(self._clock(), self._policy).next_ranks(self._policy, self._clock())
+        return self._spec.elastic and not self._ranks.are_connected and bool(left)
 
     @property
     def _at_limit(self) -> bool:
@@ -305,7 +316,7 @@ class Restarts:
         if status not in (0, os.EX_TEMPFAIL) and not job.stopped and ranks.leaving is None:
             job.end_line()
             for name in self._losses.by_mpirun(self._hosts, written) if is_remote else ():
-                self._hosts = self._losses.lose(self._hosts, name, "mpirun has no connection to it")
+                self._lose(name, "mpirun has no connection to it")
             for text in failures.sentences(
                 written,
                 status,
@@ -408,12 +419,13 @@ class Restarts:
         silent = self._losses.silent()
         for name in silent:
             why = f"it has said nothing for {self._spec.host_timeout_s:g} s"
-            self._hosts = self._losses.lose(self._hosts, name, why)
+            self._lose(name, why)
         if silent or self._losses.are_cut_off(job.logins):
             job.kill()  # mpirun would wait for such a host, to end as to go on
             return
         if self._losses.are_late():
-            self._hosts = self._losses.lose_silent_logins(self._hosts)
+            for name in self._losses.silent_logins():
+                self._lose(name, f"its login by ssh does not answer within {LOGIN_S:g} s")
             job.end()
         if self._end is not None and self._end.is_due() and job.ask_to_stop():
             self._ranks.say_once(f"the allocation ends in {self._end.left_s:.0f} s; the ranks are asked to stop")
@@ -421,6 +433,12 @@ class Restarts:
             self._ranks.say_once("Slurm has sent a signal to the steps of this job; the ranks are asked to stop")
         if self._start.grows:
             self._look_for_hosts(job)
+
+    def _lose(self, name: str, why: str) -> None:
+        """Go on without a host, and say what becomes of it; nothing, if the job ends with it."""
+        left = self._hosts.without(self._hosts.known_as(name) or name)
+        goes_on = (self._outlives_loss(left) or self._failed < self._spec.restarts) and not self._at_limit
+        self._hosts = self._losses.lose(self._hosts, name, why, goes_on=goes_on)
 
     def _look_for_hosts(self, job: Job) -> None:
         """Request that the ranks begin again on other hosts, until they do, as they may not listen yet."""

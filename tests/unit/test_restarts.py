@@ -350,6 +350,7 @@ def test_a_lost_host_without_a_commit_spends_restarts(monkeypatch: pytest.Monkey
     """There is nothing to go on from: the job ends, unless it may be started again."""
 
     def job(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, 2)
         on_mark(Mark("lives", 1, "b"))
         while not jobs.killed:
             on_mark(Mark("lives", 0, "a"))
@@ -381,6 +382,36 @@ def test_a_lost_daemon_spends_no_restart_where_there_is_a_commit(
     jobs = Jobs(monkeypatch, first, second)
     assert jobs.run(1, 2) == (0 if has_commit else 255)
     assert [ranks for ranks, _ in jobs.started] == [{"a": 2}] * (2 if has_commit else 1)
+
+
+@pytest.mark.parametrize("come", [0, 2])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_job_begins_without_a_host_that_is_down(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], come: int, restarts: int
+) -> None:
+    """It spends no restart as long as no rank has begun; after that and before a commit it does, or the job ends, and
+    nobody is told that the host is used again.
+    """
+
+    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
+        begin(on_mark, come)
+        jobs.written = b"prterun: daemon failed to report back\n  Local host:    a\n  Remote host:   b\n"
+        return 255
+
+    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
+        jobs.written = b""
+        on_mark(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, second)
+    jobs.listed = {"a": 1, "b": 1}
+    goes_on = come == 0 or restarts == 1
+    assert jobs.run(1, 2, restarts=restarts) == (0 if goes_on else 255)
+    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1}][: 1 + goes_on]
+    said = capfd.readouterr().err
+    assert ("b is lost: mpirun has no connection to it; it is used again once it answers" in said) == goes_on
+    assert ("b is lost: mpirun has no connection to it; the job ends" in said) != goes_on
+    assert ("the job begins without b" in said) == (come == 0)
 
 
 def test_restarts_wait_and_come_back_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -759,7 +790,7 @@ def test_ranks_that_do_not_come_to_their_hosts_end_the_job(
     assert jobs.ended == 1
     text = capsys.readouterr().err
     assert "rank 2 of 3 did not come to their hosts within 5 s (--start-timeout); the job is ended\n" in text
-    assert "b is lost: its login by ssh does not answer within 10 s" in text
+    assert "b is lost: its login by ssh does not answer within 10 s; the job ends" in text
     assert "c is lost" not in text
 
 
