@@ -22,6 +22,7 @@ from ringreduce.common.sealed_files import disk_keys
 from ringreduce.launcher.allocations_end import run_again
 from ringreduce.launcher.hosts import Cooldown, Hosts
 from ringreduce.launcher.job import say
+from ringreduce.launcher.own_networks import without_own_networks
 from ringreduce.launcher.rank_variables import with_free_port
 from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.result_folder import with_results
@@ -307,6 +308,7 @@ def command(dry_run: bool, **options: Any) -> int:
         say(f"rank 0 serves what the job does at http://{spec.status}/, to who has the token in {where} of its host")
     if start.spec.rank_variables and (spec.key_file is not None or os.environ.get(KEY_VARIABLE)):
         say("ranks get no MASTER_ADDR and MASTER_PORT, as torch's own backends do not encrypt; -x sets them")
+    start = without_own_networks(start)
     with shipped(start, bytes_bar) as start, with_results(start) as start, with_free_port(start) as start:
         status = Restarts(start.with_stdin()).run()
         if status == os.EX_TEMPFAIL:  # a second warning must not keep the job from being run again

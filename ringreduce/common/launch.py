@@ -108,6 +108,7 @@ class Launch:
             be.
         commits: the folder in which ``horovodrun`` has elastic states keep their commits; None: it has not.
         commit_replicas: on how many hosts each of these commits is.
+        networks, other_networks: over which Open MPI sends messages between hosts, and over which not; empty: as it likes.
         fence: the number and name of this start of the job, greater than those of all its starts before; None: the
             launcher gives none. See `ringreduce.elastic.runs`.
         doubts_silent: whether Open MPI counts ranks as dead that are silent, as a host is that stands still.
@@ -129,6 +130,8 @@ class Launch:
     reset_limit: int | None = None
     commits: str | None = None
     commit_replicas: int = 1
+    networks: str = ""
+    other_networks: str = ""
     fence: str | None = None
     doubts_silent: bool = False
 
@@ -170,6 +173,8 @@ class Launch:
             reset_limit=number("RINGREDUCE_RESET_LIMIT"),
             commits=environ.get("RINGREDUCE_COMMITS") or None,
             commit_replicas=number("RINGREDUCE_COMMIT_REPLICAS") or 1,
+            networks=environ.get("OMPI_MCA_btl_tcp_if_include", ""),
+            other_networks=environ.get("OMPI_MCA_btl_tcp_if_exclude", ""),
             fence=fence if _FENCE.fullmatch(fence) else None,
             doubts_silent=environ.get("OMPI_MCA_mpi_ft_detector", "0") in ("1", "true"),
         )

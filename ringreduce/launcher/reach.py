@@ -37,6 +37,7 @@ __all__ = [
     "let_open",
     "others",
     "reaches",
+    "texts",
 ]
 
 #: Begins the lines of answers; what the shells of a host write as well does not count.
@@ -108,6 +109,18 @@ def let_open(hosts: int) -> None:
 def reaches(start: Start) -> bool:
     """Return whether other hosts are reached by ssh, by srun, or by an agent that the environment names."""
     return start.by_ssh or bool(slurm_job(os.environ)) or bool(_agent())
+
+
+def texts(start: Start, names: Sequence[str], files: Sequence[str], limit_s: float) -> list[str]:
+    """Return the texts of files, one after the other, for each host that gives them within a time limit."""
+    asked = []
+    for name in names:
+        with suppress(ConfigError):
+            line = ["timeout", "--kill-after=1", f"{limit_s:g}", *_line("", start, name, ["cat", *files])]
+            quiet = subprocess.DEVNULL
+            asked.append(subprocess.Popen(line, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True))
+    outputs = [process.communicate()[0] for process in asked]
+    return [text for text, process in zip(outputs, asked, strict=True) if process.returncode == 0]
 
 
 def _agent() -> str:

@@ -77,6 +77,7 @@ class Start:
         stdin: standard input of the ranks.
         there: returns a word of the command line as other hosts, and this one, have it.
         has_copies: whether hosts have files for this job alone, which a host that was lost may lack.
+        networks: variables by which MPI leaves out networks that join no hosts.
         port: for rank 0, where programs of torch.distributed meet; 0: none.
         lost: hosts that were lost and have not answered again, by their names in the list, or their own if it has none.
     """
@@ -94,6 +95,7 @@ class Start:
     stdin: StandardInput = field(default_factory=StandardInput)
     there: Callable[[str], str] = str
     has_copies: bool = False
+    networks: Mapping[str, str] = field(default_factory=dict)
     port: int = 0
     lost: set[str] = field(default_factory=set)
 
@@ -167,6 +169,8 @@ class Start:
         variables = {name: value for name, value in exported.items() if value is not None}
         environ = {**os.environ, **variables}
         settings = self.mpirun.settings(spec, count, environ, remote=remote, by_ssh=remote and self.by_ssh)
+        if remote:
+            settings |= self.networks
         if spec.elastic and slurm_job(os.environ):
             # Or the daemons of a new start would wait until Slurm knows that a lost host is down.
             settings["SLURM_OVERLAP"] = "1"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 from ringreduce.algorithms import Collective, names
 from ringreduce.collectives import NCCL, VENDOR
-from ringreduce.common import processes
+from ringreduce.common import networks, processes
 from ringreduce.common.config import VERSION, Config, ignored_variables
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
 from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, notify_launcher, report_begin
@@ -116,7 +116,7 @@ class StartLimit(NamedTuple):
         try:
             yield Waiter(self.seconds)
         except CollectiveTimeoutError as error:
-            raise CollectiveTimeoutError(f"{error}; {self.option} sets this limit") from None
+            raise CollectiveTimeoutError(f"{error}; {self.option} sets this limit{_networks_said(launch())}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def _awaiting_all(launched: Launch, settings: Config) -> Iterator[None]:
                 _end(f"rank {launched.rank} of {size} ends: {name_ranks(gone)} ended before init()")
             if left_s <= 0:
                 waited = f"rank {launched.rank} of {size} has waited {limit_s:g} s in init() for {_absent(launched)}"
-                _end(f"{waited}; {name} sets this limit")
+                _end(f"{waited}; {name} sets this limit{_networks_said(launched)}")
 
     with suppress(OSError):
         for mine in _came(launched, launched.rank):
@@ -294,6 +294,21 @@ def _absent(launched: Launch) -> str:
     missing = [rank for rank, file in enumerate(files) if not file.exists()]
     elsewhere = " of this host, or for those of other hosts" if launched.local_size not in (None, size) else ""
     return f"{name_ranks(missing)}{elsewhere} to call it" if missing else "MPI to start"
+
+
+def _networks_said(launched: Launch) -> str:
+    """Say which networks messages between hosts go over, as these may not join the hosts; nothing on one host."""
+    over = (
+        ""
+        if launched.local_size in (None, launched.size)
+        else networks.in_use(launched.networks, launched.other_networks)
+    )
+    if not over:
+        return ""
+    return (
+        f". Between hosts, messages go over {over}: if ranks do not find each other there, name the network that joins "
+        "the hosts, as in ringreduce run --network-interface eth0"
+    )
 
 
 def _unconnected(launched: Launch, launcher: Launcher, library: str | None) -> str:

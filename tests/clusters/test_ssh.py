@@ -358,3 +358,21 @@ def test_one_address_shows_all_hosts(cluster: Cluster, sealed: bool) -> None:
         options.append(f"--encrypt={cluster.shared / 'key'}")
     done = cluster.run(0, "ringreduce", "run", *options, "-H", hosts(cluster, 1, 2), "python", "seen.py", token)
     assert (done.status, done.ranks()) == (0, places(cluster, 1, 2)), done.text
+
+
+def test_a_network_that_each_host_has_for_itself_is_left_out(cluster: Cluster) -> None:
+    """Docker's bridge has one address everywhere; where a user has chosen it, the error says so."""
+    adds = "ip link add docker0 type bridge; ip address add 172.17.0.1/16 dev docker0; ip link set docker0 up"
+    asked = ("ringreduce", "run", "-H", hosts(cluster, 1, 1), "--start-timeout", "30")
+    try:
+        for number in (0, 1):
+            assert cluster.run(number, "sh", "-c", adds).status == 0
+        done = cluster.run(0, *asked, "who.py")
+        assert (done.status, done.ranks()) == (0, places(cluster, 1, 1)), done.text
+        chosen = {"OMPI_MCA_btl_tcp_if_exclude": "lo"}
+        done = cluster.run(0, *asked, "--start-timeout", "8", "who.py", variables=chosen)
+        assert done.status != 0
+        assert "docker0 (172.17.0.1): if ranks do not find each other there, name the network" in done.text
+    finally:
+        for number in (0, 1):
+            cluster.run(number, "ip", "link", "delete", "docker0")
