@@ -68,7 +68,8 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
         self.root_rank = root_rank
         self.device = device
         self._local = list(local_variables or ())
-        self._done = self._begun = False
+        self._done = False
+        self._begun = False
         self._passes = 0
         self._place = (0, -1)  # in fit: the epoch, the last batch that is done
 

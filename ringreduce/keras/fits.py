@@ -8,10 +8,10 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.common.errors import MismatchError
-from ringreduce.engine import CollectiveOp
 from ringreduce.keras.backends import as_numpy
 from ringreduce.runtime import global_process_set
 from ringreduce.training.binding.keras_private import passes_made
+from ringreduce.training.calls.requests import RequestBuilder
 
 
 def passes_of(model: Any) -> int:
@@ -53,5 +53,6 @@ def end_together(model: Any, place: tuple[int, int], logs: Any) -> None:
     said = f"the end of fit() after batch {batch} of epoch {epoch}: a callback has set model.stop_training"
     if loss is not None and not np.isfinite(as_numpy(loss)).all():
         said += f", and the loss is {float(as_numpy(loss))}"
-    operation = CollectiveOp(said, said, lambda ranks: None)
-    together.engine.run(operation)
+    with RequestBuilder("fit", said, together) as prepare:
+        request = prepare.call(said, lambda ranks: None)
+    request.carry_out()

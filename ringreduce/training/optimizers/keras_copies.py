@@ -74,7 +74,8 @@ def methods_of_copies(base: Any, again: partial[Any], local: Sequence[Any]) -> d
     def get_config(self: Any) -> dict[str, Any]:
         config: dict[str, Any] = base.get_config(self)
         name = _Name(config.get("name"))
-        name.again, name.local = again, None if local else ()
+        name.again = again
+        name.local = None if local else ()
         return {**config, "name": name} if "name" in config else config
 
     def from_config(kind: Any, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -164,7 +165,8 @@ def _reduced(reduce: Callable[[Any], tuple[Any, ...]], model: Any) -> tuple[Any,
 
 def _options_of(again: partial[Any]) -> dict[str, Any]:
     given = again.keywords
-    together, compression = given["process_set"], given["compression"]
+    together = given["process_set"]
+    compression = given["compression"]
     wire = getattr(compression, "__name__", None)  # one of the program's own, which it has to give again
     with suppress(ConfigError):
         wire = getattr(wire_format_of(compression), "wire", None)
