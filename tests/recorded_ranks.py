@@ -44,7 +44,6 @@ def snapshot(rank: int, size: int, second: float, *, began: float = 1000.0, **mo
         "stepped": now - 0.1,
         "samples": [[now, int(5 * second), int(160 * second), 0.3 * second]],
         "nbytes": 3 << 30,
-        "late": None,
         "slow": None,
         "error": None,
         "sets": [{"id": 0, "name": "world", "ranks": [*range(size)], "calls": [call], "operations": []}],

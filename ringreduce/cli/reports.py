@@ -130,8 +130,8 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> None:
     Medians over the steps, in milliseconds. "comm" is the time in which only communication went on; "waiting" is that
     in which other ranks had not come to it yet; "hidden" is communication that ran during forward, backward or
     optimizer. "rest" is all else: loading data, Python. A rank was "last" in a step if it was the last to come to a
-    reduction or another collective; "late" is by how much it came after the first one, on average over all steps.
-    Without steps, as of programs without torch, the collectives are listed.
+    reduction or another collective; "late" is by how much it came after the last but one then, on average over all
+    steps. Without steps, as of programs without torch, the collectives are listed.
     """
     found = trace_report.report(trace_report.load(trace, _keys()), skip)
     if page is not None:

@@ -26,7 +26,7 @@ color: var(--ink); overflow-wrap: anywhere; }}
 .table {{ overflow-x: auto; overflow-wrap: normal; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 td, th {{ text-align: right; padding: 2px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }}
-.words td:last-child, .words th:last-child {{ text-align: left; }}
+.words td:last-child, .words th:last-child {{ text-align: left; white-space: normal; min-width: 14em; }}
 svg {{ max-width: 100%; height: auto; }}
 section {{ display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start; }}
 section > svg {{ flex: 0 1 34em; min-width: 0; }}

@@ -131,8 +131,9 @@ class Pace:
     Attributes:
         steps: how many.
         own_s: how long its own parts took (seconds).
-        last: in how many steps it came last, at least a millisecond after the others on average.
-        late_s: how long these others have waited for it then, on average (seconds).
+        last: in how many steps it came last, at least a millisecond after the last but one.
+        late_s: how long after that it came then: no other rank is to blame for this wait (seconds).
+        waited_s: how long it has waited for the last rank, in all steps (seconds).
         sampled_s: how long those own parts took of which the following is known (seconds).
         processor_s: of processors that the process used in these, all its threads together (seconds).
         delayed_s: how long its main thread waited for a core in these, which others had; 0 where the system does not
@@ -146,6 +147,7 @@ class Pace:
     own_s: float
     last: int
     late_s: float
+    waited_s: float
     sampled_s: float
     processor_s: float
     delayed_s: float

@@ -20,7 +20,7 @@ from ringreduce.observe.snapshots import Snapshot, read_all
 
 __all__ = ["found", "serve", "show"]
 
-_HEADINGS = ("rank", "steps", "steps/s", "samples/s", "comm", "memory", "waits")
+_HEADINGS = ("rank", "steps", "steps/s", "samples/s", "comm", "waited", "memory", "waits")
 _OLD_S = 5.0  # a rank that has written nothing for so long is busy without letting go of Python, or stopped
 
 
@@ -80,12 +80,14 @@ def _shown(ranks: Sequence[dict[str, Any]], job: str | None) -> Any:
         headings = (_HEADINGS[0], *["host"] * (hosts > 1), *_HEADINGS[1:])
         failed = [each["error"] is not None for each in mine]
         cells = table(headings, (_cells(each, hosts) for each in mine), red=failed, text=1)
-        parts += [Text(title, no_wrap=True, overflow="ellipsis"), cells, Text("")]
+        parts += [Text(title, no_wrap=True, overflow="ellipsis"), cells]
+        if (slow := first["slow"]) is not None and slow[0] < 0:
+            parts.append(Text(slow[2]))
+        parts.append(Text(""))
     return Group(*parts[:-1])
 
 
 def _cells(row: Mapping[str, Any], hosts: int) -> Sequence[str]:
-    share = row["communication"]
     stale = f"silent for {row['age_s']:.0f} s" if row["age_s"] > _OLD_S else None
     return (
         str(row["rank"]),
@@ -93,7 +95,7 @@ def _cells(row: Mapping[str, Any], hosts: int) -> Sequence[str]:
         str(row["steps"]),
         _rate(row["steps_per_s"]),
         _rate(row["samples_per_s"]),
-        "-" if share is None else f"{share:.0%}",
+        *("-" if each is None else f"{each:.0%}" for each in (row["communication"], row["waited"])),
         format_nbytes(row["nbytes"]),
         row["error"] or stale or row["waiting"] or "",
     )

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.html_pages import COLOURS, html_page, html_table
+from ringreduce.common.instruments import Pace
 from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.doctor.tables import table
-from ringreduce.doctor.trace_steps import Event, steps_of
+from ringreduce.doctor.trace_steps import Event, TracedStep, steps_of
+from ringreduce.engine.pacemaker import charge
+from ringreduce.observe.pace import find_slow
 from ringreduce.observe.trace_file import collect, read_trace
 
 __all__ = ["PARTS", "load", "report", "show", "to_html", "waited_for"]
@@ -65,13 +69,14 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def waited_for(found: Mapping[str, Any]) -> str:
-    """Return for which rank of a report the others waited the most, in words; empty if for none."""
-    slowest = max(found["ranks"], key=lambda each: each["late"], default=None)
-    if slowest is None or len(found["ranks"]) == 1 or slowest["late"] == 0:
+    """Return for which rank of a report the others waited, in words; empty if they hardly did."""
+    slow = found.get("slow")
+    if slow is None:
         return ""
+    who = "one another in turn: one" if slow["rank"] < 0 else f"rank {slow['rank']}: it"
     return (
-        f"The others waited for rank {slowest['rank']}: it was last in {slowest['last']:.0%} of the steps, "
-        f"{slowest['late']:.2f} ms after the first rank on average."
+        f"The others waited for {who} was last in {100 * slow['part']:.3g}% of the steps, "
+        f"{slow['late_s'] * 1e3:.2f} ms after the last but one."
     )
 
 
@@ -112,10 +117,10 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
 
     Returns:
         ``ranks``: for each rank ``rank``, ``steps`` (how many), medians in milliseconds of ``step``, the `PARTS` and
-        ``hidden``, ``last`` (the share of steps in which it was the last to enter an operation that the others waited
-        for) and ``late`` (milliseconds after the first, on average). Without steps, as of programs without torch,
-        ``collectives``: for each rank and collective ``rank``, ``collective``, ``calls``, ``nbytes``, and milliseconds
-        in all (``total``) and of a call (``median``).
+        ``hidden``, ``last`` (the share of steps in which the others waited for it) and ``late`` (milliseconds after the
+        last but one in these, on average over all steps). ``slow``: as `find_slow` returns it, or None. Without steps,
+        as of programs without torch, ``collectives``: for each rank and collective ``rank``, ``collective``, ``calls``,
+        ``nbytes``, and milliseconds in all (``total``) and of a call (``median``).
 
     Raises:
         ConfigError: there are neither steps nor collectives in it.
@@ -128,18 +133,32 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
         if not calls:
             raise ConfigError("there are neither training steps nor collectives in this trace")
         return {"ranks": [], "collectives": calls}
-    last = Counter(max(each, key=lambda rank: each[rank]) for each in late.values())
+    paces = _paces(steps, late)
     ranks = [
         {
             "rank": rank,
             "steps": len(found),
             **{part: _median_ms(each.parts[part] for each in found) for part in ("step", *PARTS, "hidden")},
-            "last": last[rank] / len(late) if late and len(steps) > 1 else 0.0,
-            "late": statistics.fmean(each[rank] for each in late.values()) / 1e3 if late else 0.0,
+            "last": pace.last / max(pace.steps, 1),
+            "late": pace.late_s / max(pace.steps, 1) * 1e3,
         }
-        for rank, found in steps.items()
+        for (rank, found), pace in zip(steps.items(), paces, strict=True)
     ]
-    return {"ranks": ranks}
+    slow = find_slow(paces, [range(len(paces))], [*steps], enough=1)
+    return {"ranks": ranks, "slow": None if slow is None else slow._asdict()}
+
+
+def _paces(steps: Mapping[int, Sequence[TracedStep]], late: Mapping[int, Mapping[int, float]]) -> list[Pace]:
+    """Return how each rank went through the steps that all have; what it used meanwhile is in no trace."""
+    came = np.array([[each[rank] for each in late.values()] for rank in steps]).reshape(len(steps), len(late)) / 1e6
+    own_s = [
+        sum(each.parts["step"] - each.parts["waiting"] for each in found if each.number in late) / 1e6
+        for found in steps.values()
+    ]
+    return [
+        Pace(len(late), own, last, late_s, waited_s, 0.0, 0.0, 0.0, 0, 0.0, ())
+        for own, last, late_s, waited_s in zip(own_s, *charge(came), strict=True)
+    ]
 
 
 def _collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
@@ -185,8 +204,8 @@ def to_html(found: dict[str, Any], title: str) -> str:
 <p>{waited_for(found)}</p>
 <p>comm: the time in which only communication went on; waiting: that in which other ranks had not come to it yet; rest:
 all else, such as loading data. hidden: communication that ran during forward, backward or optimizer. last: in how many
-steps the rank was the last to come to a reduction or another collective; late: by how much it came after the first one,
-on average.</p>"""
+steps the others waited for the rank; late: by how much it came after the last but one then, on average over all
+steps.</p>"""
     calls = f"<p>Collectives on each rank. There are no training steps in this trace.</p>\n{numbers}"
     return html_page(title, steps if found["ranks"] else calls)
 

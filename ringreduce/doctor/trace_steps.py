@@ -1,4 +1,4 @@
-"""Of a trace: what the time of each training step went into, on each rank, and for which rank the others waited.
+"""Of a trace: what the time of each training step went into, on each rank, and when each rank came.
 
 A rank enters an operation when its program submits it, and a blocking collective when that begins. Until the last rank
 has entered the same one, it waits for other ranks, not for bytes. Which one is the same is found by row, name, step,
@@ -53,32 +53,33 @@ class _Entry(NamedTuple):
 
 
 def steps_of(events: Sequence[Event], skip: int) -> tuple[dict[int, list[TracedStep]], dict[int, dict[int, float]]]:
-    """Return the steps of each rank that has any; and by step and rank, how much later than the first it was.
+    """Return the steps of each rank that has any; and by step and rank, how much later than the first it came.
 
     Args:
         events: of a trace.
         skip: steps at the beginning that are left out.
 
     Returns:
-        The steps by rank. And of all steps that each rank has, by their numbers and by rank, by how much the rank
-        entered an operation after the first rank, the most in that step (microseconds). Where there was none that
-        several ranks have entered, by how much its backward pass ended after the first one.
+        The steps by rank. And of all steps that each rank has, by their numbers and by rank, by how much less the rank
+        waited for others than that which waited most (microseconds): what is hidden behind work holds nobody up.
+        Where there was no operation that several ranks have entered, by how much its backward pass ended after the
+        first one.
     """
     by_rank: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events[1:]:
         by_rank[event["pid"]].append(event)
     ranks = {rank: _Rank(by_rank[rank], skip) for rank in sorted(by_rank)}
     ranks = {rank: found for rank, found in ranks.items() if found.steps}
-    waits, late = _waits({rank: found.numbered() for rank, found in ranks.items()})
+    waits, waited = _waits({rank: found.numbered() for rank, found in ranks.items()})
     steps = {rank: found.divided(_union(waits[rank])) for rank, found in ranks.items()}
-    ready = {rank: {each.number: each.ready for each in found} for rank, found in steps.items()}
+    numbered = {rank: {each.number: each for each in found} for rank, found in steps.items()}
     behind = {}
-    for number in set.intersection(*map(set, ready.values())) if ready else ():
-        first = min(each[number] for each in ready.values())
-        known = late.get(number)
-        behind[number] = {
-            rank: each[number] - first if known is None else known.get(rank, 0.0) for rank, each in ready.items()
+    for number in sorted(set.intersection(*map(set, numbered.values()))) if numbered else ():
+        came = {
+            rank: -each[number].parts["waiting"] if number in waited else each[number].ready
+            for rank, each in numbered.items()
         }
+        behind[number] = {rank: each - min(came.values()) for rank, each in came.items()}
     return steps, behind
 
 
@@ -167,22 +168,22 @@ def _calls(spans: Iterable[Event], places: Mapping[int, str]) -> Iterator[_Entry
 
 def _waits(
     entries: Mapping[int, Iterable[tuple[tuple[str, str, int, int], _Entry]]],
-) -> tuple[dict[int, list[Span]], dict[int, dict[int, float]]]:
-    """Return by rank when it waited for others; and by step and rank, how much later than the first it entered."""
+) -> tuple[dict[int, list[Span]], set[int]]:
+    """Return by rank when it waited for others; and the steps in which several ranks have entered the same."""
     together: defaultdict[tuple[str, str, int, int], dict[int, _Entry]] = defaultdict(dict)
     for rank, numbered in entries.items():
         for key, entry in numbered:
             together[key][rank] = entry
     waits: dict[int, list[Span]] = {rank: [] for rank in entries}
-    late: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    waited = set()
     for (_, _, number, _), by_rank in together.items():
         if len(by_rank) == 1:
             continue
         times = [each.entered for each in by_rank.values()]
         for rank, entry in by_rank.items():
             waits[rank].append((entry.entered, max(entry.entered, min(max(times), entry.runs))))
-            late[number][rank] = max(late[number].get(rank, 0.0), entry.entered - min(times))
-    return waits, late
+        waited.add(number)
+    return waits, waited
 
 
 def _span(event: Event) -> Span:

@@ -17,9 +17,15 @@ __all__ = ["job_page"]
 Row = Mapping[str, Any]
 
 _OLD_S = 5.0  # a rank that has told nothing for so long is busy without letting go of Python, or stopped
-_SHARES = {"communication": "share of communication", "network": "busiest network interface", "disk": "busiest disk"}
+_SHARES = {
+    **{"communication": "share of communication", "waited": "share of waiting for the last rank"},
+    **{"network": "busiest network interface", "disk": "busiest disk"},
+}
 _LINES = {"step": "time of a step", **_SHARES}  # first, in this order
-_STATES = {"makes steps": "green", "is waited for": "amber", "waits": "sky", "is silent, or has failed": "orange"}
+_STATES = {
+    **{"makes steps": "green", "has made no step": "pale", "is waited for": "amber", "waits": "sky"},
+    **{"is silent, or has failed": "orange"},
+}
 
 
 def job_page(health: Row, ranks: Sequence[Row], hosts: Mapping[str, Row], lines: Mapping[str, Sequence[Any]]) -> str:
@@ -66,8 +72,10 @@ def _state(health: Row, ranks: Sequence[Row]) -> str:
     if health["missing"]:
         said["missing"] = name_ranks(health["missing"])
     cells = "".join(f"<div><b>{html.escape(value)}</b><br>{key}</div>" for key, value in said.items())
+    slow = ranks[0]["slow"] if ranks else None
+    late = "" if slow is None else f"<p>{html.escape(slow[2])}</p>"
     errors = "".join(f"<p><b>rank {rank}: {html.escape(text)}</b></p>" for rank, text in health["errors"].items())
-    return f'<div class="state">{cells}</div>{errors}'
+    return f'<div class="state">{cells}</div>{late}{errors}'
 
 
 def _duration(seconds: float) -> str:
@@ -175,13 +183,16 @@ def _named(waiting: str | None) -> list[str]:
 def _state_of(row: Row, awaited: set[int]) -> str:
     if row["error"] is not None or row["age_s"] > _OLD_S:
         return "is silent, or has failed"
-    if row["rank"] in awaited or (row["waiting"] or "").startswith("last in"):
+    is_slow = row["slow"] is not None and row["slow"][0] == row["rank"]
+    if row["rank"] in awaited or is_slow:
         return "is waited for"
-    return "waits" if " in " in (row["waiting"] or "") else "makes steps"
+    if row["waiting"]:
+        return "waits"
+    return "makes steps" if row["steps"] else "has made no step"
 
 
 def _table(ranks: Sequence[Row]) -> str:
-    headings = ("rank", "host", "steps", "steps/s", "samples/s", "communication", "memory", "waits")
+    headings = ("rank", "host", "steps", "steps/s", "samples/s", "communication", "waited", "memory", "waits")
     cells = (
         (
             str(each["rank"]),
@@ -190,6 +201,7 @@ def _table(ranks: Sequence[Row]) -> str:
             _rate(each["steps_per_s"]),
             _rate(each["samples_per_s"]),
             _share(each["communication"]),
+            _share(each["waited"]),
             format_nbytes(each["nbytes"]),
             each["error"] or (f"silent for {each['age_s']:.0f} s" if each["age_s"] > _OLD_S else each["waiting"] or ""),
         )

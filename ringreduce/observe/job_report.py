@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
+from time import perf_counter
 from typing import Any
 
 from ringreduce.common.config import Config
@@ -99,7 +100,7 @@ def figures_of(
     metrics: Metrics,
     laps: Sequence[Lap],
     nodes: Sequence[Sequence[int]],
-    seconds: float,
+    began_s: float,
     hosts: Mapping[int, str] = {},
     uses: Sequence[HostUse] = (),
 ) -> Figures | None:
@@ -109,7 +110,7 @@ def figures_of(
         metrics: of this rank; the paces in there are those of all ranks.
         laps: of this rank.
         nodes: the ranks of each node.
-        seconds: since the world began.
+        began_s: when the world began, by `time.perf_counter`.
         hosts, uses: as in `Figures`.
     """
     if not laps or laps[-1].steps - laps[0].steps < _ENOUGH:
@@ -129,14 +130,16 @@ def figures_of(
     if paces:
         own_s = fmean(each.own_s / each.steps for each in paces)
         input_s = min(fmean(each.loading_s / each.steps for each in paces), own_s)
-        waiting_s = sum(each.late_s / each.steps for each in paces) * (len(paces) - 1) / len(paces)
+        waiting_s = fmean(each.waited_s / each.steps for each in paces)
         waiting_s = min(waiting_s, max(step_s - own_s, 0.0))
         reductions_s = max(step_s - own_s - waiting_s, 0.0)
     communication_s = min(reductions_s + blocking_s, max(step_s - input_s - waiting_s, 0.0))
     return Figures(
         ranks=size,
         nodes=len(nodes),
-        seconds=seconds,
+        seconds=perf_counter() - began_s,
+        start_s=first.moment_s - began_s,
+        steps_s=passed_s,
         steps=last.steps,
         samples_per_s=(last.samples - first.samples) * size / passed_s,
         step_s=step_s,

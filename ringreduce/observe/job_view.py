@@ -27,7 +27,9 @@ def rows(statuses: Sequence[Snapshot]) -> list[dict[str, Any]]:
     Returns:
         job, rank, size, host, pid, command, seconds (since it began), age_s (since it said so), steps, samples,
         step_age_s (since its last step; None: it says nothing of that), steps_per_s, samples_per_s, communication
-        (share of time, 0 to 1), nbytes, waiting (text, or None), error. Rates are None where nothing earlier is known.
+        and waited (shares of time, 0 to 1), nbytes, slow (for whom the others wait, as in snapshots),
+        waiting (text, or None), error. Rates are None where nothing earlier is known. How much of communication is
+        waiting for the last rank, only optimizers of ringreduce know: else ``waited`` is None, and a part of it.
     """
     return [
         row
@@ -44,11 +46,9 @@ def _rows_of(ranks: Mapping[int, Snapshot]) -> Iterator[dict[str, Any]]:
         now = each["samples"][-1]
         passed = now[0] - then[0]
         rates = [(new - old) / passed if passed > 0 else None for new, old in zip(now[1:], then[1:], strict=True)]
-        text = waiting.get(rank)
-        if text is None and each.get("slow") is not None and each["slow"][0] == rank:
-            text = each["slow"][1]
-        elif text is None and each["late"] is not None and each["late"][0] != rank:
-            text = f"last for rank {each['late'][0]}, {each['late'][1] * 1e3:.0f} ms"
+        slow = each.get("slow")
+        text = waiting.get(rank, slow[1] if slow is not None and slow[0] == rank else None)
+        communication, waited = _parted(None if rates[2] is None else min(rates[2], 1.0), each.get("spent", {}))
         age_s = max(time.time() - each.get("arrived", each["time"]), 0.0)
         yield {
             **{key: each[key] for key in ("job", "rank", "size", "host", "pid", "command", "nbytes", "error")},
@@ -59,9 +59,19 @@ def _rows_of(ranks: Mapping[int, Snapshot]) -> Iterator[dict[str, Any]]:
             "step_age_s": each["time"] - each["stepped"] + age_s if "stepped" in each else None,
             "steps_per_s": rates[0],
             "samples_per_s": rates[1],
-            "communication": None if rates[2] is None else min(rates[2], 1.0),
+            "communication": communication,
+            "waited": waited,
+            "slow": slow,
             "waiting": text,
         }
+
+
+def _parted(share: float | None, spent: Mapping[str, float]) -> tuple[float | None, float | None]:
+    """Return a share of time without waiting for the last rank, and that of waiting, as in all steps so far."""
+    if share is None or not spent.get("communication_s") or "waiting_s" not in spent:
+        return share, None
+    part = min(spent["waiting_s"] / spent["communication_s"], 1.0)
+    return share * (1 - part), share * part
 
 
 def _waiting(ranks: Mapping[int, Snapshot]) -> dict[int, str]:
@@ -186,8 +196,9 @@ class JobView:
             if known := [each for each in shares if each is not None]:
                 points[name] = max(known)
         ranks = rows(now)
-        if shares := [each["communication"] for each in ranks if each["communication"] is not None]:
-            points["communication"] = sum(shares) / len(shares)
+        for name in ("communication", "waited"):
+            if shares := [each[name] for each in ranks if each[name] is not None]:
+                points[name] = sum(shares) / len(shares)
         if rates := [each["steps_per_s"] for each in ranks if each["steps_per_s"]]:
             points["step"] = len(rates) / sum(rates)
         with self._lock:
@@ -247,6 +258,7 @@ _ROWS = (
     ("steps", "steps_total", "Training steps."),
     ("samples", "samples_total", "Samples that were read."),
     ("communication", "communication_ratio", "Share of time spent in communication."),
+    ("waited", "waiting_ratio", "Share of time spent waiting for the last rank, where that is known."),
     ("nbytes", "resident_memory_bytes", "Resident memory."),
     ("age_s", "silence_seconds", "Since the rank has told of itself."),
     ("step_age_s", "last_step_seconds", "Since the last training step."),

@@ -30,7 +30,8 @@ _PACES = (
     ("steps", "Steps that all ranks have reported.", "steps"),
     ("own_seconds", "How long this rank's own parts of these took.", "own_s"),
     ("steps_last", "In how many of these it came last.", "last"),
-    ("late_seconds", "How long the others have waited for it then.", "late_s"),
+    ("late_seconds", "How much later than the last but one it came then.", "late_s"),
+    ("waited_seconds", "How long it has waited for the last rank.", "waited_s"),
     ("loading_seconds", "How long it has waited for data.", "loading_s"),
 )
 _SINGLES = (
@@ -74,8 +75,8 @@ class Metrics:
         late_s: how long (seconds).
         paces: by rank of the world, the pace of each rank in all training steps since `init`; the same on all ranks
             that have ended the same steps.
-        slow: the rank for which the others wait most in the last 128 steps (with more than 16 ranks, in eight times as
-            many steps as ranks), and why; None: they hardly wait, or there were fewer than 64 steps.
+        slow: for whom the others wait in the last 128 steps (with more than 16 ranks, in eight times as many steps as
+            ranks), and why; None: they hardly wait, or there were fewer than 64 steps.
         values: the last ones that this rank has reported (`ringreduce.report_value`), by name.
     """
 

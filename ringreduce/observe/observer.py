@@ -80,13 +80,12 @@ class Observer:
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
         self._stopped = True  # whether `stop_timeline` was called since
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
-        self._began_s = time.monotonic()
+        self._began_s = time.perf_counter()
         self._ends = threading.Event()
         self._writer: threading.Thread | None = None
         self._gathering: Gathering | None = None
         self._watchdog: Watchdog | None = None
         self._abort: Callable[[int], object] = os._exit
-        self._first: list[Snapshot] = []  # of all ranks, the last ones before the first step
         self._view: JobView | None = None
         self._server: TextServer | None = None
         self._telemetry: Telemetry | None = None
@@ -231,19 +230,17 @@ class Observer:
             nodes: the ranks of each host.
         """
         recorder = self.recorder
-        then = self._first
         now = [] if self._gathering is None else self._gathering.latest()
-        if not now:
-            then = list(recorder.ends[:1])
-            now = list(recorder.ends[-1:])
+        if not now and recorder.told:
+            now = [recorder.told]
         laps = [] if recorder.step_clock is None else [*recorder.step_clock.laps]
         figures = figures_of(
             metrics,
             laps,
             nodes=nodes,
-            seconds=time.monotonic() - self._began_s,
+            began_s=self._began_s,
             hosts={each["rank"]: each["host"] for each in now},
-            uses=uses_of(then, now),
+            uses=uses_of(now),
         )
         return report_of(figures, laps, recorder.values.last())
 
@@ -271,9 +268,6 @@ class Observer:
                 status = self.recorder.write_status()
                 if self._gathering is not None and status is not None:
                     self._gathering.tell(status)
-                    clock = self.recorder.step_clock
-                    if self._rank == 0 and (clock is None or not clock.laps or len(self._first) < self._size):
-                        self._first = self._gathering.latest()
                     self._watch(status)
                     if self._view is not None:
                         self._view.remember(self._gathering.latest(), self._gathering.earlier())

@@ -15,8 +15,8 @@ __all__ = ["Lasting", "Slow", "find_slow"]
 
 _ENOUGH = 64  # steps: with fewer, no rank is called slow
 _COSTS = 0.1  # of a step's time: shorter waits are not reported
-_ALWAYS = 0.8  # of all steps
-_SOMETIMES = 0.2
+_EXPLAINS = 0.8  # of all waits: the rank that is charged with them is named
+_RARELY = 0.2  # of all steps: of fewer, what a rank does on average says nothing
 _LESS = 0.9  # of the core that others have
 _DELAYED = 0.5  # of the time without a core: that others have it is the reason
 _FAULT_S = 1e-6  # what the system takes for one, if not for reading a disk
@@ -40,18 +40,19 @@ _CURES = {
     "work": _FEWER,
     "unknown": _FEWER,
 }
+_RARE = "look at these steps alone, as with RINGREDUCE_TIMELINE"
 _RARER = "let ranks wait less often, by LocalSGD, DiLoCo or staleness, where these go with the optimizer"
 
 
 class Slow(NamedTuple):
-    """The rank for which the others wait most.
+    """The rank for which the others wait.
 
     Attributes:
-        rank: which.
-        kind: ``"always"``: it is last in at least 80 % of steps; ``"sometimes"``: some rank is last in at least 20 %;
-            ``"rarely"``.
-        part: in which part of the steps this rank is last.
-        late_s: how long the others wait for it then (seconds).
+        rank: which; -1: none alone, they wait for several in turn or at once.
+        kind: ``"always"``: the waits with which this rank is charged explain at least 80 % of all waits; ``"rarely"``:
+            and these are in less than 20 % of steps; ``"sometimes"``: no rank explains as much.
+        part: in which part of the steps this rank, or any, is last.
+        late_s: how much later than the last but one it comes then (seconds).
         reason: why it is late, as far as can be seen.
         cause: the same in a word: ``"data"``, ``"faults"``, ``"shared"`` and ``"crowded"`` (its cores), ``"waiting"``,
             ``"work"``, or ``"unknown"``.
@@ -67,16 +68,23 @@ class Slow(NamedTuple):
     @property
     def remedy(self) -> str:
         """What helps, in words."""
-        return {"always": _CURES[self.cause], "sometimes": _RARER}.get(self.kind, "nothing need be done")
+        return {"always": _CURES[self.cause], "sometimes": _RARER, "rarely": _RARE}[self.kind]
 
     @property
     def lateness(self) -> str:
         """How often and how much it is late, and why."""
-        return f"last in {self.part:.0%} of steps, by {self.late_s * 1e3:.0f} ms: {self.reason}"
+        part = f"{self.part:.0%}" if self.part >= 0.1 else f"{self.part:.1%}"
+        late = f"last in {part} of steps, by {self.late_s * 1e3:.3g} ms"
+        return f"{late}: {self.reason}" if self.reason else late
+
+    def words(self, name: str = "") -> str:
+        """Return who is late, how often and why, as a sentence; ``name``: what the rank is called."""
+        if self.rank < 0:
+            return f"several ranks are late, in turn or at once: one is {self.lateness}"
+        return f"{name or f'rank {self.rank}'} is {self.lateness}"
 
     def __str__(self) -> str:
-        helps = f"{self.kind.capitalize()} late: {self.remedy}; see docs/recipes/speeds.md"
-        return f"rank {self.rank} is {self.lateness}. {helps}"
+        return f"{self.words()}; {self.remedy}; see docs/recipes/speeds.md"
 
     def warning(self, fewer: str | None) -> str:
         """Return what is said of a rank that is late for long.
@@ -147,34 +155,46 @@ def _sum(windows: Sequence[Sequence[Pace]]) -> list[Pace]:
     return [reduce(add, each) for each in zip(*windows, strict=True)]
 
 
-def find_slow(paces: Sequence[Pace], nodes: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> Slow | None:
-    """Return the rank for which the others wait most; None: they hardly wait, or there were not enough steps.
+def find_slow(
+    paces: Sequence[Pace],
+    nodes: Sequence[Sequence[int]],
+    ranks: Sequence[int] | None = None,
+    *,
+    enough: int = _ENOUGH,
+) -> Slow | None:
+    """Return for whom the others wait; None: they hardly wait, or there were not enough steps.
+
+    All that names a slow rank asks this: the verdict, `ringreduce top`, the page of a job, and the report of a trace.
 
     Args:
         paces: of all ranks, in the same steps.
         nodes: the ranks of each node, as places among ``paces``.
         ranks: what they are called; None: by their places.
+        enough: with fewer steps, nobody is called slow.
     """
-    if not paces or paces[0].steps < _ENOUGH:
+    if len(paces) < 2 or paces[0].steps < enough:
         return None
-    if sum(each.late_s for each in paces) < _COSTS * max(each.own_s for each in paces):
+    others = len(paces) - 1
+    waited_s = sum(each.waited_s for each in paces)
+    if waited_s < _COSTS * others * max(each.own_s for each in paces):
         return None
     rank = max(range(len(paces)), key=lambda each: paces[each].late_s)
-    return _describe(rank, paces, nodes=nodes, names=range(len(paces)) if ranks is None else ranks)
+    if paces[rank].late_s * others >= _EXPLAINS * waited_s:
+        return _describe(rank, paces, nodes=nodes, names=range(len(paces)) if ranks is None else ranks)
+    last = sum(each.last for each in paces)
+    late_s = sum(each.late_s for each in paces) / max(last, 1)
+    return Slow(-1, "sometimes", last / paces[0].steps, late_s, reason="")
 
 
 def _describe(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], names: Sequence[int]) -> Slow:
     """Return how slow a rank is, which was last in some steps."""
     slow = paces[rank]
     steps = paces[rank].steps
-    kind = "rarely"
-    if slow.last >= _ALWAYS * steps:
-        kind = "always"
-    elif sum(each.last for each in paces) >= _SOMETIMES * steps:
-        kind = "sometimes"
-    late_s = slow.late_s / slow.last
-    cause, reason = _reason(rank, paces, nodes=nodes, late_s=late_s * slow.last / steps, names=names)
-    return Slow(names[rank], kind, part=slow.last / steps, late_s=late_s, reason=reason, cause=cause)
+    kind = "always"
+    cause, reason = _reason(rank, paces, nodes=nodes, late_s=slow.late_s / steps, names=names)
+    if slow.last < _RARELY * steps:
+        kind, cause, reason = "rarely", "unknown", "in few steps, of which the average says nothing"
+    return Slow(names[rank], kind, slow.last / steps, late_s=slow.late_s / slow.last, reason=reason, cause=cause)
 
 
 def _reason(

@@ -18,7 +18,7 @@ _HOST_TIMES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "st
 
 
 class Resources:
-    """Reads what this process and its host have used. Used by one thread.
+    """Reads what this process and its host have used.
 
     Args:
         root: of the file system, without the last slash; another one in tests.

@@ -22,13 +22,15 @@ is removed with the world, and has the last call and the operation that waits lo
     samples[]                               [time, steps, samples, seconds spent in communication], the oldest first
     nbytes                                  resident memory
     resources                               counters of this process and its host; see `Resources.read`
-    spent{}                                 seconds since the first step: steps_s, input_s, communication_s, of that
-                                            waiting_s for other ranks, and waited_for{} by rank; null before it
+    first, last                             host, time and resources at the end of the first step, and about that of the
+                                            last one, if no step was made since the snapshot before; null
+    spent{}                                 seconds since the first step: steps_s, input_s, communication_s, and of that
+                                            waiting_s for the last rank; empty before it
     progress, busy, place                   steps, collectives and reports; with what it is busy, or null; where it is
     values{}                                by name, of what the program reports: the sum of what came since the last
                                             snapshot, how many that were, and the last value
-    late                                    [rank, seconds]: who was waited for last, and how long; null
-    slow                                    [rank, text]: who is last in recent training steps, how often and why; null
+    slow                                    [rank, text, sentence]: for whom the others wait in recent training steps,
+                                            how often and why; rank -1: several, in turn or at once; null
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ class FlightRecorder:
         values: what the program has reported.
         activity: what a watchdog needs to know.
         step_clock: when it has made these steps; None: nothing was said about its time.
-        ends: the first snapshot for `ringreduce top` and the last one, as far as there are any.
+        told: the last snapshot for `ringreduce top`; empty: there is none yet.
         failure: the first error after which no call was possible in one of these.
     """
 
@@ -122,7 +124,7 @@ class FlightRecorder:
         self.values = ReportedValues()
         self.step_clock: StepClock | None = None
         self.activity = Activity()
-        self.ends: tuple[Snapshot, ...] = ()
+        self.told: Snapshot = {}
         self.failure: BaseException | None = None
         self._rank = rank
         self._size = size
@@ -135,6 +137,8 @@ class FlightRecorder:
         self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
         self._stepped = 0.0
         self._resources = Resources()
+        self._first: Snapshot | None = None  # what was used until the end of the first step
+        self._last: tuple[int, Snapshot | None] = 0, None  # the steps at the last look that found new ones, and the use
 
     def watch(self, observed: Observed) -> None:
         """Record what this rank does as a member of something more."""
@@ -149,6 +153,8 @@ class FlightRecorder:
         if not steps:
             return
         self._stepped = time.time()
+        if self._first is None and self._metrics is not None:
+            self._first = self._counters()
         if self.step_clock is not None:
             self.step_clock.look(self.steps, self.samples)
 
@@ -233,24 +239,33 @@ class FlightRecorder:
         spent_s = spent.waited_s + spent.blocking_s
         under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
         spent_s += sum(said["time"] - call["started"] for call in under_way)
-        resources = self._resources.read()
+        counters = self._counters()
+        is_new = self.steps > self._last[0]
+        if is_new:
+            self._last = self.steps, counters
+        resources = counters["resources"]
         self._samples.append([said["time"], self.steps, self.samples, spent_s])
         more = {
             "stepped": self._stepped,
             "samples": list(self._samples),
             "nbytes": resources["resident_nbytes"],
             "resources": resources,
+            "first": self._first,
+            "last": None if is_new else self._last[1],
             "values": self.values.take(),
             **self.activity.told(self.steps + self.values.count + self._calls()),
-            "spent": None if self.step_clock is None else self._of_steps(self.step_clock, total),
-            "late": None if total.late_rank is None else [total.late_rank, total.late_s],
-            "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness],
+            "spent": self._of_steps(total),
+            "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness, total.slow.words()],
         }
         status = {**said, **self._common, **more}
-        self.ends = (*self.ends[:1], status)
+        self.told = status
         if path is not None:
             _write(path, lambda file: file.write(json.dumps(status).encode()))
         return status
+
+    def _counters(self) -> Snapshot:
+        """Return what was used until now, as `uses_of` takes it."""
+        return {"host": platform.node(), "time": time.time(), "resources": self._resources.read()}
 
     def _calls(self) -> int:
         """Return how many collectives have ended."""
@@ -258,11 +273,12 @@ class FlightRecorder:
         tallies = [kind.values() for each in communicators for kind in (each.tallies, each.message_tallies)]
         return sum(each.calls for kind in tallies for each in kind)
 
-    def _of_steps(self, clock: StepClock, total: Metrics) -> dict[str, Any] | None:
-        """Return how the time of steps was spent since the first one; None: there was none."""
-        spent = clock.until_now()
-        late = {rank: each.late_s for rank, each in total.paces.items() if each.late_s and rank != self._rank}
-        return spent and {**spent, "waiting_s": sum(late.values()), "waited_for": late}
+    def _of_steps(self, total: Metrics) -> dict[str, float]:
+        """Return how the time of steps was spent since the first one; empty if there was none."""
+        spent = {} if self.step_clock is None else self.step_clock.until_now()
+        if spent and self._rank in total.paces:
+            spent["waiting_s"] = total.paces[self._rank].waited_s
+        return spent
 
     def end_status(self) -> None:
         """Remove the file, and write it no more; not in a process that was forked."""

@@ -63,10 +63,10 @@ class StepClock:
         self._clock = clock
         self._next = self._stride = 1
 
-    def until_now(self) -> dict[str, float] | None:
-        """Return the time since the first step, and parts of it (seconds); None: there was none."""
+    def until_now(self) -> dict[str, float]:
+        """Return the time since the first step, and parts of it (seconds); empty if there was none."""
         if not self.laps:
-            return None
+            return {}
         first = self.laps[0]
         spent = self._spent().since(first.spent)
         return {

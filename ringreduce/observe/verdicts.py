@@ -22,6 +22,8 @@ _SWAPPED = 256  # pages: a megabyte
 _RESENT = 0.01  # of segments of TCP: fewer slow no connection down
 _MEMORY = 0.8  # of its limit: a full cache of files that were read once alone is no fault
 _FAULTS = 10.0  # a second that read a disk
+_LEAST_S = 60.0  # of steps: what a machine does for a shorter time is no property of the job
+_LEAST_STEP_S = 5e-3  # of a shorter step, what an operating system does beside it is a large part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class Figures:
     Attributes:
         ranks, nodes: how many.
         seconds: since the world began.
+        start_s: of that, until the end of the first step, which sets up, compiles and warms up; no figure counts it.
+        steps_s: from there to the end of the last step that is counted; rates of hosts are of this time.
         steps: how many this rank has made.
         samples_per_s: of all ranks, if the others have as many as this one; 0: they are not counted.
         step_s: a whole step. Its parts, of an average rank, add up to it:
@@ -68,7 +72,7 @@ class Figures:
         waiting_s: for the rank that comes last; 0 where that is not known apart from communication.
         communication_s: what else reductions and other collectives take.
         crowded: share of the time of computing in which ranks waited for a core that others had, 0 to 1.
-        slow: the rank for which the others wait most, in all steps; None: they hardly wait.
+        slow: for whom the others wait, in all steps; None: they hardly wait.
         crowds: ranks that may run on the same few cores, and how many these are.
         hosts: names by rank, as far as they are known.
         uses: of hosts, as far as they are known.
@@ -77,6 +81,8 @@ class Figures:
     ranks: int
     nodes: int
     seconds: float
+    start_s: float
+    steps_s: float
     steps: int
     samples_per_s: float
     step_s: float
@@ -139,8 +145,9 @@ class Verdict(NamedTuple):
     speedup: float
 
 
-def _is_slow(figures: Figures, kind: str, least: float) -> bool:
-    return figures.slow is not None and figures.slow.kind == kind and figures.waiting_s >= least * figures.step_s
+def _waits(figures: Figures, least: float, *, in_turn: bool) -> bool:
+    slow = figures.slow
+    return slow is not None and (slow.rank < 0) == in_turn and figures.waiting_s >= least * figures.step_s
 
 
 def _slow(figures: Figures) -> Slow:
@@ -229,15 +236,15 @@ RULES = (
     ),
     VerdictRule(
         "slow rank",
-        lambda it: _is_slow(it, "always", _SLOW),
-        lambda it: f"{it.name(_slow(it).rank)} is {_slow(it).lateness}",
+        lambda it: _waits(it, _SLOW, in_turn=False),
+        lambda it: _slow(it).words(it.name(_slow(it).rank)),
         lambda it: _slow(it).remedy,
         _evening_s,
     ),
     VerdictRule(
         "uneven ranks",
-        lambda it: _is_slow(it, "sometimes", _SUBSTANTIAL),
-        lambda it: f"ranks are late by turns; {it.name(_slow(it).rank)} most, {_slow(it).lateness}",
+        lambda it: _waits(it, _SUBSTANTIAL, in_turn=True),
+        lambda it: _slow(it).words(),
         lambda it: _slow(it).remedy,
         lambda it: it.waiting_s,
     ),
@@ -307,7 +314,9 @@ RULES = (
 
 
 def judge(figures: Figures) -> list[Verdict]:
-    """Return the rules that apply; that which saves most first."""
+    """Return the rules that apply, that which saves most first; none to a job that is too short to judge."""
+    if _too_short(figures):
+        return []
     found = []
     for rule in RULES:
         if rule.applies(figures):
@@ -318,8 +327,17 @@ def judge(figures: Figures) -> list[Verdict]:
     return sorted(found, key=lambda each: -each.saves_s)
 
 
+def _too_short(figures: Figures) -> str:
+    """Return why a job cannot be judged, in words; empty if it can."""
+    if figures.steps_s < _LEAST_S:
+        return f"too short to judge: that takes {_LEAST_S:.0f} s of steps"
+    if figures.step_s < _LEAST_STEP_S:
+        return f"too short to judge: that takes steps of {format_seconds(_LEAST_STEP_S)}"
+    return ""
+
+
 def in_words(figures: Figures, found: Sequence[Verdict]) -> list[str]:
-    """Return at most eight lines for people.
+    """Return at most eight lines for people; one of a job that is too short to judge.
 
     Args:
         figures: of a job.
@@ -328,7 +346,11 @@ def in_words(figures: Figures, found: Sequence[Verdict]) -> list[str]:
     hosts = f" on {plural(figures.nodes, 'host')}" if figures.nodes > 1 else ""
     speed = f", {figures.samples_per_s:.4g} samples/s" if figures.samples_per_s else ""
     step = format_seconds(figures.step_s)
-    lines = [f"{plural(figures.ranks, 'rank')}{hosts}, {figures.seconds:.1f} s, {figures.steps} steps of {step}{speed}"]
+    took = f"{figures.seconds:.1f} s ({figures.start_s:.1f} s until the end of the first step)"
+    job = f"{plural(figures.ranks, 'rank')}{hosts}, {took}, {figures.steps} steps of {step}{speed}"
+    if why := _too_short(figures):
+        return [f"{job}: {why}"]
+    lines = [job]
     parts = {
         "compute": figures.compute_s,
         "input": figures.input_s,

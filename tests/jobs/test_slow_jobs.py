@@ -1,18 +1,22 @@
-"""Jobs of which something is slow: what the verdict at their end says agrees with the figures in their report.
+"""Jobs of which something is slow: what the verdict would say agrees with the figures in their report.
 
-Which figures a job has depends on what else runs on its cores. `benchmarks/verdicts.py` counts how often the fault that
-was made is named.
+They are too short to be judged, which is all that they say, so their figures are judged as those of a long job. Which
+figures a job has depends on what else runs on its cores. `benchmarks/verdicts.py` counts how often the fault that was
+made is named.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import PROGRAMS, RINGREDUCE, Job, needs, run
+
+from ringreduce.testing.reports import judge_as_long
 
 needs("torch")
 
@@ -25,15 +29,15 @@ def most(report: dict[str, Any], part: str) -> float:
     return max((float(each[part]) for each in report["uses"]), default=0.0)
 
 
-def is_late(report: dict[str, Any], kind: str, least: float) -> bool:
+def is_late(report: dict[str, Any], least: float, *, in_turn: bool) -> bool:
     slow = report["slow"]
-    return slow is not None and slow["kind"] == kind and report["waiting_s"] >= least * report["step_s"]
+    return slow is not None and (slow["rank"] < 0) == in_turn and report["waiting_s"] >= least * report["step_s"]
 
 
 #: What is to be said of a job on one host, given its report.
 CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "slow rank": lambda it: is_late(it, "always", 0.1),
-    "uneven ranks": lambda it: is_late(it, "sometimes", 0.2),
+    "slow rank": lambda it: is_late(it, 0.1, in_turn=False),
+    "uneven ranks": lambda it: is_late(it, 0.2, in_turn=True),
     "input": lambda it: it["input_s"] >= 0.2 * it["step_s"],
     "communication": lambda it: it["ranks"] > 1 and it["communication_s"] >= 0.2 * it["step_s"] and it["crowded"] < 0.2,
     "crowded cores": lambda it: it["crowded"] >= 0.2,
@@ -56,12 +60,16 @@ def train(path: Path, kind: str, ranks: int, *options: str, steps: int = 100) ->
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     assert (report["ranks"], report["nodes"]) == (ranks, 1)
     assert sum(report[part] for part in PARTS) == pytest.approx(report["step_s"])
-    found = report["found"]
-    assert {each["name"] for each in found} == {name for name, holds in CONDITIONS.items() if holds(report)}
-    assert [each["saves_s"] for each in found] == sorted((each["saves_s"] for each in found), reverse=True)
+    assert report["start_s"] + report["steps_s"] < report["seconds"]
+    found = judge_as_long(report)
+    is_long = report["step_s"] >= 0.005
+    assert {each.name for each in found} == {name for name, holds in CONDITIONS.items() if is_long and holds(report)}
+    assert [each.saves_s for each in found] == sorted((each.saves_s for each in found), reverse=True)
+    assert report["found"] == []
     said = [line.removeprefix("ringreduce: ") for line in verdict(job)]
     assert said == ([] if "--quiet" in options else report["lines"])
-    assert len(said) <= 8
+    assert all("too short to judge" in each for each in said)
+    assert len(report["lines"]) == 1
     return report
 
 
@@ -87,16 +95,12 @@ def test_time_in_a_slow_loader_is_input(tmp_path: Path, ranks: int) -> None:
 def test_two_jobs_are_compared(tmp_path: Path) -> None:
     """A job beside itself has not changed; of two, the status says whether steps have become slower."""
     there, here = tmp_path / "healthy.json", tmp_path / "slow.json"
-    before: set[str] = set()
-    after: set[str] = set()
-    for path, kind, names in ((there, "healthy", before), (here, "loader", after)):
-        names |= {each["says"] for each in train(path, kind, 1, steps=40)["found"]}
+    for path, kind in ((there, "healthy"), (here, "loader")):
+        train(path, kind, 1, steps=40)
     assert run(RINGREDUCE, "compare", here, here).returncode == 0
     done = run(RINGREDUCE, "compare", there, here, "--tolerance", "10%")
     assert done.returncode == ("slower than 10% allow" in done.stdout), done.stderr
-    lines = done.stdout.splitlines()
-    assert {line.removeprefix("new: ") for line in lines if line.startswith("new: ")} <= after
-    assert {line.removeprefix("gone: ") for line in lines if line.startswith("gone: ")} <= before
+    assert not re.search("^(new|gone): ", done.stdout, re.MULTILINE), "nothing is said of what is too short"
 
 
 def test_nothing_is_said_where_that_is_asked_for_or_steps_are_few(tmp_path: Path) -> None:
@@ -105,4 +109,4 @@ def test_nothing_is_said_where_that_is_asked_for_or_steps_are_few(tmp_path: Path
     program = (RINGREDUCE, "run", "-np", 1, TRAINING, "healthy")
     assert verdict(run(*program, 30, RINGREDUCE_VERDICT="0")) == []
     assert verdict(run(*program, 10)) == []
-    assert len(verdict(run(*program, 30))) >= 3
+    assert len(verdict(run(*program, 30))) == 1

@@ -76,7 +76,9 @@ class Net(torch.nn.Module):
 def parts(used: Collection[str]) -> list[Any]:
     """Return which samples of a training this rank has in each step: with all ranks together, the same ones."""
     if table.SHARES in used:
-        paces = [Pace(100, 100.0 * (1 + (rank == 0)), 0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()) for rank in range(rr.size())]
+        paces = [
+            Pace(100, 100.0 * (1 + (rank == 0)), 0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()) for rank in range(rr.size())
+        ]
         hvd.global_process_set.engine.tally.paces = paces  # rank 0 is slow
         count = STEPS * SAMPLES * rr.size()
         sampler = hvd.DistributedSampler(range(count), shuffle=False, shares="speed", batch_size=SAMPLES)

@@ -203,7 +203,7 @@ def test_samples_of_clipped_gradients_are_refused(world: rr.Communicator) -> Non
 def measure(own_s: list[float]) -> None:
     """Let all ranks know that steps took so long, as their engines would after some steps."""
     engine = hvd.global_process_set.engine
-    engine.tally.paces = [Pace(100, 100 * each, 0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()) for each in own_s]
+    engine.tally.paces = [Pace(100, 100 * each, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()) for each in own_s]
 
 
 @pytest.mark.spread("ends")

@@ -154,10 +154,12 @@ def test_time_lines_are_bounded():
     for second in range(3000):
         view.remember([{**snapshot(0, 1, second + 1.0), "samples": [[0, 0, 0, 0.0], [10.0, 50, 1, 3.0]]}], [])
     lines = view.lines()
-    assert set(lines) == {"step", "communication", "value loss"}
+    assert set(lines) == {"step", "communication", "waited", "value loss"}
     assert all(300 <= len(line) < 600 and line[0][0] == 1001.0 for line in lines.values())
     assert lines["step"][-1][1] == pytest.approx(0.2)
-    assert lines["communication"][-1][1] == pytest.approx(0.3)
+    shares = [lines[name][-1][1] for name in ("communication", "waited")]
+    assert sum(shares) == pytest.approx(0.3), "of the time, waiting for the last rank is no communication"
+    assert shares[1] == pytest.approx(0.3 * snapshot(0, 1, 3000.0)["spent"]["waiting_s"] / 900)
 
 
 def page_of(size: int, *, name: str = "loss") -> str:
@@ -167,7 +169,7 @@ def page_of(size: int, *, name: str = "loss") -> str:
         told = snapshot(rank, size, second, began=time.time() - 65.0)
         wave = math.sin(second / 9) + random.Random(second).random() / 3
         told["values"] = {name: [1.0, 1, 2.0 + wave], "accuracy": [1.0, 1, second / 100]}
-        told["slow"] = [1, "last in 85% of steps, by 40 ms: it loads data"]
+        told["slow"] = [1, "last in 85% of steps, by 40 ms: it loads data", "rank 1 is last in 85% of steps"]
         if size > 2 and rank == 3:
             told["error"] = "PeerLostError: rank 2 is lost"
         return told

@@ -29,7 +29,7 @@ COUNTS = [0, 1, 5, 1009, 100_003]
 
 def paces(*own_s: float, steps: int = 100) -> list[Pace]:
     """Return the paces of ranks whose steps take so long."""
-    return [Pace(steps, steps * each, 0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()) for each in own_s]
+    return [Pace(steps, steps * each, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()) for each in own_s]
 
 
 def epochs(seconds_per_share: Sequence[float], count: int) -> list[list[float]]:
@@ -94,7 +94,7 @@ def test_with_staleness_ranks_divide_alike_whatever_they_have_heard():
     for heard in (True, False):
         engine = SimpleNamespace(tally=EngineTally(), pacemaker=SimpleNamespace(lags=True, number=3))
         for own_s in ((1.0, 2.0), (1.0, 1.0), (3.0, 1.0))[: 3 if heard else 2]:
-            engine.tally.add_paces([[16, each, 0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()] for each in own_s])
+            engine.tally.add_paces([[16, each, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, ()] for each in own_s])
         shares.append(Division().renew(_paces_of(engine), 2))
     assert shares[0] == shares[1] != [0.5, 0.5]
 

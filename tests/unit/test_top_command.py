@@ -39,7 +39,6 @@ def said(rank: int, **more: Any) -> dict[str, Any]:
         "time": 1060.0,
         "samples": [[1050.0, 200, 6400, 30.0], [1055.0, 210, 7000, 31.0], [1060.0, 250, 8000, 32.5]],
         "nbytes": 3 << 20,
-        "late": None,
         "sets": [],
         "error": None,
         **more,
@@ -86,17 +85,9 @@ def test_who_is_waited_for_is_named(ranks: tuple[list[dict[str, Any]], ...], tex
     assert [each["waiting"] for each in rows([said(rank, sets=sets) for rank, sets in enumerate(ranks)])] == texts
 
 
-def test_who_was_waited_for_last_is_named():
-    """Where a rank waits for none now."""
-    assert [each["waiting"] for each in rows([said(rank, late=[0, 0.02]) for rank in (0, 1)])] == [
-        None,
-        "last for rank 0, 20 ms",
-    ]
-
-
 def test_a_slow_rank_is_named_with_the_reason():
     """In its own row."""
-    slow = [1, "last in 85% of steps, by 40 ms: it computes all the time"]
+    slow = [1, "last in 85% of steps, by 40 ms: it computes all the time", "rank 1 is last"]
     assert [each["waiting"] for each in rows([said(rank, slow=slow) for rank in (0, 1)])] == [None, slow[1]]
 
 
@@ -121,7 +112,7 @@ def test_the_command_shows_living_ranks_and_forgets_the_dead(place: Path):
     for each in (said(0), said(1, error="PeerLostError: rank 2 is lost"), said(2, pid=2**30)):
         (place / f"0123abcd.{each['rank']}.json").write_text(json.dumps(each))
     (place / "no.json").write_text("{")
-    shown = CliRunner().invoke(main, ["top", "--once"], standalone_mode=False)
+    shown = CliRunner().invoke(main, ["top", "--once"], standalone_mode=False, env={"COLUMNS": "120"})
     assert "0123abcd: 3 ranks, 2 of them seen here, 60 s, python train.py" in shown.output
     assert "PeerLostError: rank 2 is lost" in shown.output
     assert not (place / "0123abcd.2.json").exists()
@@ -129,7 +120,7 @@ def test_the_command_shows_living_ranks_and_forgets_the_dead(place: Path):
     assert [each["rank"] for each in found] == [0, 1]
     assert "node7" not in shown.output  # which all ranks share
     (place / "0123abcd.1.json").write_text(json.dumps(said(1, host="node8")))
-    shown = CliRunner().invoke(main, ["top", "--once"], standalone_mode=False)
+    shown = CliRunner().invoke(main, ["top", "--once"], standalone_mode=False, env={"COLUMNS": "120"})
     assert all(f"{host} " in shown.output for host in ("node7", "node8"))
     other = CliRunner().invoke(main, ["top", "--once", "--job", "ffff"], standalone_mode=False)
     assert "no job of this user whose name begins with ffff" in other.output

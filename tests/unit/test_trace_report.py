@@ -28,7 +28,7 @@ def span(rank: int, number: int, name: str, begin_ms: float, end_ms: float, **ar
 
 
 def training(slow: int = 1, steps: int = 4) -> list[dict[str, Any]]:
-    """Return a trace of two ranks, one 2 ms behind the other.
+    """Return a trace of two ranks, one 3 ms behind the other.
 
     A step takes 20 ms: forward 4, backward 8, an allreduce 5 of which 2 are hidden behind that, optimizer 1, and the
     rest.
@@ -37,7 +37,7 @@ def training(slow: int = 1, steps: int = 4) -> list[dict[str, Any]]:
     for rank in range(2):
         events += [row(rank, 1, "program"), row(rank, 2, "world: asynchronous"), row(rank, 3, "world: blocking")]
         for step in range(steps):
-            at = 100.0 * step + (2.0 if rank == slow else 0.0)
+            at = 100.0 * step + (3.0 if rank == slow else 0.0)
             events += [
                 span(rank, 1, f"step {step}", at, at + 20, step=step),
                 span(rank, 1, "forward", at + 1, at + 5),
@@ -65,7 +65,7 @@ def test_time_is_divided_without_counting_anything_twice():
 def test_who_comes_last_is_named():
     """By the ends of backward passes, where nothing else is in the trace; a rank that is alone is not late."""
     first, second = report(training(slow=0))["ranks"]
-    assert (first["last"], first["late"]) == (1.0, pytest.approx(2.0))
+    assert (first["last"], first["late"]) == (1.0, pytest.approx(3.0))
     assert (second["last"], second["late"]) == (0.0, 0.0)
     (alone,) = report([event for event in training() if event["pid"] == 0])["ranks"]
     assert (alone["last"], alone["late"]) == (0.0, 0.0)
@@ -127,13 +127,13 @@ def test_waiting_for_a_rank_is_no_rest_and_that_rank_is_named(where: str, late: 
     for behind, each in enumerate(innocent):
         assert each["waiting"] == pytest.approx(20.0 - behind)
         assert each["rest"] == pytest.approx(30 - 7 - (20 - behind) - 1.5)
-        assert (each["last"], each["late"]) == (0.0, pytest.approx(behind))
+        assert (each["last"], each["late"]) == (0.0, 0.0)
     slow = found["ranks"][late]
-    assert (slow["waiting"], slow["last"], slow["late"]) == (0.0, 1.0, pytest.approx(20.0))
+    assert (slow["waiting"], slow["last"], slow["late"]) == (0.0, 1.0, pytest.approx(19.0))
     for each in found["ranks"]:
         assert each["communication"] == pytest.approx(1.5)
         assert sum(each[part] for part in PARTS) == pytest.approx(each["step"])
-    named = f"The others waited for rank {late}: it was last in 100% of the steps, 20.00 ms after the first rank"
+    named = f"The others waited for rank {late}: it was last in 100% of the steps, 19.00 ms after the last but one."
     assert waited_for(found).startswith(named)
     assert named in to_html(found, "trace")
 
@@ -215,7 +215,7 @@ def test_the_command(tmp_path: Path):
         assert shown[0].split()[:3] == ["rank", "steps", "step"]
         assert shown[1].split()[:7] == ["0", "3", "20.00", "4.00", "8.00", "1.00", "3.00"]
         assert shown[1].split()[7:] == ["0.00", "4.00", "2.00", "0%", "0.00"]
-    assert " ".join(shown[3:]).startswith("The others waited for rank 1: it was last in 100% of the steps, 2.00 ms")
+    assert " ".join(shown[3:]).startswith("The others waited for rank 1: it was last in 100% of the steps, 3.00 ms")
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert look(page) == {}
     said = CliRunner().invoke(main, ["timeline", "report", str(trace), "--json"], standalone_mode=False).output

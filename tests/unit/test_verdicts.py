@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +23,8 @@ from ringreduce.observe.job_report import figures_of, report_of
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.pace import Slow
 from ringreduce.observe.reported_values import ReportedValues
+from ringreduce.observe.resources import Resources
+from ringreduce.observe.snapshots import FlightRecorder
 from ringreduce.observe.step_clock import Lap, Spent, StepClock
 from ringreduce.observe.verdicts import RULES, Figures, HostUse, in_words, judge
 
@@ -29,8 +32,10 @@ from ringreduce.observe.verdicts import RULES, Figures, HostUse, in_words, judge
 HEALTHY = Figures(
     ranks=4,
     nodes=2,
-    seconds=60.0,
-    steps=500,
+    seconds=70.0,
+    start_s=8.0,
+    steps_s=60.0,
+    steps=600,
     samples_per_s=640.0,
     step_s=0.1,
     compute_s=0.08,
@@ -47,7 +52,8 @@ HEALTHY = Figures(
 
 
 def slow(kind: str, part: float) -> Slow:
-    return Slow(3, kind, part, late_s=0.05, reason="it waits for a disk, a device or a lock", cause="waiting")
+    reason = "it waits for a disk, a device or a lock"
+    return Slow(-1 if kind == "sometimes" else 3, kind, part, 0.05, "" if kind == "sometimes" else reason, "waiting")
 
 
 def use(**parts: Any) -> list[HostUse]:
@@ -83,7 +89,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, float]] = {
     "uneven ranks": (
         {"slow": slow("sometimes", 0.4), "waiting_s": 0.05},
         {"slow": slow("rarely", 0.1), "waiting_s": 0.05},
-        "ranks are late by turns; rank 3 of h2 most, last in 40% of steps",
+        "several ranks are late, in turn or at once: one is last in 40% of steps, by 50 ms",
         2.0,
     ),
     "input": ({"input_s": 0.064}, {"input_s": 0.019}, "ranks wait for data in 64% of the time", 1 / 0.36),
@@ -160,18 +166,35 @@ def test_a_healthy_job_gets_no_blame() -> None:
     """Its parts are said, and that there is nothing to change."""
     assert judge(HEALTHY) == []
     assert in_words(HEALTHY, []) == [
-        "4 ranks on 2 hosts, 60.0 s, 500 steps of 100 ms, 640 samples/s",
+        "4 ranks on 2 hosts, 70.0 s (8.0 s until the end of the first step), 600 steps of 100 ms, 640 samples/s",
         "a step: compute 80%, input 5%, waiting for other ranks 5%, communication 10%",
         "nothing to change: no part of a step takes longer than usual",
     ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"steps_s": 59.0}, "too short to judge: that takes 60 s of steps"),
+        ({"step_s": 0.004, "input_s": 0.003}, "too short to judge: that takes steps of 5 ms"),
+    ],
+    ids=["job", "steps"],
+)
+def test_what_is_too_short_is_not_judged(parts: dict[str, Any], why: str) -> None:
+    """Whatever the rules say of it: one line."""
+    figures = replace(HEALTHY, slow=slow("always", 0.9), uses=use(collecting=0.9, throttled=0.9), **parts)
+    assert judge(figures) == []
+    (line,) = in_words(figures, [])
+    assert line.startswith("4 ranks on 2 hosts, 70.0 s (8.0 s until the end of the first step), 600 steps of ")
+    assert line.endswith(why)
 
 
 def of_two(**parts: Any) -> Figures:
     """Return figures of two hosts with a rank each; times are milliseconds."""
     times = {name: parts.pop(name) / 1e3 for name in [*parts] if name.endswith("_s")}
     usual: dict[str, Any] = {
-        "ranks": 2, "nodes": 2, "seconds": 10.0, "steps": 79, "samples_per_s": 0.0, "input_s": 0.0,
-        "hosts": {0: "h1", 1: "h2"},
+        "ranks": 2, "nodes": 2, "seconds": 110.0, "start_s": 9.0, "steps_s": 100.0, "steps": 79,
+        "samples_per_s": 0.0, "input_s": 0.0, "hosts": {0: "h1", 1: "h2"},
     }  # fmt: skip
     return Figures(**(usual | times | parts))
 
@@ -188,7 +211,7 @@ MADE = {
     "a disk of 5 MB/s, which both hosts see": (
         of_two(
             step_s=107.7, compute_s=53.2, input_s=23.0, waiting_s=25.3, communication_s=6.0, crowded=0.09,
-            slow=Slow(1, "sometimes", 0.61, 0.08, "it waits 46 ms a step for data, the others 0 ms", "data"),
+            slow=Slow(1, "always", 0.61, 0.08, "it waits 46 ms a step for data, the others 0 ms", "data"),
             uses=[HostUse(host="h1", disk="loop0", busy=1.0), HostUse(host="h2", disk="loop0", busy=0.974)],
         ),
         "disk loop0 of h2 is busy 97% of the time",
@@ -203,7 +226,7 @@ MADE = {
     "two ranks on a core": (
         of_two(
             ranks=3, step_s=105.6, compute_s=83.9, waiting_s=13.5, communication_s=8.2, crowded=0.43,
-            slow=Slow(1, "sometimes", 0.77, 0.02, "it had 51% of a core, as rank 2 has the same one", "shared"),
+            slow=Slow(1, "always", 0.77, 0.02, "it had 51% of a core, as rank 2 has the same one", "shared"),
             crowds=[((1, 2), 1)], hosts={0: "h1", 1: "h2", 2: "h2"},
         ),
         "ranks 1-2 share 1 core",
@@ -219,7 +242,7 @@ MADE = {
     "a queue that loses segments": (
         of_two(
             step_s=84.6, compute_s=9.4, waiting_s=2.2, communication_s=73.0, crowded=0.54,
-            slow=Slow(0, "sometimes", 0.55, 0.006, "it computes all the time", "work"),
+            slow=Slow(-1, "sometimes", 0.55, 0.006, ""),
             uses=[HostUse(host="h1", resent=0.018), HostUse(host="h2", resent=0.021)],
         ),
         "h2 sends 2.1% of its TCP segments again",
@@ -275,7 +298,7 @@ def laps(*, step_s: float, count: int = 101, **spent: float) -> list[Lap]:
 
 def pace(**parts: Any) -> Pace:
     usual: dict[str, Any] = {
-        "steps": 1000, "own_s": 60.0, "last": 0, "late_s": 0.0, "sampled_s": 10.0, "processor_s": 10.0,
+        "steps": 1000, "own_s": 60.0, "last": 0, "late_s": 0.0, "waited_s": 0.0, "sampled_s": 10.0, "processor_s": 10.0,
         "delayed_s": 0.0, "faults": 0, "loading_s": 10.0, "cores": (),
     }  # fmt: skip
     return Pace(**(usual | parts))
@@ -288,9 +311,12 @@ def metrics(*paces: Pace) -> Metrics:
 def test_parts_add_up_to_a_step() -> None:
     """Those of an average rank: its own time, what it waits for the last one, and the rest, which is communication."""
     late = pace(own_s=90.0, last=1000, late_s=30.0, processor_s=3.0, sampled_s=15.0)
-    found = figures_of(metrics(pace(), late), laps(step_s=0.1, blocking_s=0.002), nodes=[[0, 1]], seconds=110.0)
+    found = figures_of(
+        metrics(pace(waited_s=30.0), late), laps(step_s=0.1, blocking_s=0.002), nodes=[[0, 1]], began_s=3.0
+    )
     assert found is not None
     assert (found.step_s, found.samples_per_s) == pytest.approx((0.1, 640.0))
+    assert (found.start_s, found.steps_s) == pytest.approx((2.0, 100.0)), "what came before is no part of a step"
     assert (found.input_s, found.waiting_s, found.communication_s) == pytest.approx((0.01, 0.015, 0.012))
     assert found.compute_s + found.input_s + found.waiting_s + found.communication_s == pytest.approx(found.step_s)
     assert found.slow is not None
@@ -300,7 +326,7 @@ def test_parts_add_up_to_a_step() -> None:
 def test_without_paces_this_rank_alone_is_known() -> None:
     """As in programs that reduce by themselves: waiting is a part of communication."""
     spent = {"blocking_s": 0.03, "waited_s": 0.01, "loading_s": 0.02, "delayed_s": 0.001}
-    found = figures_of(metrics(), laps(step_s=0.1, **spent), nodes=[[0], [1]], seconds=110.0)
+    found = figures_of(metrics(), laps(step_s=0.1, **spent), nodes=[[0], [1]], began_s=3.0)
     assert found is not None
     assert (found.input_s, found.waiting_s, found.communication_s) == pytest.approx((0.02, 0.0, 0.04))
     assert (found.ranks, found.nodes, found.slow, found.crowded) == (2, 2, None, pytest.approx(0.01))
@@ -309,14 +335,14 @@ def test_without_paces_this_rank_alone_is_known() -> None:
 def test_waiting_for_a_core_counts_while_ranks_compute() -> None:
     """What they wait while they wait for others costs nothing; a rank wants a core while it has one or waits for it."""
     ranks = metrics(pace(delayed_s=5.0, loading_s=30.0), pace(delayed_s=1.0, loading_s=0.0))
-    found = figures_of(ranks, laps(step_s=0.1, delayed_s=0.09), nodes=[[0, 1]], seconds=110.0)
+    found = figures_of(ranks, laps(step_s=0.1, delayed_s=0.09), nodes=[[0, 1]], began_s=3.0)
     assert found is not None
     assert found.crowded == pytest.approx(6.0 / (20.0 + 6.0))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_of_few_steps_nothing_is_said(count: int) -> None:
-    assert figures_of(metrics(), laps(step_s=0.1, count=count), nodes=[[0]], seconds=1.0) is None
+    assert figures_of(metrics(), laps(step_s=0.1, count=count), nodes=[[0]], began_s=0.0) is None
     assert report_of(None, [], {}) is None
 
 
@@ -332,7 +358,7 @@ def test_of_few_steps_nothing_is_said(count: int) -> None:
 def test_ranks_that_share_too_few_cores_are_named(cores: tuple[tuple[int, ...], ...], crowds: list[Any]) -> None:
     """Only those of one host, and only where there are fewer cores than ranks; many cores are not known."""
     paces = metrics(*(pace(cores=each) for each in cores))
-    found = figures_of(paces, laps(step_s=0.1), nodes=[[0, 1], [2, 3]], seconds=110.0)
+    found = figures_of(paces, laps(step_s=0.1), nodes=[[0, 1], [2, 3]], began_s=3.0)
     assert found is not None
     assert list(found.crowds) == crowds
 
@@ -341,7 +367,7 @@ def snapshot(rank: int, host: str, time: float, **resources: Any) -> dict[str, A
     return {"rank": rank, "host": host, "time": time, "resources": resources}
 
 
-def test_uses_of_hosts_are_between_two_snapshots() -> None:
+def test_uses_of_hosts_are_those_of_the_time_of_steps() -> None:
     """Of counters that grow; what the system does not say, and interfaces without a speed, are left out."""
     then: dict[str, Any] = {
         "interfaces": {
@@ -362,19 +388,51 @@ def test_uses_of_hosts_are_between_two_snapshots() -> None:
         "sent_segments": 5000, "retransmitted_segments": 100, "swapped_pages": 10, "major_faults": 20,
         "memory_nbytes": 3, "memory_limit_nbytes": 4,
     }  # fmt: skip
-    before = [
-        snapshot(0, "h1", 100.0, **then),
-        snapshot(1, "h1", 100.0, **then),
-        {"rank": 2, "host": "h2", "time": 1.0},
+    first = snapshot(0, "h1", 100.0, **then)
+    told = [
+        snapshot(0, "h1", 110.0, **(now | {"gc_pause_s": 0.1, "major_faults": 0})) | {"first": first, "last": None},
+        # This rank makes no steps any more, and what it does since is not counted.
+        snapshot(1, "h1", 130.0, **(now | {"gc_pause_s": 20.0}))
+        | {"first": first, "last": snapshot(1, "h1", 110.0, **now)},
+        {"rank": 2, "host": "h2", "time": 9.0, "first": None, "last": None},
+        snapshot(3, "h3", 100.0, **now) | {"first": snapshot(3, "h3", 100.0, **then), "last": None},
     ]
-    after = [snapshot(0, "h1", 110.0, **then), snapshot(1, "h1", 110.0, **now), {"rank": 2, "host": "h2", "time": 9.0}]
-    after[0] = snapshot(0, "h1", 110.0, **(now | {"gc_pause_s": 0.1, "major_faults": 0}))
-    assert uses_of(before, after) == [
+    assert uses_of(told) == [
         HostUse(
             host="h1", interface="eth0", network=0.8, disk="sda", busy=0.4, throttled=0.2, stolen=0.1, collecting=0.05,
             swapped=3, resent=0.02, memory=0.75, faults=2.0,
         )
     ]  # fmt: skip
+
+
+def test_what_comes_before_the_first_step_or_after_the_last_is_no_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As garbage that is collected while libraries are imported, and page faults of an evaluation at the end."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    now = {"time": 0.0, "gc_pause_s": 0.0}
+    monkeypatch.setattr(time, "time", lambda: now["time"])
+    monkeypatch.setattr(Resources, "read", lambda self: {"gc_pause_s": now["gc_pause_s"], "resident_nbytes": 0})
+    recorder = FlightRecorder(0, 1, None, [])
+    recorder.step_clock = StepClock(Spent)
+    recorder.begin_status("j", lambda: Metrics.of([], []))
+
+    def spend(seconds: float, collecting_s: float, steps: int) -> dict[str, Any]:
+        now["time"] += seconds
+        now["gc_pause_s"] += collecting_s
+        recorder.count(steps, 0)
+        told = recorder.write_status()
+        assert told is not None
+        return told
+
+    assert uses_of([spend(60.0, 50.0, steps=0)]) == []
+    assert uses_of([spend(30.0, 20.0, steps=1)]) == []
+    for _ in range(5):
+        told = spend(10.0, 1.0, steps=10)
+    assert [each.collecting for each in uses_of([told])] == [pytest.approx(0.1)]
+    assert [each.collecting for each in uses_of([spend(40.0, 30.0, steps=0)])] == [pytest.approx(0.1)]
+    assert [each.collecting for each in uses_of([spend(9.0, 0.0, steps=0)])] == [pytest.approx(0.1)]
+    recorder.end_status()
 
 
 # ---- reports ----
@@ -483,7 +541,8 @@ def test_the_verdict_is_on_standard_error_where_it_is_asked_for(
         out, err = capfd.readouterr()
         assert out == ""
         assert err.startswith("ringreduce: 1 rank, ") == (asked == "1")
-        assert len(err.splitlines()) <= 8
+        assert err.endswith(": too short to judge: that takes 60 s of steps\n") == (asked == "1")
+        assert len(err.splitlines()) <= 1
 
 
 def test_a_report_that_cannot_be_written_loses_nothing(
