@@ -30,10 +30,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringreduce.testing.reports import judge_as_long
+from ringreduce.observe.job_report import figures_in
+from ringreduce.observe.verdicts import judge
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "cluster")
 NAME = "verdicts"
@@ -312,7 +314,7 @@ def run(kind: str, steps: int, folder: Path, ranks: int = 1) -> Report:
     words += ["--quiet", sys.executable, __file__, "--job", kind, "--steps", str(steps), "--folder", str(folder)]
     cluster("exec", "0", "env", "OMP_NUM_THREADS=1", *words)
     report = dict(json.loads(path.read_text()))
-    return report | {"found": [each._asdict() for each in judge_as_long(report)]}
+    return report | {"found": [each._asdict() for each in judge(replace(figures_in(report), steps_s=3600.0))]}
 
 
 def row(*cells: object) -> None:

@@ -145,8 +145,8 @@ class NcclWriter(Writer):
         verdict = "N/A" if nwrong is None else f"{nwrong} {'OK' if nwrong == 0 else 'FAILED'}"
         mean = "N/A" if report.machine.nranks == 1 else f"{report.mean_bus_bw:g}"
         lines = [f"Out of bounds values : {verdict}", f"Avg bus bandwidth    : {mean}"]
-        if report.bounds:
-            bound = report.bounds[-1]
+        if report.known_bounds:
+            bound = report.known_bounds[-1]
             by = "copies within the GPU, one for each of its ranks" if self.settings.device == "cuda" else bound.method
             lines.append(f"Bound                : {bound.time_us:.1f} us for {format_nbytes(bound.nbytes)} ({by})")
         lines.append(f"Collective test concluded: {COLLECTIVES[self.settings.collective].nccl_name}")

@@ -129,8 +129,8 @@ def curves(report: Report) -> dict[str, Curve]:
             if time is not None:
                 times[who][each.case.nbytes].append(time.median)
     found = {name: {nbytes: median(cycles) for nbytes, cycles in curve.items()} for name, curve in times.items()}
-    if report.bounds:
-        found["bound"] = {bound.nbytes: bound.time_us for bound in report.bounds}
+    if report.known_bounds:
+        found["bound"] = {bound.nbytes: bound.time_us for bound in report.known_bounds}
     return found
 
 
@@ -198,9 +198,11 @@ def page(reports: Sequence[Report]) -> str:
         f"{machine.mpi_library or 'no MPI'}; {versions}",
         machine.timestamp,
     ]
-    losses = [f"<li>{html.escape(text)}</li>" for report in reports for text in _lost(report)]
     parts = [f"<p>{html.escape(each)}</p>" for each in facts]
     if any(report.settings.peers for report in reports):
+        losses = [f"<li>{html.escape(text)}</li>" for report in reports for text in _lost(report)]
+        if busy := [report.settings.collective for report in reports if report.busy]:
+            losses.append(f"<li>of {', '.join(busy)} nothing can be said: other programs ran meanwhile</li>")
         parts.append(f"<h2>Where others were faster</h2><ul>{''.join(losses) or '<li>nowhere</li>'}</ul>")
     parts += [f"<p>{report.settings.collective}: {html.escape(report.busy)}</p>" for report in reports if report.busy]
     parts += [_section(report) for report in reports]
@@ -212,6 +214,8 @@ def _section(report: Report) -> str:
     name = report.settings.collective
     peers = report.settings.peers
     heads = ["size", "time (us)", "busbw (GB/s)", "algorithm", "transport", "bound", *(f"vs {each}" for each in peers)]
+    if not report.known_bounds:
+        heads.remove("bound")
     rows = ([cells_of(row, peers)[head] for head in heads] for row in report.rows)
     svg = to_svg(figure(report))
     svg = svg[svg.index("<svg") :]
@@ -222,7 +226,7 @@ def _section(report: Report) -> str:
 
 
 def _lost(report: Report) -> Iterator[str]:
-    for best in (row.best for row in report.rows):
+    for best in (row.best for row in report.rows if not report.busy):
         for peer in best.peers:
             speedup = best.speedup(peer)
             if speedup is not None and speedup < 1:

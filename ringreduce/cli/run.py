@@ -14,7 +14,7 @@ import click
 from ringreduce.cli.keygen import default_key_file
 from ringreduce.cli.progress_bar import bytes_bar
 from ringreduce.cli.wrong_options import ProgramCommand
-from ringreduce.common.config import Config, parse_address, runtime_folder
+from ringreduce.common.config import Config, parse_address
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import KEY_VARIABLE
 from ringreduce.common.quantities import parse_seconds
@@ -252,6 +252,15 @@ def _words(text: str) -> tuple[str, ...]:
     help="Say why if no rank has made a step, a collective or a report for so long.",
 )
 @click.option(
+    "--watchdog-first",
+    "watchdog_first_s",
+    type=float,
+    default=600.0,
+    metavar="SECONDS",
+    show_default=True,
+    help="The same until the first step or report of any rank, if that is longer: programs compile then.",
+)
+@click.option(
     "--watchdog-action",
     type=click.Choice(["dump", "end", "restart"]),
     default="dump",
@@ -303,9 +312,6 @@ def command(dry_run: bool, **options: Any) -> int:
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
     make_folder(spec)
-    if spec.status is not None:
-        where = spec.token_file or f"{runtime_folder()}/status.token"
-        say(f"rank 0 serves what the job does at http://{spec.status}/, to who has the token in {where} of its host")
     if start.spec.rank_variables and (spec.key_file is not None or os.environ.get(KEY_VARIABLE)):
         say("ranks get no MASTER_ADDR and MASTER_PORT, as torch's own backends do not encrypt; -x sets them")
     start = without_own_networks(start)

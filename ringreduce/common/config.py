@@ -214,6 +214,8 @@ class Config:
         report: the file to which rank 0 writes that at the end, as JSON; None: none. ``RINGREDUCE_REPORT``
         watchdog_s: rank 0 says what a job waits for in which no rank has made a step, a collective or a report for so
             long (seconds); None: never. ``RINGREDUCE_WATCHDOG``
+        watchdog_first_s: the same until any rank has made a step or a report, if that is longer (seconds): programs
+            compile then. ``RINGREDUCE_WATCHDOG=60,first:1800``
         watchdog_action: what follows: ``"dump"``: nothing, each rank has written down what it does; ``"end"``: the job
             is ended; ``"restart"``: and started again. ``RINGREDUCE_WATCHDOG=60,action:end``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
@@ -259,6 +261,7 @@ class Config:
     verdict: bool = _setting("RINGREDUCE_VERDICT", _switch, False)
     report: str | None = _setting("RINGREDUCE_REPORT", str, None)
     watchdog_s: float | None = _setting("RINGREDUCE_WATCHDOG", _or_zero(_positive_float, None), None)
+    watchdog_first_s: float = _setting("RINGREDUCE_WATCHDOG=first", _positive_float, 600.0)
     watchdog_action: str = _setting("RINGREDUCE_WATCHDOG=action", _action, "dump")
     dump: str | None = _setting("RINGREDUCE_DUMP", _or_zero(str, None), None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)

@@ -16,6 +16,9 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
+#: A rank that comes this much after the last but one is last; less is no news.
+LATE_S = 1e-3
+
 _REMEMBERED = 256
 _RECENT = 8  # reports of paces, each of 16 steps, or with more than 16 ranks of as many steps as ranks
 
@@ -220,3 +223,26 @@ class EngineTally:
         self.before.append(self.paces)
         self.reports += 1
         self.paces = [old + each for old, each in zip(self.paces, new, strict=True)] if self.paces else new
+
+
+def charge(came: Sequence[Sequence[float]]) -> list[tuple[int, float, float]]:
+    """Charge the wait of each step to its last rank alone, from when the last but one has come.
+
+    Args:
+        came: when each rank came (seconds), by rank and step; of a step, from any moment on.
+
+    Returns:
+        By rank: in how many steps it was last, how long it is charged with, and how long it waited itself (seconds).
+    """
+    last = [0] * len(came)
+    late_s = [0.0] * len(came)
+    ended_s = 0.0
+    for moments in zip(*came, strict=True):
+        end_s = max(moments)
+        ended_s += end_s
+        rank = moments.index(end_s)
+        behind_s = end_s - max((*moments[:rank], *moments[rank + 1 :]), default=end_s)
+        if behind_s >= LATE_S:
+            last[rank] += 1
+            late_s[rank] += behind_s
+    return [(last[rank], late_s[rank], max(ended_s - sum(each), 0.0)) for rank, each in enumerate(came)]

@@ -28,7 +28,7 @@ _NAMED = ("configuration", "data")
 #: A package and its version, which pip can take for nothing else: not for an option, an address or a file.
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_-]*", re.ASCII)
 #: Settings that change no number of a training.
-_OF_THIS_RUN = {"audit", "dump", "launched_size", "log_level", "otlp", "status", "timeline", "tuning"}
+_OF_THIS_RUN = {"audit", "dump", "launched_size", "log_level", "otlp", "report", "status", "timeline", "tuning"}
 
 
 def verdict(found: Examination, known: str | None, key: Secret | None = None) -> tuple[bool, list[str]]:
@@ -209,7 +209,9 @@ def _start(facts: Mapping[str, Any]) -> str:
         hosts = _part(facts, "hosts", kind=dict)
         counts = ",".join(f"{_shown(name)}:{len(_part(hosts, name, kind=list))}" for name in hosts)
         words = ["ringreduce", "run", "-np", _shown(facts.get("size")), *(["-H", counts] * (len(hosts) > 1)), *words]
-    return " ".join([*_variables(_part(facts, "settings", kind=dict)), *map(shlex.quote, words)])
+    settings = _part(facts, "settings", kind=dict)
+    report = ["RINGREDUCE_REPORT=again.json"] * bool(settings.get("report"))  # to be compared with the first one
+    return " ".join([*_variables(settings), *report, *map(shlex.quote, words)])
 
 
 def _lacks(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -50,10 +50,15 @@ def load(folder: str | Path, keys: KeyFile = PLAIN) -> dict[int, Snapshot]:
 
 
 def diagnose(dumps: Mapping[int, Snapshot]) -> list[str]:
-    """Return what ranks waited for and who did not come, a sentence each; and who has written nothing."""
+    """Return what ranks waited for, who did not come, and where each rank is, a sentence each; and who is silent."""
     said = [sentence for wait in waits(dumps) if (sentence := _sentence(dumps, wait))]
     if not said:
         said.append("no rank was waiting for another")
+    places = {rank: _place(dumps[rank]) for rank in sorted(dumps)}
+    told = "".join(said)
+    said += [
+        f"rank {rank} is at {where}" for rank, where in places.items() if where and f"rank {rank} is at" not in told
+    ]
     silent = [rank for rank in range(max(dump["size"] for dump in dumps.values())) if rank not in dumps]
     if silent:
         said.append(f"{name_ranks(silent)} {'has' if len(silent) == 1 else 'have'} written nothing down")

@@ -9,17 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.html_pages import COLOURS, html_page, html_table
-from ringreduce.common.instruments import Pace
+from ringreduce.common.instruments import Pace, charge
 from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.doctor.tables import table
 from ringreduce.doctor.trace_steps import Event, TracedStep, steps_of
-from ringreduce.engine.pacemaker import charge
 from ringreduce.observe.pace import find_slow
 from ringreduce.observe.trace_file import collect, read_trace
 
@@ -150,14 +148,14 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
 
 def _paces(steps: Mapping[int, Sequence[TracedStep]], late: Mapping[int, Mapping[int, float]]) -> list[Pace]:
     """Return how each rank went through the steps that all have; what it used meanwhile is in no trace."""
-    came = np.array([[each[rank] for each in late.values()] for rank in steps]).reshape(len(steps), len(late)) / 1e6
+    came = [[each[rank] / 1e6 for each in late.values()] for rank in steps]
     own_s = [
         sum(each.parts["step"] - each.parts["waiting"] for each in found if each.number in late) / 1e6
         for found in steps.values()
     ]
     return [
         Pace(len(late), own, last, late_s, waited_s, 0.0, 0.0, 0.0, 0, 0.0, ())
-        for own, last, late_s, waited_s in zip(own_s, *charge(came), strict=True)
+        for own, (last, late_s, waited_s) in zip(own_s, charge(came), strict=True)
     ]
 
 

@@ -34,8 +34,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from ringreduce.buffers import DType
+from ringreduce.common.instruments import LATE_S
 from ringreduce.engine.decisions import Named, Note, OperationKind, OperationSignature, Waiting
-from ringreduce.engine.pacemaker import LATE_S, Paces
+from ringreduce.engine.pacemaker import Paces
 
 __all__ = ["Coordinator", "StallWatch", "fuse"]
 

@@ -12,14 +12,10 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from ringreduce.common.instruments import charge
 from ringreduce.common.processes import delayed_s
 
-__all__ = ["LATE_S", "Pacemaker", "Paces", "ProcessUsage", "charge"]
-
-#: A rank that comes this much after the last but one is last; less is no news.
-LATE_S = 1e-3
+__all__ = ["Pacemaker", "Paces", "ProcessUsage"]
 
 _LENGTH = 16
 _SAMPLED_EVERY = 8  # steps: to ask the system what the process has used takes 0.6 us
@@ -143,30 +139,8 @@ class Paces:
 
     def _judge(self, reports: list[list[Any]]) -> list[list[Any]]:
         """Return the arguments of a `Pace` for each rank."""
-        own = np.array([each[0] for each in reports])
-        charged = zip(own.sum(axis=1).tolist(), *charge(own), reports, strict=True)
+        own = [each[0] for each in reports]
         return [
-            [own.shape[1], own_s, last, late_s, waited_s, *more]
-            for own_s, last, late_s, waited_s, (_, *more) in charged
+            [len(times), sum(times), *charged, *more]
+            for times, charged, (_, *more) in zip(own, charge(own), reports, strict=True)
         ]
-
-
-def charge(came: np.ndarray) -> tuple[list[int], list[float], list[float]]:
-    """Charge the wait of each step to its last rank alone, from when the last but one has come.
-
-    Args:
-        came: when each rank came (seconds), by rank and step; of a step, from any moment on.
-
-    Returns:
-        By rank: in how many steps it was last, how long it is charged with, and how long it waited itself (seconds).
-    """
-    ranks = range(len(came))
-    last = came.argmax(axis=0)
-    waits = came.max(axis=0) - came
-    late = np.partition(waits, 1, axis=0)[1] if len(came) > 1 else np.zeros(came.shape[1])
-    last[late < LATE_S] = -1
-    return (
-        [int((last == rank).sum()) for rank in ranks],
-        [float(late[last == rank].sum()) for rank in ranks],
-        waits.sum(axis=1).tolist(),
-    )

@@ -59,6 +59,7 @@ class LaunchSpec:
         keep: whether the copies stay at the end, for the next job.
         report: file to which rank 0 writes at the end what steps took, and why; None: none.
         watchdog_s: seconds without progress of any rank after which a job counts as stalled; None: no limit.
+        watchdog_first_s: the same limit until the first step, if that is longer.
         watchdog_action: what is done then: ``"dump"``, ``"end"`` or ``"restart"``.
         quiet: whether it says nothing of that.
         results: a folder that other hosts get, too, and from which what ranks write there comes back.
@@ -101,6 +102,7 @@ class LaunchSpec:
     keep: bool = False
     report: str | None = None
     watchdog_s: float | None = None
+    watchdog_first_s: float = 600.0
     watchdog_action: str = "dump"
     quiet: bool = False
     results: str | None = None
@@ -127,8 +129,9 @@ class LaunchSpec:
             raise ConfigError("--watchdog-action is for jobs that stall; add --watchdog SECONDS")
         if self.watchdog_action == "restart" and not self.restarts:
             raise ConfigError("--watchdog-action restart needs --max-restarts")
-        if self.watchdog_s is not None and not 0 < self.watchdog_s < TIMEOUT_MAX:
-            raise ConfigError(f"--watchdog {self.watchdog_s:g} is no time to wait; give seconds, more than 0")
+        for option, limit_s in (("--watchdog", self.watchdog_s), ("--watchdog-first", self.watchdog_first_s)):
+            if limit_s is not None and not 0 < limit_s < TIMEOUT_MAX:
+                raise ConfigError(f"{option} {limit_s:g} is no time to wait; give seconds, more than 0")
         if (self.ship_paths or self.keep) and not self.ship:
             raise ConfigError(f"{'--ship-path' if self.ship_paths else '--keep'} is for copies; add --ship")
         if self.ship and self.script is not None:

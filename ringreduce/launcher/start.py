@@ -187,7 +187,9 @@ class Start:
         if spec.report is not None:
             settings["RINGREDUCE_REPORT"] = spec.report
         if spec.watchdog_s is not None:
-            settings["RINGREDUCE_WATCHDOG"] = f"{spec.watchdog_s:g},action:{spec.watchdog_action}"
+            settings["RINGREDUCE_WATCHDOG"] = (
+                f"{spec.watchdog_s:g},first:{spec.watchdog_first_s:g},action:{spec.watchdog_action}"
+            )
         if spec.quiet or "RINGREDUCE_VERDICT" not in environ:
             settings["RINGREDUCE_VERDICT"] = "0" if spec.quiet else "1"
         if spec.rank_variables:

@@ -52,7 +52,8 @@ def uses_of(snapshots: Sequence[Snapshot]) -> list[HostUse]:
     """
     found: dict[str, HostUse] = {}
     for each in snapshots:
-        then, now = each.get("first"), each.get("last") or each
+        then = each.get("first")
+        now = each.get("last") or each
         if then is not None and now["time"] > then["time"]:
             use = _use(then, now)
             known = found.setdefault(use.host, use)

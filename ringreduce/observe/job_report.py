@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -21,11 +21,11 @@ from ringreduce.common.files import replace_file
 from ringreduce.common.instruments import Pace
 from ringreduce.common.quantities import format_seconds
 from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.pace import find_slow
+from ringreduce.observe.pace import Slow, find_slow
 from ringreduce.observe.step_clock import Lap
 from ringreduce.observe.verdicts import Figures, HostUse, Verdict, in_words, judge
 
-__all__ = ["JobReport", "compare", "figures_of", "load", "report_of", "say"]
+__all__ = ["JobReport", "compare", "figures_in", "figures_of", "load", "report_of", "say"]
 
 _log = logging.getLogger(__name__)
 
@@ -216,6 +216,17 @@ def load(path: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{path} is no report of `ringreduce run --report`") from None
     return dict(found)
+
+
+def figures_in(report: Mapping[str, Any]) -> Figures:
+    """Return the figures of a report that `JobReport.to_json` has written."""
+    slow = report["slow"]
+    found = {each.name: report[each.name] for each in fields(Figures)} | {
+        "hosts": {int(rank): host for rank, host in report["hosts"].items()},
+        "slow": None if slow is None else Slow(**slow),
+        "uses": [HostUse(**each) for each in report["uses"]],
+    }
+    return Figures(**found)
 
 
 def say(found: JobReport | None, config: Config) -> None:

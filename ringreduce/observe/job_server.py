@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from contextlib import suppress
 from http import HTTPStatus
 
 from ringreduce.common.errors import ConfigError
@@ -59,5 +61,8 @@ def serve_job(
         _log.warning("nobody sees what this job does: %s", error)
         return None
     server.start()
-    _log.info("what this job does is shown at %s/, for those who have the token in %s", server.address, where)
+    said = f"rank 0 serves what the job does at {server.address}/, to who has the token in {where} of its host"
+    with suppress(OSError, ValueError):  # its reader has ended, or the program has closed it
+        sys.stderr.write(f"ringreduce: {said}\n")
+        sys.stderr.flush()
     return server

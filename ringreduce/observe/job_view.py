@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from ringreduce.common.errors import name_ranks
@@ -13,6 +16,8 @@ from ringreduce.observe.reported_values import mean_values
 from ringreduce.observe.waits import waits
 
 __all__ = ["JobView", "families_of", "growth", "last_values", "prometheus_text", "rows", "usage"]
+
+_log = logging.getLogger(__name__)
 
 Snapshot = Mapping[str, Any]
 
@@ -48,7 +53,7 @@ def _rows_of(ranks: Mapping[int, Snapshot]) -> Iterator[dict[str, Any]]:
         rates = [(new - old) / passed if passed > 0 else None for new, old in zip(now[1:], then[1:], strict=True)]
         slow = each.get("slow")
         text = waiting.get(rank, slow[1] if slow is not None and slow[0] == rank else None)
-        communication, waited = _parted(None if rates[2] is None else min(rates[2], 1.0), each.get("spent", {}))
+        communication, waited = _parted(None if rates[2] is None else min(rates[2], 1.0), each.get("spent") or {})
         age_s = max(time.time() - each.get("arrived", each["time"]), 0.0)
         yield {
             **{key: each[key] for key in ("job", "rank", "size", "host", "pid", "command", "nbytes", "error")},
@@ -310,15 +315,15 @@ def families_of(snapshots: Sequence[Snapshot], more: Sequence[Family] = ()) -> l
     found = rows(snapshots)
     ranks = [({"job": each["job"], "rank": str(each["rank"])}, each) for each in snapshots]
     of_rows = [({"job": each["job"], "rank": str(each["rank"])}, each) for each in found]
-    of_ranks = [(mine, {**each.get("resources", {}), **each.get("spent", {})}) for mine, each in ranks]
+    of_ranks = [(mine, ChainMap(each.get("spent") or {}, each.get("resources") or {})) for mine, each in ranks]
     # The first rank of a host speaks for it.
-    firsts = {(each["job"], each["host"]): each.get("resources", {}) for each in reversed(snapshots)}
+    firsts = {(each["job"], each["host"]): each.get("resources") or {} for each in reversed(snapshots)}
     of_hosts = [({"job": job, "host": host}, each) for (job, host), each in firsts.items()]
     of_devices = [
         ({**mine, "device": name}, device)
         for mine, each in of_hosts
         for kind in ("interfaces", "disks")
-        for name, device in each.get(kind, {}).items()
+        for name, device in (each.get(kind) or {}).items()
     ]
     info = [({**mine, "host": each["host"]}, 1.0) for mine, each in ranks]
     return [
@@ -331,16 +336,26 @@ def families_of(snapshots: Sequence[Snapshot], more: Sequence[Family] = ()) -> l
     ]
 
 
+@cache
+def _complain(name: str, why: str) -> None:
+    """Log once that a family cannot be made."""
+    _log.error("the metric %s is left out: %s", name, why)
+
+
 def _family(
     named: str, keys: str, meaning: str, sources: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]]
 ) -> Family:
-    """Return a family of what there is of it; see the tables above."""
+    """Return a family of what there is of it; see the tables above. One that fails is empty, and the others come."""
     name, _, label = named.partition(" ")
     pairs = [each.rpartition("=") for each in keys.split()]
-    samples = [
-        ({**labels, label: value} if label else labels, source[key])
-        for labels, source in sources
-        for value, _, key in pairs
-        if source.get(key) is not None
-    ]
+    samples: list[tuple[Mapping[str, str], float]] = []
+    try:
+        samples = [
+            ({**labels, label: value} if label else labels, +source[key])
+            for labels, source in sources
+            for value, _, key in pairs
+            if source.get(key) is not None
+        ]
+    except (TypeError, ValueError, AttributeError) as error:
+        _complain(name, f"{type(error).__name__}: {error}")
     return name.removesuffix("_total"), "counter" if name.endswith("_total") else "gauge", meaning, samples

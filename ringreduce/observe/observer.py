@@ -140,7 +140,7 @@ class Observer:
             name = "OTLP" if self._config.otlp else "WATCHDOG"
             raise ConfigError(f"RINGREDUCE_{name} reads what ranks say of themselves; unset RINGREDUCE_STATUS=0")
         if self._config.watchdog_s is not None:
-            self._watchdog = Watchdog(self._config.watchdog_s, self._size)
+            self._watchdog = Watchdog(self._config.watchdog_s, self._config.watchdog_first_s, self._size)
             self._abort = abort
         reports = bool(self._config.verdict or self._config.report)
         is_shown = address is not None or telemetry is not None

@@ -190,11 +190,12 @@ def _describe(rank: int, paces: Sequence[Pace], nodes: Sequence[Sequence[int]], 
     """Return how slow a rank is, which was last in some steps."""
     slow = paces[rank]
     steps = paces[rank].steps
-    kind = "always"
+    part = slow.last / steps
+    late_s = slow.late_s / slow.last
+    if part < _RARELY:
+        return Slow(names[rank], "rarely", part, late_s, reason="in few steps, of which the average says nothing")
     cause, reason = _reason(rank, paces, nodes=nodes, late_s=slow.late_s / steps, names=names)
-    if slow.last < _RARELY * steps:
-        kind, cause, reason = "rarely", "unknown", "in few steps, of which the average says nothing"
-    return Slow(names[rank], kind, slow.last / steps, late_s=slow.late_s / slow.last, reason=reason, cause=cause)
+    return Slow(names[rank], "always", part, late_s=late_s, reason=reason, cause=cause)
 
 
 def _reason(

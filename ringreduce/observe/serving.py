@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import secrets
 import socket
 import socketserver
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -27,6 +29,8 @@ from ringreduce.observe.snapshots import folder
 __all__ = ["OPENMETRICS", "Answer", "TextServer", "ask", "job_token"]
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+_log = logging.getLogger(__name__)
+
 _TOKEN_FILE = "RINGREDUCE_STATUS=...,token:FILE"
 _LEAST_TOKEN = 16  # characters
 _LONGEST_TOKEN = 1024
@@ -78,6 +82,7 @@ class TextServer(socketserver.ThreadingTCPServer):
         self._strangers: dict[Any, None] = {}  # sockets of clients that have not shown a token, the oldest first
         self._known = 0  # clients that have
         self._changes = threading.Lock()
+        self._failures: set[str] = set()
         self._ended = False
         self._thread: threading.Thread | None = None
         try:
@@ -120,7 +125,26 @@ class TextServer(socketserver.ThreadingTCPServer):
                 self._known -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that go away."""
+        """Say nothing of clients that go away, and of all else once what it is."""
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, OSError):
+            self.say_failed("an answer", error)
+
+    def answer(self, path: str) -> Answer:
+        """Return the text of a path; that it cannot be made is an answer, and said once."""
+        try:
+            return self.answers[path]()
+        except Exception as error:  # whatever it is, who asks gets to know it
+            self.say_failed(path, error)
+            said = f"{path} cannot be made: {type(error).__name__}; the log of rank 0 says more\n"
+            return Answer(said, "text/plain", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def say_failed(self, what: str, error: BaseException) -> None:
+        """Log a failure in a line, unless it was already."""
+        said = f"{what} cannot be served: {type(error).__name__}: {error}"
+        if said not in self._failures:
+            self._failures.add(said)
+            _log.error("%s%s", said, _place(error))
 
     def allows(self, header: str) -> bool:
         """Return whether a header ``Authorization`` has the token."""
@@ -174,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         answers = self.server.answers
         if path not in answers:
             return Answer(f"there is nothing here, but at {', '.join(answers)}\n", "text/plain", HTTPStatus.NOT_FOUND)
-        return answers[path]()
+        return self.server.answer(path)
 
     def _send(self, said: Answer) -> None:
         body = said.text.encode()
@@ -193,6 +217,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Say nothing of each request."""
+
+
+def _place(error: BaseException) -> str:
+    """Return where an error was raised, in words."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else f" (line {trace.tb_lineno} of {trace.tb_frame.f_code.co_filename})"
 
 
 def job_token(path: str | None, *, make: bool) -> tuple[str, Path]:

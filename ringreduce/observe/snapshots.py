@@ -26,7 +26,8 @@ is removed with the world, and has the last call and the operation that waits lo
                                             last one, if no step was made since the snapshot before; null
     spent{}                                 seconds since the first step: steps_s, input_s, communication_s, and of that
                                             waiting_s for the last rank; empty before it
-    progress, busy, place                   steps, collectives and reports; with what it is busy, or null; where it is
+    progress, begun, busy, place            steps, collectives and reports; whether there was a step or a report; with
+                                            what it is busy, or null; where it is
     values{}                                by name, of what the program reports: the sum of what came since the last
                                             snapshot, how many that were, and the last value
     slow                                    [rank, text, sentence]: for whom the others wait in recent training steps,
@@ -253,7 +254,7 @@ class FlightRecorder:
             "first": self._first,
             "last": None if is_new else self._last[1],
             "values": self.values.take(),
-            **self.activity.told(self.steps + self.values.count + self._calls()),
+            **self.activity.told(self.steps + self.values.count, self._calls()),
             "spent": self._of_steps(total),
             "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness, total.slow.words()],
         }

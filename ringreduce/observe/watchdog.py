@@ -35,9 +35,14 @@ class Activity:
         finally:
             self._busy.remove(what)
 
-    def told(self, progress: int) -> dict[str, Any]:
-        """Return what a `Watchdog` needs of a snapshot; ``progress``: how much was done."""
-        return {"progress": progress, "busy": self._busy[-1] if self._busy else None, "place": self._place()}
+    def told(self, made: int, calls: int) -> dict[str, Any]:
+        """Return what a `Watchdog` needs of a snapshot; ``made``: steps and reports."""
+        return {
+            "progress": made + calls,
+            "begun": made > 0,
+            "busy": self._busy[-1] if self._busy else None,
+            "place": self._place(),
+        }
 
     def _place(self) -> str:
         """Return where the main thread is in the program's own code."""
@@ -53,12 +58,15 @@ class Watchdog:
 
     Args:
         limit_s: so long nothing has to happen on any rank (seconds).
+        first_s: and so long, if that is longer, while no rank has made a step or a report: libraries are imported, data
+            are read, and programs are compiled.
         size: of the world.
         clock: returns seconds.
     """
 
-    def __init__(self, limit_s: float, size: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit_s: float, first_s: float, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
+        self._first_s = max(limit_s, first_s)
         self._size = size
         self._clock = clock
         self._since_s = clock()
@@ -73,10 +81,11 @@ class Watchdog:
             self._moved = moved
             self._since_s = now_s
             self._has_said = False
-        if self._has_said or now_s - self._since_s < self._limit_s:
+        limit_s = self._limit_s if any(each["begun"] for each in snapshots) else self._first_s
+        if self._has_said or now_s - self._since_s < limit_s:
             return None
         self._has_said = True
-        return f"no rank has made a step, a collective or a report for {self._limit_s:g} s. {self._cause(snapshots)}"
+        return f"no rank has made a step, a collective or a report for {limit_s:g} s. {self._cause(snapshots)}"
 
     def _cause(self, snapshots: Sequence[dict[str, Any]]) -> str:
         """Return the likely cause."""

@@ -18,6 +18,7 @@ def load():
 rr.init()
 for step in range(20):
     rr.allreduce(np.ones(4))
+    rr.count(steps=1)
     if step == 10 and rr.rank() == rr.size() - 1 and "RINGREDUCE_RESTART" not in os.environ:
         {what}
 print("done")

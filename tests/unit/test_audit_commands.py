@@ -23,7 +23,7 @@ from ringreduce.observe.audit_chain import examine
 BEGIN: dict[str, Any] = {
     "command": ["/opt/venv/bin/python3", "train.py", "--name", "a b"],
     "versions": {"ringreduce": "0.1.0", "Python": "3.11.4", "numpy": "2.1.0"},
-    "settings": {"timeout_s": 30.0, "check_weights_every": 100, "check_data": False, "fusion_nbytes": 1 << 20},
+    "settings": {"timeout_s": 30.0, "check_weights_every": 100, "check_data": False, "report": "/r.json"},
     "size": 4,
     "hosts": {"one": [0, 1], "two": [2, 3]},
     "restart": 1,
@@ -175,7 +175,7 @@ def test_show_prints_a_run_as_people_read_it(path: Path) -> None:
 
 
 def test_reproduce_prints_a_shell_program_and_what_cannot_be_had(path: Path) -> None:
-    """All of its words are quoted."""
+    """All of its words are quoted; the report is a new one, to be compared with that of the run."""
     done = ringreduce("reproduce", path)
     assert (done.exit_code, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -187,7 +187,7 @@ def test_reproduce_prints_a_shell_program_and_what_cannot_be_had(path: Path) -> 
         "cd -- src/",
         "python3.11 -m venv venv && . venv/bin/activate  # it was Python 3.11.4",
         "pip install numpy==2.1.0",
-        "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100,data:0 "
+        "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100,data:0 RINGREDUCE_REPORT=again.json "
         "ringreduce run -np 4 -H one:2,two:2 python train.py --name 'a b'",
     ]
     said = [line for line in lines if line.startswith("#")]

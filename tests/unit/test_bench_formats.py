@@ -336,6 +336,22 @@ def test_the_page_holds_everything_and_needs_nothing():
 
 
 @needs_matplotlib
+@pytest.mark.parametrize(
+    "change",
+    [{"busy": "other processes took 1.50 cores"}, {"bounds": (CaseBound(8, 9.0, "negate"), CaseBound(16, 5.0, "add"))}],
+    ids=["busy", "falls"],
+)
+def test_of_a_busy_machine_there_is_no_bound_and_no_verdict(change: dict[str, Any]):
+    """Nor where what should bound the times falls with size; without noise, others may still have been faster."""
+    report = dataclasses.replace(drawn(*(point(size, 5.0) for size in SIZES)), **change)
+    assert "bound" not in curves(report)
+    text = page([report])
+    assert ">bound<" not in text
+    assert ("of allreduce nothing can be said: other programs ran meanwhile" in text) == ("busy" in change)
+    assert ("<li>nowhere</li>" in text) == ("bounds" in change)
+
+
+@needs_matplotlib
 def test_the_name_of_a_picture_says_its_kind():
     """Before anything is measured."""
     with pytest.raises(ConfigError, match=r"ends in \.png, \.svg, \.pdf"):

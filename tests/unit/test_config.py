@@ -43,6 +43,7 @@ VARIABLES = {
     "RINGREDUCE_STATUS": "status",
     "RINGREDUCE_STATUS=token": "status_token_file",
     "RINGREDUCE_WATCHDOG": "watchdog_s",
+    "RINGREDUCE_WATCHDOG=first": "watchdog_first_s",
     "RINGREDUCE_WATCHDOG=action": "watchdog_action",
     "RINGREDUCE_OTLP": "otlp",
     "RINGREDUCE_VERDICT": "verdict",

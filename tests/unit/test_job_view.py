@@ -210,6 +210,14 @@ def test_what_programs_say_is_shown_as_text():
     assert "rank 5" in page
 
 
+def test_a_rank_that_has_made_no_step_is_shown_so():
+    """Not as one that makes steps."""
+    now = time.time()
+    shown = rows([snapshot(0, 1, 9.0, began=now - 9.0, samples=[[now - 5, 0, 0, 0.0], [now, 0, 0, 0.0]], spent={})])
+    page = job_page(JobView(1).health(shown), shown, {}, lines={})
+    assert re.findall(r'title="rank (\d+) ([^":]+)', page) == [("0", "has made no step")]
+
+
 def test_metrics_escape_what_programs_say():
     """As OpenMetrics has it."""
     told = [snapshot(0, 1, 1.0, values={'a "b"\\\n': [1.0, 1, 0.5]})]

@@ -25,6 +25,8 @@ from ringreduce.observe.job_view import JobView
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observer
 from ringreduce.observe.serving import Answer, TextServer, ask, job_token
+from ringreduce.observe.snapshots import FlightRecorder
+from ringreduce.observe.step_clock import Spent, StepClock
 from ringreduce.observe.timeline import JobClock
 from ringreduce.transport.memory import MemoryWorld
 
@@ -65,6 +67,51 @@ def get(server: TextServer, path: str, authorization: str | None = None) -> tupl
 
 def basic(token: str, user: str = "anybody") -> str:
     return "Basic " + b64encode(f"{user}:{token}".encode()).decode()
+
+
+def test_metrics_of_a_program_without_steps(place: Path):
+    """As a rank tells of itself from its start on: nothing was spent on steps, and all else is there."""
+    recorder = FlightRecorder(0, 1, None, [])
+    recorder.step_clock = StepClock(Spent)
+    recorder.begin_status("j", lambda: Metrics.of([], []))
+    told = recorder.write_status()
+    recorder.end_status()
+    assert told is not None
+    text = JobView(1).metrics([told])
+    assert 'ringreduce_steps_total{job="j",rank="0"} 0' in text
+    assert "ringreduce_resident_memory_bytes" in text
+    assert "ringreduce_spent_seconds" not in text
+
+
+def test_a_metric_that_cannot_be_made_is_left_out_and_the_others_come(caplog: pytest.LogCaptureFixture):
+    """And said once."""
+    told = snapshot(0, 1, 60.0)
+    told["resources"]["gc_pause_s"] = "no number"
+    for _ in range(2):
+        text = JobView(1).metrics([told])
+    assert "ringreduce_garbage_collection_seconds" not in text
+    assert "ringreduce_steps_total" in text
+    assert "ringreduce_disk_busy_seconds_total" in text
+    assert [each.getMessage().partition(":")[0] for each in caplog.records] == [
+        "the metric garbage_collection_seconds_total is left out"
+    ]
+
+
+def test_an_answer_that_fails_is_one(caplog: pytest.LogCaptureFixture):
+    """Its status is 500, a line of the log says why, once, and other paths are answered."""
+
+    def fail() -> Answer:
+        raise TypeError("'NoneType' object is not a mapping")
+
+    failing = TextServer("127.0.0.1", 0, {"/": fail, "/good": lambda: Answer("yes", "text/plain")})
+    failing.start()
+    for _ in range(2):
+        status, text, _ = get(failing, "/")
+        assert (status, "cannot be made: TypeError" in text) == (500, True)
+    assert get(failing, "/good")[:2] == (200, "yes")
+    failing.end()
+    (record,) = caplog.records
+    assert "/ cannot be served: TypeError: 'NoneType' object is not a mapping (line " in record.getMessage()
 
 
 def test_who_has_the_token_sees_the_job(server: TextServer):

@@ -22,7 +22,8 @@ class Job:
         self.busy: list[str | None] = [None, None]
         self.calls: list[list[dict[str, Any]]] = [[], []]
         self.arrived_s = 0.0  # of rank 1, ago
-        self.watchdog = Watchdog(10.0, 2, lambda: self.now_s)
+        self.begun = True
+        self.watchdog = Watchdog(10.0, 60.0, 2, lambda: self.now_s)
 
     def look(self, seconds: float, ranks: int = 2) -> str | None:
         self.now_s += seconds
@@ -30,7 +31,8 @@ class Job:
             [
                 {
                     "rank": rank, "time": time.time(), "arrived": time.time() - self.arrived_s * rank,
-                    "progress": self.progress[rank], "busy": self.busy[rank], "place": f"train.py:{rank} in load",
+                    "progress": self.progress[rank], "begun": self.begun, "busy": self.busy[rank],
+                    "place": f"train.py:{rank} in load",
                     "sets": [
                         {"id": 0, "name": "world", "ranks": [0, 1], "calls": self.calls[rank], "operations": []}
                     ],
@@ -58,6 +60,20 @@ def test_a_stall_is_said_once_and_again_after_progress() -> None:
     assert job.look(5.0) is None
     assert job.look(9.0) is None
     assert job.look(2.0) is not None
+
+
+def test_before_the_first_step_there_is_more_time() -> None:
+    """A job that imports libraries, reads data or compiles is healthy; any progress begins that time anew."""
+    job = Job()
+    job.begun = False
+    assert job.look(0.0) is None
+    assert job.look(50.0) is None
+    job.progress[0] += 1
+    assert job.look(50.0) is None
+    assert job.look(50.0) is None
+    said = job.look(11.0)
+    assert said is not None
+    assert "for 60 s" in said
 
 
 def test_a_rank_that_is_busy_keeps_the_job_alive() -> None:
@@ -101,12 +117,13 @@ def test_the_cause_is_the_rank_that_does_not_come() -> None:
 def test_a_rank_tells_what_it_is_busy_with_and_where_it_is() -> None:
     """The innermost of several; its place is in the program's own code, here this test."""
     activity = Activity()
-    assert activity.told(3)["busy"] is None
+    assert activity.told(0, 4)["busy"] is None
     with activity.busy("epoch end"), activity.busy("evaluation"):
-        told = activity.told(3)
-    assert (told["progress"], told["busy"]) == (3, "evaluation")
+        told = activity.told(3, 4)
+    assert (told["progress"], told["begun"], told["busy"]) == (7, True, "evaluation")
     assert "test_watchdog.py" in told["place"]
-    assert activity.told(4)["busy"] is None
+    assert activity.told(0, 4)["begun"] is False
+    assert activity.told(4, 0)["busy"] is None
 
 
 def test_busy_is_for_programs_with_and_without_a_world() -> None:
@@ -124,6 +141,7 @@ def test_busy_is_for_programs_with_and_without_a_world() -> None:
         (["--watchdog-action", "end"], "add --watchdog SECONDS"),
         (["--watchdog", "5", "--watchdog-action", "restart"], "needs --max-restarts"),
         (["--watchdog", "0"], "is no time to wait"),
+        (["--watchdog", "5", "--watchdog-first", "0"], "is no time to wait"),
         (["--watchdog", "nan"], "is no time to wait"),
     ],
 )
