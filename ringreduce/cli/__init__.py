@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import click
 
 import ringreduce
+from ringreduce.cli.wrong_options import guess
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError, RingReduceError, UnsupportedBufferError
 from ringreduce.common.launch import launch
@@ -56,6 +57,14 @@ class _WorldGroup(click.Group):
             self.add_command(getattr(import_module(f"ringreduce.cli.{module}"), name))
         return super().get_command(ctx, cmd_name)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            raise click.UsageError(f"No such command {name!r}{guess(name, _PLACES)}", ctx)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -85,15 +94,27 @@ class _WorldGroup(click.Group):
         return _leave(status if isinstance(status, int) else 0)
 
 
+_HELP = """Start a job, see what its ranks do, and measure what they could.
+
+\b
+  ringreduce doctor                      what this machine offers, and what to mend
+  ringreduce run -np 2 python train.py   two ranks that train together
+  ringreduce top                         what running jobs do
+
+`ringreduce COMMAND --help` says more of each.
+"""
+
+
 @click.group(
     cls=_WorldGroup,
+    help=_HELP,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True},
 )
 @click.version_option(ringreduce.__version__, prog_name="ringreduce")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Collectives between the ranks of an MPI job: measure them and see what runs."""
+    """Show what there is, where no command is given."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 import signal
@@ -13,7 +14,7 @@ import click
 
 from ringreduce.cli.keygen import default_key_file
 from ringreduce.cli.progress_bar import bytes_bar
-from ringreduce.cli.wrong_options import ProgramCommand
+from ringreduce.cli.wrong_options import ProgramCommand, guess, options_of
 from ringreduce.common.config import Config, parse_address
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import KEY_VARIABLE
@@ -33,11 +34,14 @@ from ringreduce.observe.trace_file import collect
 
 __all__ = ["Parsed", "command"]
 
-_EXAMPLES = """\b
-Examples:
+#: What one would do comes first; the options fill several screens.
+_HELP = """Start PROGRAM as several ranks, which train together.
+
+\b
   ringreduce run -np 4 python train.py --lr 0.1
   ringreduce run -H h1:2,h2:2 --log-dir logs python train.py
   ringreduce run --elastic -np 4 --min-np 2 --max-restarts 3 python train.py
+
 """
 
 
@@ -91,7 +95,6 @@ def _words(text: str) -> tuple[str, ...]:
 @click.command(
     "run",
     cls=_RunCommand,
-    epilog=_EXAMPLES,
     short_help="Start a job.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
@@ -280,9 +283,8 @@ def _words(text: str) -> tuple[str, ...]:
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(dry_run: bool, **options: Any) -> int:
-    """Start PROGRAM (python train.py ...) as several ranks, under the mpirun of the MPI library that mpi4py loads.
-
-    A PROGRAM that ends in .py and is no command runs under this Python.
+    """It runs under the mpirun of the MPI library that mpi4py loads; one that ends in .py and is no command, under this
+    Python.
 
     Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set; --verbose shows it. Inside an allocation
     of Slurm, PBS, LSF, Grid Engine or an MPI job of Kubernetes, ranks run on its hosts. If a rank fails, the job
@@ -301,7 +303,9 @@ def command(dry_run: bool, **options: Any) -> int:
     """
     spec = LaunchSpec(**options)
     if spec.program[0].startswith("-"):
-        raise click.UsageError(f"there is no option {spec.program[0]}; options of the program come after its name")
+        name = spec.program[0]
+        asked = guess(name, options_of(command))
+        raise click.UsageError(f"there is no option {name}{asked or '; options of the program come after its name'}")
     start = prepare(spec)
     if dry_run:
         if start.allocation is not None:
@@ -328,3 +332,6 @@ def command(dry_run: bool, **options: Any) -> int:
     if status == os.EX_TEMPFAIL and spec.requeue:
         say(run_again(os.environ))
     return status
+
+
+command.help = _HELP + inspect.cleandoc(command.help or "")

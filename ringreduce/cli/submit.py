@@ -10,6 +10,7 @@ import click
 
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.run import command as run
+from ringreduce.cli.wrong_options import guess, options_of
 from ringreduce.launcher.job_files import KINDS, Asked, submit
 
 __all__ = ["command"]
@@ -99,7 +100,9 @@ def _act(scheduler: str, program: tuple[str, ...], yes: bool, numbers: Mapping[s
     """Print or submit a job, once `ringreduce run` would take the options that it gets."""
     parsed = run.make_context("run", list(program)).params
     if parsed["program"][0].startswith("-"):
-        raise click.UsageError(f"there is no option {parsed['program'][0]}; those of submit come before those of run")
+        name = parsed["program"][0]
+        asked = guess(name, options_of(click.get_current_context().command, run))
+        raise click.UsageError(f"there is no option {name}{asked or '; those of submit come before those of run'}")
     if parsed["hosts"] or parsed["hostfile"]:
         raise click.UsageError("the scheduler names the hosts; leave out -H and --hostfile")
     if scheduler == "slurm" and parsed["elastic"] and numbers["time_s"] < _SHORTEST_S:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import click
 
-__all__ = ["Command", "ProgramCommand", "RankCommand"]
+__all__ = ["Command", "ProgramCommand", "RankCommand", "guess", "options_of"]
 
 _RANKS = re.compile("--?np+|--num-proc")
 _HOSTS = re.compile(r"[\w.-]+:\d+(,[\w.-]+(:\d+)?)*")
@@ -21,6 +21,17 @@ _OURS: dict[str, re.Pattern[str] | None] = {
 }
 #: What takes such options itself, and may be what is started.
 _LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "srun", "ringreduce", "horovodrun", "ssh"}
+
+
+def guess(word: str, known: Iterable[str]) -> str:
+    """Return the question which of the known words was meant; empty if none is like it."""
+    close = difflib.get_close_matches(word.partition("=")[0], list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def options_of(*commands: click.Command) -> list[str]:
+    """Return the names of all options of commands."""
+    return [name for command in commands for param in command.params for name in param.opts if name.startswith("-")]
 
 
 class Command(click.Command):

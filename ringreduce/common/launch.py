@@ -108,7 +108,7 @@ class Launch:
             be.
         commits: the folder in which ``horovodrun`` has elastic states keep their commits; None: it has not.
         commit_replicas: on how many hosts each of these commits is.
-        networks, other_networks: over which Open MPI sends messages between hosts, and over which not; empty: as it likes.
+        networks, other_networks: over which Open MPI is told to send messages between hosts, and over which not.
         fence: the number and name of this start of the job, greater than those of all its starts before; None: the
             launcher gives none. See `ringreduce.elastic.runs`.
         doubts_silent: whether Open MPI counts ranks as dead that are silent, as a host is that stands still.

@@ -455,7 +455,7 @@ def test_wrong_arguments_end_with_status_2() -> None:
         (("-np", "0", "python"), "0 is not in the range"),
         (("-np", "2"), "Missing argument"),
         (("--min-np", "2", "-np", "4", "python"), "add --elastic"),
-        (("--elastic", "--min-pn", "2", "-np", "4", "python"), "there is no option --min-pn"),
+        (("--elastic", "--min-pn", "2", "-np", "4", "python"), "there is no option --min-pn; did you mean --min-np?"),
         (("--elastic", "--min-np", "5", "-np", "4", "python"), "more than the 4 ranks"),
         (("--hostfile", "/there/is/none", "python"), "does not exist"),
         (("--start-timeout", "0", "python"), "--start-timeout 0 is no time to wait; give seconds, more than 0"),

@@ -87,6 +87,9 @@ def test_a_trainjob_has_the_fields_of_a_runtime_for_mpi() -> None:
     assert launcher["dependsOn"] == [{"name": workers["name"], "status": "Ready"}]
     assert runtime["spec"]["template"]["spec"]["successPolicy"]["targetReplicatedJobs"] == [launcher["name"]]
     assert (workers["name"], launcher["name"]) == ("node", "launcher")
+    # By this label Trainer finds the containers that get the image, command, args and env of a TrainJob.
+    assert launcher["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert "metadata" not in workers["template"]
     assert runtime["spec"]["mlPolicy"]["mpi"]["sshAuthMountPath"] == "/home/mpiuser/.ssh"
     for job in (workers, launcher):
         pod = job["template"]["spec"]["template"]["spec"]
@@ -160,6 +163,8 @@ def test_trainer_knows_all_fields_of_its_files() -> None:
     ("words", "complaint"),
     [
         (("slurm", "--foo", "train.py"), "there is no option --foo"),
+        (("slurm", "--nodse", "2", "train.py"), "there is no option --nodse; did you mean --nodes?"),
+        (("slurm", "--elastc", "train.py"), "there is no option --elastc; did you mean --elastic?"),
         (("slurm", "-H", "a:2", "train.py"), "leave out -H and --hostfile"),
         (("slurm", "--time", "1h", "train.py"), "give hours, minutes and seconds"),
         (("slurm", "--min-np", "x", "train.py"), "--min-np"),

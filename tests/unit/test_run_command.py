@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -271,6 +273,16 @@ def test_the_examples_of_the_help_are_lines() -> None:
     shown = CliRunner().invoke(main, ["run", "--help"], standalone_mode=False).output
     assert "\\" not in shown
     assert "  ringreduce run -np 4 python train.py --lr 0.1\n" in shown
+    assert shown.index("--lr 0.1") < shown.index("Options:")
+
+
+def test_help_begins_with_what_one_would_do() -> None:
+    """And a name that there is not with the one that was meant."""
+    shown = CliRunner().invoke(main, ["--help"], standalone_mode=False).output
+    assert shown.index("  ringreduce run -np 2 python train.py ") < shown.index("Options:")
+    for words, said in ((["benhc"], "did you mean bench?"), (["run", "--elastc", "a.py"], "did you mean --elastic?")):
+        with pytest.raises(click.UsageError, match=re.escape(said)):
+            main(words, standalone_mode=False)
 
 
 def boxed(text: bytes) -> bytes:
