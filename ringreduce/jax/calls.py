@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +21,8 @@ from ringreduce.common.recent import Recent
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine.coordinator import fuse
 from ringreduce.jax import ffi
-from ringreduce.jax.private import trace_state
+from ringreduce.jax.ordering import put_in_order
+from ringreduce.jax.private import before_compiling, trace_state
 from ringreduce.jax.steps import Step, steps_of
 from ringreduce.runtime import count as tell
 from ringreduce.runtime import global_process_set
@@ -70,7 +71,8 @@ class Call(NamedTuple):
         function: the key of a function of `FUNCTIONS` or `LISTS`, which carries out the collective.
         part: of a collective on more arrays, in words.
         step: whose gradients it reduces: the key of `ringreduce.jax.steps.Steps`, and the name of the operation, or of
-            the first of several; None: these are no gradients.
+            the first of several; of a program that has several calls of these, also which one it is, in words. None:
+            these are no gradients.
         first, last: whether it is the first or the last part of the step.
         identity: an `Identity`, by which operations are named before ``name``; None: they have none.
     """
@@ -346,10 +348,32 @@ def _look(call: Call, arguments: ffi.Memory, others: Callable[[], ffi.Memory]) -
     assert call.step is not None
     if call.first:
         tell(steps=1)
-    key, name = call.step
+    key, name, *which = call.step
     if (steps := steps_of(key)) is not None:
-        parts = {"first": call.first, "last": call.last}
-        steps.look(name, lambda: str(call.operation), call.part, arguments.views, lambda: others().views(), **parts)
+        how: dict[str, Any] = {"first": call.first, "last": call.last, "which": "".join(which)}
+        steps.look(name, lambda: str(call.operation), call.part, arguments.views, lambda: others().views(), **how)
+
+
+def _numbered(texts: Sequence[str]) -> list[str]:
+    """Number those of the calls of a program that have the same name, as places that use one function have.
+
+    How many there are is a part of the names: some ranks may have left out calls, of which others make use.
+    """
+    calls = [_read(text.encode()) for text in texts]
+    names = Counter((call.name, call.ranks) for call in calls if call.first)
+    seen: Counter[Any] = Counter()
+    which: dict[str | None, str] = {}  # by place: what the further parts of a step are called after its first one
+    made = []
+    for call in calls:
+        name = call.name, call.ranks
+        place = call.name if call.step is None else call.step[1]
+        if call.first:
+            seen[name] += 1
+            which[place] = f", call {seen[name]} of {names[name]}" if names[name] > 1 else ""
+        words = which.get(place, "")
+        step = None if call.step is None else (*call.step, words)
+        made.append(json.dumps(call._replace(name=f"{call.name}{words}", step=step)))
+    return made
 
 
 @lru_cache(4096)
@@ -360,6 +384,7 @@ def _read(text: bytes) -> Call:
 
 
 ffi.register(_handle)
+before_compiling(lambda module: put_in_order(module, ffi.TARGET, ordered=ffi.ORDERED, numbered=_numbered))
 # Else a compiled program returns before it has run, and JAX raises its failure only where a result is read. JAX looks
 # at this when it makes its first array; if there is one already, the next collective raises it (`raise_unseen`).
 jax.config.update("jax_cpu_enable_async_dispatch", False)

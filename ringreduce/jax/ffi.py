@@ -25,7 +25,8 @@ from jax.experimental import io_callback
 
 from ringreduce.training.binding.error_text import described
 
-_TARGET = "ringreduce"
+TARGET = "ringreduce"
+ORDERED = "ringreduce_in_order"  # takes a token behind its arguments, and returns one
 _API_VERSION = 1  # of the interface to JAX, not of XLA's
 _METADATA = 1  # the type of the extension that asks what a target was made for
 _INTERNAL = 13  # the code of errors, as of absl
@@ -127,7 +128,7 @@ def register(handler: Handler) -> None:
             raises an error of its own with the text of the handler's.
     """
 
-    def target(frame: int) -> int | None:
+    def target(tokens: int, frame: int) -> int | None:
         _, extension, api, _, _, *spans = _read(_FRAME, frame)
         if extension:
             _, kind, _, metadata = _read(_EXTENSION, extension)
@@ -136,6 +137,8 @@ def register(handler: Handler) -> None:
                 return None
         try:
             _, _, count, _, arguments, _, _, results_count, _, results, *_, attributes = spans
+            count -= tokens
+            results_count -= tokens
             text = ctypes.string_at(*_read(_TEXT, *_read(_ADDRESS, attributes)))
 
             def others() -> Memory:
@@ -150,11 +153,12 @@ def register(handler: Handler) -> None:
             return create(said)  # type: ignore[no-any-return]
         return None
 
-    made = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(target)
-    _kept.append(made)
     _handlers.append(handler)
-    address = jax.ffi.pycapsule(ctypes.cast(made, ctypes.c_void_p).value)
-    jax.ffi.register_ffi_target(_TARGET, address, platform="cpu", api_version=_API_VERSION)
+    for tokens, name in enumerate((TARGET, ORDERED)):
+        made = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(partial(target, tokens))
+        _kept.append(made)
+        address = jax.ffi.pycapsule(ctypes.cast(made, ctypes.c_void_p).value)
+        jax.ffi.register_ffi_target(name, address, platform="cpu", api_version=_API_VERSION)
 
 
 _create_error = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
@@ -174,8 +178,8 @@ def call(
 ) -> list[Any]:
     """Return arrays of these shapes and the dtypes of the arguments, which the handler fills.
 
-    JAX may leave out a call whose results nobody uses, make one of two equal ones, and make it again in a backward
-    pass; it does so on all ranks alike, as they compile the same program.
+    JAX may leave out a call whose results nobody uses, and make it again in a backward pass; it does so on all ranks
+    alike, as they trace the same program. Calls of one program on the CPU are made in its order: see `put_in_order`.
 
     Args:
         text: passed to the handler. It is a part of the compiled program, which other processes may run.
@@ -189,7 +193,7 @@ def call(
     results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]
     aliases = {number: number for number in range(len(results))} if in_place else None
     how: dict[str, Any] = {"vmap_method": batched, "input_output_aliases": aliases, "has_side_effect": always}
-    here = partial(jax.ffi.ffi_call(_TARGET, results, **how), text=text)
+    here = partial(jax.ffi.ffi_call(TARGET, results, **how), text=text)
     if jax.default_backend() == "cpu":
         return list(here(*arguments, *after))
     carry_out = partial(_carry_out, text, [each.ndim for each in arguments], shapes, in_place)

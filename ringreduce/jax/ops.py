@@ -3,9 +3,9 @@
 Inside of `jit` a collective is a call of the compiled program; `grad`, `vmap`, `remat`, `scan` and `cond` take it as
 any other. Outside it runs at once. The arrays of a tree are one operation; in a compiled program, an allreduce of a
 large tree is several, last arrays first. Operations have names, as in `ringreduce.torch.ops`. Without one, an
-operation of a compiled program is named by its line in the source and its number in the program, so that operations
-match in whatever order the ranks run them. JAX leaves out computations whose results nobody uses, and collectives, too:
-use a result on all ranks or on none.
+operation of a compiled program is named by its line in the source and its number in the program. A program makes its
+collectives in the order in which they were traced, whatever else it computes on some ranks. JAX leaves out computations
+whose results nobody uses, and collectives, too: use a result on all ranks or on none.
 
 Gradients are those of the sum of all ranks' losses, as the chain rule gives them; see `ringreduce.common.conventions`.
 

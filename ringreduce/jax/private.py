@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src.interpreters import mlir as _mlir
 from jax.extend import core
 
 from ringreduce.common.private_parts import Part, lacking, missing
@@ -53,6 +55,46 @@ def foreign_interface() -> int:
     return int(found[1]) if found else -1
 
 
+#: What changes programs before they are compiled; see `before_compiling`.
+_changes: list[Callable[[Any], None]] = []
+
+
+def before_compiling(change: Callable[[Any], None]) -> None:
+    """Let a function change each program, a module of StableHLO, that JAX has lowered and is about to compile.
+
+    Nothing public sees the whole of a program: rules by which primitives are lowered see their own operation, and that
+    once for all calls of a function that is traced once. Without it, nothing is changed.
+    """
+    _intercept()
+    _changes.append(change)
+
+
+@cache
+def _intercept() -> None:
+    lower = getattr(_mlir, "lower_jaxpr_to_module", None)
+    if lower is None:
+        return
+
+    @wraps(lower)
+    def lower_and_change(*given: Any, **named: Any) -> Any:
+        lowered = lower(*given, **named)
+        for change in _changes:
+            change(lowered.module)
+        return lowered
+
+    _mlir.lower_jaxpr_to_module = lower_and_change
+
+
+def _programs_are_changed() -> bool:
+    seen: list[Any] = []
+    before_compiling(seen.append)
+    try:
+        jax.jit(lambda: ()).lower()
+    finally:
+        _changes.remove(seen.append)
+    return bool(seen)
+
+
 def _traces_differ() -> bool:
     seen: list[Any] = []
 
@@ -66,6 +108,11 @@ def _traces_differ() -> bool:
 
 PARTS = (
     Part("trace_state", _traces_differ, "collectives of compiled programs need a name"),
+    Part(
+        "before_compiling",
+        _programs_are_changed,
+        "ranks whose programs compute different things may mix the collectives of a function that is traced once",
+    ),
     Part("foreign_interface", lambda: foreign_interface() == _MAJOR, "compiled programs cannot call collectives"),
 )
 

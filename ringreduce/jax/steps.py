@@ -207,6 +207,7 @@ class Steps:
         *,
         first: bool,
         last: bool,
+        which: str,
     ) -> None:
         """Look at what a compiled program is about to reduce. Collective.
 
@@ -217,8 +218,9 @@ class Steps:
             gradients: returns those of this part.
             beside: returns what comes beside the first part.
             first, last: whether it is the first or last part of a step.
+            which: of several calls at this place, in words.
         """
-        watched = self.watched(name, operation)
+        watched = self.watched(f"{name}{which}", operation)
         if watched is None or not (watched.begin() if first else watched.looks):
             return
         names = self._names[name, part]
