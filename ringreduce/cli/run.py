@@ -18,6 +18,7 @@ from ringreduce.cli.wrong_options import ProgramCommand, guess, options_of
 from ringreduce.common.config import Config, parse_address
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import KEY_VARIABLE
+from ringreduce.common.processes import ignore
 from ringreduce.common.quantities import parse_seconds
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.launcher.allocations_end import run_again
@@ -322,8 +323,8 @@ def command(dry_run: bool, **options: Any) -> int:
     with shipped(start, bytes_bar) as start, with_results(start) as start, with_free_port(start) as start:
         status = Restarts(start.with_stdin()).run()
         if status == os.EX_TEMPFAIL:  # a second warning must not keep the job from being run again
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            ignore(signal.SIGTERM)
+            ignore(signal.SIGUSR1)
     with suppress(ConfigError):  # then there is no trace
         given = {name: value for name, value in spec.variables().items() if value is not None}
         settings_there = Config.from_environ({**os.environ, **given})

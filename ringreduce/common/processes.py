@@ -26,6 +26,9 @@ _ANNOUNCED = "ringreduce-rank"
 _LOOK_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec
+_ignored: set[signal.Signals] = set()  # by `ignore`
+_libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+_libc.signal.restype = ctypes.c_void_p
 
 
 @cache
@@ -115,6 +118,45 @@ def ancestors() -> Iterator[tuple[int, str]]:
 def handles(pid: int, number: int) -> bool:
     """Return whether a process handles a signal by itself, so that it does not end by it."""
     return _has_in("SigCgt:", pid, number)
+
+
+def ignore(number: signal.Signals) -> None:
+    """Let a signal do nothing in this process, to its very end; programs that it starts do not inherit that.
+
+    Python drops its own handlers before a process has ended. A signal that is ignored stays so, but in all programs
+    that are started, too. A handler in C does neither; this one is a function that changes nothing.
+    """
+    _ignored.add(number)
+    signal.signal(number, signal.SIG_IGN)  # so that Python leaves it alone at its end
+    _libc.signal(number, ctypes.cast(_libc.abs, ctypes.c_void_p))
+
+
+def is_own_handler(handler: object) -> bool:
+    """Return whether a handler of a signal is one of ringreduce's."""
+    return callable(handler) and str(getattr(handler, "__module__", "")).startswith("ringreduce.")
+
+
+@cache
+def end_children_by_sigterm() -> None:
+    """Let SIGTERM end what this process forks from now on, unless the program handles it: whoever forks waits for that.
+
+    Handlers of this process are for ranks. One that comes before a child has none of them waits until then.
+    """
+    masks: dict[int, set[int | signal.Signals]] = {}  # by thread
+
+    def before() -> None:
+        masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop(threading.get_ident()))
+
+    def in_child() -> None:
+        if signal.SIGTERM in _ignored or is_own_handler(signal.getsignal(signal.SIGTERM)):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _ignored.clear()
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)
 
 
 def is_pending(pid: int, number: int) -> bool:

@@ -49,8 +49,9 @@ class StopRequest:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             before = signal.getsignal(number)
             unhandled = before is signal.SIG_DFL and not processes.handles(os.getpid(), number)
-            if unhandled or _is_ours(before):
+            if unhandled or processes.is_own_handler(before):
                 self._before[number] = signal.signal(number, self._on_signal)
+        processes.end_children_by_sigterm()
 
     def agree(self) -> None:
         """Take note that all ranks stop: this one ends, and warnings that come until it has are the same warning."""
@@ -83,8 +84,4 @@ class StopRequest:
 def _ignore_warnings() -> None:
     # Python then drops the handlers, while MPI and the program's objects are still to end.
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _is_ours(handler: Any) -> bool:
-    return callable(handler) and str(getattr(handler, "__module__", "")).startswith("ringreduce.")
+        processes.ignore(number)

@@ -79,6 +79,7 @@ class Termination:
         sys.exit = _named_like(self._exit, self._on_sys_exit)
         if threading.current_thread() is threading.main_thread() and _is_default(signal.SIGTERM):
             signal.signal(signal.SIGTERM, self._on_signal)
+            processes.end_children_by_sigterm()
         shell = launch().shell
         if shell is not None:
             if shell == os.getppid():

@@ -200,6 +200,66 @@ def test_a_plain_loop_saves_before_the_job_ends(tmp_path: Path, command: tuple[s
     assert (done.returncode, done.stdout) == (STOPPED, "saved 4\n"), done.stderr
 
 
+HAS_CHILDREN = """
+import atexit, multiprocessing, os, signal, subprocess, sys
+import ringreduce as rr
+
+def wait(ready):
+    ready.send(None)
+    while True:
+        signal.pause()
+
+def start(method):
+    context = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    child = context.Process(target=wait, args=(there,), daemon=True)
+    child.start()
+    here.recv()
+    return child
+
+def at_exit():
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    forked = os.fork()
+    if not forked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    _, status = os.waitpid(forked, 0)
+    program = subprocess.run(["sh", "-c", "kill -TERM $$; exit 0"])
+    print("at exit", os.waitstatus_to_exitcode(status), program.returncode, flush=True)
+
+if __name__ == "__main__":
+    atexit.register(at_exit)
+    rr.init()
+    children = {"before": start("fork")}
+    rr.stopping()
+    children["unasked"] = start("fork")
+    rr.request_stop()
+    children["asked"] = start("fork")
+    assert rr.stopping()
+    children |= {method: start(method) for method in ("fork", "spawn", "forkserver")}
+    for name, child in children.items():
+        child.terminate()
+        child.join()
+        print(name, child.exitcode, flush=True)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        print("pool", pool.map(abs, [-1]), flush=True)
+    left = start("fork")  # which multiprocessing ends at exit, as the next one, which may not even have begun
+    multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True).start()
+    sys.exit(os.EX_TEMPFAIL)
+"""
+
+
+def test_sigterm_ends_what_a_rank_has_started(tmp_path: Path) -> None:
+    """Whenever and however it was started; the rank itself goes on to its exit, whatever warns it meanwhile."""
+    program = tmp_path / "program.py"
+    program.write_text(HAS_CHILDREN)
+    done = launching.run(RINGREDUCE, "run", "-np", 2, sys.executable, program)
+    assert done.returncode == STOPPED, done.stderr
+    ends = [f"{name} -15" for name in ("before", "unasked", "asked", "fork", "spawn", "forkserver")]
+    assert sorted(done.stdout.splitlines()) == sorted([*ends, "pool [1]", "at exit -15 -15"] * 2)
+
+
 @pytest.mark.parametrize("options", [(), ("--elastic",)])
 def test_a_warning_that_comes_before_the_ranks_stops_them(options: tuple[str, ...]) -> None:
     """Schedulers send one, whenever that is: in the same moment as the launcher can take it."""
