@@ -9,6 +9,7 @@ import torch
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.torch import own_state
 from ringreduce.torch.sharded.stepper import Stepper
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.torch.wrapping import parameters_of
@@ -81,7 +82,7 @@ def broadcast_optimizer_state(
         return
     state = broadcast_object(state, root_rank, process_set=process_set)
     if not is_root:
-        optimizer.load_state_dict(state)
+        own_state.load(optimizer, state)
     if had_no_state and process_set.communicator.config.conventions.broadcast_state_zeroes_gradients:
         for parameter in parameters_of(optimizer):
             if parameter.requires_grad:

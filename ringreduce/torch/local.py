@@ -15,7 +15,7 @@ from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set, init
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.torch import wrapper, wrapping
+from ringreduce.torch import own_state, wrapper, wrapping
 from ringreduce.torch.compression import Compression, Compressor, each_array
 from ringreduce.torch.local_state import StateAverage
 from ringreduce.torch.optimizer import DistributedOptimizer
@@ -344,7 +344,7 @@ class DiLoCo(wrapper.Wrapper):
             averages = each_array(lambda tensor: tensor.cpu().numpy(), local["averages"])
             local = {**local, "averages": averages}
             self._local.require_fit(local)
-        self._stepping.optimizer.load_state_dict(state)
+        own_state.load(self._stepping.optimizer, state)
         self._local.load_state_dict(local)
         if self._warm is not self._local.warming:
             self._warm = None

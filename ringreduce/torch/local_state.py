@@ -23,10 +23,11 @@ import torch
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.pickles import gather
-from ringreduce.common.errors import MismatchError
+from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.engine import CollectiveOp, InPlaceAllreduce
 from ringreduce.torch import wrapping
+from ringreduce.torch.own_state import apart, together
 from ringreduce.torch.sharded.node_state import is_whole
 from ringreduce.training.binding.framework import Named
 from ringreduce.training.compression import State
@@ -103,10 +104,13 @@ class OptimizerState:
         averaged = {(number, name) for number, name, _ in self._averaged()}
         return [(*key, _described(value), key in averaged) for key, value in self._everything().items()]
 
-    def take(self, keys: Sequence[tuple[int, str]]) -> dict[tuple[int, str], Any]:
-        """Return state that is not averaged, to be sent; a tensor as whether it is on a GPU, and as an array."""
+    def take(self, keys: Sequence[tuple[int, str]]) -> dict[tuple[int, str], Any] | str:
+        """Return state that is not averaged, to be sent; or why some of it cannot be."""
         everything = self._everything()
-        return {key: _packed(everything[key]) for key in keys}
+        try:
+            return {key: _packed(key[1], everything[key]) for key in keys}
+        except ConfigError as error:
+            return str(error)
 
     def give(self, given: Mapping[tuple[int, str], Any]) -> None:
         """Add what another rank's `take` has returned where this rank has nothing."""
@@ -249,6 +253,8 @@ class StateAverage(Average):
         lacked = sorted(key for key in set().union(*have) if not all(key in each for each in have))
         donors = {key: next(rank for rank, each in enumerate(have) if key in each) for key in lacked}
         taken = gather(ranks, self.leaves.take([key for key in lacked if donors[key] == ranks.rank]))
+        if problem := next((each for each in taken if isinstance(each, str)), ""):
+            raise ConfigError(problem)
         given = {key: taken[donors[key]][key] for key in lacked if key not in have[ranks.rank]}
         return [found[key] for key in sorted(found)], holders, given
 
@@ -289,10 +295,12 @@ def _described(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _packed(value: Any) -> Any:
-    return (value.is_cuda, value.detach().cpu()) if torch.is_tensor(value) else (None, value)
+def _packed(name: str, value: Any) -> tuple[bytes, list[tuple[bool, torch.Tensor]]]:
+    """Return a value's form, and its tensors in host memory, each with whether it was on a GPU."""
+    form, tensors = apart(name, value, torch.is_tensor)
+    return form, [(each.is_cuda, each.detach().cpu()) for each in tensors]
 
 
-def _unpacked(packed: tuple[bool | None, Any], device: torch.device) -> Any:
-    on_gpu, value = packed
-    return value.to(device) if on_gpu else value
+def _unpacked(packed: tuple[bytes, list[tuple[bool, torch.Tensor]]], device: torch.device) -> Any:
+    form, tensors = packed
+    return together(form, [each.to(device) if on_gpu else each for on_gpu, each in tensors])

@@ -16,7 +16,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet, require_process_set
-from ringreduce.torch import wrapper, wrapping
+from ringreduce.torch import own_state, wrapper, wrapping
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.private import scaler_of
 from ringreduce.torch.reduced import Reduced, State, warn_of_own_step, warn_of_second_reduction
@@ -438,7 +438,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         """
         state = dict(state_dict)
         load_training = take_training(state, self._training)
-        self._optimizer.load_state_dict(state)
+        own_state.load(self._optimizer, state)
         self._stepper.load_state()
         load_training()
 

@@ -13,8 +13,10 @@ rank can save them, and the ranks that survive a death lack nothing.
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,7 +28,9 @@ import torch
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.partition import Partition
 from ringreduce.engine import Gather, Refusal
+from ringreduce.torch.own_state import Apart, apart, is_dense, together
 from ringreduce.torch.private import call_first, version_of
+from ringreduce.torch.spares import lacks_gradients, needs_spares, spare
 from ringreduce.torch.wrapping import parameters_of
 from ringreduce.training.gradients.buckets import padded
 from ringreduce.training.optimizers.reducer import GradientReducer
@@ -103,6 +107,9 @@ class _Layout(NamedTuple):
     stride: tuple[int, ...]
 
 
+_State = dict[str, tuple[bytes, list[_Layout]]]
+
+
 class _Header(NamedTuple):
     """What a rank says of its bytes.
 
@@ -110,15 +117,15 @@ class _Header(NamedTuple):
         rank: its number.
         found: for each parameter, 1 if it has a gradient.
         times: seconds that steps have taken here, by ``found`` and whether updates were split.
-        updated: the numbers of the parameters, each with its state by name: a `_Layout`, or the value itself; None: it
-            has no state.
+        updated: the numbers of the parameters, each with its state by name: the form (see `Apart`), and what tensors
+            it has; None: it has no state.
         lengths: bytes of the tensors, parameters with their state.
     """
 
     rank: int
     found: bytes
     times: _Times
-    updated: list[tuple[int, dict[str, Any] | None]]
+    updated: list[tuple[int, _State | None]]
     lengths: list[int]
 
 
@@ -143,6 +150,8 @@ class SplitUpdates:
         self._name = f"{self._ranks.name}, updates"
         self.splits = wanted
         self._memory: _Bytes = np.empty(0, np.uint8)
+        self._needs_spares = needs_spares(optimizer)
+        self._spares: list[torch.Tensor] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -253,7 +262,14 @@ class SplitUpdates:
         others = {id(self._parameters[number]) for number in numbers}
         self._whole = [group["params"] for group in self._optimizer.param_groups]
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
-            group["params"] = [each for each in parameters if id(each) not in others]
+            group["params"] = own = [each for each in parameters if id(each) not in others]
+            if self._needs_spares and lacks_gradients(own, parameters):
+                like = min((each for each in parameters if each.grad is not None), key=torch.Tensor.numel)
+                made = spare(like)
+                if like in self._optimizer.state:
+                    self._optimizer.state[made] = copy.deepcopy(self._optimizer.state[like])
+                own.append(made)
+                self._spares.append(made)
 
     def _give_back(self) -> None:
         """Let the optimizer have all parameters."""
@@ -261,6 +277,8 @@ class SplitUpdates:
             for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
                 group["params"] = parameters
         self._whole = None
+        while self._spares:
+            self._optimizer.state.pop(self._spares.pop(), None)
 
     def _update_missing(self) -> None:
         """Update the parameters of ranks that have joined. It is a second step, so what the first has counted goes."""
@@ -310,16 +328,18 @@ class SplitUpdates:
 
     def _packed(self) -> _Bytes:
         """Return what this rank has updated, in memory that the next call uses again."""
-        updated: list[tuple[int, dict[str, Any] | None]] = []
+        updated: list[tuple[int, _State | None]] = []
         tensors: list[torch.Tensor] = []
         for number in self._mine:
             parameter = self._parameters[number]
             tensors.append(parameter)
             state = self._optimizer.state.get(parameter)
-            plain = {name: each for name, each in (state or {}).items() if _is_plain(each, parameter)}
-            tensors += plain.values()
-            layouts = {name: _Layout(each.dtype, each.shape, each.stride()) for name, each in plain.items()}
-            updated.append((number, None if state is None else {**state, **layouts}))
+            described: _State = {}
+            for name, value in (state or {}).items():
+                form, found = apart(name, value, partial(_is_plain, parameter))
+                tensors += found
+                described[name] = form, list(map(_layout, found))
+            updated.append((number, None if state is None else described))
         lengths = [each.numel() * each.element_size() for each in tensors]
         header = pickle.dumps(_Header(self._ranks.rank, self._found, self._times, updated, lengths))
         places = Partition.of_sizes([_ROW_NBYTES, *map(padded, (len(header), *lengths))]).segment
@@ -344,16 +364,16 @@ class SplitUpdates:
             state = self._optimizer.state[parameter]
             for name in state.keys() - described.keys():
                 del state[name]
-            for name, value in described.items():
-                if not isinstance(value, _Layout):
-                    state[name] = value
-                    continue
-                known = state.get(name)
-                if not (_is_plain(known, parameter) and _Layout(known.dtype, known.shape, known.stride()) == value):
-                    known = state[name] = torch.empty_strided(
-                        value.shape, value.stride, dtype=value.dtype, device="cpu"
-                    )
-                known.copy_(_as_tensor(next(parts), value.dtype, value.shape))
+            for name, (form, layouts) in described.items():
+                known = _known(state, name, parameter)
+                if known is None or (known.form, list(map(_layout, known.tensors))) != (form, layouts):
+                    made = [
+                        torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="cpu") for each in layouts
+                    ]
+                    state[name] = together(form, made)
+                    known = Apart(form, made)
+                for each in known.tensors:
+                    each.copy_(_as_tensor(next(parts), each.dtype, each.shape))
 
     def _decide(self, times: Sequence[_Times]) -> None:
         """Decide whether updates are split from now on, once enough steps like this one were timed on all ranks."""
@@ -376,11 +396,20 @@ def _kept(setting: Any) -> Any:
     return setting.detach().clone() if isinstance(setting, torch.Tensor) else setting
 
 
-def _is_plain(value: Any, parameter: torch.Tensor) -> bool:
+def _is_plain(parameter: torch.Tensor, value: Any) -> bool:
     """Return whether state travels as the bytes of its elements; all else goes by pickle."""
-    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
-        return False
-    return value.is_contiguous() or value.stride() == parameter.stride()
+    return is_dense(value) and (value.is_contiguous() or value.stride() == parameter.stride())
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    return _Layout(tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _known(state: Mapping[str, Any], name: str, parameter: torch.Tensor) -> Apart | None:
+    """Return what this rank has under a name; None: nothing that others could have."""
+    with suppress(ConfigError):
+        return apart(name, state[name], partial(_is_plain, parameter)) if name in state else None
+    return None
 
 
 def _as_tensor(part: _Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
+from ringreduce.torch import own_state
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.private import version_of
@@ -175,6 +176,9 @@ class OptimizerStateHandler(_TensorsHandler):
 
     def is_unchanged(self) -> bool:
         return self._noted_steps == self._steps and super().is_unchanged()
+
+    def _load(self, state: Any) -> None:
+        own_state.load(self.value, state)
 
     def restore_small(self, copied: Any) -> None:
         for group, settings in zip(self.value.param_groups, copied, strict=True):

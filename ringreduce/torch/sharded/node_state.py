@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,8 +10,11 @@ import numpy as np
 import torch
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.partition import Partition
+from ringreduce.torch.own_state import TENSOR, Apart, apart, is_dense, together
 from ringreduce.torch.tensors.streams import tensor_like
 from ringreduce.training.binding.framework import Slot
+from ringreduce.training.gradients.buckets import padded
 from ringreduce.training.strategies.parts import Shard, Sharding
 
 #: The state of an optimizer, by parameter and name.
@@ -18,6 +22,12 @@ State = dict[torch.Tensor, dict[str, Any]]
 
 #: The dtypes in which Python numbers are stored.
 _NUMBER_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+_NUMBER = b"number"  # the form of these
+_INT64 = 1 << 63
+
+#: State that nobody changes in place.
+_IMMUTABLE = {bool, int, float, str, bytes, type(None)}
 
 #: State of optimizers that is one number for all elements; it has the shape of a parameter that is a number, too.
 _NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
@@ -85,14 +95,16 @@ class _Description(NamedTuple):
     """What state of a parameter is, for ranks that do not have it.
 
     Attributes:
-        dtype: of a tensor, or of a Python number; None: it is something else.
-        shape: of a tensor; None: that of the parameter, and its strides.
-        value: what is no tensor.
+        form: see `Apart`.
+        tensors: dtypes and shapes; a shape of None: that of the parameter, and its strides.
+        nbytes: of each; None: they stay where they are.
+        problem: why other ranks cannot have it; empty: they can.
     """
 
-    dtype: torch.dtype | None
-    shape: torch.Size | None = torch.Size()
-    value: Any = None
+    form: bytes = b""
+    tensors: Sequence[tuple[torch.dtype, torch.Size | None]] = ()
+    nbytes: Sequence[int] | None = ()
+    problem: str = ""
 
 
 class _Place(NamedTuple):
@@ -100,25 +112,32 @@ class _Place(NamedTuple):
 
     Attributes:
         memory: of the node, where others have their places, too.
-        whole: all of it.
-        mine: this rank's part, which the copy of the optimizer has.
-        is_number: whether the optimizer has a Python number there.
+        data: this place, as bytes.
+        form: of the state, see `Apart`.
+        whole: its tensors.
+        mine: this rank's parts of them, which the copy of the optimizer has.
     """
 
     memory: Any
-    whole: torch.Tensor
-    mine: torch.Tensor
-    is_number: bool
+    data: Any
+    form: bytes
+    whole: list[torch.Tensor]
+    mine: list[torch.Tensor]
 
-    def take(self, value: Any, target: torch.Tensor) -> bool:
-        """Store a value in ``whole`` or ``mine``; return False if it is of another kind."""
-        if self.is_number:
-            fits = _NUMBER_DTYPES.get(type(value)) == target.dtype
-        else:
-            fits = torch.is_tensor(value) and value.dtype == target.dtype and value.shape == target.shape
-        if fits and value is not target:
-            target.copy_(value) if torch.is_tensor(value) else target.fill_(value)
+    def take(self, value: Apart, targets: Sequence[torch.Tensor], *, agreed: bool = False) -> bool:
+        """Store a value in ``whole`` or ``mine``; return False if it is of another form, unless that is ``agreed``."""
+        if value.form != self.form and not agreed:
+            return False
+        pairs = list(zip(value.tensors, targets, strict=True))
+        fits = all((each.dtype, each.shape) == (target.dtype, target.shape) for each, target in pairs)
+        for each, target in pairs if fits else ():
+            if each is not target:
+                target.copy_(each)
         return fits
+
+    def value(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return a value of this form."""
+        return tensors[0].item() if self.form == _NUMBER else together(self.form, tensors)
 
 
 class NodeState:
@@ -141,6 +160,7 @@ class NodeState:
         self._private: list[torch.Tensor] = []  # parameters that each rank has
         self._places: dict[tuple[torch.Tensor, str], _Place] = {}
         self._kept: dict[tuple[torch.Tensor, str], Any] = {}  # what the copy of the optimizer had after the last step
+        self._names = defaultdict[torch.Tensor, set[str]](set)  # of the state of whole parameters
 
     def load(self, parameters: Sequence[torch.Tensor], pieces: Mapping[torch.Tensor, Piece], state: State) -> None:
         """Give the copy of the optimizer this rank's part of the whole state. Local.
@@ -155,6 +175,7 @@ class NodeState:
         self._pieces = pieces
         self._private = [each for each in parameters if each not in pieces]
         self._kept.clear()
+        self._names.clear()
         state.clear()
         self._places = {key: place for key, place in self._places.items() if key[1] in whole.get(key[0], ())}
         for parameter, known in whole.items():
@@ -166,90 +187,143 @@ class NodeState:
                 mine = self._loaded(piece, name, value)
                 if piece.value is not None:
                     state[piece.value][name] = mine
+                    self._names[parameter].add(name)
 
     def _loaded(self, piece: Piece, name: str, value: Any) -> Any:
         """Return this rank's part of whole state, in memory of the node if it has a place there."""
         key = piece.parameter, name
-        place = self._places.get(key)
-        if place is not None and place.take(value, place.whole):
-            if place.is_number:
-                return value
-            self._optimizer.state[piece.parameter][name] = place.whole
-            mine = self._kept[key] = piece.of(place.whole) if piece.has_part(name, value) else place.whole
+        place = self._places.pop(key, None)
+        form, tensors = parts = _apart(name, value)
+        if place is not None and place.form in (_NUMBER, TENSOR) and place.take(parts, place.whole):
+            mine = place.whole
+            if form == TENSOR:
+                self._optimizer.state[piece.parameter][name] = place.whole[0]
+                mine = [piece.of(each) if piece.has_part(name, each) else each for each in place.whole]
             self._places[key] = place._replace(mine=mine)
-            return mine
-        self._places.pop(key, None)
-        if torch.is_tensor(value):
-            return (piece.of(value) if piece.has_part(name, value) else value).clone()
-        return value
+            value = self._kept[key] = place.value(mine)
+            return value
+        if form == _NUMBER:
+            return value
+        return together(form, [(piece.of(each) if piece.has_part(name, each) else each).clone() for each in tensors])
 
     def keep(self, state: State) -> None:
         """Move state that the step has made to memory of the node, and wait for the other ranks. Collective.
 
         Args:
             state: that of the copy of the optimizer.
+
+        Raises:
+            ConfigError: on all ranks, if other ranks cannot have state of some rank.
         """
         self._give_private(state)
-        missing: dict[tuple[int, str], tuple[Piece, Any]] = {}
-        for number, piece, made in self._of_pieces(state):
+        missing: dict[tuple[int, str], tuple[int, _Description | None]] = {}
+        stored: list[tuple[Piece, str, dict[str, Any]]] = []
+        for number, piece in self._own_pieces():
+            made = state.get(piece.value, {})
             for name, value in made.items():
-                known = value is self._kept.get((piece.parameter, name))
-                if not (known or self._store(piece, name, value=value, made=made)):
-                    missing[number, name] = piece, value
+                changes = not (type(value) in _IMMUTABLE or is_dense(value))
+                if not changes and value is self._kept.get((piece.parameter, name), self):
+                    continue
+                if not self._store(piece, name, made):
+                    missing[number, name] = self._described(piece, name, value)
+                    stored.append((piece, name, made))
+            if piece.elements is None:
+                missing |= {(number, name): (0, None) for name in self._names[piece.parameter] - made.keys()}
+                self._names[piece.parameter] = set(made)
         if self._sharding.share(needs=bool(missing)):
-            self._make_places({key: _described(piece, value) for key, (piece, value) in missing.items()})
-            for (_, name), (piece, value) in missing.items():
-                assert piece.value is not None
-                self._store(piece, name, value=value, made=state[piece.value])
+            self._make_places(missing)
+            for piece, name, made in stored:
+                self._store(piece, name, made, agreed=True)
             self._sharding.meet("kept")
 
     def _give_private(self, state: State) -> None:
-        """Let the optimizer have the state of parameters that each rank has."""
+        """Let the optimizer have the state of parameters that each rank has, and what belongs to no parameter."""
         for parameter in self._private:
             if parameter in state:
                 self._optimizer.state[parameter] = state[parameter]
+        keys: list[Any] = list(state)
+        self._optimizer.state.update({key: state[key] for key in keys if not torch.is_tensor(key)})
 
-    def _of_pieces(self, state: State) -> Iterator[tuple[int, Piece, dict[str, Any]]]:
-        """Return this rank's pieces, with the numbers of their parameters and their state."""
+    def _own_pieces(self) -> Iterator[tuple[int, Any]]:
+        """Yield the pieces that this rank updates, with the numbers of their parameters."""
         for number, parameter in enumerate(self._parameters):
             piece = self._pieces.get(parameter)
-            if piece is not None and piece.value is not None and piece.value in state:
-                yield number, piece, state[piece.value]
+            if piece is not None and piece.value is not None:
+                yield number, piece
 
-    def _store(self, piece: Piece, name: str, value: Any, made: dict[str, Any]) -> bool:
+    def _store(self, piece: Piece, name: str, made: dict[str, Any], *, agreed: bool = False) -> bool:
         """Store state of a piece where all ranks see it; return False if there is no place for it yet."""
         key = piece.parameter, name
-        place = self._places.get(key)
-        if piece.elements is not None and not piece.is_part(value):
-            self._optimizer.state[piece.parameter][name] = value  # every rank has it
-        elif place is not None:
-            if not place.take(value, place.mine):
+        value = made[name]
+        is_part = piece.is_part(value)
+        if piece.elements is None or is_part:
+            place = self._places.get(key)
+            try:
+                parts = _apart(name, value)
+            except ConfigError:  # of which its description tells all ranks
                 return False
-            if not place.is_number:
-                value = made[name] = place.mine
-        elif torch.is_tensor(value) or self._optimizer.state[piece.parameter].get(name, self) != value:
-            return False
+            if place is None or not place.take(parts, place.mine, agreed=agreed):
+                return False
+            is_same = all(one is other for one, other in zip(parts.tensors, place.mine, strict=True))
+            if place.form != _NUMBER and not (is_same and parts.form == place.form):
+                value = made[name] = place.value(place.mine)
+        if piece.elements is None or not is_part:
+            self._optimizer.state[piece.parameter][name] = value  # if it is cut, every rank has this
         self._kept[key] = value
         return True
 
-    def _make_places(self, needed: Mapping[tuple[int, str], tuple[int, _Description]]) -> None:
+    def _make_places(self, needed: Mapping[tuple[int, str], tuple[int, _Description | None]]) -> None:
         """Make memory of the node for state that some rank has made. Collective."""
         common, parts = self._sharding.allocate(needed)
+        if problem := next((each.problem for _, each in parts.values() if each is not None and each.problem), ""):
+            raise ConfigError(problem)
         for (number, name), (memory, description) in parts.items():
             parameter = self._parameters[number]
-            if description.dtype is None:
-                self._places.pop((parameter, name), None)
-                self._optimizer.state[parameter][name] = description.value
+            key = parameter, name
+            if description is None:
+                self._places.pop(key, None)
+                self._optimizer.state[parameter].pop(name, None)
                 continue
-            is_number = description.value is not None
-            if description.shape is None:
-                whole = tensor_like(parameter, memory, description.dtype)
+            if description.nbytes is None:
+                place = self._places[key]._replace(form=description.form)
             else:
-                whole = torch.from_numpy(memory).view(description.dtype).view(description.shape)
-            piece = self._pieces.get(parameter)
-            mine = whole if piece is None or not piece.has_part(name, whole) else piece.of(whole)
-            self._places[parameter, name] = _Place(common, whole, mine=mine, is_number=is_number)
-            self._optimizer.state[parameter][name] = description.value if is_number else whole
+                place = self._place(parameter, name, common, memory, description)
+            self._places[key] = place
+            self._optimizer.state[parameter][name] = place.value(place.whole)
+
+    def _place(self, parameter: torch.Tensor, name: str, common: Any, memory: Any, description: _Description) -> _Place:
+        """Return a place that is new."""
+        assert description.nbytes is not None
+        whole = []
+        places = Partition.of_sizes(list(map(padded, description.nbytes))).segment
+        for place, nbytes, (dtype, shape) in zip(places, description.nbytes, description.tensors, strict=True):
+            part = memory[place][:nbytes]
+            if shape is None:
+                whole.append(tensor_like(parameter, part, dtype))
+            else:
+                whole.append(torch.from_numpy(part).view(dtype).view(shape))
+        piece = self._pieces.get(parameter)
+        mine = whole if piece is None else [piece.of(each) if piece.has_part(name, each) else each for each in whole]
+        return _Place(common, memory, description.form, whole=whole, mine=mine)
+
+    def _described(self, piece: Piece, name: str, value: Any) -> tuple[int, _Description]:
+        """Return how many bytes of new memory state needs, and its description."""
+        try:
+            form, tensors = _apart(name, value)
+        except ConfigError as error:
+            return 0, _Description(problem=str(error))
+        parts = [piece.is_part(each) for each in tensors]
+        kinds = [(each.dtype, None if is_part else each.shape) for each, is_part in zip(tensors, parts, strict=True)]
+        place = self._places.get((piece.parameter, name))
+        if place is not None and [(each.dtype, each.shape) for each in tensors] == [
+            (each.dtype, each.shape) for each in place.mine
+        ]:
+            return 0, _Description(form, nbytes=None)
+        counts = [
+            piece.parameter.numel() if is_part else each.numel() for each, is_part in zip(tensors, parts, strict=True)
+        ]
+        nbytes = [count * each.element_size() for count, each in zip(counts, tensors, strict=True)]
+        return sum(map(padded, nbytes)), _Description(form, kinds, nbytes=nbytes)
 
     @property
     def memory(self) -> list[Any]:
@@ -259,18 +333,16 @@ class NodeState:
     def complete(self) -> None:
         """Let the optimizer have numbers of other ranks as the last step has made them. Local."""
         for (parameter, name), place in self._places.items():
-            if place.is_number:
-                self._optimizer.state[parameter][name] = place.whole.item()
+            if place.form == _NUMBER:
+                self._optimizer.state[parameter][name] = place.value(place.whole)
 
     def release(self) -> None:
         """Let the optimizer have no more state than it needs. Local."""
 
     def make_own(self) -> None:
         """Let the optimizer have all state in memory of its own, as far as this rank knows it. Local."""
-        self.complete()
         for (parameter, name), place in self._places.items():
-            if not place.is_number:
-                self._optimizer.state[parameter][name] = place.whole.clone()
+            self._optimizer.state[parameter][name] = place.value([each.clone() for each in place.whole])
         self._places.clear()
 
     def hand_over(self, sharding: Sharding, parameters: Sequence[torch.Tensor], size: int) -> None:
@@ -314,19 +386,24 @@ class DividedState(NodeState):
 
     def complete(self) -> None:
         """Let the optimizer have all state, in memory of the node that is new. Collective."""
-        pieces = list(self._of_pieces(self._state))
-        made = {(number, name): (piece, value) for number, piece, made in pieces for name, value in made.items()}
-        self._make_places({key: _described(piece, value) for key, (piece, value) in made.items()})
+        made = {
+            (number, name): (piece, value)
+            for number, piece in self._own_pieces()
+            for name, value in self._state.get(piece.value, {}).items()
+        }
+        self._make_places({key: self._described(piece, key[1], value) for key, (piece, value) in made.items()})
         mine: dict[tuple[int, str], tuple[int, Any]] = {}
         for key, (piece, value) in made.items():
-            place = self._places.get((piece.parameter, key[1]))
-            if place is not None:
-                place.take(value, place.mine)
-                cut = slice(0, 0) if place.mine is place.whole else piece.elements or slice(0, 0)
-                mine[key] = cut.start * place.whole.element_size(), _bytes_of(place.mine)
+            place = self._places[piece.parameter, key[1]]
+            place.take(_apart(key[1], value), place.mine)
+            if piece.elements is not None and piece.is_part(value):
+                mine[key] = piece.elements.start * place.whole[0].element_size(), _bytes_of(place.mine[0])
+            else:
+                mine[key] = 0, place.data
         for (number, name), start, data in self._sharding.exchange(mine):
-            _bytes_of(self._places[self._parameters[number], name].whole)[start : start + data.nbytes] = data
+            self._places[self._parameters[number], name].data[start : start + data.nbytes] = data
         self._sharding.meet("put together")
+        super().complete()
 
     def hand_over(self, sharding: Sharding, parameters: Sequence[torch.Tensor], size: int) -> None:
         """See `NodeState.hand_over`."""
@@ -360,14 +437,12 @@ def _holders(sharding: Sharding, size: int) -> list[int]:
     return [each for each in said[:, 0].tolist() if each]
 
 
-def _described(piece: Piece, value: Any) -> tuple[int, _Description]:
-    """Return how many bytes state needs, and its description."""
-    if piece.is_part(value):
-        return piece.parameter.numel() * value.element_size(), _Description(value.dtype, None)
-    if torch.is_tensor(value):
-        return value.nbytes, _Description(value.dtype, value.shape)
+def _apart(name: str, value: Any) -> Apart:
+    """Take state apart, where a Python number is one that changes in place."""
     dtype = _NUMBER_DTYPES.get(type(value))
-    return (0 if dtype is None else dtype.itemsize), _Description(dtype, value=value)
+    if dtype is None or (dtype is torch.int64 and not -_INT64 <= value < _INT64):
+        return apart(name, value)
+    return Apart(_NUMBER, [torch.tensor(value, dtype=dtype, device="cpu")])
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

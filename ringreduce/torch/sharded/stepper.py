@@ -18,6 +18,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.torch.private import mark_stepped, version_of
 from ringreduce.torch.sharded.node_state import DividedState, NodeState, Piece, pieces_of
 from ringreduce.torch.sharded.shardable import STEPS, watch_other_steps
+from ringreduce.torch.spares import Spares
 from ringreduce.torch.split_updates import SplitUpdates, is_on_host, may_split
 from ringreduce.torch.wrapping import STEPPING, parameters_of
 from ringreduce.training.optimizers.optimizer import Training
@@ -181,6 +182,7 @@ class ShardedStep:
         self._parameters = list[torch.Tensor]()
         self._pieces: dict[torch.Tensor, Piece] = {}
         self._versions: list[int] = []
+        self._spares = Spares(optimizer, {})
         self._state = (NodeState if self._sharding.has_all_state else DividedState)(optimizer, self._sharding)
         _hand_over(earlier, optimizer, self._sharding)
         self.commit = NodeCommit(self._sharding)
@@ -332,8 +334,11 @@ class ShardedStep:
 
     def load_state(self) -> None:
         """Take over the whole state that the optimizer has now. Local."""
-        if not self._detached:
-            self._state.load(self._parameters, self._pieces, self.copy.state)
+        if self._detached:
+            return
+        self._spares.look()
+        self._state.load(self._parameters, self._pieces, self.copy.state)
+        self._spares.load(self.copy.state)
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
@@ -398,6 +403,7 @@ class ShardedStep:
                 piece.value.grad = piece.gradient
             else:
                 piece.value.grad = None if gradient is None else piece.of(gradient)
+        self._spares.add(self.copy.param_groups)
 
     # ---- pieces ----
 
@@ -419,6 +425,7 @@ class ShardedStep:
             {**group, "params": [value for each in group["params"] if (value := values.get(each, each)) is not None]}
             for group in self.optimizer.param_groups
         ]
+        self._spares = Spares(self.optimizer, values)
         self.load_state()
         self._remember()
 
