@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import pickle
 import warnings
 import weakref
@@ -182,6 +183,30 @@ def test_weights_that_one_rank_changes_are_told_once(caplog: pytest.LogCaptureFi
         optimizer.step()
         said = [each.getMessage() for each in caplog.records if "different weights by now" in each.getMessage()]
         assert len(said) == (1 if rr.rank() == 0 and step >= 3 else 0)
+
+
+@several
+@pytest.mark.parametrize("ends", ["wrapper", "world"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_weights_that_end_as_nan_are_told_once(ends: str, bad: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """With the check that finds where it began: when the optimizer ends, or the world."""
+    rr.shutdown()
+    rr.init()
+    caplog.set_level(logging.WARNING, logger="ringreduce")
+    model, inner, optimizer = build()
+    for step in range(3):
+        backward(model)
+        if bad and step == 1 and rr.rank() == 1:
+            model[0].weight.grad[0, 0] = math.nan
+        optimizer.step()
+    if ends == "wrapper":
+        del optimizer
+    rr.shutdown()
+    rr.init()
+    said = [each.getMessage() for each in caplog.records if "ends with NaN or infinity" in each.getMessage()]
+    assert len(said) == (bad and rr.rank() == 0)
+    assert all("RINGREDUCE_CHECK=finite:1" in each and "SGD over 4 parameters" in each for each in said)
+    assert inner
 
 
 # ---- steps around the wrapper ----

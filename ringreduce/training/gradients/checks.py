@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,12 +51,13 @@ class _Watched:
         lasting: from reports of all ranks.
         nreports: so many went into that.
         warned: whether rank 0 has said that a rank is slow.
+        not_finite: whether it has said that weights are not finite.
     """
 
     def __init__(self) -> None:
         self.lasting = Lasting()
         self.nreports = 0
-        self.warned = False
+        self.warned = self.not_finite = False
 
 
 class Checks:
@@ -314,6 +316,29 @@ class Checks:
             )
         if self._ranks.rank == 0:
             _log.warning("%s", _differences(said, self._memory.advice.schedule))
+
+
+def look_at_the_end(memory: Memory, ranks: Ranks, named: Callable[[], Named]) -> None:
+    """Let rank 0 say, once, that an optimizer leaves weights that are not finite, unless a setting looks for it. Local.
+
+    Args:
+        memory, ranks, named: as for `Checks`.
+    """
+    engine = ranks.engine
+    watched = engine.attached[_Watched]
+    looked = engine.communicator.config.check_finite_every is not None or not ranks.seconds
+    if looked or ranks.rank or watched.not_finite or getattr(sys, "last_value", None) is not None:
+        return
+    for name, parameter in named():
+        if memory.is_trainable(parameter) and not memory.is_finite(parameter):
+            watched.not_finite = True
+            _log.warning(
+                "%s ends with NaN or infinity in its weights (%s for one): RINGREDUCE_CHECK=finite:1 finds the step, "
+                "the gradient and the rank where it came first",
+                ranks.described,
+                name,
+            )
+            return
 
 
 def settings_of(model: CheckedModel | None) -> Mapping[str, str]:

@@ -6,10 +6,12 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from ringreduce.training.binding.framework import Hooks, Removable
 from ringreduce.training.gradients.buckets import Buckets
+from ringreduce.training.gradients.checks import look_at_the_end
 from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.strategies.overlapped import Overlap
 from ringreduce.training.strategies.stages import GradientState
@@ -50,8 +52,10 @@ class Gradients:
         self._hooks: list[Removable] = []
         self.watch()
         # The parameters keep their hooks, and the finalizer keeps what it retires; neither keeps this object.
-        self._finalizer = weakref.finalize(self, _retire, reducer.buckets, self.overlap, self._hooks)
+        self._look = partial(look_at_the_end, reducer.memory, reducer.ranks, reducer.named)
+        self._finalizer = weakref.finalize(self, _retire, self._look, reducer.buckets, self.overlap, self._hooks)
         self._finalizer.atexit = False
+        reducer.ranks.engine.communicator.lifetime.listen_while_held("closed", self._world_ends)
 
     def retire(self) -> None:
         """Watch no parameter any more, and let go of buckets. Local.
@@ -144,6 +148,9 @@ class Gradients:
 
     # ---- inside ----
 
+    def _world_ends(self) -> None:
+        self._look()
+
     def _parameters(self) -> list[Any]:
         return [parameter for _, parameter in self.reducer.named()]
 
@@ -154,7 +161,8 @@ def _remove(hooks: list[Removable]) -> None:
     hooks.clear()
 
 
-def _retire(buckets: Buckets, overlap: Overlap, hooks: list[Removable]) -> None:
+def _retire(look: Callable[[], None], buckets: Buckets, overlap: Overlap, hooks: list[Removable]) -> None:
     overlap.abandon()
     buckets.clear()
     _remove(hooks)
+    look()
