@@ -24,6 +24,7 @@ __all__ = [
     "give",
     "provide",
     "set_environment",
+    "set_still",
     "set_user",
     "shared_of",
 ]
@@ -170,6 +171,15 @@ def die(name: str, number: int) -> None:
         raise ClusterError(f"{host} has no power, or is a link alone")
     set_link(host, "down")
     os.kill(int(first), signal.SIGKILL)
+
+
+def set_still(name: str, number: int, still: bool) -> None:
+    """Let all of a machine but its first process stand still, as where it is paused, or go on."""
+    first = _first(name, number)
+    for pid in pids_of(require_hosts(name, number + 1)[number]):
+        with suppress(ProcessLookupError):
+            if str(pid) != first:
+                os.kill(pid, signal.SIGSTOP if still else signal.SIGCONT)
 
 
 def entering(name: str, number: int, command: Sequence[str]) -> list[str]:

@@ -65,7 +65,7 @@ def train(state):
         state.step += 1
         print(state.step, time.time(), file=made, flush=True)
         state.commit()
-        if restart and state.step == lost_at + 1:
+        if restart and state.step > lost_at:
             pathlib.Path(commits, "again").touch()
 
 state = hvd.elastic.TorchState(model, optimizer, step=0)

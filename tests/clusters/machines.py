@@ -99,6 +99,14 @@ class Cluster:
         """Take the cable of a host out."""
         self._call("unplug", str(number))
 
+    def freeze(self, number: int) -> None:
+        """Let a host stand still."""
+        self._call("freeze", str(number))
+
+    def thaw(self, number: int) -> None:
+        """Let it go on."""
+        self._call("thaw", str(number))
+
     def boot(self, number: int) -> None:
         """Start a host."""
         self._call("boot", str(number))

@@ -6,6 +6,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from lost_hosts import Training, elastic, end_daemon, listed, nothing_is_left, ranks_of
@@ -143,6 +144,34 @@ def test_a_host_that_comes_back_is_used_at_a_commit(cluster: Cluster) -> None:
     ended = training.end()
     assert ended == (0, ranks_of(cluster, 3)), training.text
     assert f"{cluster.host(2)} answers again" in training.text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("folder", ["shared", "copies"])
+def test_a_host_that_stood_still_brings_back_nothing(cluster: Cluster, folder: str) -> None:
+    """Its rank, alone with its copy, may make a step or two, and commit them; what the others made meanwhile stays."""
+    disk = f"/root/{time.monotonic_ns()}/commits" if folder == "copies" else ""
+    training = Training(cluster, cluster.host(2), *elastic(cluster), sizes=3, pause_s=0.1, disk=disk)
+    training.until("waits")
+    cluster.freeze(2)
+    training.until("again")
+    cluster.thaw(2)
+    ended = training.end()
+    assert ended == (0, ranks_of(cluster, 3)), training.text
+    assert f"{cluster.host(2)} answers again" in training.text
+    _, *later = [set(made) for _, made in sorted(training.steps().items())]
+    assert all(len(one & other) <= 1 for one, other in pairwise(later)), training.steps()
+
+
+def test_a_job_starts_without_a_host_that_is_down(cluster: Cluster) -> None:
+    """It has hosts enough for --min-np."""
+    cluster.die(2)
+    line = ("ringreduce", "run", "--elastic", "-np", "3", "--min-np", "2", "-H", listed(cluster), "python", "who.py")
+    done = cluster.run(0, *line)
+    cluster.boot(2)
+    assert done.status == 0, done.text
+    assert f"the job begins without {cluster.host(2)}" in done.text
+    assert {f"rank {rank} of 2 on {cluster.host(rank)}" for rank in range(2)} <= set(done.ranks()), done.text
 
 
 @pytest.mark.thorough
