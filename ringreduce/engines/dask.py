@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import socket
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _T = TypeVar("_T")
+_LOOK_EVERY_S = 0.1
 
 
 def run(
@@ -59,7 +61,8 @@ def run(
         env: variables for the ranks.
         options: more options of ``ringreduce run``. With ``--elastic``, ranks that die are survived, if the function
             trains by `ringreduce.elastic.run`; and workers that end, if it keeps its state on disk.
-        start_timeout: seconds to wait until the tasks have started on all workers.
+        start_timeout: seconds to wait for workers with so many threads, if a cluster grows, and again until the tasks
+            have started on all of them.
 
     Returns:
         The results of the ranks, in their order.
@@ -79,7 +82,7 @@ def run(
     data = _ClusterData(client)
     call = (fn, tuple(map(data.place, args)), {name: data.place(value) for name, value in (kwargs or {}).items()})
     held = data.held()
-    threads = {address: info["nthreads"] for address, info in client.scheduler_info(n_workers=-1)["workers"].items()}
+    threads = _threads(client, np if isinstance(np, int) else 1, start_timeout)
     count = Counter(address for addresses in held.values() for address in addresses)
     workers = _places(sorted(threads, key=lambda each: -count[each]), threads, np)
     # Libraries of a rank share the threads that its worker has for tasks.
@@ -107,11 +110,36 @@ def run(
                 client.cancel(tasks)  # which wait for workers that have ended
 
 
+def _threads(client: Client, least: int, limit_s: float) -> dict[str, int]:
+    """Return the threads of each worker, once there are so many in all; those that there are after a time limit.
+
+    Tasks that wait meanwhile have an adaptive cluster start workers: it does that for what it has to do.
+    """
+    from distributed import Event
+
+    event = Event(f"ringreduce-{uuid.uuid4().hex}", client)
+    waiting: list[Future] = []
+    deadline = time.monotonic() + limit_s
+    try:
+        while True:
+            workers = client.scheduler_info(n_workers=-1)["workers"]
+            found = {address: info["nthreads"] for address, info in workers.items()}
+            if sum(found.values()) >= least or time.monotonic() > deadline:
+                return found
+            if not waiting:
+                waiting = client.map(_wait, [(event.name, number) for number in range(least)], pure=False, retries=0)
+            time.sleep(_LOOK_EVERY_S)
+    finally:
+        if waiting:
+            event.set()
+            client.cancel(waiting, force=True)
+
+
 def _places(order: Sequence[str], threads: Mapping[str, int], np: Any) -> list[str]:
     """Return the worker of each rank: those of one worker follow each other."""
     most = sum(threads.values())
     if not order:
-        raise ConfigError("the Dask cluster has no workers; wait for them with client.wait_for_workers(1)")
+        raise ConfigError("the Dask cluster has no workers, also after start_timeout")
     np = len(order) if np is None else np
     if not isinstance(np, int) or np < 1:
         raise ConfigError(f"np is the number of ranks, at least 1, not {np!r}")
@@ -235,6 +263,13 @@ class _ClusterData:
 
 
 # ---- in a task, on a worker ----
+
+
+def _wait(event: tuple[str, int]) -> None:
+    """Wait for an event of the cluster, by its name, so that a thread has something to do."""
+    from distributed import Event
+
+    Event(event[0]).wait()
 
 
 def _hold(ticket: str, name: str, data: Sequence[object]) -> None:

@@ -52,6 +52,21 @@ def client(address: str) -> Iterator[Any]:
     assert is_eventually(lambda: not left_behind(), END_S), left_behind()
 
 
+@pytest.mark.parametrize("adapts", [True, False])
+def test_workers_that_come_later_are_waited_for(adapts: bool) -> None:
+    """An adaptive cluster starts them for the job; where nobody does, an error says so."""
+    with distributed.LocalCluster(n_workers=0, threads_per_worker=1, dashboard_address=":0") as cluster:
+        if adapts:
+            cluster.adapt(minimum=0, maximum=2)
+        with distributed.Client(cluster) as client:
+            if adapts:
+                found = ringreduce.dask.run(client, programs.total, np=2, start_timeout=END_S)
+                assert found == [2.0, 2.0]
+            else:
+                with pytest.raises(ConfigError, match="no workers, also after start_timeout"):
+                    ringreduce.dask.run(client, programs.total, np=2, start_timeout=0.5)
+
+
 def place() -> tuple[float, list[int]]:
     """Return a sum over all ranks, and the processes above this one."""
     from ringreduce.common.processes import ancestors
@@ -75,7 +90,7 @@ def test_what_is_wrong_is_refused(client: Any, address: str) -> None:
         with pytest.raises(ConfigError, match="at least 1"):
             ringreduce.dask.run(client, place, np=wrong)
     with pytest.raises(ConfigError, match="4 ranks take as many threads of workers, and the Dask cluster has 3"):
-        ringreduce.dask.run(client, place, np=4)
+        ringreduce.dask.run(client, place, np=4, start_timeout=1)
     with pytest.raises(ConfigError, match=r"distributed\.Client"):
         ringreduce.dask.run(None, place)
     closed = distributed.Client(address)
