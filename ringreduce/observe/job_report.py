@@ -101,6 +101,7 @@ def figures_of(
     laps: Sequence[Lap],
     nodes: Sequence[Sequence[int]],
     began_s: float,
+    made: int,
     hosts: Mapping[int, str] = {},
     uses: Sequence[HostUse] = (),
 ) -> Figures | None:
@@ -111,6 +112,7 @@ def figures_of(
         laps: of this rank.
         nodes: the ranks of each node.
         began_s: when the world began, by `time.perf_counter`.
+        made: steps that this rank has made; the last lap ends with an earlier one.
         hosts, uses: as in `Figures`.
     """
     if not laps or laps[-1].steps - laps[0].steps < _ENOUGH:
@@ -140,7 +142,7 @@ def figures_of(
         seconds=perf_counter() - began_s,
         start_s=first.moment_s - began_s,
         steps_s=passed_s,
-        steps=last.steps,
+        steps=made,
         samples_per_s=(last.samples - first.samples) * size / passed_s,
         step_s=step_s,
         compute_s=step_s - input_s - waiting_s - communication_s,

@@ -239,6 +239,7 @@ class Observer:
             laps,
             nodes=nodes,
             began_s=self._began_s,
+            made=recorder.steps,
             hosts={each["rank"]: each["host"] for each in now},
             uses=uses_of(now),
         )

@@ -312,10 +312,11 @@ def test_parts_add_up_to_a_step() -> None:
     """Those of an average rank: its own time, what it waits for the last one, and the rest, which is communication."""
     late = pace(own_s=90.0, last=1000, late_s=30.0, processor_s=3.0, sampled_s=15.0)
     found = figures_of(
-        metrics(pace(waited_s=30.0), late), laps(step_s=0.1, blocking_s=0.002), nodes=[[0, 1]], began_s=3.0
+        metrics(pace(waited_s=30.0), late), laps(step_s=0.1, blocking_s=0.002), nodes=[[0, 1]], began_s=3.0, made=1009
     )
     assert found is not None
     assert (found.step_s, found.samples_per_s) == pytest.approx((0.1, 640.0))
+    assert found.steps == 1009, "those after the last lap, too"
     assert (found.start_s, found.steps_s) == pytest.approx((2.0, 100.0)), "what came before is no part of a step"
     assert (found.input_s, found.waiting_s, found.communication_s) == pytest.approx((0.01, 0.015, 0.012))
     assert found.compute_s + found.input_s + found.waiting_s + found.communication_s == pytest.approx(found.step_s)
@@ -326,7 +327,7 @@ def test_parts_add_up_to_a_step() -> None:
 def test_without_paces_this_rank_alone_is_known() -> None:
     """As in programs that reduce by themselves: waiting is a part of communication."""
     spent = {"blocking_s": 0.03, "waited_s": 0.01, "loading_s": 0.02, "delayed_s": 0.001}
-    found = figures_of(metrics(), laps(step_s=0.1, **spent), nodes=[[0], [1]], began_s=3.0)
+    found = figures_of(metrics(), laps(step_s=0.1, **spent), nodes=[[0], [1]], began_s=3.0, made=1009)
     assert found is not None
     assert (found.input_s, found.waiting_s, found.communication_s) == pytest.approx((0.02, 0.0, 0.04))
     assert (found.ranks, found.nodes, found.slow, found.crowded) == (2, 2, None, pytest.approx(0.01))
@@ -335,14 +336,14 @@ def test_without_paces_this_rank_alone_is_known() -> None:
 def test_waiting_for_a_core_counts_while_ranks_compute() -> None:
     """What they wait while they wait for others costs nothing; a rank wants a core while it has one or waits for it."""
     ranks = metrics(pace(delayed_s=5.0, loading_s=30.0), pace(delayed_s=1.0, loading_s=0.0))
-    found = figures_of(ranks, laps(step_s=0.1, delayed_s=0.09), nodes=[[0, 1]], began_s=3.0)
+    found = figures_of(ranks, laps(step_s=0.1, delayed_s=0.09), nodes=[[0, 1]], began_s=3.0, made=1009)
     assert found is not None
     assert found.crowded == pytest.approx(6.0 / (20.0 + 6.0))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_of_few_steps_nothing_is_said(count: int) -> None:
-    assert figures_of(metrics(), laps(step_s=0.1, count=count), nodes=[[0]], began_s=0.0) is None
+    assert figures_of(metrics(), laps(step_s=0.1, count=count), nodes=[[0]], began_s=0.0, made=1009) is None
     assert report_of(None, [], {}) is None
 
 
@@ -358,7 +359,7 @@ def test_of_few_steps_nothing_is_said(count: int) -> None:
 def test_ranks_that_share_too_few_cores_are_named(cores: tuple[tuple[int, ...], ...], crowds: list[Any]) -> None:
     """Only those of one host, and only where there are fewer cores than ranks; many cores are not known."""
     paces = metrics(*(pace(cores=each) for each in cores))
-    found = figures_of(paces, laps(step_s=0.1), nodes=[[0, 1], [2, 3]], began_s=3.0)
+    found = figures_of(paces, laps(step_s=0.1), nodes=[[0, 1], [2, 3]], began_s=3.0, made=1009)
     assert found is not None
     assert list(found.crowds) == crowds
 
