@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ringreduce.bench.formats import cells_of
 from ringreduce.bench.results import Report
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.files import replace_file
 from ringreduce.common.html_pages import COLOURS, html_page, html_table
 from ringreduce.common.quantities import format_nbytes
 
@@ -177,10 +178,11 @@ def write(drawn: Figure, path: str) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        if Path(path).suffix == ".svg":
-            Path(path).write_text(to_svg(drawn), encoding="utf-8")
+        kind = Path(path).suffix.removeprefix(".").lower()
+        if kind == "svg":
+            replace_file(Path(path), lambda file: file.write(to_svg(drawn).encode()), durable=False)
         else:
-            drawn.savefig(path, dpi=150)
+            replace_file(Path(path), lambda file: drawn.savefig(file, format=kind, dpi=150), durable=False)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.files import open_file
 from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.common.launch import launch
 from ringreduce.doctor import audit_report
@@ -84,9 +83,10 @@ def reproduce(file: str, world: str | None) -> int:
 
 def _examined(file: str) -> Examination:
     try:
-        return examine(Path(file).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+        with open_file(file) as record:
+            return examine(record.read())
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"{file} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def _complain(file: str, found: Examination) -> int:

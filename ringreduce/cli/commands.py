@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from ringreduce.cli.progress_bar import ProgressLine
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.wrong_options import RankCommand
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.files import replace_file, require_writable
 from ringreduce.common.quantities import format_nbytes, parse_nbytes
 from ringreduce.doctor.tables import print_table
 
@@ -226,11 +226,13 @@ def bench(**options: Any) -> int:
     _say_if_alone(name, settings.format)
     if ringreduce.rank() == 0:
         if settings.output_file:
-            Path(settings.output_file).write_text(to_json(reports[0]), encoding="utf-8")
+            text = to_json(reports[0]).encode()
+            replace_file(Path(settings.output_file), lambda file: file.write(text), durable=False)
         if plot:
             plots.save(reports[0], plot)
         if page:
-            Path(page).write_text(plots.page(reports), encoding="utf-8")
+            html = plots.page(reports).encode()
+            replace_file(Path(page), lambda file: file.write(html), durable=False)
         for path in filter(None, (settings.output_file, plot, page)):
             click.echo(f"bench: wrote {path}", err=True)
     return int(any(report.nwrong for report in reports))
@@ -331,12 +333,8 @@ def _require_writable(paths: Sequence[str]) -> None:
     complaint = None
     if ringreduce.rank() == 0:
         for path in paths:
-            there = os.path.lexists(path)
             try:
-                with open(path, "ab"):
-                    pass
-                if not there:
-                    os.unlink(path)
+                require_writable(Path(path))
             except OSError as error:
                 complaint = complaint or f"{path} cannot be written: {error.strerror}"
     complaint = ringreduce.broadcast_object(complaint) if paths else None

@@ -16,7 +16,8 @@ import click
 
 import ringreduce
 from ringreduce.cli import main as ringreduce_main
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
+from ringreduce.common.files import read_file
 
 __all__ = ["CommandLine", "main", "parser", "read"]
 
@@ -281,8 +282,10 @@ def _read_file(path: str, plan: CommandLine) -> None:
     """Read a file of ``--config-file``: sections, and indented ``key: value`` lines in them, as Horovod's YAML has."""
     options = {key: option for option in _OPTIONS if option.kind not in ("file", "show") for key in option.keys}
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_file(path, most_nbytes=1 << 20, ours=True).decode().splitlines()
+    except ForeignFileError as error:
+        raise ForeignFileError(f"--config-file {path}: {error}") from None
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config-file {path}: {error}") from None
     section = ""
     for number, line in enumerate(lines, 1):

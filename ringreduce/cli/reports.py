@@ -136,7 +136,8 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> None:
     found = trace_report.report(trace_report.load(trace, _keys()), skip)
     if page is not None:
         try:
-            Path(page).write_text(trace_report.to_html(found, trace), encoding="utf-8")
+            html = trace_report.to_html(found, trace).encode()
+            replace_file(Path(page), lambda file: file.write(html), durable=False)
         except OSError as error:
             raise ConfigError(f"{page} cannot be written: {error.strerror}") from None
     if as_json:

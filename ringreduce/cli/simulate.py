@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +15,7 @@ from ringreduce.bench.cases import sizes
 from ringreduce.cli.progress_bar import ProgressLine
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.wrong_options import Command
+from ringreduce.common.files import read_file
 from ringreduce.common.launch import launch
 from ringreduce.common.quantities import parse_nbytes, parse_rate, parse_seconds
 from ringreduce.simulate.cluster import WIRES, Cluster, Rates, links_of, topology_of
@@ -153,7 +153,9 @@ def _cluster(options: dict[str, Any]) -> Cluster:
     if len(ranks) not in (1, nodes):
         raise click.UsageError(f"--ranks-per-node has {len(ranks)} counts, for {nodes} nodes")
     usual = _made(Rates, {**options, "rate": options["rates"][0] if options["rates"] else _RATE_BPS}).links()
-    links = links_of((Path(path).read_text(errors="replace") for path in options["reports"]), usual)
+    links = links_of(
+        (read_file(path, most_nbytes=64 << 20).decode(errors="replace") for path in options["reports"]), usual
+    )
     source = click.get_current_context().get_parameter_source
     said = {name for name in options if source(name) is ParameterSource.COMMANDLINE}
     between = {term: getattr(usual.between, term) for name, term in _TERMS.items() if name in said}

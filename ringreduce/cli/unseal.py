@@ -9,7 +9,7 @@ import click
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError
-from ringreduce.common.files import replace_file
+from ringreduce.common.files import open_file, replace_file
 from ringreduce.common.sealed_files import DISK_VARIABLE, disk_keys
 
 __all__ = ["command"]
@@ -32,7 +32,7 @@ def command(file: Path, out: Path, force: bool) -> None:
         raise ConfigError(f"{DISK_VARIABLE} is not set: it names the file with the key")
     keys = disk_keys(path)
     try:
-        with file.open("rb") as sealed, keys.opened(sealed) as content:
+        with open_file(file) as sealed, keys.opened(sealed) as content:
             replace_file(out, lambda written: shutil.copyfileobj(content, written))
     except ForeignFileError as error:
         raise ForeignFileError(f"{file}: {error}") from None

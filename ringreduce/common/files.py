@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import grp
 import os
+import pwd
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from ringreduce.common import processes
+from ringreduce.common.errors import ConfigError, ForeignFileError
 
 
 def create_file(path: Path) -> BinaryIO:
@@ -28,8 +33,9 @@ def replace_file(
         durable: whether it is so whenever the machine stops, too.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or there is a folder, a device or a pipe, which stays.
     """
+    _require_no_device(path)
     new = new or partial_path(path)
     try:
         with create_file(new) as file:
@@ -46,6 +52,20 @@ def replace_file(
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _require_no_device(path: Path) -> None:
+    """Raise an OSError if there is what a file must not replace, as root could: a device, a pipe, or a link to one."""
+    if os.path.exists(path) and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "there is something that is no file; name another one", str(path))
+
+
+def require_writable(path: Path) -> None:
+    """Raise an OSError if `replace_file` could not write a file; leaves nothing there."""
+    _require_no_device(path)
+    probe = partial_path(path)  # ranks of other hosts may have the same pid
+    create_file(probe).close()
+    probe.unlink()
 
 
 def partial_path(path: Path) -> Path:
@@ -78,3 +98,62 @@ def require_own(folder: Path) -> None:
             raise PermissionError(f"{folder} belongs to user {owner}, and this is user {mine}")
     if found.st_mode & 0o022:
         raise PermissionError(f"other users may write to {folder}; chmod go-w {folder}")
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file of anybody's for reading; links are followed, and no pipe or device is waited for.
+
+    Raises:
+        ConfigError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ConfigError("it is no regular file")
+    return file
+
+
+def read_file(path: str | os.PathLike[str], *, most_nbytes: int, ours: bool = False) -> bytes:
+    """Read a regular file whole; links are followed, as those of a ConfigMap of Kubernetes.
+
+    Args:
+        path: of the file.
+        most_nbytes: it may have.
+        ours: whether it decides what this user starts, and so has to be this user's or root's, and no other's to write.
+
+    Raises:
+        ConfigError: it is no regular file, or larger.
+        ForeignFileError: it is not ours.
+        OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        if ours:
+            require_ours(path, os.fstat(file.fileno()))
+        content = file.read(most_nbytes + 1)
+    if len(content) > most_nbytes:
+        raise ConfigError(f"it has more than {most_nbytes >> 20} MiB")
+    return content
+
+
+def require_ours(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    """Raise a ForeignFileError unless a file, and a link that leads to it, is this user's or root's to change alone.
+
+    Args:
+        path: of the file.
+        found: what is known of it.
+    """
+    mine = os.geteuid()
+    for owner in (found.st_uid, os.lstat(path).st_uid):
+        if owner not in (0, mine):
+            raise ForeignFileError(f"it belongs to user {owner}, who can change it; chown {mine} {os.fspath(path)}")
+    if found.st_mode & 0o002 or (found.st_mode & 0o020 and found.st_gid and not _is_private_group(found.st_gid)):
+        raise ForeignFileError(f"other users may write to it; chmod go-w {os.fspath(path)}")
+
+
+def _is_private_group(number: int) -> bool:
+    """Return whether a group is this user's own by its name, as many systems make one for each user."""
+    try:
+        return grp.getgrgid(number).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False

@@ -10,10 +10,12 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from ringreduce.common.errors import ConfigError, ForeignFileError, name_ranks
+from ringreduce.common.files import create_file, read_file
 from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.observe.snapshots import Snapshot
@@ -21,6 +23,8 @@ from ringreduce.observe.waits import Wait, sets_of, waits
 
 __all__ = ["TRACE_PREFIX", "diagnose", "load", "main_stack", "write_torch_traces"]
 
+_MOST_NBYTES = 64 << 20  # of a dump, which has the last calls and the stacks of a rank
+_MOST_RANKS = 1 << 20
 _OURS = str(Path(__file__).parents[1])
 
 
@@ -37,16 +41,30 @@ def load(folder: str | Path, keys: KeyFile = PLAIN) -> dict[int, Snapshot]:
     found = {}
     for path in sorted(Path(folder).glob("rank-*.json")):
         try:
-            with path.open("rb") as file, keys.opened(file, path.name) as content:
-                dump = json.load(content)
+            sealed = BytesIO(read_file(path, most_nbytes=_MOST_NBYTES, ours=True))
+            with keys.opened(sealed, path.name) as content:
+                dump = _printable(json.load(content))
+            if not 0 <= int(dump["rank"]) < int(dump["size"]) <= _MOST_RANKS:
+                raise ValueError("there is no such rank")
             found[int(dump["rank"])] = dump
         except ForeignFileError as error:
             raise ForeignFileError(f"{path}: {error}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} is not what a rank has written down: {error!r}") from None
     if not found:
         raise ConfigError(f"no rank has written anything into {folder}; RINGREDUCE_DUMP={folder} lets them do so")
     return found
+
+
+def _printable(value: Any) -> Any:
+    """Return a value of JSON, in whose texts nothing is left that a terminal would act on: others may have sent it."""
+    if isinstance(value, dict):
+        return {_printable(name): _printable(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_printable(each) for each in value]
+    if isinstance(value, str) and not value.isprintable():
+        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in value)
+    return value
 
 
 def diagnose(dumps: Mapping[int, Snapshot]) -> list[str]:
@@ -158,7 +176,7 @@ def write_torch_traces(dumps: Mapping[int, Snapshot], folder: str | os.PathLike[
             each.unlink()
         for rank, trace in traces.items():
             written.append(target / f"{TRACE_PREFIX}{rank}")
-            with open(os.open(written[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with create_file(written[-1]) as file:
                 pickle.dump(trace, file)
     except OSError as error:
         raise ConfigError(f"{error.filename or target} cannot be written: {error.strerror}") from None

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError, ForeignFileError
-from ringreduce.common.files import create_file, is_abandoned, own_folder, partial_path, replace_file
+from ringreduce.common.files import is_abandoned, own_folder, replace_file, require_writable
 from ringreduce.common.launch import notify_launcher
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 
@@ -106,9 +106,7 @@ class CommitStore:
         for each in self.folder.glob(".commit-*"):
             if is_abandoned(each):
                 each.unlink(missing_ok=True)
-        probe = partial_path(self.folder / "commit-probe")  # ranks of other hosts may have the same pid
-        create_file(probe).close()
-        probe.unlink()
+        require_writable(self.folder / "commit-probe")
 
     def require_our_keys(self) -> None:
         """Raise a `ForeignFileError` if a commit is sealed and there is no key, by another key, or not at all."""

@@ -9,16 +9,19 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.keys import KEY_VARIABLE
 from ringreduce.common.libraries import require_library
 from ringreduce.launcher.agent_server import PYTHON, agent_server, as_worker, private_folder, worker_environment
 from ringreduce.launcher.call_server import VARIABLE, call_served, connected, leave_there
 from ringreduce.launcher.function import carry_out, make_call, pickled_call, results
 
-__all__ = ["engine", "job_line", "on_hosts", "run_on", "work_there"]
+__all__ = ["engine", "job_line", "on_hosts", "refuse_key", "run_on", "work_there"]
 
 
 def engine(name: str, extra: str) -> ModuleType:
@@ -31,13 +34,33 @@ def engine(name: str, extra: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def refuse_key(options: Sequence[str] = (), variables: Collection[str] = ()) -> None:
+    """Raise a ConfigError if ranks are to encrypt what they send: who reads the network could be one of them.
+
+    Args:
+        options: of ``ringreduce run``.
+        variables: names of those that ranks get.
+    """
+    asked = [word for word in options if word.partition("=")[0] in ("--encrypt", KEY_VARIABLE)]
+    if asked or KEY_VARIABLE in variables or Config.from_environ().key_file is not None:
+        raise ConfigError(
+            f"{KEY_VARIABLE} and --encrypt are not for ranks on Ray, Spark and Dask: the token by which these get the "
+            "function and send results is not encrypted there, and who reads it can run code as this user. Start the "
+            "job by `ringreduce run --encrypt`, or put the network into a tunnel (WireGuard, IPsec) and unset the key"
+        )
+
+
 def job_line(options: Sequence[str], module: str, function: str) -> list[str]:
     """Return the command line that starts a job, whose ranks call a function without arguments.
 
     Args:
         options: of ``ringreduce run``; they name the hosts.
         module, function: of the installed package.
+
+    Raises:
+        ConfigError: see `refuse_key`.
     """
+    refuse_key(options)
     program = f'exec "${PYTHON}" -c "from {module} import {function}; {function}()"'
     # No grace: ranks get SIGTERM only when the caller has an error already, or ends.
     fixed = ("--grace=0", "--no-rank-variables")  # the names of its hosts lead nowhere
@@ -105,6 +128,7 @@ def work_there() -> None:
     """
     as_worker()
     try:
+        refuse_key()  # this host may have a setting of its own
         with connected({"what": "call"}) as (_, stream):
             call = stream.read()
         result = make_call(call)

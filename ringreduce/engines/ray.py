@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.errors import CollectiveError, ConfigError
-from ringreduce.engines import engine, job_line, on_hosts
+from ringreduce.engines import engine, job_line, on_hosts, refuse_key
 from ringreduce.engines.ray_ranks import BeginsAgainError, RankActor, StandIn, StandIns
 from ringreduce.engines.ray_room import Room, room
 from ringreduce.launcher.agent_server import agent_server, private_folder, worker_environment
@@ -151,11 +151,12 @@ class RayExecutor:
 
         Raises:
             ModuleNotFoundError: Ray is not installed.
-            ConfigError: Ray has no room, or ranks cannot start there.
+            ConfigError: Ray has no room, ranks cannot start there, or they are to encrypt (see SECURITY.md).
             CollectiveError: ``executable_cls`` failed on a rank, or one died.
         """
         if self._at_end is not None:
             raise ConfigError("the executor has been started; shut it down first")
+        refuse_key(self._options, extra_env_vars or ())
         ray = engine("ray", "ray")
         if ray.util.client.ray.is_connected():
             raise ConfigError("RayExecutor runs on a node of the cluster, not over ray://: start it in a task or a job")

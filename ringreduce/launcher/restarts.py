@@ -17,8 +17,9 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import STALLED
 from ringreduce.launcher import failures
 from ringreduce.launcher.allocations_end import StepSignals, StopBefore
+from ringreduce.launcher.discovery import Discovery
 from ringreduce.launcher.failures import LogFiles
-from ringreduce.launcher.hosts import Hosts, is_here, parse_hosts
+from ringreduce.launcher.hosts import Hosts, is_here
 from ringreduce.launcher.job import Job, Signals, say
 from ringreduce.launcher.losses import LOGIN_S, Losses
 from ringreduce.launcher.marks import Mark
@@ -27,10 +28,9 @@ from ringreduce.launcher.rank_variables import Beginnings
 from ringreduce.launcher.schedulers import slurm_job
 from ringreduce.launcher.start import Start
 
-__all__ = ["Discovery", "Restarts"]
+__all__ = ["Restarts"]
 
 _LOOK_EVERY_S = 1.0
-_SCRIPT_S = 10.0  # that a script gets to print which hosts there are
 #: How long ranks have to end once the first has said that they begin again. Whatever the others do, the next job begins
 #: with what is on disk.
 _LEAVING_S = 30.0
@@ -42,65 +42,6 @@ _LONGEST_PAUSE_S = 60.0
 _NO_DAEMON = 255
 #: After so long without an answer, users see what may be wrong.
 _ANSWER_S = 30.0
-
-
-class Discovery:
-    """Runs a script, once or every second, and keeps its last good answer.
-
-    A run fails if it takes more than 10 s, ends with another status than 0, or prints no hosts. Users see that, and
-    the last good answer counts.
-
-    Args:
-        script: prints a line ``host`` or ``host:slots`` for each host.
-        slots: slots of hosts without a number.
-    """
-
-    def __init__(self, script: str, slots: int) -> None:
-        self._script = script
-        self._slots = slots
-        self._hosts: Mapping[str, int] = {}
-        self._complaint = ""
-
-    def hosts(self) -> Mapping[str, int]:
-        """Return the slots by host of the last good answer; none before the first."""
-        return self._hosts
-
-    def ask_for_ever(self) -> None:
-        """Run the script again and again."""
-        while True:
-            self.ask()
-            time.sleep(_LOOK_EVERY_S)
-
-    def ask(self) -> None:
-        """Run the script once."""
-        try:
-            self._hosts = parse_hosts(_output(self._script), self._slots)
-            complaint = ""
-        except Exception as error:  # whatever a script does, the next answer may be good
-            complaint = str(error) or type(error).__name__
-        if complaint and complaint != self._complaint:  # once, however often it fails in the same way
-            say(f"{self._script} failed, and its last answer counts: {complaint}")
-        self._complaint = complaint
-
-
-def _output(script: str) -> str:
-    """Return what a script prints.
-
-    If that takes too long, it and the processes of its session are killed.
-    """
-    # Its standard error is this process's, for the user to see.
-    process = subprocess.Popen([script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None
-    try:
-        output, _ = process.communicate(timeout=_SCRIPT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()  # processes outside of the session may hold it for ever
-        raise
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, script)
-    return output.decode(errors="replace")
 
 
 @dataclass

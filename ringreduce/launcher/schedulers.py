@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.files import read_file
 from ringreduce.launcher.hosts import parse_host_file
 
 __all__ = ["SCHEDULERS", "Allocation", "Scheduler", "expand", "has_qrsh", "slurm_job", "slurm_step"]
 
 _MOST_HOSTS = 1 << 17  # more are a mistake in a list, and would take all memory
+_MOST_NBYTES = 16 << 20  # of a file of hosts
 _SHOWN = 80  # of a text that is refused
 #: Of Slurm: what is in brackets, ranges of numbers, and counts.
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")
@@ -207,9 +209,9 @@ def _grid_engine(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
 
 def _text(variable: str, environ: Mapping[str, str]) -> str:
     try:
-        return Path(environ[variable]).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{variable}={environ[variable]}: {error.strerror}") from None
+        return read_file(environ[variable], most_nbytes=_MOST_NBYTES).decode(errors="replace")
+    except (ConfigError, OSError) as error:
+        raise ConfigError(f"{variable}={environ[variable]}: {getattr(error, 'strerror', error)}") from None
 
 
 def _pairs(variable: str, environ: Mapping[str, str]) -> dict[str, int]:

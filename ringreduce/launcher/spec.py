@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from threading import TIMEOUT_MAX
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
+from ringreduce.common.files import read_file, require_ours
 from ringreduce.launcher.hosts import Cooldown, parse_host_file, parse_hosts
 
 __all__ = ["LaunchSpec"]
 
+_MOST_NBYTES = 16 << 20  # of a file of hosts
 #: How hosts are named in a file, and on the command line.
 _EXAMPLE = ("a line is like: localhost slots=2", "give it as in -H localhost:2")
 
@@ -170,6 +171,22 @@ class LaunchSpec:
             found[name] = value if has_value else None
         return found
 
+    def require_own_script(self) -> None:
+        """Raise a `ForeignFileError` if others could change the script that finds the hosts."""
+        if self.script is not None:
+            try:
+                require_ours(self.script, os.stat(self.script))
+            except ForeignFileError as error:
+                raise ForeignFileError(f"--host-discovery-script {self.script}: {error}") from None
+
+    def _hostfile_text(self, path: str) -> str:
+        try:
+            return read_file(path, most_nbytes=_MOST_NBYTES, ours=True).decode(errors="replace")
+        except ForeignFileError as error:
+            raise ForeignFileError(f"--hostfile {path}: {error}") from None
+        except (ConfigError, OSError) as error:
+            raise ConfigError(f"--hostfile {path}: {getattr(error, 'strerror', error)}") from None
+
     def named_hosts(self) -> dict[str, int]:
         """Return the slots by host that users name; empty if they name no hosts.
 
@@ -178,8 +195,7 @@ class LaunchSpec:
         """
         found: dict[str, int] = {}
         if self.hostfile is not None:
-            text = Path(self.hostfile).read_text(encoding="utf-8", errors="replace")
-            found = parse_host_file(text, self.slots or 1)
+            found = parse_host_file(self._hostfile_text(self.hostfile), self.slots or 1)
         elif self.hosts is not None:
             found = parse_hosts(self.hosts, self.slots or 1)
         if not sum(found.values()) and (self.hostfile is not None or self.hosts is not None):

@@ -8,13 +8,13 @@ import resource
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, ForeignFileError
+from ringreduce.common.files import own_folder, require_writable
 from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.launcher.hosts import LOCAL, SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
@@ -261,6 +261,7 @@ def prepare(spec: LaunchSpec) -> Start:
         ConfigError: options contradict each other, or something that they need is missing here.
     """
     spec.require_sense()
+    spec.require_own_script()
     if spec.key_file is not None:
         read_secret(spec.key_file, "--encrypt")
     variables = spec.variables()
@@ -392,8 +393,12 @@ def make_folder(spec: LaunchSpec) -> None:
         return
     folder = Path(spec.folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        own_folder(folder)
+        require_writable(folder / "rank-0.log")
+    except PermissionError as error:
+        if error.errno is None:  # it is not ours
+            raise ForeignFileError(f"--log-dir: {error}; or name another folder") from None
+        raise ConfigError(f"--log-dir {folder}: cannot write there: {error.strerror}") from None
     except OSError as error:
         raise ConfigError(f"--log-dir {folder}: cannot write there: {error.strerror}") from None
 

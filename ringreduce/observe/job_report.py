@@ -17,7 +17,7 @@ from typing import Any
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.files import replace_file
+from ringreduce.common.files import read_file, replace_file
 from ringreduce.common.instruments import Pace
 from ringreduce.common.quantities import format_seconds
 from ringreduce.observe.metrics import Metrics
@@ -208,14 +208,14 @@ def load(path: str) -> dict[str, Any]:
         ConfigError: the file holds none.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(read_file(path, most_nbytes=64 << 20))
         for name in ("ranks", "nodes", "step_s", *_PARTS):
             float(found[name])
         laps_s = [float(each) for each in found["laps_s"]]
         names = [(each["name"], each["says"]) for each in found["found"]]
         if not laps_s or min(laps_s) <= 0 or not all(isinstance(each, str) for pair in names for each in pair):
             raise ValueError
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{path} is no report of `ringreduce run --report`") from None
     return dict(found)
 

@@ -21,7 +21,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from ringreduce.common.files import partial_path, replace_file
+from ringreduce.common.files import open_file, partial_path, replace_file
 from ringreduce.common.sealed_files import PLAIN, KeyFile, is_sealed
 
 __all__ = ["TraceFile", "collect", "read_trace"]
@@ -201,7 +201,7 @@ def read_trace(path: str | os.PathLike[str], keys: KeyFile) -> bytes:
     Raises:
         OSError, ValueError: it cannot be read; or these keys do not open it.
     """
-    with open(path, "rb") as file, keys.opened(file, _PURPOSE) as content:
+    with open_file(path) as file, keys.opened(file, _PURPOSE) as content:
         return content.read()
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 import logging
 import os
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError
-from ringreduce.common.files import replace_file
+from ringreduce.common.files import open_file, replace_file
 from ringreduce.common.sealed_files import KeyFile, disk_keys
 from ringreduce.runtime import config, is_initialized, rank_and_size, record_refusal
 from ringreduce.torch.elastic.generators import Generators
@@ -93,7 +94,8 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     """
 
     def read() -> dict[str, Any]:
-        with open(path, "rb") as file, _keys().opened(file, _PURPOSE) as opened:
+        with open_file(path) as file, _keys().opened(file, _PURPOSE) as opened:
+            _require_plain_zip(opened)
             content = torch.load(opened, map_location="cpu", weights_only=True)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ConfigError("save_checkpoint has not written it")
@@ -127,6 +129,21 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
             ranks,
         )
     return values
+
+
+def _require_plain_zip(file: BinaryIO) -> None:
+    """Raise a ConfigError unless a file is of torch's format, and takes no more memory than its own size."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except zipfile.BadZipFile:
+        raise ConfigError("save_checkpoint has not written it") from None
+    nbytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    if any(each.compress_type != zipfile.ZIP_STORED for each in members) or nbytes < sum(
+        each.file_size for each in members
+    ):
+        raise ConfigError("it would unpack to more than its own size, which nothing does that save_checkpoint writes")
 
 
 def _keys() -> KeyFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import pwd
@@ -24,7 +25,10 @@ from ringreduce.common.sealed_files import PLAIN
 from ringreduce.elastic import CommitStore
 from ringreduce.launcher import unpack
 from ringreduce.launcher.shells import shell
+from ringreduce.launcher.spec import LaunchSpec
+from ringreduce.launcher.start import make_folder
 from ringreduce.observe.audit_chain import ChainedFile
+from ringreduce.observe.serving import Answer, TextServer
 from ringreduce.observe.snapshots import FlightRecorder, folder
 from ringreduce.observe.trace_file import TraceFile
 
@@ -162,7 +166,8 @@ CONNECTS = """
 import json, socket, sys
 reached = []
 for family, where in json.loads(sys.argv[1]):
-    for said in (b"", bytes(range(24)), b"GET / HTTP/1.0\\r\\n\\r\\n", bytes(range(256)) * 40, b"\\xff" * 5000, b"\\0" * 5000):
+    lots = (bytes(range(256)) * 40, b"\\xff" * 5000, b"\\0" * 5000)
+    for said in (b"", bytes(range(24)), b"GET / HTTP/1.0\\r\\n\\r\\n", *lots):
         peer = socket.socket(socket.AF_UNIX if family == "unix" else socket.AF_INET)
         peer.settimeout(5)
         try:
@@ -331,6 +336,74 @@ def test_a_dump_in_his_folder(other: Other, place: Path) -> None:
     assert kept.read_text() == "keep"
     read, _ = other.does(READS, json.dumps([[str(place / "dumps")], []]))
     assert read == []
+
+
+def test_logs_in_his_folder(other: Other, place: Path) -> None:
+    """Are not written: his link there would lead to a file of ours. The shell of a rank refuses it, too."""
+    kept = place / "ours"
+    kept.write_text("keep")
+    other.does(SQUATS, f"{place / 'logs'}/", "")
+    other.does(SQUATS, place / "logs" / "rank-0.log", kept)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        make_folder(LaunchSpec(program=("true",), folder=str(place / "logs")))
+    done = subprocess.run(
+        [*shell("log"), str(place / "logs"), "echo", "a line"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, kept.read_text()) == (1, "", "keep")
+    assert "belongs to another user, or others may write there" in done.stderr
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_hosts_that_is_his(other: Other, place: Path, is_link: bool) -> None:
+    """Would have a job start where he likes."""
+    (place / "ours").write_text("localhost slots=2\n")
+    other.does(SQUATS, place / "hosts", place / "ours" if is_link else "")
+    with pytest.raises(ConfigError, match="who can change it"):
+        LaunchSpec(program=("true",), hostfile=str(place / "hosts")).named_hosts()
+
+
+def test_he_cannot_lock_a_record(other: Other, place: Path) -> None:
+    """Which takes reading it; a record that he may read is refused."""
+    record = ChainedFile(str(place / "audit"), alone=True)
+    record.append([{"event": "first"}])
+    lock = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX)"
+    with pytest.raises(subprocess.CalledProcessError):
+        other.does(lock, place / "audit")
+    (place / "audit").chmod(0o644)
+    with pytest.raises(PermissionError, match="chmod 600"):
+        record.append([{"event": "second"}])
+
+
+#: Argument: a port. Holds as many connections as are taken, and says a byte to each.
+HOLDS = """
+import socket, sys, time
+peers = []
+for _ in range(64):
+    peers.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), 10))
+    peers[-1].sendall(b"GET / HTTP/1.1\\r\\nX: y\\r\\n")
+print("null", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_he_keeps_nobody_from_the_status(other: Other) -> None:
+    """By connections without a token, however slow they are."""
+    server = TextServer("127.0.0.1", 0, {"/": lambda: Answer("whole", "text/plain")}, "a token of some letters")
+    server.start()
+    port = server.server_address[1]
+    command = [PYTHON, "-I", "-c", HOLDS, str(port)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", env={}, user=other.uid, group=other.uid,
+        extra_groups=[],
+    ) as his:  # fmt: skip
+        assert his.stdout is not None
+        assert his.stdout.readline() == b"null\n"
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/", headers={"Authorization": "Bearer a token of some letters"})
+        assert connection.getresponse().read() == b"whole"
+        connection.close()
+        his.communicate()
+    server.end()
 
 
 @pytest.mark.parametrize("is_his", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.engines import engine
+from ringreduce.engines import engine, run_on
 from ringreduce.ray import RayExecutor
 
 
@@ -18,6 +18,19 @@ def test_a_missing_library_is_named_with_the_remedy() -> None:
     said = r"^ringreduce\.ray needs no_such_library, which is not installed: pip install no_such_library$"
     with pytest.raises(ModuleNotFoundError, match=said):
         engine("no_such_library", "ray")
+
+
+@pytest.mark.parametrize("how", ["environment", "option", "option of a file", "variable"])
+def test_a_key_is_refused(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Before anything is started: the engine's own messages are open, and the key would promise what does not hold."""
+    if how == "environment":
+        monkeypatch.setenv("RINGREDUCE_KEY_FILE", "/no/such/key")
+    options = {"option": ["--encrypt"], "option of a file": ["--encrypt=/no/such/key"]}.get(how, [])
+    variables = {"RINGREDUCE_KEY_FILE": "/no/such/key"} if how == "variable" else {}
+    with pytest.raises(ConfigError, match="not for ranks on Ray, Spark and Dask"):
+        run_on(lambda host, command: 0, {"h": 1}, print, address="127.0.0.1", options=options, env=variables)
+    with pytest.raises(ConfigError, match="not for ranks on Ray, Spark and Dask"):
+        RayExecutor(num_workers=1, options=options).start(extra_env_vars=variables)
 
 
 def test_the_library_is_imported_when_it_is_used() -> None:

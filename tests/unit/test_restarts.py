@@ -14,10 +14,11 @@ from typing import Any, TextIO
 import pytest
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.discovery import Discovery
 from ringreduce.launcher.hosts import Cooldown, SizePolicy
 from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.mpirun import Mpirun
-from ringreduce.launcher.restarts import Discovery, Restarts
+from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import Start
 

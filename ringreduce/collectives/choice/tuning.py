@@ -19,8 +19,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
-import stat
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +29,7 @@ from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.collectives.call import Problem, Work, path_for
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.files import replace_file
+from ringreduce.common.files import read_file, replace_file
 from ringreduce.common.quantities import format_seconds
 from ringreduce.common.topology import Topology
 
@@ -352,13 +350,7 @@ def _prefer(favourites: Sequence[str], times: Mapping[str, float]) -> str:
 
 def _read(path: Path) -> str:
     """Return the text of a file, which need not be one of ours."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ConfigError("no regular file")
-        content = file.read(_MOST_NBYTES + 1)
-    if len(content) > _MOST_NBYTES:
-        raise ConfigError(f"more than {_MOST_NBYTES >> 20} MiB, which no tuning table has")
-    return content.decode()
+    return read_file(path, most_nbytes=_MOST_NBYTES).decode()
 
 
 def _one_line(text: str) -> str:

@@ -7,12 +7,20 @@
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
 folder=$1
 shift
-mkdir -p "$folder" || exit
+(umask 077 && mkdir -p "$folder") || exit
 file=$folder/rank-$rank.log
 
+# In a folder of another user, or one that others may write to, links may lead to files of this one.
+open=$(find "$folder/." -prune \( -perm -020 -o -perm -002 \))
+# shellcheck disable=SC3067  # dash, busybox and bash know -O
+if [ ! -O "$folder" ] || [ -n "$open" ]; then
+    echo "ringreduce: --log-dir $folder belongs to another user, or others may write there" >&2
+    exit 1
+fi
+
 # A job that continues another adds to its files.
-[ -n "$RINGREDUCE_RESTART" ] || : >"$file" || exit
-: >>"$file" || exit
+[ -n "$RINGREDUCE_RESTART" ] || (umask 077 && : >"$file") || exit
+(umask 077 && : >>"$file") || exit
 
 # A rank that has ended is a zombie (state Z) until the launcher takes note of it.
 rank_lives() {
