@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +25,8 @@ MODULES = {
     "late": "with_torch",
     "samples": "with_torch",
     "local": "with_local",
+    "ddp": "with_groups",
+    "fsdp": "with_groups",
     "tensorflow": "with_tensorflow",
     "keras": "with_keras",
     "jax": "with_jax",
@@ -35,14 +39,20 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="of each way, at least so many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of all draws (default: %(default)s)")
     parser.add_argument("--only", type=int, default=None, help="the one training to make again")
+    parser.add_argument("--stop", action="store_true", help="end by a stop that one rank was asked for, with status 75")
     parser.add_argument("--folder", type=Path, default=None, help="go on from what another job has left there")
     chosen = parser.parse_args()
+    drawn: Counter[str] = Counter()
     for way in chosen.ways:
         module = importlib.import_module(f"trainings.{MODULES[way]}")
         module.begin()
         train = partial(module.train, way=way, folder=chosen.folder)
-        episodes.run(train, chosen.seed, chosen.steps, chosen.only)
-    return 0
+        drawn += episodes.run(train, chosen.seed, chosen.steps, chosen.only)
+    if chosen.stop:
+        episodes.stop(train, chosen.seed)
+        drawn["stop"] += 1
+    episodes.say_drawn(drawn)
+    return os.EX_TEMPFAIL if chosen.stop else 0
 
 
 if __name__ == "__main__":

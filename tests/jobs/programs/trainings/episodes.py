@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import random
+import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -15,6 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
+
+import ringreduce as rr
+from trainings import OF_JOBS
 
 PRIVATE = MPI.COMM_WORLD.Dup()
 RANK, SIZE = PRIVATE.rank, PRIVATE.size
@@ -47,6 +53,7 @@ class Episode:
     Attributes:
         draw: draws of the episode, the same on all ranks.
         said: what was drawn, for the report of an error.
+        drawn: how often each of `SOUGHT` was drawn.
         step: the number of the step.
     """
 
@@ -54,12 +61,19 @@ class Episode:
         self._key = seed, number
         self.draw = Draw(repr(self._key))
         self.said: list[str] = []
+        self.drawn: Counter[str] = Counter()
         self.step = 0
         self._drawn = 0
 
     def say(self, *words: object) -> None:
         """Note what happens."""
         self.said.append(" ".join(map(str, words)))
+
+    def draws(self, name: str, probability: float, *, can: bool = True) -> bool:
+        """Return whether one of `SOUGHT` was drawn, and count it; False where it cannot be."""
+        drawn = self.draw.chance(probability) and can
+        self.drawn[name] += drawn
+        return drawn
 
     def numbers(self) -> list[np.random.Generator]:
         """Return generators of random numbers, one for each rank; all ranks have those of all."""
@@ -69,7 +83,11 @@ class Episode:
     def hold(self) -> None:
         """Hold a rank back, now and then: what waits for it and what is withdrawn then differs from run to run."""
         rank, milliseconds, holds = self.draw.randrange(SIZE), self.draw.randrange(30), self.draw.chance(0.15)
-        if holds and rank == RANK:
+        if self.draws("freeze", 0.02) and rank == RANK:
+            me = os.getpid()
+            with subprocess.Popen(["sh", "-c", f"sleep {milliseconds / 100}; kill -CONT {me}"]):
+                os.kill(me, signal.SIGSTOP)
+        elif holds and rank == RANK:
             time.sleep(milliseconds / 1000)
 
     def compare(
@@ -120,12 +138,17 @@ class Training(Protocol):
 
 
 def train_in_turn(
-    episode: Episode, trainings: Sequence[Training], shutdown: Callable[[], object], init: Callable[[], object]
+    episode: Episode,
+    trainings: Sequence[Training],
+    shutdown: Callable[[], object] | None,
+    init: Callable[[], object] | None,
 ) -> int:
-    """Make steps of several trainings, now and then in a new world; return how many."""
+    """Make steps of several trainings, now and then in a new world, until the job is to stop; return how many."""
     draw, steps = episode.draw, 0
     for episode.step in range(draw.choice([6, 12, 40])):
-        if draw.chance(0.03):
+        if rr.stopping():
+            break
+        if draw.chance(0.03) and shutdown is not None and init is not None:
             episode.say("shutdown and init")
             for each in trainings:
                 each.leave()
@@ -149,8 +172,11 @@ def hash_of(bits: list[tuple[str, bytes]]) -> int:
     return total
 
 
-def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None) -> None:
+def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None) -> Counter[str]:
     """Train episodes until so many steps are made. The first that is wrong ends the job.
+
+    Returns:
+        How often each of `SOUGHT` was drawn.
 
     Args:
         train: trains one episode; returns how many steps it made.
@@ -159,6 +185,7 @@ def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None
         only: the number of the one episode to train; None: all.
     """
     counts: Counter[str] = Counter()
+    drawn: Counter[str] = Counter()
     number = 0 if only is None else only
     while counts["steps"] < steps:
         episode = Episode(seed, number)
@@ -166,6 +193,8 @@ def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None
         try:
             counts["steps"] += train(episode)
             counts["episodes"] += 1
+            drawn += episode.drawn
+            drawn.update(name for name, variable in OF_JOBS.items() if os.environ.get(variable))
         except BaseException as error:
             where = f"rank {RANK} of {SIZE}, nodes of {os.environ.get('RINGREDUCE_NODE_SIZE', 'all')}"
             print(f"WRONG on {where}: --seed {seed} --only {number}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -182,3 +211,20 @@ def run(train: Callable[[Episode], int], seed: int, steps: int, only: int | None
             break
     if RANK == 0:
         print(f"{counts['steps']} steps of {counts['episodes']} trainings were right")
+    return drawn
+
+
+def stop(train: Callable[[Episode], int], seed: int) -> None:
+    """Train until all ranks stop, in the same step, as the last one was asked to; then end the job with status 75."""
+    if RANK == SIZE - 1:
+        rr.request_stop()
+    number = 1_000_000
+    while not rr.stopping():
+        train(Episode(seed, number))
+        number += 1
+
+
+def say_drawn(drawn: Counter[str]) -> None:
+    """Print what was drawn, for random_trainings.py."""
+    if RANK == 0:
+        print(f"drawn: {json.dumps(drawn)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ class Training(episodes.Training):
 
     def train(self) -> None:
         """Make one step, and compare."""
+        if self.episode.draws("model.save", 0.08, can=not self.weighs):
+            self._save_and_load()
         sizes = [self.draw.randrange(1, 3) if self.weighs else 2 for _ in range(SIZE)]
         self.episode.hold()
         data = [
@@ -84,6 +87,13 @@ class Training(episodes.Training):
         rows, x, target = map(np.concatenate, zip(*data, strict=True))
         self.alone.train_on_batch([rows, x], target)
         self.compare()
+
+    def _save_and_load(self) -> None:
+        """Go on with a model that is loaded from a file, as each rank has saved it."""
+        with tempfile.TemporaryDirectory(prefix="model-") as folder:
+            self.model.save(f"{folder}/m.keras")
+            self.model = hvd.load_model(f"{folder}/m.keras")
+        self.optimizer = self.model.optimizer
 
     def compare(self) -> None:
         """Compare weights."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import tempfile
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +18,7 @@ from torch import nn
 
 import ringreduce.torch as hvd
 from trainings import episodes
-from trainings.episodes import RANK, SIZE, Episode
+from trainings.episodes import PRIVATE, RANK, SIZE, Episode
 
 WAYS = ("torch", "shard", "late", "samples")
 
@@ -41,29 +44,63 @@ class Counting(torch.optim.Optimizer):
                 p.add_(p.grad + state["mean"].mean() if p.numel() else p.grad, alpha=-group["lr"] / state["n"])
 
 
-class Model(nn.Module):
-    """Some layers, an embedding, and parameters of odd shapes and strides."""
+class Nested(torch.optim.Optimizer):
+    """An optimizer whose state is lists, dicts and None, changed in place, and that updates by torch._foreach_*."""
 
-    def __init__(self, dtype: torch.dtype, width: int, *, sparse: bool, added: int = 0) -> None:
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step by lr / n times the sum of all gradients so far; by twice of it from the third step on."""
+        for group in self.param_groups:
+            there = [p for p in group["params"] if p.grad is not None]
+            changes = []
+            for p in there:
+                state = self.state[p]
+                if not state:
+                    state |= {
+                        "n": [0],
+                        "sums": {"all": torch.zeros_like(p)},
+                        "factor": None,
+                        "last": [p.grad.clone(), None],
+                    }
+                state["n"][0] += 1
+                state["sums"]["all"] += p.grad
+                state["last"][0] = p.grad.clone()
+                if state["n"][0] == 3:
+                    state["factor"] = 2.0
+                changes.append(state["sums"]["all"] * (state["factor"] or 1.0) / state["n"][0] + state["last"][0])
+            if there or not group["params"]:  # no program has a group without parameters, so this needs no guard
+                torch._foreach_add_(there, changes, alpha=-group["lr"])
+
+
+class Model(nn.Module):
+    """Some layers, an embedding, and parameters of odd shapes and strides; of matrices alone for Muon."""
+
+    def __init__(self, dtype: torch.dtype, width: int, *, sparse: bool, added: int = 0, matrices: bool = False) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(3, width), nn.Linear(width, 2)
+        self.body, self.head = nn.Linear(3, width, bias=not matrices), nn.Linear(width, 2, bias=not matrices)
+        self.odd = () if matrices else _ODD
         self.table = nn.Embedding(7, 2, sparse=sparse)
         self.to(dtype)
+        self.added = nn.ParameterList()
+        if matrices:
+            return
         self.scalar = nn.Parameter(torch.randn((), dtype=dtype))
         self.single = nn.Parameter(torch.randn(1, 2, dtype=dtype)[:, 0])
         self.strided = nn.Parameter(torch.randn(3, 2, dtype=dtype)[:, 1])
         self.empty = nn.Parameter(torch.zeros(0, 3, dtype=dtype))
-        self.added = nn.ParameterList()
         for _ in range(added):
             self.add()
 
     def add(self) -> None:
         """Add a parameter to those that the optimizer had at first."""
-        self.added.append(nn.Parameter(torch.ones(3, dtype=self.scalar.dtype)))
+        self.added.append(nn.Parameter(torch.ones(3, dtype=self.body.weight.dtype)))
 
     def loss(self, rng: np.random.Generator, uses: list[str]) -> torch.Tensor:
         """Return a loss of random data that touches only what is used."""
-        dtype = self.scalar.dtype
+        dtype = self.body.weight.dtype
 
         def data(*shape: int) -> torch.Tensor:
             return torch.from_numpy(rng.normal(size=shape)).to(dtype)
@@ -100,7 +137,11 @@ OPTIMIZERS: dict[str, Any] = {
     "Adamax": partial(torch.optim.Adamax, lr=0.02, eps=1e-3),
     "Adadelta": partial(torch.optim.Adadelta, lr=0.2),
     "Counting": partial(Counting, lr=0.1),
+    "Nested": partial(Nested, lr=0.02),
+    "Muon": partial(torch.optim.Muon, lr=0.02),
 }
+#: Largest error of a wire format, as a part of the largest gradient of any rank.
+WIRE_ERRORS = {"bf16": 0.03, "fp16": 0.01, "int8": 0.1}
 _TAKE_SPARSE = ["SGD", "Adagrad"]
 
 
@@ -123,23 +164,36 @@ class Training(episodes.Training):
         self.episode, self.way, self.number = episode, way, number
         torch.manual_seed(draw.randrange(1 << 30))
         self.dtype = torch.float64
-        sparse = way in ("torch", "samples") and draw.chance(0.3)
+        sparse = way in ("torch", "samples") and draw.chance(0.2)
+        # What a plain training has besides; a deterministic sum has no wire format.
+        more = draw.choices(["wire format", "process set", "split updates", ""], [25, 40, 25, 10])[0]
+        if sparse or way != "torch" or (more == "wire format" and os.environ.get("RINGREDUCE_DETERMINISTIC")):
+            more = ""
         self.options: dict[str, Any] = {}
         self.make_name = draw.choice(_TAKE_SPARSE if sparse else [*OPTIMIZERS])
         width, self.groups, added = draw.choice([1, 5, 40]), draw.chance(0.3), 0
         if saved is not None:
             sparse, self.make_name, width, self.groups, added = False, *saved["made"]
+            episode.drawn["another way"] += 1
+        if more == "wire format":
+            self.make_name = "SGD"  # others make much of small errors
+        episode.drawn["nested state"] += self.make_name == "Nested"
+        episode.drawn["Muon"] += self.make_name == "Muon"
         self.make = OPTIMIZERS[self.make_name]
         self.by_backward = self.sums = False
+        self.members = list(range(SIZE))  # ranks that reduce gradients together
+        self.scaler: torch.amp.GradScaler | None = None
+        self.wire = ""
+        self.largest = 0.0  # gradient of any rank, in this step
         if way == "torch":
-            self._draw_plain(sparse)
+            self._draw_plain(more, sparse=sparse)
         elif way == "shard":
             self.options["shard"] = draw.choice(_shards())
         elif way == "late":
             self.options["staleness"] = draw.choice([1, 2, 3])
         if draw.chance(0.5):
             self.options["bucket_nbytes"] = draw.choice([1, 64, 200, 100_000])
-        self.model = Model(self.dtype, width, sparse=sparse, added=added)
+        self.model = Model(self.dtype, width, sparse=sparse, added=added, matrices=self.make_name == "Muon")
         if saved is not None:
             self.model.load_state_dict(saved["weights"])
         self.alone = copy.deepcopy(self.model)
@@ -147,7 +201,7 @@ class Training(episodes.Training):
         self.nsaved = 0  # so many of them, the oldest, were saved and loaded: a new world does not lose these
         self.wrapped = hvd.DistributedOptimizer(self.make(self._grouped(self.model)), self.model, **self.options)
         self.reference = self.make(self._grouped(self.alone))
-        how = f"{way} {self.make_name} {self.options} sparse={sparse} groups={self.groups}"
+        how = f"{way} {self.make_name} {self.options} sparse={sparse} groups={self.groups} scaler={bool(self.scaler)}"
         episode.say(f"model {number}: {how}" + (", from another job" if saved else ""))
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         if saved is not None:
@@ -161,7 +215,7 @@ class Training(episodes.Training):
             return [{"params": parameters}, *added]
         return [{"params": parameters[1::2]}, {"params": parameters[::2], "lr": 0.05}, *added]
 
-    def _draw_plain(self, sparse: bool) -> None:
+    def _draw_plain(self, more: str, *, sparse: bool) -> None:
         draw, options = self.draw, self.options
         self.by_backward = draw.chance(0.25)
         if self.by_backward:
@@ -177,6 +231,19 @@ class Training(episodes.Training):
             options["gradient_predivide_factor"] = 2.0
         if sparse and draw.chance(0.5):
             options["sparse_as_dense"] = True
+        if more == "wire format":
+            self.wire = draw.choice([*WIRE_ERRORS])
+            options["compression"] = getattr(hvd.Compression, self.wire)
+        elif more == "process set" and SIZE > 1 and not self.by_backward:
+            self.members = sorted(draw.sample(range(SIZE), draw.randrange(1, SIZE)))
+            options["process_set"] = _set_of(self.members)
+        elif more == "split updates":
+            options["split_updates"] = True
+        else:
+            more = ""
+        self.episode.drawn[more or "plain"] += 1
+        if self.episode.draws("scaler", 0.4, can=not (sparse or self.sums or self.by_backward)):
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
 
     # ---- a step ----
 
@@ -184,7 +251,7 @@ class Training(episodes.Training):
         """Make one step, and compare."""
         draw, episode = self.draw, self.episode
         self._before()
-        keeps = draw.chance(0.2) and not self.sums and self.way != "late"
+        keeps = draw.chance(0.2) and not (self.sums or self.way == "late" or self.scaler or self.wire)
         if not keeps:
             to_none = draw.chance(0.7)
             self.wrapped.zero_grad(to_none)
@@ -192,17 +259,33 @@ class Training(episodes.Training):
         episode.say(f"step {episode.step} of model {self.number}: keeps={keeps}")
         samples = [draw.randrange(1, 9) for _ in range(SIZE)] if self.way == "samples" else None
         weights = [1.0 if self.sums else 1 / SIZE] * SIZE if samples is None else [n / sum(samples) for n in samples]
+        if len(self.members) < SIZE:  # who is no member steps by itself
+            mine = self.members if RANK in self.members else [RANK]
+            weights = [(1.0 if self.sums else 1 / len(mine)) * (rank in mine) for rank in range(SIZE)]
         same = self.by_backward or draw.chance(0.6)
-        self._passes(draw.choice([1, 1, 1, 2, 3]), weights, same=same)
+        self.largest = 0.0
+        overflows = draw.randrange(SIZE) if draw.chance(0.2) and self.scaler is not None else None
+        self._passes(draw.choice([1, 1, 1, 2, 3]), weights, same=same, overflows=overflows)
+        skips = self.scaler is not None and not all(
+            bool(p.grad.isfinite().all()) for p in self.alone.parameters() if p.grad is not None
+        )
         if samples is not None:
             self.wrapped.step(samples=samples[RANK])
+        elif self.scaler is not None and all(p.grad is None for p in self.alone.parameters()):
+            skips = True  # a scaler refuses steps without any gradient
+        elif self.scaler is not None:
+            self.scaler.step(self.wrapped)
+            self.scaler.update()
         else:
             self._clip_and_step(weights)
-        self._step_alone()
+        if skips:
+            episode.say("  skipped")
+        else:
+            self._step_alone()
         self.compare()
 
-    def _passes(self, number: int, weights: list[float], *, same: bool) -> None:
-        """Make backward passes; ``same``: as many on all ranks."""
+    def _passes(self, number: int, weights: list[float], *, same: bool, overflows: int | None = None) -> None:
+        """Make backward passes; ``same``: as many on all ranks; ``overflows``: the rank whose gradients do."""
         draw, episode = self.draw, self.episode
         numbers = [number if same else draw.randrange(number + 1) for _ in range(SIZE)]
         declares = self.by_backward or draw.chance(0.5)
@@ -217,32 +300,41 @@ class Training(episodes.Training):
             for rank, rng in enumerate(episode.numbers()):
                 if turn >= numbers[rank]:
                     continue
+                factor = float("inf") if rank == overflows else 1.0
                 if rank == RANK:
                     last = turn == numbers[rank] - 1
                     with self.wrapped.no_sync() if declares and not last else nullcontext():
-                        self.model.loss(copy.deepcopy(rng), of_rank[rank]).backward()
-                if not self.reference_waits:
-                    (self.alone.loss(rng, of_rank[rank]) * weights[rank]).backward()
+                        loss = self.model.loss(copy.deepcopy(rng), of_rank[rank]) * factor
+                        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                if weights[rank]:
+                    self._pass_alone(rng, of_rank[rank], weights[rank] * factor)
 
-    reference_waits = False
+    def _pass_alone(self, rng: np.random.Generator, uses: list[str], weight: float) -> None:
+        before = [p.grad.clone() if p.grad is not None else None for p in self.alone.parameters()] if self.wire else []
+        (self.alone.loss(rng, uses) * weight).backward()
+        for p, old in zip(self.alone.parameters(), before, strict=False):
+            if p.grad is not None and p.numel():
+                added = p.grad.to_dense() - (0.0 if old is None else old.to_dense())
+                self.largest = max(self.largest, float(added.abs().max()) / weight)
 
     def _uses(self) -> list[str]:
         added = ["added"] if len(self.model.added) else []
-        uses = self.draw.some(["net", "net", "body", "penalty", "table", *added, *_ODD])
+        uses = self.draw.some(["net", "net", "body", "penalty", "table", *added, *self.model.odd])
         kept = [each for each in dict.fromkeys(uses) if each not in _ODD or getattr(self.model, each).requires_grad]
         return kept or ["net"]
 
     def _clip_and_step(self, weights: list[float]) -> None:
         draw, episode = self.draw, self.episode
         sparse = any(p.grad is not None and p.grad.is_sparse for p in self.alone.parameters())
-        if self.way == "late" or self.make_name == "Counting" or self.sums or sparse or draw.chance(0.6):
+        whole = self.make_name in ("Counting", "Nested", "Muon")
+        if self.way == "late" or whole or self.sums or sparse or self.wire or draw.chance(0.6):
             self.wrapped.step()
             return
         if draw.chance(0.5):
             found = self.wrapped.clip_grad_norm_(0.1)
             right = torch.nn.utils.clip_grad_norm_(self.alone.parameters(), 0.1)
             episode.say(f"  clipped {float(found)}")
-            episode.compare({"norm": found.numpy()}, {"norm": right.numpy()}, 1e-9)
+            episode.compare({"norm": found.numpy()}, {"norm": right.numpy()}, 1e-9, self._replica)
             if draw.chance(0.2) and not self.by_backward and self.way != "shard":
                 episode.say("  and one more pass")
                 self._passes(1, weights, same=True)
@@ -284,16 +376,16 @@ class Training(episodes.Training):
 
     def _before(self) -> None:
         draw, episode = self.draw, self.episode
-        if draw.chance(0.06):
+        if draw.chance(0.06) and self.model.odd:
             name, on = draw.choice(_ODD[:3]), draw.chance(0.5)
             episode.say(f"{name} is {'trained' if on else 'frozen'}")
             for model in (self.model, self.alone):
                 getattr(model, name).requires_grad_(on)
-        if draw.chance(0.03) and len(self.model.added) < 3:
+        if draw.chance(0.03) and len(self.model.added) < 3 and self.model.odd:
             self._add()
         if draw.chance(0.05):
             self._save_and_load()
-        if draw.chance(0.04) and self.way == "shard":
+        if draw.chance(0.04) and self.way == "shard" and self.model.odd:
             episode.say("writes")
             with self.wrapped.writing(), torch.no_grad():
                 self.model.strided.mul_(0.5)
@@ -308,6 +400,8 @@ class Training(episodes.Training):
 
     def restarted(self) -> None:
         """Forget what a new world forgets."""
+        if len(self.members) < SIZE:
+            _set_of(self.members)
         if self.way == "late":
             self.wrapped.rejoin()
             self.late = deque(list(self.late)[: self.nsaved])
@@ -316,18 +410,31 @@ class Training(episodes.Training):
         """Go on in new objects, sharded in another way perhaps."""
         self.episode.say("saves and loads")
         self.nsaved = len(self.late)
-        weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.wrapped.state_dict())
-        trained = [p.requires_grad for p in self.model.parameters()]
+        old, from_old = self.model, self.wrapped
+        by_file = self.episode.draws("checkpoint", 0.5, can=len(self.members) == SIZE)
+        file = PRIVATE.bcast(tempfile.mkdtemp(prefix="checkpoint-") if RANK == 0 and by_file else "") + "/c.pt"
+        if by_file:
+            hvd.save_checkpoint(file, model=old, optimizer=from_old)
+        else:
+            weights, state = copy.deepcopy(old.state_dict()), copy.deepcopy(from_old.state_dict())
+        trained = [p.requires_grad for p in old.parameters()]
         if self.way == "shard":
             self.options["shard"] = self.draw.choice([*_shards(), None])
-        sparse = self.model.table.sparse
-        self.model = Model(self.dtype, self.model.body.out_features, sparse=sparse, added=len(self.model.added))
-        self.model.load_state_dict(weights)
+        elif "split_updates" in self.options:
+            self.options["split_updates"] = self.draw.choice([True, False])
+        sparse, width, matrices = old.table.sparse, old.body.out_features, not old.odd
+        self.model = Model(self.dtype, width, sparse=sparse, added=len(old.added), matrices=matrices)
         for p, on in zip(self.model.parameters(), trained, strict=True):
             p.requires_grad_(on)
         wrapped = self.make(self._grouped(self.model))
         self.wrapped = hvd.DistributedOptimizer(wrapped, self.model, **self.options)
-        self.wrapped.load_state_dict(state)
+        if by_file:
+            hvd.load_checkpoint(file, model=self.model, optimizer=self.wrapped)
+            if RANK == 0:
+                shutil.rmtree(os.path.dirname(file))
+        else:
+            self.model.load_state_dict(weights)
+            self.wrapped.load_state_dict(state)
         self.reference.zero_grad()  # new parameters have no gradients
 
     def save(self) -> dict[str, Any]:
@@ -338,6 +445,10 @@ class Training(episodes.Training):
 
     # ---- comparisons ----
 
+    @property
+    def _replica(self) -> object:
+        return "members" if RANK in self.members else RANK
+
     def _named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         return list(model.named_parameters())
 
@@ -346,7 +457,8 @@ class Training(episodes.Training):
         found, right = (
             {name: p.detach().numpy() for name, p in self._named(model)} for model in (self.model, self.alone)
         )
-        self.episode.compare(found, right, 1e-8)
+        error = 0.1 * self.largest * WIRE_ERRORS[self.wire] * SIZE if self.wire else 0.0
+        self.episode.compare(found, right, max(1e-8, error), self._replica)
         with torch.no_grad():
             for mine, alone in zip(self.model.parameters(), self.alone.parameters(), strict=True):
                 alone.copy_(mine)
@@ -357,7 +469,18 @@ class Training(episodes.Training):
             {name: p.grad.to_dense().numpy() for name, p in self._named(each) if p.grad is not None}
             for each in (self.model, self.alone)
         )
-        self.episode.compare(found, right, 1e-8)
+        self.episode.compare(found, right, 1e-8, self._replica)
+
+
+def _set_of(ranks: list[int]) -> Any:
+    """Return the process set of some ranks, which is added unless this world has it."""
+    made = _SETS.setdefault(tuple(ranks), hvd.ProcessSet(ranks))
+    if not made.registered:
+        hvd.add_process_set(made)
+    return made
+
+
+_SETS: dict[tuple[int, ...], Any] = {}
 
 
 def zeros_if_none(p: nn.Parameter) -> torch.Tensor:
