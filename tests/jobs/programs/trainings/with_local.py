@@ -46,7 +46,10 @@ class Training(episodes.Training):
         draw = self.draw = episode.draw
         self.episode, self.number = episode, number
         torch.manual_seed(draw.randrange(1 << 30))
-        self.make_name, self.width = draw.choice([*OPTIMIZERS]), draw.choice([1, 5, 40])
+        self.make_name, self.width = (
+            draw.choice([name for name in OPTIMIZERS if name != "Muon"]),
+            draw.choice([1, 5, 40]),
+        )
         if saved is not None:
             self.make_name, self.width = saved["made"]
         first = Buffered(self.width)

@@ -48,7 +48,7 @@ class Nested(torch.optim.Optimizer):
     """An optimizer whose state is lists, dicts and None, changed in place, and that updates by torch._foreach_*."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "has_gradients": False})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -71,7 +71,7 @@ class Nested(torch.optim.Optimizer):
                 if state["n"][0] == 3:
                     state["factor"] = 2.0
                 changes.append(state["sums"]["all"] * (state["factor"] or 1.0) / state["n"][0] + state["last"][0])
-            if there or not group["params"]:  # no program has a group without parameters, so this needs no guard
+            if there or group["has_gradients"]:  # then a program has no need to look
                 torch._foreach_add_(there, changes, alpha=-group["lr"])
 
 
@@ -269,6 +269,10 @@ class Training(episodes.Training):
         skips = self.scaler is not None and not all(
             bool(p.grad.isfinite().all()) for p in self.alone.parameters() if p.grad is not None
         )
+        for mine, alone in zip(self.wrapped.param_groups, self.reference.param_groups, strict=True):
+            if "has_gradients" in alone:
+                has = self.way != "late" and any(p.grad is not None for p in alone["params"])
+                mine["has_gradients"] = alone["has_gradients"] = has
         if samples is not None:
             self.wrapped.step(samples=samples[RANK])
         elif self.scaler is not None and all(p.grad is None for p in self.alone.parameters()):
@@ -511,7 +515,8 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
     trainings = [Training(episode, way, 0, saved)]
     trainings += [Training(episode, way, 1)] if draw.chance(0.3) else []
     steps = episodes.train_in_turn(episode, trainings, hvd.shutdown, hvd.init)
-    if file is not None and not trainings[0].model.table.sparse:
+    # The next job may go on in any way, with a model of all kinds of parameters.
+    if file is not None and not trainings[0].model.table.sparse and trainings[0].model.odd:
         state = trainings[0].save()
         if RANK == 0:
             torch.save(state, file.with_suffix(".new"))
