@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import parse_hosts
@@ -73,6 +73,7 @@ def _output(script: str) -> str:
     )
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
+    read: Callable[[int], bytes | None] = process.stdout.read  # None: there is nothing yet
     deadline = time.monotonic() + _SCRIPT_S
     output = b""
     ended = False
@@ -80,7 +81,7 @@ def _output(script: str) -> str:
         while not ended:
             # Nobody takes note of its end before its session is killed, whose number is its own until then.
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            while piece := process.stdout.read(_SCRIPT_NBYTES):
+            while piece := read(_SCRIPT_NBYTES):
                 output += piece
                 if len(output) > _SCRIPT_NBYTES:
                     raise ConfigError(f"it prints more than {_SCRIPT_NBYTES >> 20} MiB, which no list of hosts has")
