@@ -60,7 +60,9 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
         local_variables: that stay as they are on each rank.
 
     Raises:
-        MismatchError: in `fit`: the ranks begin with different epochs, or `fit` ends on some ranks before the others.
+        MismatchError: in `fit`: the ranks begin with different epochs, or `fit` ends on some ranks before the
+            others, of which the optimizer reduces gradients with theirs. A rank that is to end alone, and `join`, has
+            fewer batches.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
@@ -70,6 +72,7 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
         self._local = list(local_variables or ())
         self._done = False
         self._begun = False
+        self._ended = False
         self._passes = 0
         self._place = (0, -1)  # in fit: the epoch, the last batch that is done
 
@@ -79,7 +82,7 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
-        self._begun = False
+        self._begun = self._ended = False
         self._done = bool(self.model.weights)
         give_initial_epoch(self.model, lambda epoch: broadcast_object(epoch, self.root_rank))
         if self._done:
@@ -98,15 +101,20 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         steps = self.params.get("steps")
         if self.model.stop_training and steps is not None and self._place[1] + 1 < steps:
-            end_together(self.model, self._place, logs)
+            self._end(logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         if self.model.stop_training and self._place[0] + 1 < self.params.get("epochs", 0):
-            end_together(self.model, self._place, logs)
+            self._end(logs)
         distribution = getattr(self.model.optimizer, "distribution", None)
         if distribution is not None and distribution.reduction.staleness:
             settle(self.model)
             self.model.optimizer.synchronize()
+
+    def _end(self, logs: Any) -> None:
+        if not self._ended:
+            self._ended = True
+            end_together(self.model, self._place, logs)
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         self._place = self._place[0], batch

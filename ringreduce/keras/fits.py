@@ -8,8 +8,8 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.common.errors import MismatchError
+from ringreduce.common.reduce_ops import SUM
 from ringreduce.keras.backends import as_numpy
-from ringreduce.runtime import global_process_set
 from ringreduce.training.binding.keras_private import passes_made
 from ringreduce.training.calls.requests import RequestBuilder
 
@@ -37,22 +37,25 @@ def began_alike(epoch: int) -> None:
 
 
 def end_together(model: Any, place: tuple[int, int], logs: Any) -> None:
-    """Return if all ranks end `fit` at a place; if others go on, all raise `MismatchError`. Collective.
+    """Return if all ranks end `fit` now; if others go on, all raise `MismatchError`. Collective.
+
+    Ranks that have joined are done. Where the optimizer reduces no gradients, each rank ends as it likes.
 
     Args:
         model: that is trained.
-        place: the epoch, and the last batch that is done.
+        place: the epoch, and the last batch that is done; it and the metrics may differ between ranks.
         logs: the metrics.
     """
     distribution = getattr(model.optimizer, "distribution", None)
-    together = global_process_set if distribution is None else distribution.process_set
-    if not together.included() or together.size() == 1:
+    if distribution is None or not distribution.process_set.included() or distribution.process_set.size() == 1:
         return
     epoch, batch = place
     loss = (logs or {}).get("loss")
     said = f"the end of fit() after batch {batch} of epoch {epoch}: a callback has set model.stop_training"
     if loss is not None and not np.isfinite(as_numpy(loss)).all():
         said += f", and the loss is {float(as_numpy(loss))}"
-    with RequestBuilder("fit", said, together) as prepare:
-        request = prepare.call(said, lambda ranks: None)
+    arrays = [np.zeros(1)]
+    with RequestBuilder("fit", "the end of fit", distribution.process_set) as prepare:
+        request = prepare.allreduce(arrays, arrays, SUM, 1.0, 1.0)  # a reduction, as ranks may have joined
+    request.operation.title = said
     request.carry_out()

@@ -142,6 +142,41 @@ def test_a_fit_that_ends_on_one_rank_alone_is_an_error_on_all_at_once(way: str) 
     assert rr.allgather_object(RANK) == list(range(SIZE))  # the ranks are in step
 
 
+class StopsAt(keras.callbacks.Callback):  # type: ignore[misc]
+    """Sets `stop_training` after so many batches of all epochs."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self.left = batches
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        self.model.stop_training |= self.left == 0
+
+
+@several
+def test_fits_that_end_after_as_many_steps_are_right_wherever_their_epochs_end() -> None:
+    """Ranks may name other batches and epochs, and other losses; nothing is wrong where no gradients are reduced."""
+    begin = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model = line(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
+    targets = np.full(6, np.nan) if RANK == 0 else np.ones(4)
+    fit(model, targets, callbacks=[begin, StopsAt(4)], epochs=1 if RANK == 0 else 3)
+    alone = line(keras.optimizers.SGD(0.0))
+    fit(alone, np.ones(3), epochs=4, callbacks=[begin, *([StopsAt(2)] if RANK == 0 else [])])
+    assert rr.allgather_object(RANK) == list(range(SIZE))
+
+
+@pytest.mark.smoke
+@several
+def test_fits_end_early_while_other_ranks_have_joined() -> None:
+    """Rank 0 has fewer batches; the others end before their last one."""
+    model = line(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)))
+    begin = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(model, np.ones(2 if RANK == 0 else 6), callbacks=[begin, StopsAt(4)])
+    assert hvd.join() in range(1, SIZE)
+    assert rr.allgather_object(RANK) == list(range(SIZE))
+
+
 class Several(keras.metrics.Metric):  # type: ignore[misc]
     """Of two numbers and one by itself: the sum of the targets, and how many there were."""
 
