@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,13 @@ class LocalGradientAggregationHelper:
         self._process_set = process_set
         self._scale_local = scale_local_gradients
         self._local: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalGradientAggregationHelper:
+        """Return one with sums of its own, which reduces in the same way."""
+        made = copy.copy(self)
+        made._sums = list(map(np.copy, self._sums))
+        made._local = list(self._local)
+        return made
 
     def register_local_var(self, var: Any) -> None:
         """Let the gradient of a variable stay this rank's own."""

@@ -118,31 +118,33 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
         return _with_adasum(optimizer, process_set)
     distribution = Distribution(reduction, tf, process_set, scale_local=local)
     if passes == 1:
-        return _with_reduction(optimizer, distribution, distribution.reduced)
+        return _with_reduction(optimizer, distribution)
     helper = LocalGradientAggregationHelper(
         passes,
         distribution.reduced,
         sparse_as_dense=sparse_as_dense,
         average_aggregated_gradients=average_aggregated_gradients,
     )
-    return _with_reduction(optimizer, distribution, reduce=helper.compute_gradients, apply=helper.apply_gradients)
+    optimizer.aggregation_helper = helper  # of the object, so that a copy has its own
+    return _with_reduction(optimizer, distribution, helped=True)
 
 
-def _with_reduction(optimizer: Any, distribution: Distribution, reduce: Any, apply: Any = None) -> Any:
+def _with_reduction(optimizer: Any, distribution: Distribution, helped: bool = False) -> Any:
     kind = type(optimizer)
 
     def compute_gradients(self: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         gradients, variables = zip(*kind.compute_gradients(self, *args, **kwargs), strict=True)
+        reduce = self.aggregation_helper.compute_gradients if helped else distribution.reduced
         return list(zip(reduce(gradients, variables), variables, strict=True))
 
     def apply_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(lambda: kind.apply_gradients(self, *args, **kwargs))
+        return self.aggregation_helper.apply_gradients(lambda: kind.apply_gradients(self, *args, **kwargs))
 
     def register_local_var(self: Any, var: Any) -> None:
         distribution.local.append(var)
 
     methods = {"compute_gradients": entry(compute_gradients), "register_local_var": register_local_var}
-    if apply is not None:
+    if helped:
         methods["apply_gradients"] = entry(apply_gradients)
     return with_methods(optimizer, **methods)
 
