@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.keras.private import forget_state
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.framework import Advice
@@ -20,6 +20,7 @@ from ringreduce.training.optimizers.optimizer import ListTraining
 from ringreduce.training.options.options import Options
 
 _KIND = "DistributedOptimizer"
+_OBJECTS = "encode strings as numbers, or use broadcast_object or allgather_object"
 
 _ADVICE = Advice(
     "give fit() the callback BroadcastGlobalVariablesCallback(0), or call broadcast_variables(model.weights, "
@@ -48,9 +49,25 @@ def _identity(number: int, variables: Sequence[Any]) -> Identity:
     return identity_of(_KIND, arrays, (number,))
 
 
-def as_numpy(value: Any) -> Any:
-    """Return a copy of a tensor, the value of a variable, or what can become a tensor."""
-    return np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
+def as_numpy(value: Any, name: str = "the value") -> Any:
+    """Return a copy of a tensor, the value of a variable, or what can become a tensor. Sparse ones become dense.
+
+    Raises:
+        UnsupportedBufferError: it is ragged, or of other elements than numbers; ``name`` says which.
+    """
+    if hasattr(value, "row_splits"):  # TensorFlow's, which Keras would pad
+        raise UnsupportedBufferError(
+            f"{name} is a ragged tensor, which no collective takes: make it dense by .to_tensor(), or send its "
+            ".flat_values and its .row_lengths()"
+        )
+    try:
+        made = np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
+    except (TypeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise UnsupportedBufferError(f"{name} is no tensor of numbers ({said}): {_OBJECTS}") from error
+    if made.dtype.kind in "OSU":
+        raise UnsupportedBufferError(f"{name} is no tensor of numbers, but of type {made.dtype}: {_OBJECTS}")
+    return made
 
 
 def settle(model: Any) -> None:

@@ -147,10 +147,13 @@ def broadcast_variables(
         process_set: the ranks that take part. Nothing is done on the others.
 
     Raises:
+        UnsupportedBufferError: a variable is of strings.
         MismatchError: the variables differ between ranks in more than their values; nothing was overwritten then.
     """
-    known = list(variables)
-    named = [(named_as(each, number), as_numpy(each)) for number, each in enumerate(known)]
+    with RequestBuilder("broadcast_parameters", None, process_set):
+        known = list(variables)
+        names = [named_as(each, number) for number, each in enumerate(known)]
+        named = [(name, as_numpy(each, name)) for name, each in zip(names, known, strict=True)]
     broadcast_parameters(HOST, named, root_rank=root_rank, process_set=process_set)
     for variable, (_, array) in zip(known, named, strict=True):
         variable.assign(array)

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from ringreduce import runtime
+from ringreduce.common.arguments import CheckingArguments
 from ringreduce.keras.backends import as_numpy
 from ringreduce.training.binding.identity import agreed_names
 from ringreduce.training.calls.averages import weighted_average
@@ -33,6 +34,7 @@ def averages_of(logs: Mapping[str, Any], trained: float, evaluated: float, *, we
             any, all have the same weight.
 
     Raises:
+        UnsupportedBufferError: a metric is ragged, or of strings. The other ranks get a `MismatchError`.
         MismatchError: the ranks have different metrics, or of other shapes.
     """
     names = agreed_names(logs)  # Keras counts metrics, too: one rank's "auc_1" is another's "auc"
@@ -45,10 +47,12 @@ def averages_of(logs: Mapping[str, Any], trained: float, evaluated: float, *, we
         weight = own if counts.min() >= 0 and len(set(counts.tolist())) > 1 else 1.0
         chosen = {names[each]: each for each in logs if each.startswith("val_") == are_of_evaluation}
         if chosen:
-            made = weighted_average({name: _in_host_memory(logs[each]) for name, each in chosen.items()}, weight)
+            with CheckingArguments(runtime.world(), "weighted_average"):
+                values = {name: _in_host_memory(logs[each], each) for name, each in chosen.items()}
+            made = weighted_average(values, weight)
             averages |= {each: made[name] for name, each in chosen.items()}
     return averages
 
 
-def _in_host_memory(value: Any) -> Any:
-    return as_numpy(value) if keras.ops.is_tensor(value) else value
+def _in_host_memory(value: Any, name: str) -> Any:
+    return as_numpy(value, f"the metric {name}") if keras.ops.is_tensor(value) else value

@@ -34,6 +34,11 @@ Spec = tuple[Any, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _ALIGNMENT = 64  # of memory that is not TensorFlow's: ops abort the process if it begins elsewhere
+_NOT_DENSE: Sequence[tuple[type, str]] = (
+    (tf.RaggedTensor, "make it dense by .to_tensor(), or send its .flat_values and its .row_lengths()"),
+    (tf.SparseTensor, "make it dense by tf.sparse.to_dense(...)"),
+)
+_NO_NUMBERS = tf.string, tf.resource, tf.variant
 _SHAREABLE = frozenset(  # by DLPack
     np.dtype(each).name for each in [*np.typecodes["AllInteger"], *"efdFD"]
 )
@@ -95,8 +100,38 @@ def entry(function: _Function) -> _Function:
 
 
 def tensors_of(values: Sequence[Any]) -> list[tf.Tensor]:
-    """Return tensors of what can be one: variables, arrays, numbers."""
-    return [each if isinstance(each, tf.Tensor) else tf.convert_to_tensor(each) for each in values]
+    """Return tensors of what can be one; see `tensor_of`."""
+    return [tensor_of(each, number) for number, each in enumerate(values)]
+
+
+def tensor_of(value: Any, number: int) -> tf.Tensor:
+    """Return a tensor of what can be one: a variable, an array, a number.
+
+    Args:
+        value: that of a list, for example.
+        number: its place in the list, for the error.
+
+    Raises:
+        UnsupportedBufferError: it is ragged or sparse, or of other elements than numbers.
+    """
+    require_dense(value, name_of(value, number))
+    try:
+        made = value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedBufferError(f"{name_of(value, number)} is no tensor, and becomes none: {error}") from error
+    if made.dtype in _NO_NUMBERS:
+        raise UnsupportedBufferError(
+            f"{name_of(value, number)} is of type {made.dtype.name}, which no collective takes: encode strings as "
+            "numbers, or use broadcast_object or allgather_object"
+        )
+    return made
+
+
+def require_dense(value: Any, name: str) -> None:
+    """Raise `UnsupportedBufferError` if a value of this name is a ragged or a sparse tensor."""
+    for kind, remedy in _NOT_DENSE:
+        if isinstance(value, kind):
+            raise UnsupportedBufferError(f"{name} is a tf.{kind.__name__}, which no collective takes: {remedy}")
 
 
 def _tensor(array: Any) -> tf.Tensor:

@@ -26,6 +26,7 @@ from ringreduce.tensorflow.calls import (
     made_as,
     name_of,
     reader_of,
+    require_dense,
     run,
     traced_name,
     values_when,
@@ -125,6 +126,7 @@ class GradientReduction(ListReduction):
 
         Raises:
             ConfigError: gradients are sparse, with staleness; or numbers of samples are wrong, or missing on some rank.
+            UnsupportedBufferError: a gradient is ragged.
             MismatchError: the ranks have different gradients.
         """
         made = list(gradients)
@@ -134,6 +136,7 @@ class GradientReduction(ListReduction):
         dense = []
         sparse = []
         for number, gradient in enumerate(made):
+            require_dense(gradient, f"the gradient of {name_of(variables[number], number)}")
             if isinstance(gradient, tf.IndexedSlices):
                 sparse.append(number)
             elif gradient is not None or (eager and self._op != Adasum):

@@ -48,7 +48,17 @@ from ringreduce.runtime.world_names import (
     start_timeline,
     stop_timeline,
 )
-from ringreduce.tensorflow.calls import Host, Spec, any_rows, are_recorded, entry, run, tensors_of, traced_name
+from ringreduce.tensorflow.calls import (
+    Host,
+    Spec,
+    any_rows,
+    are_recorded,
+    entry,
+    run,
+    tensor_of,
+    tensors_of,
+    traced_name,
+)
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.functions import broadcast_ as broadcast_  # which Horovod has here, too
 from ringreduce.tensorflow.numbers import asked, local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
@@ -280,7 +290,7 @@ def grouped_allreduce(
         slices = [each for each in tensors if isinstance(each, tf.IndexedSlices)]
         if slices and (chosen not in (AVERAGE, SUM) or factors != (1.0, 1.0)):
             raise NotImplementedError("tf.IndexedSlices are averaged or summed, and not scaled: make them dense first")
-        dense = tensors_of([each for each in tensors if not isinstance(each, tf.IndexedSlices)])
+        dense = [tensor_of(each, n) for n, each in enumerate(tensors) if not isinstance(each, tf.IndexedSlices)]
         pairs = list(map(compression.compress, dense))
     gathered = iter(_gather_slices(slices, chosen, name=name, process_set=process_set) if slices else [])
     sent = [each for each, _ in pairs]

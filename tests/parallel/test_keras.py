@@ -716,6 +716,45 @@ def test_values_are_reduced_gathered_and_broadcast() -> None:
         hvd.broadcast_global_variables(0)
 
 
+@pytest.mark.smoke
+def test_what_is_no_dense_value_of_numbers_is_refused() -> None:
+    """The error names the variable or metric, and says what to do; ranks that gave numbers hear of it, and go on."""
+
+    class Ragged:
+        """As TensorFlow's `RaggedTensor`."""
+
+        row_splits = (0, 2, 3)
+
+    words = np.array(["a", "b"])
+    for value, said in ((words, "encode strings .* broadcast_object"), (Ragged(), r"ragged .*\.to_tensor\(\)")):
+        for call in (hvd.allreduce, hvd.allgather, lambda each: hvd.broadcast(each, 0)):
+            with pytest.raises(rr.UnsupportedBufferError, match=f"the value is .*{said}"):
+                call(value)
+
+    class Words(Ragged):
+        path = "layer/words"
+
+    variable = keras.Variable(np.ones(2, np.float32), name="one")
+    for call, said in (
+        (lambda wrong: hvd.allreduce(words if wrong else np.ones(2, np.float32)), "the value is no tensor"),
+        (lambda wrong: hvd.broadcast_variables([variable, Words() if wrong else variable], 0), "layer/words is a"),
+    ):
+        with pytest.raises((rr.UnsupportedBufferError, rr.MismatchError), match=said) as caught:
+            call(RANK == 0)
+        assert isinstance(caught.value, rr.MismatchError) == (RANK != 0)
+        call(False)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        callback = hvd.callbacks.MetricAverageCallback()
+        model = model_of(100)
+        model.compile(SGD())
+        callback.set_model(model)
+        logs = {"loss": 1.0, "several": tf.ragged.constant([[1.0], [2.0, 3.0]]) if RANK == 0 else tf.ones(2)}
+        with pytest.raises((rr.UnsupportedBufferError, rr.MismatchError), match="the metric several is a ragged"):
+            callback.on_epoch_end(0, logs)
+
+
 @pytest.mark.sizes(2, 3, 4)  # one rank agrees with itself
 def test_values_of_other_shapes_raise_on_all_ranks() -> None:
     with pytest.raises(rr.MismatchError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -424,6 +425,41 @@ def test_what_cannot_be_sent_is_refused(called: Any) -> None:
         tf.reshape(tf.ones(3), [2])
 
 
+@pytest.mark.smoke
+def test_what_is_no_dense_tensor_of_numbers_is_refused(step: Any) -> None:
+    """The error says which of a list it is, and what to do; ranks that gave tensors hear of it, and all go on."""
+    ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
+    words = tf.Variable(["a", "b"], name="words")
+    for value, said in (
+        (ragged, r"tensor 0 is a tf\.RaggedTensor.*\.to_tensor\(\)"),
+        (tf.sparse.from_dense([[1.0, 0.0]]), r"tensor 0 is a tf\.SparseTensor.*tf\.sparse\.to_dense"),
+        (tf.constant(["a", "b"]), "tensor 0 is of type string.* encode strings .*broadcast_object"),
+        (words, "words:0 is of type string"),
+        ([[1.0], [2.0, 3.0]], "tensor 0 is no tensor"),
+    ):
+        for call in (hvd.allreduce, hvd.allgather, lambda each: hvd.broadcast(each, 0)):
+            with pytest.raises(rr.UnsupportedBufferError, match=said) as caught:
+                step(lambda value=value, call=call: call(value))()
+            assert isinstance(caught.value, tf.errors.InvalidArgumentError)
+    slices = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), tf.constant([3, 2]))
+    with pytest.raises(rr.UnsupportedBufferError, match=r"tensor 2 is a tf\.RaggedTensor"):
+        hvd.grouped_allreduce([tf.ones(2), slices, ragged])
+    with tf.GradientTape() as tape:
+        tape.watch(ragged.flat_values)
+        loss = tf.reduce_sum(ragged * 2.0)
+    with pytest.raises(rr.UnsupportedBufferError, match=r"the gradient of tensor 0 is a tf\.RaggedTensor"):
+        hvd.DistributedGradientTape(tape).gradient(loss, [ragged])
+    for reduce in (
+        lambda each: hvd.allreduce(tf.ones(2) if each is None else each, op=hvd.Sum),
+        lambda each: hvd.broadcast_variables([tf.Variable([1.0, 2.0]) if each is None else words], 0),
+    ):
+        with pytest.raises((rr.UnsupportedBufferError, rr.MismatchError)) as refused:
+            reduce(ragged if RANK == 0 else None)
+        assert isinstance(refused.value, rr.MismatchError) == (RANK != 0)
+        assert "which no collective takes" in str(refused.value)
+        reduce(None)
+
+
 def test_errors_of_converted_functions_are_ours() -> None:
     """AutoGraph raises one of its own for what it does not know."""
 
@@ -671,6 +707,25 @@ def test_optimizers_of_tensorflow_1_step_at_once() -> None:
     optimizer.minimize(lambda: tf.reduce_sum(variable) * RANK, var_list=[variable])
     np.testing.assert_allclose(variable, np.array([1.0, 2.0]) - 0.5 * TRIANGLE / SIZE)
     assert optimizer.get_slot(variable, "momentum") is not None
+
+
+@pytest.mark.smoke
+def test_a_copy_of_an_optimizer_sums_up_its_own_passes() -> None:
+    """It begins with those of the original, and neither changes the other's."""
+    variables = [tf.Variable([1.0]), tf.Variable([1.0])]
+    original = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=3)
+
+    def step(optimizer: Any, number: int, gradient: float) -> None:
+        variable = variables[number]
+        optimizer.minimize(lambda: tf.reduce_sum(variable) * gradient, var_list=[variable])
+
+    step(original, 0, gradient=1.0)
+    copied = copy.deepcopy(original)
+    for gradient in (2.0, 4.0):
+        step(copied, 1, gradient=10.0 * gradient)
+        step(original, 0, gradient=gradient)
+    np.testing.assert_allclose(variables[0], [-6.0])
+    np.testing.assert_allclose(variables[1], [-60.0])
 
 
 def test_steps_are_combined_by_adasum() -> None:
