@@ -691,9 +691,9 @@ def test_the_next_job_begins_with_just_this(world: rr.Communicator, tmp_path_fac
     assert again.step == 7
     assert torch.equal(torch.rand(3), drawn)
     if world.rank == world.size - 1:
-        (folder / f"commit-{state.commits + 1:012}.rank-{world.rank}.pt").mkdir()
+        (folder / f"commit-{again.commits + 1:012}.rank-{world.rank}.pt").mkdir()
     hvd.barrier()
-    assert not state._keep_for_next_job()
+    assert not again._keep_for_next_job()
 
 
 def test_random_numbers_differ_between_ranks_and_come_again(world: rr.Communicator) -> None:

@@ -206,6 +206,7 @@ class Unsendable(Own):
         return gradient
 
 
+@pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("way", ["node", "all", "split"])
 def test_state_that_other_ranks_cannot_have_is_refused_by_name(nodes: None, way: str) -> None:
     """On all ranks, in the step or when the whole state is wanted."""

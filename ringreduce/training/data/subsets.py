@@ -31,13 +31,13 @@ class Subsets:
 
     @classmethod
     def divides(cls, dataset: Any) -> None:
-        """Take note that a sampler divides a dataset; does nothing for one that has no ``indices``. Local."""
-        indices = getattr(dataset, "indices", None)
-        if indices is None or not is_initialized() or not global_process_set.included():
+        """Take note that a sampler divides a dataset; does nothing for one whose ``indices`` are no numbers. Local."""
+        indices = np.asarray(getattr(dataset, "indices", None))  # a tensor has a method of that name
+        if indices.dtype.kind not in "iu" or not is_initialized() or not global_process_set.included():
             return
         known = global_process_set.engine.attached[cls]
         if known.checksum is None and not known.told:
-            known.checksum = zlib.crc32(np.asarray(indices, np.int64).tobytes())
+            known.checksum = zlib.crc32(indices.astype(np.int64).tobytes())
 
     def differ(self, rank: int) -> None:
         """Let rank 0 say, once, that the ranks have drawn different parts; to be called on all."""
