@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringreduce.common.errors import UnsupportedBufferError
-from ringreduce.jax.ops import in_native_order, is_key
+from ringreduce.jax.leaves import in_native_order, require_numbers
+from ringreduce.jax.ops import is_key
 from ringreduce.jax.optimizer import RankState
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
@@ -38,7 +39,9 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
     paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: isinstance(each, RankState))
     with RequestBuilder("broadcast_parameters", None, process_set):
         named = [
-            (jax.tree_util.keystr(path), _writable(leaf)) for path, leaf in paths if not isinstance(leaf, RankState)
+            (jax.tree_util.keystr(path), _writable(leaf, jax.tree_util.keystr(path)))
+            for path, leaf in paths
+            if not isinstance(leaf, RankState)
         ]
     _broadcast(HOST, named, root_rank=root_rank, process_set=process_set)
     arrays = iter(named)
@@ -46,16 +49,21 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
     return jax.tree_util.tree_unflatten(structure, leaves)
 
 
-def _writable(leaf: Any) -> Any:
-    """Return the values of a leaf in memory that may be overwritten."""
+def _writable(leaf: Any, path: str) -> Any:
+    """Return the values of a leaf, at a path in its tree, in memory that may be overwritten."""
     if isinstance(leaf, jax.core.Tracer):
         raise UnsupportedBufferError("broadcast_parameters is called outside of jit; in there, use broadcast")
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
         raise UnsupportedBufferError(
-            f"broadcast_parameters takes arrays, got {type(leaf).__name__}; use broadcast_object for other things"
+            f"{path or 'the leaf'}: broadcast_parameters takes arrays, got {type(leaf).__name__}; use broadcast_object "
+            "for other things"
         )
+    try:
+        require_numbers(np.asarray(leaf))
+    except UnsupportedBufferError as error:
+        raise UnsupportedBufferError(f"{path or 'the leaf'}: {error}") from error
     return in_native_order(np.array(leaf))
 
 

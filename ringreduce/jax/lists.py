@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.jax import ffi
 from ringreduce.jax.calls import LISTED, LISTS, Call, Host, is_traced, name_here, ranks_of
+from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
 from ringreduce.jax.steps import ADVICE, NOTHING, Step
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.error_text import raise_unseen
@@ -172,7 +173,8 @@ class HostTrees:
 
         The identity of the tree tells it from others of its shapes; those of a structure have the same each time.
         """
-        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+        given, structure = jax.tree.flatten(tree, is_sparse)
+        leaves = usable_leaves(tree, given, usable)
         if not leaves:
             return tree
         key = structure, *((each.shape, each.dtype) for each in leaves)

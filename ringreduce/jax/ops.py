@@ -29,6 +29,7 @@ from ringreduce.common.arguments import real_number
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.jax.calls import ALIKE, Call, Shape, is_traced, name_here, ranks_of, request_of, run_compiled
+from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
 from ringreduce.jax.steps import Step
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
@@ -197,14 +198,15 @@ def _on_leaves(
         identity: of the tree, if it has one.
         step: whose gradients the arrays are; None: they are no gradients.
     """
-    leaves, structure = jax.tree.flatten(tree)
+    is_leaf = None if kind == "broadcast" else is_sparse
+    leaves, structure = jax.tree.flatten(tree, is_leaf)
     if not leaves:
         return tree
     raise_unseen()
     name = name or name_here(kind, leaves)
     with RequestBuilder(kind, name, process_set):
         keys = [is_key(leaf) for leaf in leaves]
-        values = [_words(kind, leaf) if key else _usable(leaf) for key, leaf in zip(keys, leaves, strict=True)]
+        values = usable_leaves(tree, leaves, lambda leaf: _words(kind, leaf) if is_key(leaf) else usable(leaf), is_leaf)
     collectives = _Collectives(HOST, name, process_set, identity=identity, step=step)
     results = collective(collectives, values, *given)
     made = [_as_key(result, leaf) if key else result for key, leaf, result in zip(keys, leaves, results, strict=True)]
@@ -230,27 +232,6 @@ def _words(kind: str, key: Any) -> Any:
 
 def _as_key(words: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
-
-
-def _usable(leaf: Any) -> Any:
-    """Return a leaf as an array of JAX."""
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        DType.of(leaf.dtype.newbyteorder("="))  # raises for strings and objects, in our words
-        leaf = in_native_order(leaf)
-    try:
-        array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    except TypeError as error:
-        raise UnsupportedBufferError(
-            f"a leaf of the tree is of type {type(leaf).__name__}, which is no array; use broadcast_object or "
-            "allgather_object for other things"
-        ) from error
-    DType.of(array.dtype)  # raises for dtypes that collectives do not take
-    return array
-
-
-def in_native_order(array: Any) -> Any:
-    """Return an array of NumPy in this machine's byte order, which JAX and collectives take alone."""
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def allreduce(

@@ -19,6 +19,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.jax.calls import FUNCTIONS, Call, is_traced, is_tracing, name_here, ranks_of, run_compiled
+from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
 from ringreduce.jax.lists import HostTrees, needs_host, unmapped
 from ringreduce.jax.ops import allreduce_of, reduce_gradients
 from ringreduce.jax.steps import Step, Steps
@@ -34,6 +35,7 @@ from ringreduce.training.compression import (
     signature_of,
     wire_format,
 )
+from ringreduce.training.gradients.checks import OF_UPDATE
 from ringreduce.training.options.options import Options, averaging
 
 __all__ = ["DistributedGradientTransformation", "DistributedState", "DistributedTransformation", "RankState"]
@@ -77,6 +79,9 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
 
     Gradients are averaged with those of the same transformation and of the same tree (paths and shapes), whatever the
     order in which ranks step several models. Models with equal trees need a transformation each.
+
+    What ``tx`` takes besides, as ``update(..., value=loss)``, must agree on all ranks: so let it be an average. The
+    ranks compare it with their hyper-parameters, in steps 1, 2, 4, 8 and so on; `MismatchError` on all if it differs.
 
     Late or weighted gradients are reduced on the host, and `vmap` refuses them. The process keeps the averages that are
     under way; the state does not have them. So use a transformation with ``staleness`` for one model, and save its
@@ -140,7 +145,7 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
         return DistributedTransformation(compressing.init, compressing.update)
 
     def update(updates: Any, state: Any, params: Any = None, *, samples: Any = None, **extra: Any) -> Any:
-        step = steps.of_trees(updates, params, _hyperparameters(state))
+        step = steps.of_trees(updates, params, _hyperparameters(state) | _arguments(extra))
         if staleness or samples is not None or needs_host(process_set, updates):
             updates = trees.reduce(updates, name, samples, identified(updates), step)
         else:
@@ -179,6 +184,15 @@ def _hyperparameters(state: Any) -> dict[str, Any]:
                     found[f"{name} {same + 1}" if same else name] = value
                 parts.append(each.inner_state)
     return found
+
+
+def _arguments(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers among the further arguments of `update`, by name: with other ones, ranks step otherwise."""
+    return {
+        f"{name}{jax.tree_util.keystr(path)}{OF_UPDATE}": leaf
+        for name, tree in extra.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def _is_injected(part: Any) -> bool:
@@ -247,9 +261,11 @@ class _Compressing(NamedTuple):
     ) -> tuple[Any, DistributedState]:
         if samples is not None or needs_host(self.process_set, updates):
             raise ConfigError("compressed gradients cannot be weighted: use no compression with numbers of samples")
-        leaves, structure = jax.tree.flatten(updates)
+        given, structure = jax.tree.flatten(updates, is_sparse)
+        leaves = usable_leaves(updates, given, usable)
         chosen = [each for each in leaves if _is_compressed(each)]
-        step = self.steps.of_trees(updates, params, _hyperparameters(state.inner), _is_compressed)
+        settings = _hyperparameters(state.inner) | _arguments(extra)
+        step = self.steps.of_trees(updates, params, settings, _is_compressed)
         made, residual = self._compress(chosen, state.lost.arrays, tree=updates, step=step)
         compressed = iter(made)
         others = iter(self.reduce([each for each in leaves if not _is_compressed(each)]))

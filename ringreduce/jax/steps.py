@@ -7,6 +7,7 @@ anyway. What is there is read only in steps that look at it.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary, finalize
@@ -23,7 +24,7 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.framework import Advice
 from ringreduce.training.binding.host import HostMemory
 from ringreduce.training.calls.parameters import in_words
-from ringreduce.training.gradients.checks import CheckedModel, Checks
+from ringreduce.training.gradients.checks import OF_UPDATE, CheckedModel, Checks
 from ringreduce.training.gradients.record import Ranks
 
 ADVICE = Advice(
@@ -52,7 +53,7 @@ class Beside(NamedTuple):
         """Return what checks look at; ``arrays`` returns the values, and is called only if they do."""
 
         def settings() -> dict[str, str]:
-            values = iter(arrays()[self.nweights :])
+            values = map(_single, arrays()[self.nweights :])
             return in_words({name: next(values) if text is None else text for name, text in self.settings.items()})
 
         return CheckedModel(self.names(), lambda: arrays()[: self.nweights], settings=settings)
@@ -145,7 +146,8 @@ class Steps:
         Args:
             names: returns the names of its gradients.
             weights, weight_names: the weights, and what returns their names.
-            settings: hyper-parameters by name; those that `in_words` leaves out are left out here, too.
+            settings: hyper-parameters by name; those that `in_words` leaves out are left out here, too, but for arrays
+                that are arguments of the update.
         """
         readable = [number for number, each in enumerate(weights) if _is_readable(each)]
 
@@ -154,7 +156,8 @@ class Steps:
             return [known[number] for number in readable]
 
         given = {name: each for name, each in settings.items() if isinstance(each, (jax.Array, np.ndarray))}
-        given = {name: each for name, each in given.items() if each.size == 1 and _is_readable(each)}
+        wanted = {name for name, each in given.items() if each.size == 1 or name.endswith(OF_UPDATE)}
+        given = {name: each for name, each in given.items() if name in wanted and _is_readable(each)}
         texts = in_words({name: each for name, each in settings.items() if name not in given})
         beside = Beside(names_of_readable, len(readable), {**texts, **dict.fromkeys(given)})
         return Step(self, names, arrays=[*(weights[number] for number in readable), *given.values()], beside=beside)
@@ -240,6 +243,11 @@ _all: WeakValueDictionary[str, Steps] = WeakValueDictionary()
 def steps_of(key: str) -> Steps | None:
     """Return the steps of a key; None: they are gone."""
     return _all.get(key)
+
+
+def _single(array: npt.NDArray[Any]) -> Any:
+    """Return an array of one element, or in the place of another one what tells its values."""
+    return array if array.size == 1 else f"with the checksum {zlib.crc32(array.tobytes()):08x}"
 
 
 def _is_readable(array: Any) -> bool:

@@ -14,6 +14,7 @@ jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 
 import jax.numpy as jnp  # noqa: E402
+from jax.experimental import sparse  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.jax as rj  # noqa: E402
@@ -189,7 +190,7 @@ BUCKETS = [68_751, 5, 125_001, 1, 43_750, 43_750, 68_750, 3]
 @pytest.fixture
 def small_buckets(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A world in which a compiled program reduces 192 KiB at a time; gradients of a step 256 KiB."""
-    monkeypatch.setenv("RINGREDUCE_BUCKET", "64K")
+    monkeypatch.setenv("RINGREDUCE_BUCKET", "128K")
     rr.init()
 
 
@@ -457,6 +458,29 @@ def test_wrong_arguments_of_one_rank_reach_all(called: Any) -> None:
     assert isinstance(rj.error_of(caught.value), rr.ConfigError if RANK == 0 else rr.MismatchError)
 
 
+@pytest.mark.parametrize("way", ["allreduce", "broadcast_parameters", "plain", "weighted", "compressed"])
+def test_refusals_name_the_leaf_and_what_to_do(way: str) -> None:
+    leaves = {
+        "no array": ("text", "use broadcast_object"),
+        "strings": (np.array(["a"]), "holds no numbers; .* use broadcast_object"),
+        "float0": (np.zeros(3, jax.dtypes.float0), "float0.* without allow_int"),
+        "ragged": (np.array([[1], [1, 2]], object), "pad rows of unequal lengths"),
+        "sparse": (sparse.BCOO.fromdense(jnp.eye(3)), r"pass \.todense\(\)"),
+    }
+    tx = rj.DistributedGradientTransformation(optax.sgd(1.0), compression="int8" if way == "compressed" else None)
+    state = tx.init({"w": jnp.ones(2)})
+    samples = {"samples": 2} if way == "weighted" else {}
+    calls = {"allreduce": rj.allreduce, "broadcast_parameters": rj.broadcast_parameters}
+    call = calls.get(way, lambda tree: tx.update(tree, state, **samples))
+    for name, (leaf, words) in leaves.items():
+        if (name, way) == ("sparse", "broadcast_parameters"):
+            got = call({"w": [jnp.ones(2), leaf]})
+            np.testing.assert_array_equal(got["w"][1].todense(), np.eye(3))
+            continue
+        with pytest.raises(rr.UnsupportedBufferError, match=rf"^\['w'\]\[1\]: .*{words}"):
+            call({"w": [jnp.ones(2), leaf]})
+
+
 def test_what_is_no_array_is_refused() -> None:
     with pytest.raises(rr.UnsupportedBufferError, match="no array"):
         rj.allreduce({"a": "text"})
@@ -530,4 +554,4 @@ def test_arrays_of_foreign_byte_order_are_converted() -> None:
     assert got["array"].tolist() == [size - 1, size, size + 1]
     assert got["number"] == size - 1
     with pytest.raises(rr.UnsupportedBufferError, match="elements of type"):
-        rj.allreduce(np.array(["a", "b"]))
+        rj.allreduce(np.zeros(2, "V4"))

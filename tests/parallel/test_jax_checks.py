@@ -125,6 +125,36 @@ def test_rank_0_warns_if_the_ranks_begin_with_different_weights(
 
 
 @several
+@pytest.mark.parametrize("way", [pytest.param(each, marks=[pytest.mark.smoke] * (each == "plain")) for each in WAYS])
+def test_arguments_of_the_update_agree(called: Any, way: str) -> None:
+    """Numbers and arrays; a rank's own loss would let ranks step differently."""
+    options = {name: each for name, each in WAYS[way].items() if name != "samples"}
+    samples = {name: each for name, each in WAYS[way].items() if name == "samples"}
+    params = {"a": jnp.ones(3)}
+
+    def step(average: bool, **given: Any) -> None:
+        tx = rj.DistributedGradientTransformation(optax.contrib.reduce_on_plateau(patience=1), **options)
+        state = tx.init(params)
+
+        @called
+        def update(params: Any, state: Any, given: Any) -> Any:
+            given = {name: rj.allreduce(each) for name, each in given.items()} if average else given
+            return tx.update(params, state, params, **samples, **given)
+
+        for _ in range(3):
+            _, state = update(params, state, given)
+
+    step(True, value=jnp.float32(RANK), grad=jnp.full(3, float(RANK)))
+    error = raised(lambda: step(False, value=jnp.float32(RANK)))
+    assert isinstance(error, rr.MismatchError)
+    assert error.values == {rank: f"value of update() {rank}.0" for rank in range(SIZE)}
+    assert "value=allreduce(value)" in str(error)
+    error = raised(lambda: step(False, value=jnp.float32(1), grad=jnp.full(3, float(RANK))))
+    assert isinstance(error, rr.MismatchError)
+    assert all(each.startswith("grad of update() with the checksum ") for each in error.values.values())
+
+
+@several
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("differ_in", [None, 0, 1, 2, 3])
 def test_ranks_that_train_on_the_same_data_are_told(

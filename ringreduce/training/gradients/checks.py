@@ -24,6 +24,23 @@ _log = logging.getLogger(__name__)
 #: How names of hyper-parameters end that are the state of what scales the loss.
 OF_SCALER = " of the GradScaler"
 
+#: The same of numbers that a program gives the update of a transformation of optax.
+OF_UPDATE = " of update()"
+
+#: What ranks may not differ in: what one has that has none, and what to do.
+_ALIKE = {
+    OF_SCALER: (
+        "no GradScaler",
+        "their gradients have no average. Load the scaler's state on all ranks, as "
+        "scaler.load_state_dict(broadcast_object(scaler.state_dict())) does, or load_checkpoint(..., scaler=scaler)",
+    ),
+    OF_UPDATE: (
+        "no such argument",
+        "they would step differently. Give all ranks the average: update(..., value=allreduce(value)), or that of "
+        "weighted_average where ranks have different numbers of samples",
+    ),
+}
+
 _FIRST_STEPS = 3  # that compare the ranks' gradients
 _SHOWN = 3  # differences in a warning
 
@@ -131,8 +148,12 @@ class Checks:
         """Let rank 0 say, once, which hyper-parameters of the model differ between ranks. Collective.
 
         For steps in which no `GradientReducer` agrees on them.
+
+        Raises:
+            MismatchError: as `heed_settings`.
         """
         said = _settings_of_all(self._ranks, settings_of(self.model))
+        _require_alike(said)
         first = next(iter(said.values()))
         differ = any(each != first for each in said.values())
         self._compares_settings = bool(first) and not differ
@@ -298,22 +319,11 @@ class Checks:
         """Let rank 0 say which hyper-parameters differ between ranks. Collective.
 
         Raises:
-            MismatchError: on all ranks, if the state of GradScalers differs: gradients of different scales have no
-                average.
+            MismatchError: on all ranks, if the state of GradScalers differs, as gradients of different scales have no
+                average; or if arguments of an update do.
         """
         said = _settings_of_all(self._ranks, mine)
-        names = dict.fromkeys(name for each in said.values() for name in each if name.endswith(OF_SCALER))
-        differ = [name for name in names if len({each.get(name) for each in said.values()}) > 1]
-        if differ:
-            raise MismatchError(
-                {
-                    rank: ", ".join(f"{name} {each[name]}" for name in differ if name in each) or "no GradScaler"
-                    for rank, each in said.items()
-                },
-                advice="their gradients have no average. Load the scaler's state on all ranks, as "
-                "scaler.load_state_dict(broadcast_object(scaler.state_dict())) does, or load_checkpoint(..., "
-                "scaler=scaler)",
-            )
+        _require_alike(said)
         if self._ranks.rank == 0:
             _log.warning("%s", _differences(said, self._memory.advice.schedule))
 
@@ -351,6 +361,16 @@ def _settings_of_all(ranks: Ranks, mine: Mapping[str, str]) -> dict[int, dict[st
     said = json.dumps([ranks.rank, mine]) + "\n"
     everyone = ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
     return dict(map(json.loads, everyone.tobytes().decode().splitlines()))
+
+
+def _require_alike(said: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise `MismatchError` if ranks differ in what they may not; the arguments are those of `_differences`."""
+    for ending, (missing, advice) in _ALIKE.items():
+        names = dict.fromkeys(name for each in said.values() for name in each if name.endswith(ending))
+        differ = [name for name in names if len({each.get(name) for each in said.values()}) > 1]
+        if differ:
+            values = {rank: [f"{name} {each[name]}" for name in differ if name in each] for rank, each in said.items()}
+            raise MismatchError({rank: ", ".join(each) or missing for rank, each in values.items()}, advice=advice)
 
 
 def _differences(said: Mapping[int, Mapping[str, str]], schedule: str) -> str:
