@@ -65,8 +65,7 @@ OF_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scale"])
+@pytest.mark.parametrize("scaled", [pytest.param(False, marks=pytest.mark.smoke), True], ids=["plain", "loss scale"])
 def test_copies_of_models_train_on_all_ranks(scaled: bool) -> None:
     """With their optimizer's state and options, and a step of their own."""
 
@@ -89,8 +88,7 @@ def test_copies_of_models_train_on_all_ranks(scaled: bool) -> None:
     assert moved(model) == pytest.approx(1.5 * total)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.smoke)])
 def test_copies_of_optimizers_are_distributed_with_their_options(passes: int) -> None:
     original = hvd.DistributedOptimizer(SGD(1.0), op=hvd.Sum, backward_passes_per_step=passes)
     for name, make in OF_OPTIMIZERS.items():

@@ -41,8 +41,7 @@ def weight(model: Any) -> float:
     return float(keras.ops.convert_to_numpy(model.weights[0].value).item())
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("state", ["callback", "elastic"])
+@pytest.mark.parametrize("state", [pytest.param("callback", marks=pytest.mark.smoke), "elastic"])
 def test_sums_of_passes_that_a_fit_leaves_stay_those_of_their_ranks(state: str) -> None:
     """Fits of 4 batches with 3 passes to a step: the second step has a pass of the first fit."""
     model = line(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3)))
