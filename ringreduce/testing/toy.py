@@ -54,6 +54,9 @@ class _ToyGradients(HostMemory, Hooks):
     def checksum(self, parameters: Sequence[_Weight]) -> int:
         return zlib.crc32(b"".join(parameter.value.tobytes() for parameter in parameters))
 
+    def is_finite(self, gradient: Any) -> bool:
+        return super().is_finite(gradient.value if isinstance(gradient, _Weight) else gradient)
+
 
 class Toy:
     """A linear model, ``x @ matrix + bias``, and ``extra`` if it is used; trained by steepest descent.

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import renew_rank_variables, report_begin
-from ringreduce.launcher import chains, job, mpirun, restarts, start
+from ringreduce.launcher import chains, discovery, job, mpirun, restarts, start
 from ringreduce.launcher.hosts import SizePolicy
 from ringreduce.launcher.job import HEARING, SUPERVISOR
 from ringreduce.launcher.marks import Mark, Output
@@ -221,13 +221,13 @@ def test_a_script_says_which_hosts_there_are(tmp_path: Path, monkeypatch: pytest
     def output(source: str) -> str:
         script.write_text(f"#!/bin/sh\n{source}\n")
         script.chmod(0o755)
-        return restarts._output(str(script))
+        return discovery._output(str(script))
 
     assert output("echo a:2; echo b") == "a:2\nb\n"
     assert output("printf '\\377a:2\\n'") == "\ufffda:2\n"
     with pytest.raises(subprocess.CalledProcessError, match="status 3"):
         output("echo a:2; exit 3")
-    monkeypatch.setattr(restarts, "_SCRIPT_S", 0.05)
+    monkeypatch.setattr(discovery, "_SCRIPT_S", 0.05)
     with pytest.raises(subprocess.TimeoutExpired):
         output("sleep 100 & sleep 100")
     with pytest.raises(subprocess.TimeoutExpired):  # nobody waits for what has left the script's session
@@ -254,7 +254,7 @@ def test_no_answer_of_a_script_ends_the_asking(
     asked.ask()
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(bad, Exception):
-            patch.setattr(restarts, "_output", Mock(side_effect=bad))
+            patch.setattr(discovery, "_output", Mock(side_effect=bad))
         else:
             answer.write_bytes(bad)
         asked.ask()

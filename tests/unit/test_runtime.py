@@ -220,6 +220,8 @@ assert (rr.rank(), rr.size(), rr.config().launched_size) == (0, 1, 1)
 
 @pytest.mark.parametrize("name", [each.value for each in Collective])
 def test_functions_take_what_methods_take(name: str) -> None:
-    """Each collective has the same arguments as a function of the package and as a method of a communicator."""
+    """Each collective has the same arguments as a function of the package, and as a method of a communicator."""
     _, *of_method = inspect.signature(getattr(rr.Communicator, name)).parameters.values()
-    assert [*inspect.signature(getattr(rr, name)).parameters.values()] == of_method
+    *of_function, last = inspect.signature(getattr(rr, name)).parameters.values()
+    assert of_function == of_method
+    assert (last.name, last.kind, last.default) == ("process_set", last.KEYWORD_ONLY, None)  # a method has its ranks

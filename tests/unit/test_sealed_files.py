@@ -394,7 +394,7 @@ def test_dumps_are_sealed_and_the_doctor_opens_them(
     path = recorder.dump(tmp_path / "dumps")
     assert path.read_bytes().startswith(b"ringreduce sealed 1\n")
     assert b"threads" not in path.read_bytes()
-    assert command("doctor", "--dump", path.parent).output == "no rank was waiting for another\n"
+    assert command("doctor", "--dump", path.parent).output.startswith("no rank was waiting for another\n")
     monkeypatch.delenv(DISK_VARIABLE)
     done = command("doctor", "--dump", path.parent)
     assert (done.exit_code, DISK_VARIABLE in done.output) == (2, True)
