@@ -180,7 +180,8 @@ def test_gradients_after_the_state_of_an_optimizer_was_broadcast(by_horovod: boo
     inner = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
     before = copy.deepcopy(model.state_dict())
     model.weight.grad = kept = torch.ones_like(model.weight)
-    hvd.broadcast_optimizer_state(hvd.DistributedOptimizer(inner), root_rank=0)
+    wrapped = hvd.DistributedOptimizer(inner)
+    hvd.broadcast_optimizer_state(wrapped, root_rank=0)
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     assert not inner.state
     assert model.bias.grad is None
@@ -189,7 +190,7 @@ def test_gradients_after_the_state_of_an_optimizer_was_broadcast(by_horovod: boo
     else:
         assert model.weight.grad is kept
     assert kept.equal(torch.ones(2, 3))
-    inner.step()
+    wrapped.step()
     model.weight.grad = kept
     hvd.broadcast_optimizer_state(inner, root_rank=0)
     assert model.weight.grad is kept
