@@ -90,7 +90,7 @@ def test_a_rank_that_stops_while_the_others_look_who_is_left_is_killed(tmp_path:
 def test_a_job_in_which_no_rank_has_come_to_init_is_not_ended(imported: str, options: tuple[str, ...]) -> None:
     """However long it prepares, with MPI or without."""
     program = f"import time, {imported}; time.sleep(2); print('done')"
-    done = run("-np", 2, "--start-timeout", 0.5, *options, sys.executable, "-c", program)
+    done = run("-np", 2, "--quiet", "--start-timeout", 0.5, *options, sys.executable, "-c", program)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\ndone\n", "")
 
 
