@@ -496,7 +496,7 @@ def test_wrong_arguments_end_with_status_2() -> None:
         (("-np", "2", "train.py", "-H", "h1:2,h2:2"), "-H h1:2,h2:2 comes after the name of the program"),
         (
             ("--hostfile", "/dev/null", "-np", "2", "true"),
-            "--hostfile /dev/null has no host with slots; a line is like:",
+            "--hostfile /dev/null: it is no regular file",
         ),
         (("-H", ",", "-np", "2", "true"), "-H ',' has no host with slots; give it as in -H localhost:2"),
         (("-H", "localhost:0", "-np", "2", "true"), "-H 'localhost:0' has no host with slots"),
