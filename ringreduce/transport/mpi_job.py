@@ -169,7 +169,7 @@ class MpiRanks:
             if time.monotonic() > until:
                 self._kill(peer)
                 break
-            time.sleep(0.01)  # nothing says so
+            time.sleep(0.01)  # No call waits for the end of a process that is not a child of this one.
         return True
 
     def forget_doubtful(self) -> list[int]:

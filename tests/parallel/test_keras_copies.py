@@ -168,7 +168,7 @@ def test_variables_of_a_rank_stay_its_own(way: str, tmp_path: Path) -> None:
         assert together == pytest.approx(shared - 0.1 * others)
 
 
-@pytest.mark.skipif(SIZE < 2, reason="a set of fewer ranks than all")
+@pytest.mark.sizes(2, 3, 4)
 def test_a_model_of_a_process_set_asks_for_one(tmp_path: Path) -> None:
     process_set = hvd.add_process_set([0])
     try:
