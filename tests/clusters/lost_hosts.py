@@ -1,13 +1,15 @@
 """Trainings on hosts of which one is lost; as a program, how long a new start takes, or how reliably jobs start at all.
 
-    scripts/faults --hosts                 # a host without power, without a cable, without its daemon: 20 times each
+    scripts/faults --hosts                 # each loss 20 times, in turn in torch and NumPy, shared folder and copies
+    scripts/faults --hosts --repeat 4 frozen power    # these alone, 4 times each
     scripts/faults --hosts --starts        # 100 small jobs over three hosts, one after the other
 
 It prints a table in Markdown; its exit status is 1 if something did not end as it has to. Jobs train on three hosts of
 one rank each, and make a step, with a commit, every 0.1 s. Times count from before the host is lost, in seconds:
 "noticed" until the launcher says so, "next step" until the first step of the next job. "Repeated" are steps that two
-jobs have made, as the first had no commit after them. It is right if each step counts once, none is missing, the job
-ends with status 0 and the ranks that it has to have, and nothing of it is left on the hosts that live.
+jobs have made, as the first had no commit after them. It is right if each step counts once in the weights, none is
+missing, each job repeats one step at most, the last one ends with status 0 and the ranks that it has to have, and
+nothing of it is left on the hosts that live.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
 
 from machines import WHO, Cluster, environ, why_not
 
@@ -37,18 +41,40 @@ PAUSE_S = 0.1  # before each step of what is measured
 #: has. Each rank notes when it has made which step.
 TRAIN = """
 import os, pathlib, signal, socket, sys, time
-import torch
-import ringreduce.torch as hvd
 
-doomed, commits = sys.argv[1:3]
-steps, lost_at, sizes = map(int, sys.argv[3:6])
-pause_s = float(sys.argv[6])
-disk = sys.argv[7]
+doomed, commits, framework, disk = sys.argv[1:5]
+steps, lost_at, sizes, replicas = map(int, sys.argv[5:9])
+pause_s = float(sys.argv[9])
 restart = int(os.environ.get("RINGREDUCE_RESTART", "0"))
-hvd.init()
-model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
-torch.nn.init.zeros_(model.weight)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+if framework == "torch":
+    import torch
+    import ringreduce.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    def update(number):
+        optimizer.zero_grad()
+        model(torch.full((1, 3), number, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    def weights():
+        return model.weight[0].tolist()
+else:
+    import numpy as np
+    import ringreduce as hvd
+
+    hvd.init()
+    state = hvd.elastic.NumpyState(weights=np.zeros(3), step=0)
+
+    def update(number):
+        state.weights -= hvd.allreduce(np.full(3, number))
+
+    def weights():
+        return state.weights.tolist()
 made = open(pathlib.Path(commits, f"steps-{restart}-{hvd.rank()}"), "a")
 
 @hvd.elastic.run
@@ -59,21 +85,18 @@ def train(state):
             while not pause_s:
                 signal.pause()
         time.sleep(pause_s)  # steps take as long as a host needs to be lost in the midst of them
-        optimizer.zero_grad()
-        model(torch.full((1, 3), float(state.step + 1), dtype=torch.float64)).sum().backward()
-        optimizer.step()
+        update(float(state.step + 1))
         state.step += 1
         print(state.step, time.time(), file=made, flush=True)
         state.commit()
         if restart and state.step > lost_at:
             pathlib.Path(commits, "again").touch()
 
-state = hvd.elastic.TorchState(model, optimizer, step=0)
-begun = state.keep_on_disk(disk, replicas=1 if disk == commits else 2)
+begun = state.keep_on_disk(disk, replicas=replicas)
 train(state)
 total = -sum(range(1, state.step + 1))
 where = f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}"
-print(where, model.weight.tolist() == [[total] * 3] and (begun is not None) == (restart > 0), flush=True)
+print(where, weights() == [total] * 3 and (begun is not None) == (restart > 0), flush=True)
 """
 
 
@@ -86,16 +109,25 @@ class Training:
         words: what starts the ranks, up to the program.
         sizes: how many ranks it has to have at the end.
         pause_s: before each step.
-        disk: a folder that each host has for itself, for commits; empty: they are in one that all share.
+        replicas: of a commit, on hosts that have a folder each; 1: one folder, which all hosts share.
+        framework: ``"torch"`` or ``"numpy"``.
     """
 
     def __init__(
-        self, cluster: Cluster, doomed: str, *words: str, sizes: int = 1, pause_s: float = 0.0, disk: str = ""
+        self,
+        cluster: Cluster,
+        doomed: str,
+        *words: str,
+        sizes: int = 1,
+        pause_s: float = 0.0,
+        replicas: int = 1,
+        framework: str = "torch",
     ) -> None:
         self.commits = cluster.shared / f"commits-{time.monotonic_ns()}"
         self.commits.mkdir(mode=0o700)
         program = cluster.write("train.py", TRAIN)
-        arguments = (doomed, self.commits, STEPS, LOST_AT, sizes, pause_s, disk or self.commits)
+        disk = self.commits if replicas == 1 else Path("/root", self.commits.name, "commits")
+        arguments = (doomed, self.commits, framework, disk, STEPS, LOST_AT, sizes, replicas, pause_s)
         line = cluster.line(0, "timeout", "--kill-after=5", "170", *words, "python", str(program), *map(str, arguments))
         self._output = cluster.shared / f"{self.commits.name}.txt"
         with self._output.open("w") as output:
@@ -175,12 +207,47 @@ def end_daemon(cluster: Cluster, number: int) -> None:
 
 # ---- what is measured ----
 
-#: What fails, and with how many ranks the job may end.
-LOSSES: dict[str, tuple[Callable[[Cluster, int], None], set[int]]] = {
-    "power": (Cluster.die, {2}),
-    "cable": (Cluster.unplug, {2}),
-    "daemon killed": (end_daemon, {2, 3}),
+
+@dataclass(frozen=True)
+class Loss:
+    """A way to lose hosts.
+
+    Attributes:
+        lose: takes them.
+        sizes: with how many ranks the job may end.
+        replicas: of a commit that outlive it.
+        restore: brings them back once the job has begun again.
+    """
+
+    lose: Callable[[Cluster], None]
+    sizes: set[int]
+    replicas: int = 2
+    restore: Callable[[Cluster], None] | None = None
+
+
+def vanish(cluster: Cluster) -> None:
+    """Let all that is sent to and from the last host be lost, while its links are up."""
+    for host, peer in ((0, 2), (2, 0), (1, 2), (2, 1)):
+        address = f"10.113.0.{peer + 1}"
+        lost = ("ip", "neigh", "replace", address, "lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
+        assert cluster.run(host, *lost).status == 0
+
+
+def lose_two(cluster: Cluster) -> None:
+    cluster.die(1)
+    cluster.die(2)
+
+
+LOSSES = {
+    "power": Loss(lambda cluster: cluster.die(2), {2}),
+    "cable": Loss(lambda cluster: cluster.unplug(2), {2}),
+    "packets": Loss(vanish, {2}),
+    "daemon": Loss(partial(end_daemon, number=2), {2, 3}),
+    "frozen": Loss(lambda cluster: cluster.freeze(2), {3}, restore=lambda cluster: cluster.thaw(2)),
+    "two": Loss(lose_two, {1}, replicas=3),
 }
+#: Losses happen to trainings in each of these, in turn.
+PROGRAMS = [*product(("torch", "numpy"), (False, True))]  # and whether each host has its copy of commits
 
 
 @dataclass
@@ -196,32 +263,43 @@ class Outcome:
     wrong: str = ""
 
 
-def lose_host(outcome: Outcome, what: str) -> None:
+def lose_host(outcome: Outcome, number: int, what: str) -> None:
     """Take a host from a training on a cluster of its own."""
-    lose, sizes = LOSSES[what]
+    loss = LOSSES[what]
+    framework, has_copies = PROGRAMS[number % len(PROGRAMS)]
     cluster = Cluster("ssh", 3)
     try:
-        training = Training(cluster, cluster.host(2), *elastic(cluster), pause_s=PAUSE_S)
+        sizes = 3 if loss.restore else 1
+        replicas = loss.replicas if has_copies else 1
+        words = elastic(cluster)
+        training = Training(
+            cluster, cluster.host(2), *words, sizes=sizes, pause_s=PAUSE_S, replicas=replicas, framework=framework
+        )
         training.until("waits")
         begin = time.time()
-        lose(cluster, 2)
+        loss.lose(cluster)
         training.until_said("is lost: |begins again from its last commit")
         outcome.figures["noticed"] = time.time() - begin
+        if loss.restore:
+            training.until("again")
+            loss.restore(cluster)
         status, said = training.end()
-        first, *later = [made for _, made in sorted(training.steps().items())]
-        assert later, f"no second job has made a step: {training.text}"
-        made = set(first).union(*later)
-        outcome.figures["next step"] = min(min(steps.values()) for steps in later) - begin
-        outcome.figures["repeated"] = len(first) + sum(map(len, later)) - len(made)
+        jobs = [set(made) for _, made in sorted(training.steps().items())]
+        assert len(jobs) > 1, f"no second job has made a step: {training.text}"
+        made = set[int]().union(*jobs)
+        later = (min(steps.values()) for restart, steps in training.steps().items() if restart)
+        outcome.figures["next step"] = min(later) - begin
+        outcome.figures["repeated"] = sum(map(len, jobs)) - len(made)
         assert status == 0, f"status {status}: {training.text}"
-        assert said in [ranks_of(cluster, size) for size in sizes], training.text
-        assert made == set(range(1, STEPS + 1)), f"steps {made} were made: {training.text}"
-        nothing_is_left(cluster, *({0, 1, 2} if 3 in sizes else {0, 1}))
+        assert said in [ranks_of(cluster, size) for size in loss.sizes], training.text
+        assert made == set(range(1, max(STEPS, *made) + 1)), f"steps {made} were made: {training.text}"
+        assert all(len(one & other) <= 1 for one, other in pairwise(jobs)), f"{training.steps()}: {training.text}"
+        nothing_is_left(cluster, *range(len(said)))
     finally:
         cluster.down()
 
 
-def start(outcome: Outcome, cluster: Cluster) -> None:
+def start(outcome: Outcome, _: int, cluster: Cluster) -> None:
     """Start a job whose ranks say where they are."""
     done = cluster.run(0, "ringreduce", "run", "-H", listed(cluster), "python", "who.py", timeout_s=CASE_S / 2)
     outcome.figures["seconds"] = done.seconds
@@ -229,14 +307,14 @@ def start(outcome: Outcome, cluster: Cluster) -> None:
     assert (done.status, done.ranks()) == (0, expected), f"status {done.status}: {done.text}"
 
 
-def repeat(what: str, times: int, measure: Callable[[Outcome], None]) -> list[Outcome]:
+def repeat(what: str, times: int, measure: Callable[[Outcome, int], None]) -> list[Outcome]:
     """Return so many outcomes, each after at most `CASE_S`; they go to standard error, too."""
     outcomes = []
     for number in range(1, times + 1):
         outcome = Outcome()
         signal.alarm(CASE_S)
         try:
-            measure(outcome)
+            measure(outcome, number)
         except (AssertionError, OSError, subprocess.SubprocessError) as error:
             outcome.wrong = str(error) or type(error).__name__
         finally:
@@ -259,9 +337,9 @@ def table(outcomes: dict[str, list[Outcome]], *columns: str) -> bool:
     return not any(each.wrong for of in outcomes.values() for each in of)
 
 
-def measure_losses(times: int) -> bool:
+def measure_losses(times: int, losses: list[str]) -> bool:
     """Measure losses; return whether all were right."""
-    found = {what: repeat(what, times, partial(lose_host, what=what)) for what in LOSSES}
+    found = {what: repeat(what, times, partial(lose_host, what=what)) for what in losses or LOSSES}
     return table(found, "noticed", "next step", "repeated")
 
 
@@ -277,6 +355,7 @@ def measure_starts(times: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("losses", nargs="*", choices=[*LOSSES, []], help="which (default: all)")
     parser.add_argument("--starts", action="store_true", help="start small jobs, and lose no host")
     parser.add_argument("--repeat", type=int, help="how often, each (20; starts 100)")
     options = parser.parse_args()
@@ -293,8 +372,9 @@ def main() -> int:
 
     signal.signal(signal.SIGALRM, on_alarm)
     signal.signal(signal.SIGTERM, on_end)
-    measure = measure_starts if options.starts else measure_losses
-    return int(not measure(options.repeat or (100 if options.starts else 20)))
+    if options.starts:
+        return int(not measure_starts(options.repeat or 100))
+    return int(not measure_losses(options.repeat or 20, options.losses))
 
 
 if __name__ == "__main__":

@@ -5,24 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from lost_hosts import Training, elastic, end_daemon, listed, nothing_is_left, ranks_of
+from lost_hosts import LOSSES, Training, elastic, end_daemon, listed, nothing_is_left, ranks_of
 from machines import Cluster, cluster_of, environ
 
 cluster = cluster_of("ssh", 3)
 slurm = cluster_of("slurm", 3)
 pods = cluster_of("pods", 4, slots=1)
-
-
-def vanish(cluster: Cluster, number: int) -> None:
-    """Let all that is sent to and from a host be lost, while its links are up."""
-    for host, peer in ((0, number), (number, 0), (1, number), (number, 1)):
-        address = f"10.113.0.{peer + 1}"
-        lost = ("ip", "neigh", "replace", address, "lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
-        assert cluster.run(host, *lost).status == 0
 
 
 @pytest.mark.thorough
@@ -31,7 +22,7 @@ def test_hosts_need_no_folder_in_common(cluster: Cluster) -> None:
     listed = ",".join(f"{cluster.host(number)}:1" for number in (1, 2, 0))
     doomed = cluster.host(1)
     words = ("ringreduce", "run", "--elastic", "-np", "2", "-H", listed)
-    training = Training(cluster, doomed, *words, sizes=2, disk=f"/root/{time.monotonic_ns()}/commits")
+    training = Training(cluster, doomed, *words, sizes=2, replicas=2)
     training.until("waits")
     cluster.die(1)
     status, said = training.end()
@@ -89,20 +80,13 @@ def test_each_rank_hears_which_host_is_lost(cluster: Cluster) -> None:
         assert re.search(rf"rank {rank} rank 2 is lost: .*\(on {cluster.host(2)}\)", said), said
 
 
-@pytest.mark.parametrize(
-    "lose",
-    [
-        pytest.param(Cluster.die, id="power"),
-        pytest.param(Cluster.unplug, id="cable", marks=pytest.mark.thorough),
-        pytest.param(vanish, id="packets"),
-    ],
-)
-def test_a_job_begins_again_without_a_lost_host(cluster: Cluster, lose: Callable[[Cluster, int], None]) -> None:
+@pytest.mark.parametrize("what", ["power", pytest.param("cable", marks=pytest.mark.thorough), "packets"])
+def test_a_job_begins_again_without_a_lost_host(cluster: Cluster, what: str) -> None:
     """From its last commit: each step is made once, and nothing is left on the hosts that live."""
     doomed = cluster.host(2)
     training = Training(cluster, doomed, *elastic(cluster))
     training.until("waits")
-    lose(cluster, 2)
+    LOSSES[what].lose(cluster)
     ended = training.end()
     cluster.boot(2)
     for number in range(3):  # their tables of neighbours may have been changed
@@ -147,11 +131,10 @@ def test_a_host_that_comes_back_is_used_at_a_commit(cluster: Cluster) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("folder", ["shared", "copies"])
-def test_a_host_that_stood_still_brings_back_nothing(cluster: Cluster, folder: str) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_host_that_stood_still_brings_back_nothing(cluster: Cluster, replicas: int) -> None:
     """Its rank, alone with its copy, may make a step or two, and commit them; what the others made meanwhile stays."""
-    disk = f"/root/{time.monotonic_ns()}/commits" if folder == "copies" else ""
-    training = Training(cluster, cluster.host(2), *elastic(cluster), sizes=3, pause_s=0.1, disk=disk)
+    training = Training(cluster, cluster.host(2), *elastic(cluster), sizes=3, pause_s=0.1, replicas=replicas)
     training.until("waits")
     cluster.freeze(2)
     training.until("again")
