@@ -41,6 +41,20 @@ def test_a_step_that_a_scaler_skipped_does_not_spoil_a_later_plain_one(world: rr
     assert weight.tolist() == [-(world.size + 1.0)] * 3
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
+def test_a_scaler_finds_overflows_itself_in_a_checked_job(checked: None, options: dict[str, Any]) -> None:
+    """The first steps of a scaler that is still too large ended the job."""
+    weight = weight_of()
+    optimizer, scaler = sgd(weight, **options), torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        overflow = step == 0 and hvd.rank() == hvd.size() - 1
+        scaler.scale((weight * (float("inf") if overflow else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert weight.tolist() == [-2.0] * 3
+
+
 def test_a_scaler_and_adasum_skip_the_same_steps_on_all_ranks(world: rr.Communicator) -> None:
     """An overflow on one rank made that one skip a step in which the others waited for it."""
     weight = weight_of()

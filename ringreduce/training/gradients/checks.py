@@ -84,13 +84,21 @@ class Checks:
         memory: the gradients'.
         ranks: whose allgather gives all ranks what each has found.
         named: returns names and parameters, the same ones on all ranks.
+        settings: returns this rank's hyper-parameters, as text by name; None: `model` has them.
 
     Attributes:
         model: of the next step; None: weights are the parameters, or unknown.
+        settings: returns this rank's hyper-parameters.
         compares_data: whether the ranks compare their gradients before the next step; the same on all.
     """
 
-    def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        ranks: Ranks,
+        named: Callable[[], Named],
+        settings: Callable[[], Mapping[str, str]] | None = None,
+    ) -> None:
         self._memory = memory
         self._ranks = ranks
         self._named = named
@@ -102,6 +110,7 @@ class Checks:
         self._begins = memory.advice.first is not None and ranks.size > 1  # weights are still to be compared once
         self._compares_settings: bool | None = None  # None: it is not known yet whether there are any
         self.model: CheckedModel | None = None
+        self.settings = settings or self._settings_of_model
 
     @property
     def idle(self) -> bool:
@@ -152,7 +161,7 @@ class Checks:
         Raises:
             MismatchError: as `heed_settings`.
         """
-        said = _settings_of_all(self._ranks, settings_of(self.model))
+        said = _settings_of_all(self._ranks, self.settings())
         _require_alike(said)
         first = next(iter(said.values()))
         differ = any(each != first for each in said.values())
@@ -199,6 +208,9 @@ class Checks:
         }
         raise MismatchError(said)
 
+    def _settings_of_model(self) -> Mapping[str, str]:
+        return {} if self.model is None else self.model.settings()
+
     def _weights(self) -> Named:
         if self.model is None:
             return self._named()
@@ -212,8 +224,14 @@ class Checks:
         return everyone
 
     def require_finite(self, step: int, gradients: Sequence[Any]) -> None:
-        """Raise `NotFiniteError` as `look` does, if that is due before a step. Collective."""
+        """Raise `NotFiniteError` as `look` does, if that is due before a step. Collective.
+
+        It is not due where a GradScaler has scaled them: it tries how large they may be, and skips what overflows. With
+        gradients reduced in the backward pass, no scaler is known in the first step.
+        """
         if self._finite_every is None or step % self._finite_every:
+            return
+        if any(name.endswith(OF_SCALER) for name in self.settings()):
             return
         finite = self._memory.is_finite
         names = [name for name, _ in self._named()]
@@ -349,11 +367,6 @@ def look_at_the_end(memory: Memory, ranks: Ranks, named: Callable[[], Named]) ->
                 name,
             )
             return
-
-
-def settings_of(model: CheckedModel | None) -> Mapping[str, str]:
-    """Return the hyper-parameters of a model, as text by name; empty if there is none."""
-    return {} if model is None else model.settings()
 
 
 def _settings_of_all(ranks: Ranks, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:

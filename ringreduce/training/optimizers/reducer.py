@@ -11,7 +11,7 @@ from ringreduce.training.binding.framework import Found, Hooks, Memory, Named
 from ringreduce.training.binding.identity import Identity, name_in
 from ringreduce.training.compression import State
 from ringreduce.training.gradients.buckets import Buckets
-from ringreduce.training.gradients.checks import Checks, settings_of
+from ringreduce.training.gradients.checks import Checks
 from ringreduce.training.gradients.record import Ranks
 from ringreduce.training.options.options import Options
 from ringreduce.training.options.refusals import ADASUM, BACKWARD, SAMPLES, require_together
@@ -66,7 +66,7 @@ class GradientReducer:
             engine, name, described=f"{kind} over {over}", where="backward pass" if options.in_backward else "step"
         )
         self.buckets = Buckets(memory, self.ranks, named=named, options=options)
-        self.checks = checks = Checks(memory, self.ranks, named)
+        self.checks = checks = Checks(memory, self.ranks, named, settings)
         self.overlap = Overlap(memory, self.buckets, checks) if isinstance(memory, Hooks) else None
         self.sharding = (
             None if options.shard is None else Sharding(memory, self.ranks, buckets=self.buckets, options=options)
@@ -76,7 +76,7 @@ class GradientReducer:
             StepContext(
                 memory, self.ranks, named=named, options=options, buckets=self.buckets, checks=checks, count=self._count
             ),
-            settings=settings or (lambda: settings_of(checks.model)),
+            settings=checks.settings,
             overlap=self.overlap,
             sharding=self.sharding,
         )

@@ -175,6 +175,8 @@ class Training(episodes.Training):
         if saved is not None:
             sparse, self.make_name, width, self.groups, added = False, *saved["made"]
             episode.drawn["another way"] += 1
+        if more == "wire format" and saved is not None and self.make_name != "SGD":
+            more = ""  # what is loaded decides on the optimizer
         if more == "wire format":
             self.make_name = "SGD"  # others make much of small errors
         episode.drawn["nested state"] += self.make_name == "Nested"
