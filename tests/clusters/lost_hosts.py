@@ -66,6 +66,7 @@ if framework == "torch":
 else:
     import numpy as np
     import ringreduce as hvd
+    import ringreduce.elastic
 
     hvd.init()
     state = hvd.elastic.NumpyState(weights=np.zeros(3), step=0)
