@@ -72,7 +72,7 @@ else:
     state = hvd.elastic.NumpyState(weights=np.zeros(3), step=0)
 
     def update(number):
-        state.weights -= hvd.allreduce(np.full(3, number))
+        state.weights -= hvd.allreduce(np.full(3, number), op="average")
 
     def weights():
         return state.weights.tolist()
