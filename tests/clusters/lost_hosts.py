@@ -285,11 +285,13 @@ def lose_host(outcome: Outcome, number: int, what: str) -> None:
             training.until("again")
             loss.restore(cluster)
         status, said = training.end()
-        jobs = [set(made) for _, made in sorted(training.steps().items())]
-        assert len(jobs) > 1, f"no second job has made a step: {training.text}"
+        first, *later = [made for _, made in sorted(training.steps().items())]
+        assert later, f"no second job has made a step: {training.text}"
+        again = min(min(steps.values()) for steps in later)
+        # A host that thaws may make steps until it is ended; its commits are thrown away.
+        jobs = [{step for step, at in first.items() if at < again}, *map(set, later)]
         made = set[int]().union(*jobs)
-        later = (min(steps.values()) for restart, steps in training.steps().items() if restart)
-        outcome.figures["next step"] = min(later) - begin
+        outcome.figures["next step"] = again - begin
         outcome.figures["repeated"] = sum(map(len, jobs)) - len(made)
         assert status == 0, f"status {status}: {training.text}"
         assert said in [ranks_of(cluster, size) for size in loss.sizes], training.text

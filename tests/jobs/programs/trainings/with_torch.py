@@ -245,7 +245,9 @@ class Training(episodes.Training):
             more = ""
         self.episode.drawn[more or "plain"] += 1
         if self.episode.draws("scaler", 0.4, can=not (sparse or self.sums or self.by_backward)):
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+            interval = 1000 if self.wire == "fp16" else 3  # scales that grow overflow in 16 bits
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=interval)
+            self.scaler.scale(torch.zeros(1))  # a rank may make no pass in the first step
 
     # ---- a step ----
 
