@@ -367,15 +367,20 @@ def follow_timelines(follow: Callable[[Program | None], object]) -> None:
         follow(program)
 
 
-def count(steps: int = 0, samples: int = 0) -> None:
+def count(steps: int = 0, samples: int = 0) -> int:
     """Tell `ringreduce top` what this rank has done since the last time. Local.
 
     Steps of torch's optimizers, reductions of gradients in TensorFlow, Keras and JAX, and samples of
     `ringreduce.torch.DistributedSampler`, are counted without this.
+
+    Returns:
+        The steps of this rank since `init`; 0 without a world.
     """
     own = _process.own()
-    if own is not None:
-        own.observer.recorder.count(steps, samples)
+    if own is None:
+        return 0
+    own.observer.recorder.count(steps, samples)
+    return own.observer.recorder.steps
 
 
 def trains(nbytes: int) -> None:

@@ -90,6 +90,7 @@ from ringreduce.torch.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from ringreduce.torch.shard_sampler import ShardSampler
 from ringreduce.torch.sharded.stepper import ShardedStep, Stepper
 from ringreduce.torch.split_updates import SplitUpdates
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
@@ -127,6 +128,7 @@ __all__ = [
     "Product",
     "ReproducibleSum",
     "Shard",
+    "ShardSampler",
     "Sum",
     "SyncBatchNorm",
     "add_process_set",

@@ -10,11 +10,13 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from ringreduce.common.arguments import whole_number
+from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import count as count_progress
 from ringreduce.runtime import rank_and_size
+from ringreduce.training.data.repeated_epochs import RepeatedEpochs
 from ringreduce.training.data.shares import Batches, Ends
-from ringreduce.training.data.subsets import Subsets
+from ringreduce.training.data.subsets import Subsets, checksum_of
 
 
 class DistributedSampler(Sampler[Any]):
@@ -64,6 +66,7 @@ class DistributedSampler(Sampler[Any]):
         self.shuffle = shuffle
         self.seed = whole_number("seed", seed, 0)
         self.epoch = 0
+        self._repeated = RepeatedEpochs()
         self._ends = _checked(ends)
         if shares not in ("even", "speed"):
             raise ConfigError(f'shares is "even" or "speed", got {shares!r}')
@@ -79,19 +82,21 @@ class DistributedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins, so that it has another order, and new shares; the same on all ranks."""
         self.epoch = whole_number("epoch", epoch, 0)
+        self._repeated = RepeatedEpochs()
         if self._batches is not None:
             self._batches.renew()
 
     def __iter__(self) -> Iterator[Any]:
         Subsets.divides(self.dataset)
-        if self._batches is None:
-            yield from self._samples()
-            return
-        for batch in self._batches.of(self._order()):
+        given = self._samples() if self._batches is None else self._batches_of_samples(self._batches)
+        return self._repeated.watched(given) if self.shuffle else given
+
+    def _batches_of_samples(self, batches: Batches) -> Iterator[list[Any]]:
+        for batch in batches.of(self._order()):
             yield batch
             count_progress(samples=len(batch))
 
-    def _order(self) -> list[int]:
+    def _order(self) -> list[Any]:
         """Return all samples in the order of this epoch, the same on all ranks."""
         count = len(self.dataset)
         if not self.shuffle:
@@ -99,15 +104,16 @@ class DistributedSampler(Sampler[Any]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(count, generator=generator, device="cpu").tolist()
 
-    def _samples(self) -> Iterator[int]:
-        count, order, (me, ranks) = len(self.dataset), self._order(), rank_and_size()
+    def _samples(self) -> Iterator[Any]:
+        order, (me, ranks) = self._order(), rank_and_size()
+        count = len(order)
         if self._ends == "repeat":
             order += [order[place % count] for place in range(-count % ranks)]
         elif self._ends == "drop":
             del order[count - count % ranks :]
         for index in order[me::ranks]:
             yield index
-            count_progress(samples=1)
+            count_progress(samples=len(index) if isinstance(index, list) else 1)
 
     def __len__(self) -> int:
         count, (me, ranks) = len(self.dataset), rank_and_size()
@@ -125,7 +131,11 @@ class Shard(IterableDataset[Any]):
     divide this rank's share among them.
 
     Args:
-        source: yields the same samples in the same order on all ranks, each time it is iterated.
+        source: yields the same samples in the same order on all ranks, each time it is iterated. If it is divided among
+            the ranks already, rank 0 warns of it before one of the next steps of a `DistributedOptimizer`: the ranks
+            compare what ``repr`` shows of the first samples, as many as there are ranks, also those that a worker
+            process has read. They do so for the first Shard that is made, or in this process iterated, after `init`.
+            Samples with the same ``repr`` are not told apart.
         ends: as for `DistributedSampler`; with ``"repeat"`` the last samples of the source are the ones repeated, and a
             source shorter than the number of ranks is repeated as often as need be.
     """
@@ -133,14 +143,25 @@ class Shard(IterableDataset[Any]):
     def __init__(self, source: Iterable[Any], ends: Ends = "repeat") -> None:
         self._source = source
         self._ends = _checked(ends)
+        self._place = place_of(program_stack())
+        self._checksum = torch.full((1,), -1, dtype=torch.int64, device="cpu")
+        self._checksum.share_memory_()  # type: ignore[no-untyped-call]  # with worker processes, which write it
+        self._compare()
+
+    def _compare(self) -> None:
+        Subsets.compare("stream", self._checksum.item, self._place)  # type: ignore[arg-type]  # a whole number
 
     def __iter__(self) -> Iterator[Any]:
         (me, ranks), worker = rank_and_size(), get_worker_info()
         mine, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is None:
+            self._compare()
         samples = iter(self._source)
         last: list[Any] = []
         number = 0
         while group := list(islice(samples, ranks)):
+            if number == mine == 0 and self._checksum.item() < 0:
+                self._checksum.fill_(checksum_of(group))
             if len(group) < ranks:
                 if self._ends == "drop":
                     return

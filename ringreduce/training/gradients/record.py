@@ -112,7 +112,8 @@ class Record:
         fields: list[Any] = [("found", "u1", (count,))]
         fields += [(name, "u1", (early,)) for name in ("status", "cleared", "kept")]
         fields += [(name, *one) for name in ("unlike", "changed", "again", "slower", *_COUNTS, *_LEFT)]
-        fields += [(name, *signed) for name in ("weights", "settings", "data", "layout", "stepped", "scaled", "subset")]
+        fields += [(name, *signed) for name in ("weights", "settings", "data", "layout", "stepped", "scaled")]
+        fields += [(name, *signed) for name in ("subset", "order", "stream")]
         layout = np.dtype(fields)
         self.memory: _Bytes = communicator.empty(layout.itemsize, np.uint8)
         self._fields = self.memory.view(layout).reshape(())

@@ -100,8 +100,9 @@ class StepAgreement:
         settings = self._settings_now()
         if settings is not None:
             record.sign("settings", zlib.crc32(repr(settings).encode()))
-        if count.looks_closer and self._subsets.checksum is not None:
-            record.sign("subset", self._subsets.checksum)
+        if count.looks_closer:
+            for kind, checksum in self._subsets.checksums().items():
+                record.sign(kind, checksum)
         if context.checks.compares_data:
             record.sign("data", context.checks.data_checksum(contribution.gradients))
         record.sign("layout", context.buckets.layout)
@@ -162,8 +163,7 @@ class StepAgreement:
         if settings is not None and record.differs("settings"):
             self._settings = None  # once
             context.checks.heed_settings(settings)
-        if record.differs("subset"):
-            self._subsets.differ(context.ranks.rank)
+        self._subsets.tell(context.ranks.rank, record.differs)
         if record.differs("stepped"):
             raise ConfigError(
                 f"the ranks make the backward passes of different steps of {described}: with "

@@ -1,0 +1,86 @@
+"""Each rank its share of what any sampler draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from threading import get_ident, main_thread
+from typing import Any
+
+import torch
+
+from ringreduce.common.call_sites import place_of, program_stack
+from ringreduce.common.errors import ConfigError
+from ringreduce.torch.data import DistributedSampler
+from ringreduce.training.data.shares import Ends
+from ringreduce.training.data.subsets import Subsets, checksum_of
+
+
+class ShardSampler(DistributedSampler):
+    """This rank's share of what another sampler draws: weighted samples, or batches of samples of like lengths.
+
+    Every rank draws all of an epoch, and takes each P-th index, or batch. So a `DataLoader` takes it where it takes the
+    other one, as ``sampler=`` or as ``batch_sampler=``. Of batches, each rank gets whole ones: a step has P of them.
+
+    All ranks must draw alike. Samplers whose ``generator`` is None (all random ones of torch), also those inside of a
+    batch sampler (its ``sampler``), draw from the seed plus the epoch, whatever the global generators are. Others are
+    to use a seed that all ranks share. The ranks compare what the first ShardSampler draws in an epoch, before some of
+    the steps of a `DistributedOptimizer`; rank 0 warns if it differs.
+
+    Args:
+        sampler: an iterable of indices, or of lists of indices, that ends and can be iterated again; `Shard` takes one
+            that does not end. Its length is that of an epoch, if it has one.
+        seed: of what it draws; must agree.
+        ends: as for `DistributedSampler`, of indices or batches; must agree.
+
+    Raises:
+        ConfigError: it can be iterated once or not at all, or an argument makes no sense.
+
+    Attributes:
+        epoch: which one; see `set_epoch`.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int = 0, ends: Ends = "repeat") -> None:
+        if not hasattr(sampler, "__iter__") or isinstance(sampler, Iterator):
+            raise ConfigError(
+                "ShardSampler needs a sampler, or another iterable of indices or batches that can be iterated in each "
+                f"epoch, got a {type(sampler).__name__}; for a dataset use DistributedSampler"
+            )
+        super().__init__((), seed=seed, ends=ends)
+        self.dataset = sampler  # type: ignore[assignment]  # it may have no length
+        self.shuffle = any(
+            getattr(each, "generator", self) is None or hasattr(each, "set_epoch") for each in self._samplers()
+        )
+        self._place = place_of(program_stack())
+        self._checksum = [-1]  # of what was drawn last; the engine keeps this, and not the sampler with its data
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, so that other samples are drawn; the same on all ranks. The sampler hears it, too."""
+        super().set_epoch(epoch)
+        for each in self._samplers():
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+
+    def _samplers(self) -> Iterator[Any]:
+        """Yield the sampler, and those that are inside of it."""
+        sampler: Any = self.dataset
+        while sampler is not None:
+            yield sampler
+            sampler = getattr(sampler, "sampler", None)
+
+    def _order(self) -> list[Any]:
+        seeded = [each for each in self._samplers() if getattr(each, "generator", self) is None]
+        for each in self._samplers():
+            Subsets.divides(getattr(each, "data_source", None))
+        for each in seeded:
+            each.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        try:
+            order: list[Any] = list(self.dataset)  # type: ignore[call-overload]  # see __init__
+        finally:
+            for each in seeded:
+                each.generator = None
+        # Threads that read ahead, and ranks with fewer samples, may be an epoch ahead of other ranks' steps.
+        checksum = self._checksum
+        if checksum[0] < 0 or (self._ends != "uneven" and get_ident() == main_thread().ident):
+            checksum[0] = checksum_of(order)
+        Subsets.compare("order", lambda: checksum[0], self._place)
+        return order
