@@ -1,6 +1,6 @@
 """Drawings of schedules as SVG, made of the moves that the proof of a schedule has carried out.
 
-python docs/site/drawings.py            write docs/ring.svg, the drawing in the README
+python docs/site/drawings.py            write docs/ring.svg, the drawing in docs/concepts.md
 python docs/site/drawings.py --check    exit with 1 if it is not what the code draws
 """
 
@@ -19,7 +19,7 @@ from ringreduce.algorithms.verify import Kind, Move, verify  # noqa: E402
 from ringreduce.common.topology import Topology  # noqa: E402
 
 CELL, GAP, NODE_GAP, ROW, LEFT, TOP = 26, 26, 30, 74, 64, 34
-#: Of the drawing in the README, where time goes to the right: a block, from step to step, from rank to rank, margins.
+#: Of the drawing in a file, where time goes to the right: a block, from step to step, from rank to rank, margins.
 SMALL, STEP, LINE, MARGIN, HEAD = 15, 104, 42, 58, 40
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1b1d21 } .count { font-size: 10px; text-anchor: middle }
@@ -116,7 +116,7 @@ def _arrow(lefts: list[int], move: Move, number: int) -> str:
 
 
 def banner(name: str, size: int) -> str:
-    """Return the picture in the README, a file of its own: a row for each rank, and the steps from left to right."""
+    """Return the picture of docs/concepts.md, a file of its own: a row for each rank, and the steps from left to right."""
     algorithm, topology = find(Collective.ALLREDUCE, name), Topology.uniform(1, size)
     nblocks, rounds = algorithm.nblocks(topology), verify(algorithm, topology).rounds
     terms = _begin(algorithm, topology)

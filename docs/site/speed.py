@@ -1,4 +1,4 @@
-"""Draw docs/speed.svg, the picture in the README, and docs/local.svg, from the tables of the pages of benchmarks.
+"""Draw docs/steps.svg and docs/speed.svg, the pictures in the README, and docs/local.svg, from the tables of the pages of benchmarks.
 
 python docs/site/speed.py            needs matplotlib ('.[plot]'); measures nothing
 python docs/site/speed.py --check    exit with 1 if a picture was drawn from other figures than are there now
@@ -18,24 +18,27 @@ sys.path.insert(0, str(DOCS.parent))
 from ringreduce.bench.plots import curve_style, panels, to_svg  # noqa: E402
 from ringreduce.common.html_pages import COLOURS  # noqa: E402
 
-#: What the picture calls the columns "over MPI" behind "2 ranks, shared" and "2 ranks, private", and which these are.
+#: What the picture of calls names the columns "over MPI" behind "2 ranks, shared" and "2 ranks, private", and which these are.
 ALLREDUCE = {"communication buffers": 2, "private arrays": 4}
-STEPS = ("no communication", "ringreduce", "MPI by hand", "DDP over Gloo")
+STEPS = ("ringreduce", "MPI by hand", "DDP over Gloo")
+MODELS = {"MLP": "MLP, 25 M parameters", "CNN": "CNN, 80 convolutions"}
+_RUNS = "the lowest and (paler) the highest of several runs"
 OURS, OTHERS = (COLOURS["blue"], COLOURS["amber"]), COLOURS["grey"]
 #: Of the curves of accuracy, the rows of the table in each panel; the first row is in both.
 LOCAL = {"fewer exchanges": slice(1, 4), "late averages": slice(4, 7)}
 
 
-def figures() -> dict[str, Any]:
-    """Return the figures of the picture, from the pages of benchmarks: pairs of the lowest and the highest."""
-    calls, training = (page_of(name) for name in ("benchmarks.md", "benchmarks_training.md"))
-    head, *rows = table(calls, "Allreduce in place, float32")
+def allreduces() -> dict[str, Any]:
+    """Return how many times as fast as MPI's an allreduce is, lowest and highest, by kind of memory and size."""
+    head, *rows = table(page_of("benchmarks.md"), "Allreduce in place, float32")
     assert head[1:5] == ["2 ranks, shared", "over MPI", "2 ranks, private", "over MPI"], head
-    steps, *models = table(training, "Training, 2 ranks")
-    return {
-        "allreduce": {name: {row[0]: span(row[column]) for row in rows} for name, column in ALLREDUCE.items()},
-        "step": {row[0]: {name: span(row[steps.index(name)]) for name in STEPS} for row in models},
-    }
+    return {name: {row[0]: span(row[column]) for row in rows} for name, column in ALLREDUCE.items()}
+
+
+def steps() -> dict[str, Any]:
+    """Return the milliseconds of a training step, lowest and highest, by model and what reduces the gradients."""
+    head, *models = table(page_of("benchmarks_training.md"), "Training, 2 ranks")
+    return {row[0]: {name: span(row[head.index(name)]) for name in STEPS} for row in models}
 
 
 def page_of(name: str) -> str:
@@ -67,33 +70,36 @@ def accuracies() -> dict[str, list[float]]:
     return {name: [float(each) for each in cells] for name, *cells in rows}
 
 
-def draw_speed(drawn: dict[str, Any]) -> str:
-    """Return the picture of the README."""
-    figure, (above, below) = panels(2, "Two ranks on two cores; the lowest of several runs, and paler the highest")
-    sizes = list(next(iter(drawn["allreduce"].values())))
-    for number, (name, spans) in enumerate(drawn["allreduce"].items()):
+def draw_allreduces(drawn: dict[str, Any]) -> str:
+    """Return the picture of calls in the README."""
+    figure, (axes,) = panels(1, f"An allreduce of two ranks on two cores, {_RUNS}")
+    sizes = list(next(iter(drawn.values())))
+    for number, (name, spans) in enumerate(drawn.items()):
         places = [each + 0.38 * (number - 0.5) for each in range(len(sizes))]
-        bars(above, places, [spans[size] for size in sizes], OURS[number], name, "{:g}")
-    above.axhline(1, color="#000000", linewidth=0.8, linestyle="--", label="MPI_Allreduce")
-    above.set_xticks(range(len(sizes)), sizes)
-    above.set(xlabel="size of the buffer of a rank", ylabel="times as fast as MPI_Allreduce", ylim=(0, 14.5))
-    above.set_title("allreduce", fontsize=10)
-    above.legend(frameon=False, loc="upper left", fontsize=8)
-    groups = list(drawn["step"])
-    for number, spans in enumerate(drawn["step"].values()):
-        for place, step in enumerate(STEPS, 5 * number):
-            bars(below, [place], [spans[step]], OURS[0] if step == "ringreduce" else OTHERS, None, "{:.0f}")
-        below.text(5 * number + 1.5, 0.97, groups[number], transform=below.get_xaxis_transform(), ha="center", va="top")
-    below.axvline(4, color="#999999", linewidth=0.8)
-    below.set_xticks(
-        [5 * number + each for number in range(len(groups)) for each in range(len(STEPS))],
-        [name.replace(" ", "\n") for name in STEPS] * len(groups),
-        fontsize=8,
-    )
-    below.set(ylabel="time of a training step (milliseconds)", ylim=(0, 275))
-    below.set_title("training, by model", fontsize=10)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
+        bars(axes, places, [spans[size] for size in sizes], OURS[number], name)
+    axes.axhline(1, color="#000000", linewidth=0.8, linestyle="--", label="MPI_Allreduce of Open MPI")
+    axes.set_xticks(range(len(sizes)), sizes)
+    axes.set(xlabel="size of the buffer of a rank", ylabel="times as fast as MPI_Allreduce", ylim=(0, 14.5))
+    axes.legend(frameon=False, loc="upper left", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return to_svg(figure, json.dumps(drawn))
+
+
+def draw_steps(drawn: dict[str, Any]) -> str:
+    """Return the first picture of the README: a bar for each rival, and a group of bars for each model."""
+    figure, (axes,) = panels(1, f"A training step of two ranks on two cores, {_RUNS}")
+    figure.set_size_inches(figure.get_figwidth(), 2.6)
+    places = [5 * number + each for number in range(len(drawn)) for each in range(len(STEPS))]
+    for place, (name, (low, high)) in zip(places, (each for by in drawn.values() for each in by.items()), strict=True):
+        color = OURS[0] if name == "ringreduce" else OTHERS
+        axes.barh(place, low, 0.8, color=color)
+        axes.barh(place, high - low, 0.8, left=low, color=color, alpha=0.5)
+        axes.text(high + 3, place, as_text(low, high), va="center", fontsize=8)
+    axes.set_yticks(places, list(STEPS) * len(drawn), fontsize=8)
+    for number, model in enumerate(drawn):
+        axes.text(0, 5 * number - 0.6, MODELS[model], fontsize=8, va="bottom", fontweight="bold")
+    axes.set(xlabel="milliseconds", xlim=(0, 255), ylim=(5 * len(drawn) - 2.4, -1.8))
+    axes.spines[["top", "right"]].set_visible(False)
     return to_svg(figure, json.dumps(drawn))
 
 
@@ -110,20 +116,27 @@ def draw_accuracies(found: dict[str, list[float]]) -> str:
     return to_svg(figure, json.dumps(found))
 
 
-def bars(axes: Any, places: list[float], spans: list[list[float]], color: str, label: str | None, form: str) -> None:
+def bars(axes: Any, places: list[float], spans: list[list[float]], color: str, label: str) -> None:
     """Draw bars up to the lowest figure, paler ones from there to the highest, and write both on top."""
     low = [each[0] for each in spans]
-    width = 0.36 if len(places) > 1 else 0.8
-    axes.bar(places, low, width, color=color, label=label)
-    axes.bar(places, [b - a for a, b in spans], width, bottom=low, color=color, alpha=0.5)
+    axes.bar(places, low, 0.36, color=color, label=label)
+    axes.bar(places, [b - a for a, b in spans], 0.36, bottom=low, color=color, alpha=0.5)
     for place, (a, b) in zip(places, spans, strict=True):
-        text = form.format(a) if a == b else f"{form.format(a)}-{form.format(b)}"
-        axes.text(place, b, text, ha="center", va="bottom", fontsize=7)
+        axes.text(place, b, as_text(a, b), ha="center", va="bottom", fontsize=7)
+
+
+def as_text(low: float, high: float) -> str:
+    """Write the lowest and the highest figure, or the one that both are."""
+    return f"{low:g}" if low == high else f"{low:g}-{high:g}"
 
 
 def main() -> int:
     """Draw or check; return the exit code."""
-    pictures = {"speed.svg": (figures(), draw_speed), "local.svg": (accuracies(), draw_accuracies)}
+    pictures = {
+        "steps.svg": (steps(), draw_steps),
+        "speed.svg": (allreduces(), draw_allreduces),
+        "local.svg": (accuracies(), draw_accuracies),
+    }
     if "--check" in sys.argv[1:]:
         texts = [
             (escape(json.dumps(drawn)), (DOCS / name).read_text(encoding="utf-8"))

@@ -234,12 +234,12 @@ def test_the_messages_of_errors_are_those_of_the_code() -> None:
 
 
 def test_the_pictures_show_the_figures_of_the_page() -> None:
-    """docs/speed.svg and docs/local.svg are drawn from the pages of benchmarks; docs/site/speed.py draws."""
+    """docs/site/speed.py draws docs/steps.svg, docs/speed.svg and docs/local.svg from the pages of benchmarks."""
     command = [sys.executable, str(ROOT / "docs" / "site" / "speed.py"), "--check"]
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
 
 
-def test_the_ring_of_the_readme_is_that_of_the_code() -> None:
+def test_the_picture_of_the_ring_is_that_of_the_code() -> None:
     """docs/ring.svg is what docs/site/drawings.py draws of the schedule; run it after a change of the ring."""
     command = [sys.executable, str(ROOT / "docs" / "site" / "drawings.py"), "--check"]
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
@@ -276,13 +276,13 @@ def test_the_index_of_algorithms_is_up_to_date() -> None:
 
 
 def test_advice_is_for_packages_that_an_index_has() -> None:
-    """The package is installed from a checkout: the README alone has its name in an index, and says it is not there."""
+    """The README alone has the name of the package in an index, and says that it is not ours there."""
     paths = [*PAGES, *(ROOT / "ringreduce").rglob("*.py")]
     naming = [path for path in paths if "ringreduce[" in path.read_text(encoding="utf-8")]
     assert naming == [ROOT / "README.md"]
     (sentence,) = re.findall(r"[^`]*`pip install 'ringreduce\[.*?\]'`\.[^.:]*", naming[0].read_text(encoding="utf-8"))
     assert "Once it is published" in sentence
-    assert "It is not on a package index yet" in sentence
+    assert "Do not install it from a package index yet" in sentence
 
 
 def test_each_public_name_is_on_one_page_of_the_reference() -> None:

@@ -96,7 +96,9 @@ def test_pictures_follow_the_screen(tmp_path: Path) -> None:
     assert ">time (seconds)</text>" in text
 
 
-@pytest.mark.parametrize("name", ["ring", "speed", "local", "simulate-resnet50", "simulate-bert", "simulate-1b3"])
+@pytest.mark.parametrize(
+    "name", ["ring", "steps", "speed", "local", "simulate-resnet50", "simulate-bert", "simulate-1b3"]
+)
 def test_pictures_of_the_documentation_follow_the_screen(name: str) -> None:
     """They are drawn by what draws pictures now."""
     docs = Path(__file__).parents[2] / "docs"
