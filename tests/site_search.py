@@ -25,6 +25,12 @@ MEANT = {
     "resume training": "recipes/checkpoints.html",
     "run as root": "start.html",
     "validation": "recipes/data.html",
+    "resume training in the middle of an epoch": "recipes/checkpoints.html",
+    "macOS or Windows": "start.html",
+    "conda": "start.html",
+    "upgrading": "start.html",
+    "how large is the download": "start.html",
+    "mistakes": "recipes/gradients.html",
 }
 _TRIES, _PAUSE_MS = 100, 200
 _FIRST = "(document.querySelector('.md-search-result__link') || {href: ''}).href"

@@ -116,7 +116,7 @@ def _arrow(lefts: list[int], move: Move, number: int) -> str:
 
 
 def banner(name: str, size: int) -> str:
-    """Return the picture of docs/concepts.md, a file of its own: a row for each rank, and the steps from left to right."""
+    """Return the picture of docs/concepts.md, a file of its own: a row for each rank, steps from left to right."""
     algorithm, topology = find(Collective.ALLREDUCE, name), Topology.uniform(1, size)
     nblocks, rounds = algorithm.nblocks(topology), verify(algorithm, topology).rounds
     terms = _begin(algorithm, topology)

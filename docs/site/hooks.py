@@ -34,8 +34,11 @@ SOUGHT = {
     "audit.md": ["provenance", "tampering"],
     "algorithms.md": ["ring allreduce", "tree allreduce", "recursive doubling"],
     "errors.md": ["hang", "hangs", "deadlock", "timeout"],
-    "start.md": ["oversubscribe", "more ranks than cores", "install", "run as root"],
-    "recipes/checkpoints.md": ["resume training"],
+    "start.md": [
+        *("oversubscribe", "more ranks than cores", "install", "run as root", "macOS or Windows", "WSL"),
+        *("conda", "upgrading", "upgrade", "how large is the download"),
+    ],
+    "recipes/checkpoints.md": ["resume training", "resume training in the middle of an epoch"],
     "recipes/data.md": ["validation"],
     "recipes/sharding.md": ["ZeRO", "optimizer state"],
     "recipes/muon.md": ["MuLoCo", "Newton-Schulz", "Shampoo"],

@@ -1,4 +1,4 @@
-"""Draw docs/steps.svg and docs/speed.svg, the pictures in the README, and docs/local.svg, from the tables of the pages of benchmarks.
+"""Draw docs/steps.svg and docs/speed.svg (of the README) and docs/local.svg from the tables of the pages of benchmarks.
 
 python docs/site/speed.py            needs matplotlib ('.[plot]'); measures nothing
 python docs/site/speed.py --check    exit with 1 if a picture was drawn from other figures than are there now
@@ -18,7 +18,7 @@ sys.path.insert(0, str(DOCS.parent))
 from ringreduce.bench.plots import curve_style, panels, to_svg  # noqa: E402
 from ringreduce.common.html_pages import COLOURS  # noqa: E402
 
-#: What the picture of calls names the columns "over MPI" behind "2 ranks, shared" and "2 ranks, private", and which these are.
+#: The names in the picture of the columns "over MPI" behind "2 ranks, shared" and "2 ranks, private", and which they are.
 ALLREDUCE = {"communication buffers": 2, "private arrays": 4}
 STEPS = ("ringreduce", "MPI by hand", "DDP over Gloo")
 MODELS = {"MLP": "MLP, 25 M parameters", "CNN": "CNN, 80 convolutions"}

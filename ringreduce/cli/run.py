@@ -105,7 +105,7 @@ def _words(text: str) -> tuple[str, ...]:
     "--num-proc",
     "ranks",
     type=click.IntRange(1),
-    show_default="all slots of the hosts, or of the allocation; 1 without",
+    show_default="1, or one per slot of the hosts",
     help="How many ranks.",
 )
 @click.option("-H", "--hosts", help="Hosts and their slots, as in h1:2,h2:2.")
@@ -289,8 +289,8 @@ def command(dry_run: bool, **options: Any) -> int:
 
     Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set; --verbose shows it. Inside an allocation
     of Slurm, PBS, LSF, Grid Engine or an MPI job of Kubernetes, ranks run on its hosts. If a rank fails, the job
-    ends, the traceback of that rank is shown last, and the exit status is the rank's; with --elastic it is 0 as long
-    as some ranks have reached the end. Ctrl-C ends all ranks. So does SIGTERM, but ranks of this host have --grace
+    ends. The traceback of that rank is shown last, and the exit status is the rank's. With --elastic the status is 0
+    if some ranks have reached the end. Ctrl-C ends all ranks. So does SIGTERM, but ranks of this host have --grace
     seconds, for example to save. SIGUSR1 and SIGUSR2 are passed on to all ranks. A job whose ranks have stopped, for
     they were asked to (see `ringreduce.stopping`), ends with status 75: run again, it goes on. On all hosts the program
     must lie in the same place, unless --ship copies it.
