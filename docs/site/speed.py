@@ -18,11 +18,11 @@ sys.path.insert(0, str(DOCS.parent))
 from ringreduce.bench.plots import curve_style, panels, to_svg  # noqa: E402
 from ringreduce.common.html_pages import COLOURS  # noqa: E402
 
-#: The names in the picture of the columns "over MPI" behind "2 ranks, shared" and "2 ranks, private", and which they are.
+#: The names in the picture of the columns "over MPI" behind "2 ranks, shared" and "2 ranks, private", and their places.
 ALLREDUCE = {"communication buffers": 2, "private arrays": 4}
 STEPS = ("ringreduce", "MPI by hand", "DDP over Gloo")
 MODELS = {"MLP": "MLP, 25 M parameters", "CNN": "CNN, 80 convolutions"}
-_RUNS = "the lowest and (paler) the highest of several runs"
+_RUNS = "2 ranks on 2 cores, lowest and (paler) highest of several runs"
 OURS, OTHERS = (COLOURS["blue"], COLOURS["amber"]), COLOURS["grey"]
 #: Of the curves of accuracy, the rows of the table in each panel; the first row is in both.
 LOCAL = {"fewer exchanges": slice(1, 4), "late averages": slice(4, 7)}
@@ -72,7 +72,7 @@ def accuracies() -> dict[str, list[float]]:
 
 def draw_allreduces(drawn: dict[str, Any]) -> str:
     """Return the picture of calls in the README."""
-    figure, (axes,) = panels(1, f"An allreduce of two ranks on two cores, {_RUNS}")
+    figure, (axes,) = panels(1, f"An allreduce, {_RUNS}")
     sizes = list(next(iter(drawn.values())))
     for number, (name, spans) in enumerate(drawn.items()):
         places = [each + 0.38 * (number - 0.5) for each in range(len(sizes))]
@@ -87,7 +87,7 @@ def draw_allreduces(drawn: dict[str, Any]) -> str:
 
 def draw_steps(drawn: dict[str, Any]) -> str:
     """Return the first picture of the README: a bar for each rival, and a group of bars for each model."""
-    figure, (axes,) = panels(1, f"A training step of two ranks on two cores, {_RUNS}")
+    figure, (axes,) = panels(1, f"A training step, {_RUNS}")
     figure.set_size_inches(figure.get_figwidth(), 2.6)
     places = [5 * number + each for number in range(len(drawn)) for each in range(len(STEPS))]
     for place, (name, (low, high)) in zip(places, (each for by in drawn.values() for each in by.items()), strict=True):

@@ -178,7 +178,7 @@ def test_pages_install_in_one_way(page: Path) -> None:
     metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("optional-dependencies]")[2]
     offered = set(re.findall(r"^(\w+) = \[", metadata.partition("\n[")[0], re.MULTILINE))
     for options, extras in re.findall(r"pip install ([^`\n']*)'\.\[(.*?)\]'", page.read_text(encoding="utf-8")):
-        assert options in ("", "--no-cache-dir "), options
+        assert options in ("", "-e ", "--no-cache-dir "), options
         names = extras.split(",")
         assert set(names) <= offered
         assert "mpi" not in names[1:], extras
