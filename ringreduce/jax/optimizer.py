@@ -22,6 +22,7 @@ from ringreduce.jax.calls import FUNCTIONS, Call, is_traced, is_tracing, name_he
 from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
 from ringreduce.jax.lists import HostTrees, needs_host, unmapped
 from ringreduce.jax.ops import allreduce_of, reduce_gradients
+from ringreduce.jax.private import skips_what_is_not_finite
 from ringreduce.jax.steps import Step, Steps
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
@@ -104,7 +105,8 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
         averages; collective, and outside of `jit`.
 
     Raises:
-        ConfigError: an argument is wrong, or two do not go together.
+        ConfigError: an argument is wrong, or two do not go together. ``update`` raises it within
+            `optax.apply_if_finite`, by which ranks would leave out steps, each on its own.
     """
     with RequestBuilder("DistributedGradientTransformation", name, process_set):
         kind, factor = averaging(op, gradient_predivide_factor)
@@ -145,6 +147,7 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
         return DistributedTransformation(compressing.init, compressing.update)
 
     def update(updates: Any, state: Any, params: Any = None, *, samples: Any = None, **extra: Any) -> Any:
+        _require_every_step()
         step = steps.of_trees(updates, params, _hyperparameters(state) | _arguments(extra))
         if staleness or samples is not None or needs_host(process_set, updates):
             updates = trees.reduce(updates, name, samples, identified(updates), step)
@@ -157,6 +160,16 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
     if staleness:
         made.late = trees, inner.update
     return made
+
+
+def _require_every_step() -> None:
+    """Raise unless this step is made on all ranks, as far as that can be told."""
+    if is_tracing() and skips_what_is_not_finite():
+        raise ConfigError(
+            "optax.apply_if_finite is around DistributedGradientTransformation: a rank that finds NaN would leave out "
+            "a step that the others make. Put it inside, where it sees the averages: "
+            "DistributedGradientTransformation(optax.apply_if_finite(...))"
+        )
 
 
 @lru_cache(256)
@@ -259,6 +272,7 @@ class _Compressing(NamedTuple):
     def update(
         self, updates: Any, state: DistributedState, params: Any = None, *, samples: Any = None, **extra: Any
     ) -> tuple[Any, DistributedState]:
+        _require_every_step()
         if samples is not None or needs_host(self.process_set, updates):
             raise ConfigError("compressed gradients cannot be weighted: use no compression with numbers of samples")
         given, structure = jax.tree.flatten(updates, is_sparse)

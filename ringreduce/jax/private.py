@@ -8,12 +8,15 @@ version of XLA's interface, which `foreign_interface` tells.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
+import optax
 from jax._src.interpreters import mlir as _mlir
 from jax.extend import core
 
@@ -85,6 +88,47 @@ def _intercept() -> None:
     _mlir.lower_jaxpr_to_module = lower_and_change
 
 
+def _codes_of(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those that it defines."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes_of(each)
+
+
+@cache
+def _codes_of_skips() -> frozenset[CodeType]:
+    code = getattr(getattr(optax, "apply_if_finite", None), "__code__", None)
+    return frozenset() if code is None else frozenset(_codes_of(code))
+
+
+def skips_what_is_not_finite() -> bool:
+    """Return whether `optax.apply_if_finite` calls the code that asks, whose step it leaves out if it finds NaN.
+
+    By the stack: a transformation is not told which one is around it, and the branches of a condition do not know on
+    what it depends. Without it, ranks that find NaN on their own are one collective behind from then on.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _codes_of_skips():
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _sees_skips() -> bool:
+    seen: list[bool] = []
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        seen.append(skips_what_is_not_finite())
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    for each in (inner, optax.apply_if_finite(inner, 1)):
+        jax.eval_shape(lambda updates, each=each: each.update(updates, each.init(updates)), 1.0)
+    return seen == [False, True]
+
+
 def _programs_are_changed() -> bool:
     seen: list[Any] = []
     before_compiling(seen.append)
@@ -113,6 +157,7 @@ PARTS = (
         _programs_are_changed,
         "ranks whose programs compute different things may mix the collectives of a function that is traced once",
     ),
+    Part("skips_what_is_not_finite", _sees_skips, "apply_if_finite around a transformation is not refused"),
     Part("foreign_interface", lambda: foreign_interface() == _MAJOR, "compiled programs cannot call collectives"),
 )
 

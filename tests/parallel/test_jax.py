@@ -43,6 +43,38 @@ def test_trees_are_reduced(called: Any) -> None:
     assert made["b"][0].dtype == jnp.int32
 
 
+def made_by(tx: Any, update: Any, gradients: list[Any]) -> list[float]:
+    """Return the updates of one weight."""
+    weight = jnp.zeros(1)
+    state, made = tx.init(weight), []
+    for each in gradients:
+        updates, state = update(jnp.full(1, each, jnp.float32), state, weight)
+        made.append(float(updates[0]))
+    return made
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("compression", [None, "fp16"])
+@pytest.mark.parametrize("within", [lambda tx: tx, lambda tx: optax.chain(optax.scale(1.0), tx)], ids=["", "chain"])
+def test_steps_that_ranks_leave_out_on_their_own_are_refused(called: Any, compression: Any, within: Any) -> None:
+    """A rank with NaN was one collective behind, and its next gradients were averaged with those of another step."""
+    distributed = rj.DistributedGradientTransformation(optax.sgd(1.0), compression=compression)
+    tx = optax.apply_if_finite(within(distributed), 5)
+    with pytest.raises(rr.ConfigError, match="Put it inside, where it sees the averages"):
+        made_by(tx, called(tx.update), [float("nan") if RANK == SIZE - 1 else 1.0])
+
+
+@pytest.mark.smoke
+def test_steps_that_all_ranks_leave_out_are_not_refused(called: Any) -> None:
+    """What is inside sees averages; `MultiSteps` calls the transformation in the same steps everywhere."""
+    inner = optax.apply_if_finite(optax.sgd(1.0), 5)
+    tx: Any = rj.DistributedGradientTransformation(inner)
+    mine = [float("nan") if RANK == SIZE - 1 else 1.0, RANK, 2.0]
+    assert made_by(tx, called(tx.update), mine) == [0.0, -(SIZE - 1) / 2, -2.0]
+    tx = optax.MultiSteps(rj.DistributedGradientTransformation(optax.sgd(1.0)), every_k_schedule=2)
+    assert made_by(tx, jax.jit(tx.update), [RANK, RANK + 2.0] * 2) == [0.0, -(SIZE + 1) / 2] * 2
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "float32", "complex64"])
 def test_every_dtype_travels(called: Any, dtype: str) -> None:
     values = jnp.asarray(np.arange(11) % 2).astype(jnp.bool_ if dtype == "bool" else dtype)

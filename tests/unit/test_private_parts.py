@@ -390,6 +390,10 @@ def test_the_self_test_of_jax_names_what_is_hidden(tmp_path: Path, monkeypatch: 
     assert set(less.self_test()) == {"trace_state"}
     with pytest.raises(ConfigError, match=f"JAX {jax.__version__} has no jax.extend.core.get_opaque_trace_state"):
         less.trace_state(convention="ringreduce")
+    optax: Any = pytest.importorskip("optax")
+    with monkeypatch.context() as patch:
+        patch.setattr(optax, "apply_if_finite", lambda inner, most: inner)
+        assert set(without(private).self_test()) == {"skips_what_is_not_finite"}
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     header.parent.mkdir(parents=True)
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
