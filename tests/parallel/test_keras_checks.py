@@ -214,6 +214,26 @@ def test_what_is_no_number_names_gradient_and_rank(checked: None, way: str) -> N
     assert "holds NaN or infinity on rank 1" in str(error)
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("around", [True, False], ids=["around", "given"])
+def test_a_loss_scale_finds_overflows_itself_in_a_checked_job(checked: None, around: bool) -> None:
+    """The first steps of a scale that is still too large ended the job. All ranks leave out the same step."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    scaled = keras.optimizers.LossScaleOptimizer
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer = (
+        scaled(hvd.DistributedOptimizer(optimizer), initial_scale=2.0**120)
+        if around
+        else hvd.DistributedOptimizer(scaled(optimizer, initial_scale=2.0**120))
+    )
+    model.compile(optimizer, loss="mse")
+    x = np.full((3, 1), 1.0, np.float32)
+    x[0] = 2.0**20 if RANK == SIZE - 1 else 1.0
+    model.fit(x, np.zeros((3, 1)), batch_size=1, shuffle=False, verbose=0)
+    assert float(optimizer.dynamic_scale) == 2.0**119
+    assert model.get_weights()[0].tolist() == [[0.0]]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_are_counted_for_top(way: str) -> None:
     """Each step of the optimizer, whatever the number of ranks; passes that only add up are none."""

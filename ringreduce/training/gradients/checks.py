@@ -21,8 +21,9 @@ from ringreduce.training.gradients.record import Ranks
 
 _log = logging.getLogger(__name__)
 
-#: How names of hyper-parameters end that are the state of what scales the loss.
+#: How names of hyper-parameters end that are the state of what scales the loss; of Keras, whether it does.
 OF_SCALER = " of the GradScaler"
+OF_LOSS_SCALE = " of the LossScaleOptimizer"
 
 #: The same of numbers that a program gives the update of a transformation of optax.
 OF_UPDATE = " of update()"
@@ -110,7 +111,7 @@ class Checks:
         self._begins = memory.advice.first is not None and ranks.size > 1  # weights are still to be compared once
         self._compares_settings: bool | None = None  # None: it is not known yet whether there are any
         self.model: CheckedModel | None = None
-        self.settings = settings or self._settings_of_model
+        self.settings = settings or (lambda: {} if self.model is None else self.model.settings())
 
     @property
     def idle(self) -> bool:
@@ -208,9 +209,6 @@ class Checks:
         }
         raise MismatchError(said)
 
-    def _settings_of_model(self) -> Mapping[str, str]:
-        return {} if self.model is None else self.model.settings()
-
     def _weights(self) -> Named:
         if self.model is None:
             return self._named()
@@ -226,12 +224,12 @@ class Checks:
     def require_finite(self, step: int, gradients: Sequence[Any]) -> None:
         """Raise `NotFiniteError` as `look` does, if that is due before a step. Collective.
 
-        It is not due where a GradScaler has scaled them: it tries how large they may be, and skips what overflows. With
-        gradients reduced in the backward pass, no scaler is known in the first step.
+        It is not due where a GradScaler or a LossScaleOptimizer has scaled them: it tries how large they may be, and
+        skips what overflows. With gradients reduced in the backward pass, no scaler is known in the first step.
         """
         if self._finite_every is None or step % self._finite_every:
             return
-        if any(name.endswith(OF_SCALER) for name in self.settings()):
+        if any(name.endswith((OF_SCALER, OF_LOSS_SCALE)) for name in self.settings()):
             return
         finite = self._memory.is_finite
         names = [name for name, _ in self._named()]

@@ -30,6 +30,7 @@ from ringreduce.training.binding.keras_private import (
     trained_variables,
 )
 from ringreduce.training.calls.requests import dtype_name
+from ringreduce.training.gradients.checks import OF_LOSS_SCALE
 from ringreduce.training.optimizers.keras_copies import forget_note, methods_of_copies
 from ringreduce.training.optimizers.known_lists import KnownLists
 from ringreduce.training.options.refusals import (
@@ -146,8 +147,10 @@ class Distribution:
         """Return the class of an optimizer and its hyper-parameters, by name: what its constructor takes.
 
         The learning rate is an array. For a schedule these are its class and what its constructor takes: TensorFlow
-        counts a step while this runs, so that the schedule's value could be that of the next step on some ranks.
+        counts a step while this runs, so that the schedule's value could be that of the next step on some ranks. So
+        could a dynamic scale of losses: of that, it is only said that there is one.
         """
+        scaled = {f"dynamic scale{OF_LOSS_SCALE}": True} if hasattr(optimizer, "inner_optimizer") else {}
         while hasattr(optimizer, "inner_optimizer"):
             optimizer = optimizer.inner_optimizer
         kinds = [kind for kind in type(optimizer).__mro__ if isinstance(vars(kind).get("__init__"), FunctionType)]
@@ -158,7 +161,7 @@ class Distribution:
             found |= _made_of("learning_rate", rate)
         elif rate is not None and not callable(rate):  # else a function of the program, for its own calls
             found["learning_rate"] = self._ops.convert_to_tensor(optimizer.learning_rate)
-        return {"the optimizer": type(optimizer).__name__, **found}
+        return {"the optimizer": type(optimizer).__name__, **found, **scaled}
 
     def _scaled(self, gradient: Any, factor: float) -> Any:
         """Return a gradient times a number. Those of 16 bits are multiplied in float32, and sparse ones stay sparse."""
