@@ -261,6 +261,10 @@ class FlightRecorder:
         status = {**said, **self._common, **more}
         self.told = status
         if path is not None:
+            with suppress(FileNotFoundError):
+                _write(path, lambda file: file.write(json.dumps(status).encode()))
+                return status
+            folder()  # the last rank of another job has removed it
             _write(path, lambda file: file.write(json.dumps(status).encode()))
         return status
 
@@ -289,6 +293,8 @@ class FlightRecorder:
         self._metrics = self.step_clock = None  # they keep the world alive, which has this
         if path is not None and os.getpid() == self._pid:
             path.unlink(missing_ok=True)
+            with suppress(OSError):  # others of this user have files there
+                path.parent.rmdir()
 
     def _failed(self, error: BaseException) -> None:
         """Take note that a call has failed for good, and write down what was done last, if that was asked for."""
