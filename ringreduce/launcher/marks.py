@@ -8,6 +8,12 @@ from typing import NamedTuple
 
 __all__ = ["Mark", "Output"]
 
+
+def _beginnings(*words: bytes) -> bytes:
+    """Return the pattern of what may become one of these words."""
+    return b"|".join(re.escape(each[:count]) for each in words for count in range(len(each)))
+
+
 _MARK = re.compile(rb"\x1eringreduce: rank ([0-9]{1,9}) on ([^\s\x1e]{1,255}) ([a-z ]{1,20})\n")
 #: What may become one.
 _HALF_MARK = rb"\x1e[^\n]{0,320}\Z"
@@ -26,8 +32,23 @@ _BOX = _OPENING + _BODY + _END
 #: The mpirun, in the name that it gives a process.
 _NAMED = re.compile(rb"Process name: +\[prterun-[^\s@]{1,255}-([0-9]+)@")
 #: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
-_BEGUN = b"|".join(re.escape(each[:count]) for each in _FAILURES for count in range(len(each)))
+_BEGUN = _beginnings(*_FAILURES)
 _HALF_BOX = rb"(?<=[\n\0])-{1,99}\Z|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?)\Z"
+
+
+#: Lines of Open MPI that mean nothing for a job, by how they begin: its ssh was in a group of its own before it was put
+#: into one, and a connection was closed while libevent still waited for it.
+_HARMLESS = (
+    (rb"\[[^\s\]]{1,255}:[0-9]{1,7}\]", b" plm:ssh: Warning: setpgid("),
+    (rb"\[warn\]", b" Epoll "),
+)
+_LINE = rb"(?<=[\n\0])(?:" + b"|".join(who + re.escape(what) for who, what in _HARMLESS) + rb")[^\n]{0,400}\n"
+#: What may become one.
+_HALF_LINE = b"|".join(
+    rb"(?<=[\n\0])" + who + b"(?:" + _beginnings(what) + b"|" + re.escape(what) + rb"[^\n]{0,400})\Z"
+    for who, what in _HARMLESS
+)
+_HALF_LINE += rb"|(?<=[\n\0])\[(?:[^\s\]]{0,255}|[^\s\]]{1,255}:[0-9]{1,7})\Z"
 
 
 class Mark(NamedTuple):
@@ -55,10 +76,10 @@ class Output:
     """The standard error of a job, without the marks of its ranks.
 
     And without the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it. Those of another
-    mpirun, which a rank may have started, pass if it names itself in there.
+    mpirun, which a rank may have started, pass if it names itself in there. And without its lines that mean nothing.
 
     Args:
-        pid: returns the process id of mpirun; None: all boxes pass.
+        pid: returns the process id of mpirun; None: all boxes and lines pass.
     """
 
     def __init__(self, pid: Callable[[], int] | None) -> None:
@@ -68,7 +89,9 @@ class Output:
     def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
         """Return the output that passes, and the marks; the beginning of a possible mark or box waits."""
         return self._pass(
-            chunk, _BOX + rb"(?=[^\0])", _HALF_MARK if self._pid is None else _HALF_MARK + b"|" + _HALF_BOX
+            chunk,
+            _BOX + rb"(?=[^\0])",
+            _HALF_MARK if self._pid is None else b"|".join((_HALF_MARK, _HALF_BOX, _HALF_LINE)),
         )
 
     def idle(self) -> bytes:
@@ -84,7 +107,7 @@ class Output:
         found = _MARK.findall(text)
         text = _MARK.sub(b"", text)
         if self._pid is not None:
-            text = re.sub(boxes, self._kept, text)
+            text = re.sub(_LINE, b"", re.sub(boxes, self._kept, text))
         half = re.search(waiting, text)
         end = len(text) if half is None else half.start()
         self._held = text[end - 1 :]

@@ -294,9 +294,14 @@ def boxed(text: bytes) -> bytes:
 def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any) -> None:
     """In whatever pieces they come; lines and boxes that only look like them are passed on, NUL bytes too."""
     others = boxed(b"prterun detected that one or more processes \n   Process name: [prterun-a-b-78@1,1]")
-    own = boxed(b"mine") + others + b"x" + b"-" * 80 + b"\nMPI_ABORT was\0\n---\n--"
+    own = boxed(b"mine") + others + b"x" + b"-" * 80 + b"\nMPI_ABORT was\0\n---\n"
+    own += b"[warn] Epoch 3\n[n1:12] plm:ssh: Error: setpgid(0,0) failed\nx[warn] Epoll y\n[=>  ] 3 %\r[n1:"
+    own += b"\n[warn] Epo\n--"
+    warned = b"[warn] Epoll MOD(1) on fd 23 failed. Old events were 6; read change was 0 (none): Bad file descriptor\n"
     text = (
         b"a\n"
+        + b"[n1.x:4711] plm:ssh: Warning: setpgid(4718,4718) failed in parent with errno=Permission denied(13)\n"
+        + 2 * warned
         + boxed(b"MPI_ABORT was invoked on rank 1 in")
         + boxed(b"prterun noticed that process rank 1")
         + boxed(b"prterun detected that one or more processes \n   Process name: [prterun-a-b-77@1,1]")
