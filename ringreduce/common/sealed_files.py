@@ -247,6 +247,7 @@ class _Unsealed(io.RawIOBase):
     """Reads a sealed file at any place."""
 
     def __init__(self, file: BinaryIO, secret: Secret, purpose: str | None) -> None:
+        self._file = file  # first: Python closes this object if what follows raises, and 3.14 reports that it cannot
         head = _Head.read(file)
         assert head is not None
         if purpose not in (None, head.purpose):
@@ -254,7 +255,6 @@ class _Unsealed(io.RawIOBase):
         self.salt = head.salt
         self._begin = head.nbytes
         nbytes = file.seek(0, io.SEEK_END) - self._begin
-        self._file = file
         self._cipher = head.cipher(secret)
         self._count = max(1, -(-nbytes // (_PIECE_NBYTES + _TAG_NBYTES)))
         self._nbytes = nbytes - self._count * _TAG_NBYTES

@@ -281,6 +281,7 @@ def ask(address: str, path: str, token_file: str | None) -> Any:
         with opener.open(request, timeout=_SLOW_S) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
+        error.close()  # it is the response
         why = f"it refuses the token of {where}" if error.code == HTTPStatus.UNAUTHORIZED else error.reason
     except OSError as error:
         why = str(getattr(error, "reason", error))

@@ -22,6 +22,7 @@ def test_none_is_the_same_as_none():
     assert not is_same(np.zeros(3))
 
 
+@pytest.mark.filterwarnings("ignore:Setting the (shape|dtype) on a NumPy array:DeprecationWarning")  # since NumPy 2.5
 def test_an_array_that_was_reshaped_or_typed_anew_is_another_one():
     """Its memory may be where it was."""
     array = np.zeros((2, 6), np.float32)
