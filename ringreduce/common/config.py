@@ -197,7 +197,7 @@ class Config:
         check_weights_every: so many steps of an optimizer come to one before which the ranks compare checksums of their
             weights; None: never (but for the first few). ``RINGREDUCE_CHECK``
         check_finite_every: the same for looking whether all gradients are numbers; gradients are then not reduced
-            during the backward pass. Not for programs that scale losses and leave out steps.
+            during the backward pass. Overflows are left to what scales losses and leaves out steps.
             ``RINGREDUCE_CHECK=finite:100``
         check_data: whether the ranks compare checksums of their gradients in the first three steps of an optimizer, to
             warn if all train on the same data. ``RINGREDUCE_CHECK=data:0``
