@@ -36,6 +36,8 @@ BINDINGS = {f"ringreduce.{name}": name for name in ("jax", "keras", "tensorflow"
 FRAMEWORKS = {"flax", "jax", "keras", "optax", "tensorflow"}
 #: What only the environment of `scripts/install engines` has; `tests/engines` runs these examples.
 ENGINES = {"dask", "distributed", "pyarrow", "pyspark", "ray"}
+#: What takes seconds to import, or a debugger; `tests/jobs/test_recipes.py` runs these examples.
+JOBS = {"debugpy", "onnx", "peft", "webdataset"}
 
 
 def name_of(page: Path) -> str:
@@ -87,10 +89,10 @@ def _imported(source: str) -> set[str]:
     return {name.partition(".")[0] for name in names} | {BINDINGS[name] for name in names if name in BINDINGS}
 
 
-def run_example(page: Path, name: str, source: str) -> None:
+def run_example(page: Path, name: str, source: str) -> ModuleType:
     """Run a program of a page, as one that Python was started with; first the setup of the page, if it has one.
 
-    The process group that a program of torch.distributed leaves is destroyed.
+    The process group that a program of torch.distributed leaves is destroyed. Returns the program, with its variables.
     """
     program = ModuleType("__main__")
     if name == name_of(page):
@@ -104,6 +106,7 @@ def run_example(page: Path, name: str, source: str) -> None:
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
         _seed_anew()
+    return program
 
 
 def _seed_anew() -> None:
@@ -130,5 +133,10 @@ def _example(page: Path, name: str, source: str) -> Any:
     return pytest.param(page, name, source, id=name, marks=marks)
 
 
-#: Each program in the pages: the page, what the program is called, its source.
-EXAMPLES = [_example(page, *program) for page in PAGES for program in programs(page)]
+#: Each program in the pages, but for those of `JOBS`: the page, what the program is called, its source.
+EXAMPLES = [
+    _example(page, name, source)
+    for page in PAGES
+    for name, source in programs(page)
+    if not _imported(source) & JOBS and "breakpoint()" not in source
+]

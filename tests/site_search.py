@@ -31,6 +31,10 @@ MEANT = {
     "upgrading": "start.html",
     "how large is the download": "start.html",
     "mistakes": "recipes/gradients.html",
+    "LoRA on two CPUs": "recipes/trainings.html",
+    "mean per token": "recipes/trainings.html",
+    "ONNX export": "recipes/checkpoints.html",
+    "debug one rank": "recipes/debug.html",
 }
 _TRIES, _PAUSE_MS = 100, 200
 _FIRST = "(document.querySelector('.md-search-result__link') || {href: ''}).href"
