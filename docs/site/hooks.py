@@ -38,7 +38,12 @@ SOUGHT = {
         *("oversubscribe", "more ranks than cores", "install", "run as root", "macOS or Windows", "WSL"),
         *("conda", "upgrading", "upgrade", "how large is the download"),
     ],
-    "recipes/checkpoints.md": ["resume training", "resume training in the middle of an epoch", "ONNX export", "TorchScript"],
+    "recipes/checkpoints.md": [
+        "resume training",
+        "resume training in the middle of an epoch",
+        "ONNX export",
+        "TorchScript",
+    ],
     "recipes/trainings.md": ["LoRA on two CPUs", "PEFT", "fine-tuning", "mean per token", "mean per atom"],
     "recipes/debug.md": ["debug one rank", "debugger", "pdb", "breakpoint", "VS Code"],
     "recipes/data.md": ["validation"],
