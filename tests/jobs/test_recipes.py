@@ -25,19 +25,25 @@ def programs(folder: Path, *pages: str) -> None:
 def test_recipes_make_the_weights_of_one_process(tmp_path: Path) -> None:
     """LoRA by hand and by the Trainer, with checkpointing of either kind, and webdataset; models that are exported.
 
-    Checkpoints have the adapters alone. One job, as these libraries take seconds to import.
+    Checkpoints and sums have the adapters alone. One job, as these libraries take seconds to import.
     """
     needs("onnxscript", "peft", "transformers", "webdataset")
     programs(tmp_path, "trainings", "checkpoints")
     (tmp_path / "together" / "shards").mkdir(parents=True)
     given = (tmp_path / "lora.py").read_text().replace("lora.pt", "reentrant.pt")
     given = given.replace("checkpointing_enable()", "checkpointing_enable({'use_reentrant': True})")
+    tally = "ringreduce.metrics().collectives['allreduce'].nbytes"
+    given = f"import ringreduce\nbefore = {tally}\n{given}\nprint({tally} - before)\n"
     (tmp_path / "reentrant.py").write_text(given)
     scripts = {"shards": [str(PROGRAMS / "shards.py"), str(tmp_path)]}
     names = "webdata", "lora", "reentrant", "lora_trainer", "export"
     scripts |= {name: [str(tmp_path / f"{name}.py")] for name in names}
     scripts["compared"] = [str(PROGRAMS / "recipes.py"), str(tmp_path)]
-    assert run_together(2, tmp_path, scripts)["compared"].splitlines().count("equal") == 2
+    said = run_together(2, tmp_path, scripts)
+    assert said["compared"].splitlines().count("equal") == 2
+    trained = 4 * (16 * 4 + 4 * 16) + 64 * 16  # numbers in the adapters of four layers, and in that which is saved
+    for nbytes in said["reentrant"].split():
+        assert 0 <= int(nbytes) - 3 * 8 * trained < 1000  # besides what the ranks compare; frozen layers have 58 kB
     for written in ("model.onnx", "model.pt", "lora/adapter_model.safetensors"):
         assert (tmp_path / "together" / written).exists()
 
