@@ -66,7 +66,7 @@ class DistributedSampler(Sampler[Any]):
         self.shuffle = shuffle
         self.seed = whole_number("seed", seed, 0)
         self.epoch = 0
-        self._repeated = RepeatedEpochs()
+        self._repeated: RepeatedEpochs | None = RepeatedEpochs()
         self._ends = _checked(ends)
         if shares not in ("even", "speed"):
             raise ConfigError(f'shares is "even" or "speed", got {shares!r}')
@@ -82,14 +82,14 @@ class DistributedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins, so that it has another order, and new shares; the same on all ranks."""
         self.epoch = whole_number("epoch", epoch, 0)
-        self._repeated = RepeatedEpochs()
+        self._repeated = None  # the program knows of epochs
         if self._batches is not None:
             self._batches.renew()
 
     def __iter__(self) -> Iterator[Any]:
         Subsets.divides(self.dataset)
         given = self._samples() if self._batches is None else self._batches_of_samples(self._batches)
-        return self._repeated.watched(given) if self.shuffle else given
+        return self._repeated.watched(given) if self.shuffle and self._repeated is not None else given
 
     def _batches_of_samples(self, batches: Batches) -> Iterator[list[Any]]:
         for batch in batches.of(self._order()):

@@ -283,17 +283,19 @@ def test_a_forgotten_epoch_is_told_once(told: Any) -> None:
 
 
 def test_what_is_no_forgotten_epoch_is_not_told(told: Any) -> None:
-    """Epochs that are said, orders without a shuffle, validation, parts of an epoch, two loaders side by side."""
+    """Orders without a shuffle, validation, parts of an epoch, two loaders side by side; all, once epochs are said."""
     training = Training()
     for sampler in samplers(shuffle=False):
         for _ in range(3):
             training.on(loader(sampler))
     for sampler in samplers(shuffle=True):
-        for epoch in (0, 1, 1):
+        training.on(loader(sampler))
+        list(loader(sampler))  # measures
+        for epoch in (1, 2):
             sampler.set_epoch(epoch)
             training.on(loader(sampler))
-            list(loader(sampler))  # measures
-        sampler.set_epoch(3)
+            training.on(loader(sampler))
+    for sampler in samplers(shuffle=True):
         training.on(torch.cat(pair) for pair in zip(loader(sampler), loader(sampler), strict=True))
     for sampler in samplers(shuffle=True):
         for _ in range(3):

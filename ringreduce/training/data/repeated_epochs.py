@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class RepeatedEpochs:
-    """Watches the iterations of a sampler within one epoch."""
+    """Watches the iterations of a sampler that was never told of an epoch."""
 
     def __init__(self) -> None:
         self._trained = False  # whether steps were made while the order was gone through
