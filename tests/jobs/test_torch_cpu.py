@@ -18,6 +18,7 @@ def test_our_column_is_right() -> None:
     """Each row that ringreduce offers equals one process, and docs/torch_distributed.md has the rows of the script."""
     job = launching.run(sys.executable, ROOT / "benchmarks" / "torch_cpu.py", "--backend", "ringreduce")
     assert job.returncode == 0, job.stdout + job.stderr
+    assert "ResourceWarning" not in job.stderr
     rows = re.findall(r"^\| (.*) \| .* \| (right|no) \|$", job.stdout, re.MULTILINE)
     assert len(rows) == 14
     page = (ROOT / "docs" / "torch_distributed.md").read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ sent a message. So it is taken for groups with other backends alone. `Collective
 
 from __future__ import annotations
 
+import atexit
 import secrets
 import socket
 import tempfile
@@ -74,6 +75,7 @@ def _store() -> Any:
     if _is_on_one_host():
         if runtime.rank() == 0:
             _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=launch().job_folder))
+            atexit.register(_folders[-1].cleanup)  # else Python warns, as `Join` lets all warnings show
         where = broadcast_object(f"{_folders[-1].name}/store" if runtime.rank() == 0 else "")
         return _stores.FileStore(where, size)
     messages, lifetime = runtime.transport()
