@@ -166,11 +166,11 @@ class Training(episodes.Training):
         self.dtype = torch.float64
         sparse = way in ("torch", "samples") and draw.chance(0.2)
         # What a plain training has besides; a deterministic sum has no wire format.
-        more = draw.choices(["wire format", "process set", "split updates", ""], [25, 40, 25, 10])[0]
+        more = draw.choices(["wire format", "process set", "split updates", ""], [40, 30, 25, 5])[0]
         if sparse or way != "torch" or (more == "wire format" and os.environ.get("RINGREDUCE_DETERMINISTIC")):
             more = ""
         self.options: dict[str, Any] = {}
-        self.make_name = draw.choice(_TAKE_SPARSE if sparse else [*OPTIMIZERS])
+        self.make_name = draw.choice(_TAKE_SPARSE if sparse else [*OPTIMIZERS, *["Muon", "Nested"] * 3])
         width, self.groups, added = draw.choice([1, 5, 40]), draw.chance(0.3), 0
         if saved is not None:
             sparse, self.make_name, width, self.groups, added = False, *saved["made"]
@@ -514,7 +514,7 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
         folder: has what an earlier job has saved, perhaps, and gets what this one saves; None: neither.
     """
     draw = episode.draw
-    file = None if folder is None else folder / "training.pt"
+    file = None if folder is None or draw.chance(0.5) else folder / "training.pt"
     saved = from_another_job(file)
     trainings = [Training(episode, way, 0, saved)]
     trainings += [Training(episode, way, 1)] if draw.chance(0.3) else []
