@@ -4,6 +4,7 @@ from ringreduce.elastic.commit_store import CommitStore
 from ringreduce.elastic.numpy_state import NumpyState
 from ringreduce.elastic.state import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
 from ringreduce.training.data.generators import Generators
+from ringreduce.training.data.resumable import ResumableLoader
 
 __all__ = [
     "CommitStore",
@@ -11,6 +12,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "NumpyState",
     "ObjectState",
+    "ResumableLoader",
     "State",
     "run",
     "run_fn",

@@ -1,11 +1,10 @@
-"""Objects with a state dict, which elastic training keeps besides values.
+"""A state of values and of objects with a state dict, each kept in the way of its kind.
 
 See `ringreduce.elastic` for the states and the loop that they serve.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import pickle
@@ -16,6 +15,7 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
 from ringreduce.elastic.commits import DiskCommits, LostCommitsError, SealedCommitsError, require_seen_by_all
+from ringreduce.elastic.kinds import LoaderStateHandler, OwnStateHandler, SamplerStateHandler, StateHandler
 from ringreduce.elastic.runs import ReplacedError
 from ringreduce.elastic.state import HostsUpdatedInterrupt, ObjectState
 from ringreduce.observe.fingerprints import fingerprint
@@ -23,115 +23,13 @@ from ringreduce.runtime import audited, collect_records, config, rank, record
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.data.epochs import EpochDivision
 from ringreduce.training.data.generators import Generators
+from ringreduce.training.data.resumable import is_loader
 
-__all__ = ["HandlingState", "OwnStateHandler", "SamplerStateHandler", "StateHandler"]
+__all__ = ["HandlingState", "LoaderStateHandler", "OwnStateHandler", "SamplerStateHandler", "StateHandler"]
 
 _log = logging.getLogger(__name__)
 
-
-class StateHandler:
-    """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler.
-
-    Subclasses keep objects of other kinds. A state saves an object as soon as it gets it. A subclass that overrides
-    `save` or `restore` must also override `copy_small`, `is_unchanged` and `restore_small` if a state is to use it
-    that does not copy the weights in each commit (`HandlingState.keep_in_memory`).
-
-    Args:
-        value: the object.
-
-    Attributes:
-        own: whether each rank has a state of its own.
-        returns_new_state: whether `_read` returns, and `_load` takes, values that the object does not share, so that
-            nothing has to be copied.
-        differs: whether ranks have different weights between their exchanges, as this optimizer's replicas do.
-        notes_steps: whether `is_unchanged` notices what changes this optimizer's weights; None: it is no optimizer.
-    """
-
-    own = False
-    returns_new_state = False
-    differs = False
-    notes_steps: bool | None = None
-    _saved: Any = None  # the copy that was taken last, which nobody changes; subclasses may keep theirs elsewhere
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def _read(self) -> Any:
-        """Return the object's state."""
-        return self.value.state_dict()
-
-    def _load(self, state: Any) -> None:
-        """Give the object a state."""
-        self.value.load_state_dict(state)
-
-    def prepare_save(self) -> None:
-        """Do what ranks do together before any object of a state is copied. Collective."""
-
-    def save(self) -> None:
-        """Take a copy."""
-        self._saved = self._copied(self._read())
-
-    def finish_save(self) -> None:
-        """Do what ranks do together once every object of a state was copied. Collective."""
-
-    def for_disk(self) -> Any:
-        """Return the last copy, or one of it that no later `save` changes."""
-        return self._saved
-
-    def restore(self) -> None:
-        """Load the last copy."""
-        self._load(self._copied(self._saved))  # a copy: the object may keep these arrays
-
-    def _copied(self, state: Any) -> Any:
-        return state if self.returns_new_state else copy.deepcopy(state)
-
-    def copy_small(self) -> Any:
-        """Return a copy of all that changes outside of steps; remember the place of the rest."""
-        return self._copied(self._read())
-
-    def is_unchanged(self) -> bool:
-        """Return whether the part that the last `copy_small` did not copy has not changed."""
-        return True
-
-    def restore_small(self, copied: Any) -> None:
-        """Load the result of the last `copy_small`; the rest `is_unchanged`."""
-        self._load(self._copied(copied))
-
-    def sync(self) -> None:
-        """Make it equal to rank 0's. Collective."""
-        state = broadcast_object(self._read())
-        if rank() != 0:
-            self._load(state)
-
-    def reset(self) -> None:
-        """Prepare for other ranks. Collective."""
-
-
-class SamplerStateHandler(StateHandler):
-    """Keeps an `EpochDivision`."""
-
-    returns_new_state = True
-
-    def sync(self) -> None:
-        """Unite the processed samples of rank 0's epoch from all ranks. Collective."""
-        self.value.load_state_dict(self.value.together(allgather_object(self.value.progress())))
-
-    def reset(self) -> None:
-        self.value.reset()
-
-    def share(self) -> None:
-        """Give all ranks the samples that each has processed since the last sharing: they are lost with the rank."""
-        for each in allgather_object(self.value.news()):
-            self.value.learn(each)
-
-
-class OwnStateHandler(StateHandler):
-    """Keeps the `Generators` that each rank has of its own."""
-
-    own = returns_new_state = True
-
-    def sync(self) -> None:
-        pass
+_OF_RANK_0 = " of rank 0"  # ends the name of its loader's state in a commit, for other numbers of ranks
 
 
 class HandlingState(ObjectState):
@@ -150,6 +48,7 @@ class HandlingState(ObjectState):
         self._number_being_saved: int | None = None  # the commit that is being copied
         self._whole_is_due = False
         self._small: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last, if it was not: handlers, values
+        self._places: dict[str, Any] = {}  # of rank 0's loaders in the commit that the job has begun with
         self._stays_apart = False  # until the next sync, as all ranks have begun with objects of their own
         self._own: dict[int, dict[str, Any]] = {}  # what is this rank's own, by the commits that others may go on from
         super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
@@ -229,6 +128,9 @@ class HandlingState(ObjectState):
             if (own := disk.own()) is not None:
                 self._take(own)
                 self._stays_apart = True
+            elif loaders := _loaders(self._handlers):
+                for name, place in broadcast_object(self._places).items():  # rank 0 has read it
+                    loaders[name].begin_elsewhere(place)
         self._disk = disk
         return disk.number
 
@@ -253,6 +155,10 @@ class HandlingState(ObjectState):
         lacking = names - set(content["objects"]) - set(content["values"])
         if lacking:
             return f"lacks {', '.join(sorted(lacking))}; is it another program's?"
+        objects = content["objects"]
+        self._places = {
+            name: objects[name + _OF_RANK_0] for name in _loaders(self._handlers) if name + _OF_RANK_0 in objects
+        }
         try:
             self._take(content)
         except Exception as error:  # whatever a framework says of another model's state
@@ -290,6 +196,8 @@ class HandlingState(ObjectState):
             return SamplerStateHandler(value)
         if isinstance(value, Generators):
             return OwnStateHandler(value)
+        if is_loader(value):
+            return LoaderStateHandler(value)
         return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
 
     def save(self) -> None:
@@ -386,6 +294,7 @@ class HandlingState(ObjectState):
         if disk is not None:
             objects = {name: each for name, each in self._handlers.items() if each._saved is not None}
             common = {name: each for name, each in objects.items() if not each.own}
+            common |= {name + _OF_RANK_0: each for name, each in _loaders(self._handlers).items()}
             own = {name: each.for_disk() for name, each in self._own_parts().items() if name in objects}
             disk.put_all(
                 number,
@@ -430,6 +339,10 @@ class HandlingState(ObjectState):
             self._whole_is_due = True
             self._small = None
             self._names.append(name)
+
+
+def _loaders(handlers: Mapping[str, StateHandler]) -> dict[str, LoaderStateHandler]:
+    return {name: each for name, each in handlers.items() if isinstance(each, LoaderStateHandler)}
 
 
 def _share(handlers: Mapping[str, StateHandler]) -> None:

@@ -53,6 +53,7 @@ from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, Re
 from ringreduce.training.calls.requests import barrier, join
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
+from ringreduce.training.data.resumable import ResumableLoader
 from ringreduce.training.data.shares import loading, share
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "Product",
     "RankState",
     "ReproducibleSum",
+    "ResumableLoader",
     "Sum",
     "TopK",
     "add_process_set",

@@ -59,6 +59,7 @@ from ringreduce.training.calls.built import (
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.calls.requests import barrier, join
+from ringreduce.training.data.resumable import ResumableLoader
 from ringreduce.training.data.shares import loading, share
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ReproducibleSum",
+    "ResumableLoader",
     "Sum",
     "add_process_set",
     "allgather",

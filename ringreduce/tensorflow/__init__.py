@@ -95,6 +95,7 @@ from ringreduce.training.calls.built import (
 )
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.calls.requests import barrier
+from ringreduce.training.data.resumable import ResumableLoader
 from ringreduce.training.data.shares import loading, share
 
 _executing_eagerly = tensorflow.executing_eagerly
@@ -115,6 +116,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ReproducibleSum",
+    "ResumableLoader",
     "Sum",
     "SyncBatchNormalization",
     "add_process_set",

@@ -90,6 +90,7 @@ from ringreduce.torch.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from ringreduce.torch.resumable import ResumableLoader, SeededDataset, get_batch
 from ringreduce.torch.shard_sampler import ShardSampler
 from ringreduce.torch.sharded.stepper import ShardedStep, Stepper
 from ringreduce.torch.split_updates import SplitUpdates
@@ -110,7 +111,7 @@ from ringreduce.training.calls.built import (
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.calls.requests import Handle, barrier, join, poll, synchronize
-from ringreduce.training.data.shares import get_batch, loading, share
+from ringreduce.training.data.shares import loading, share
 
 __all__ = [
     "Adasum",
@@ -127,6 +128,8 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ReproducibleSum",
+    "ResumableLoader",
+    "SeededDataset",
     "Shard",
     "ShardSampler",
     "Sum",

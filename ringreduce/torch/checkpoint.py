@@ -20,7 +20,9 @@ from ringreduce.common.sealed_files import KeyFile, disk_keys
 from ringreduce.runtime import config, is_initialized, rank_and_size, record_refusal
 from ringreduce.torch.elastic.generators import Generators
 from ringreduce.torch.functions import allgather_object, broadcast_object
+from ringreduce.torch.resumable import warn_of_lost_place
 from ringreduce.training.data.epochs import EpochDivision
+from ringreduce.training.data.resumable import ResumableLoader, is_loader
 
 _log = logging.getLogger(__name__)
 
@@ -36,15 +38,18 @@ T = TypeVar("T")
 def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     """Write what a training needs to go on to a file, whole or not at all. Collective.
 
-    The random numbers of every rank, of Python, NumPy and torch, are kept with it, and what each rank has processed of
-    an epoch that an `ElasticSampler` divides. Rank 0 writes; the others wait until the file is there. `load_checkpoint`
-    reads it; so does ``torch.load``, unless RINGREDUCE_DISK_KEY_FILE is set, which seals it.
+    The random numbers of every rank, of Python, NumPy and torch, are kept with it, and each rank's place in its data:
+    what it has processed of an epoch that an `ElasticSampler` divides, and the state of loaders. Rank 0 writes; the
+    others wait until the file is there. `load_checkpoint` reads it; so does ``torch.load``, unless
+    RINGREDUCE_DISK_KEY_FILE is set, which seals it.
 
     Args:
         path: of the file, on rank 0; its folder is made if need be.
         **parts: models, optimizers, schedulers, samplers and whatever else has a ``state_dict``; and plain values that
             ``torch.load(weights_only=True)`` reads again: numbers, text, tensors, lists and dicts of these. Used on
-            rank 0 alone, but for `ElasticSampler`s and optimizers that share state (``shard``): all ranks pass these.
+            rank 0 alone, but for `ElasticSampler`s, optimizers that share state (``shard``), and loaders, which can be
+            iterated and have a ``state_dict`` (`ResumableLoader`, torchdata's ``StatefulDataLoader``): all ranks pass
+            these.
 
     Raises:
         ConfigError: on all ranks: the file cannot be written, or holds what could not be read again; or a rank lacks a
@@ -53,7 +58,10 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     complaint = f"the checkpoint {os.fspath(path)} cannot be written"
     samplers = {name: each for name, each in sorted(parts.items()) if isinstance(each, EpochDivision)}
     mine = {name: each.progress() for name, each in samplers.items()}
-    generators, progress = zip(*_everyone((Generators().state_dict(), mine), _SAVING), strict=True)
+    loaders = {name: each.state_dict() for name, each in parts.items() if is_loader(each) and name not in samplers}
+    warn_of_lost_place(parts.values())
+    everyone = _everyone((Generators().state_dict(), mine, loaders), _SAVING)
+    generators, progress, places = zip(*everyone, strict=True)
     known = _joined(samplers, progress, complaint)
     with suppress(Exception):  # rank 0 raises it below, if it concerns the file
         for each in parts.values() if rank_and_size()[0] else ():
@@ -63,7 +71,7 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     def write() -> None:
         states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in parts.items()}
         states |= known
-        content = {"format": _FORMAT, "parts": states, "generators": list(generators)}
+        content = {"format": _FORMAT, "parts": states, "generators": list(generators), "loaders": list(places)}
         buffer = io.BytesIO()
         torch.save(content, buffer)
         buffer.seek(0)
@@ -105,6 +113,7 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
         return content
 
     complaint = f"the checkpoint {os.fspath(path)} cannot be read"
+    me, ranks = rank_and_size()
     names = _everyone(sorted(parts), _LOADING)
     if any(each != names[0] for each in names):
         raise ConfigError(f"{complaint}: the ranks ask for different parts, {names}")
@@ -112,14 +121,25 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     values = dict(content["parts"])
     error = None
     try:
+        places = content.get("loaders", [])
         for name, each in parts.items():
-            each.load_state_dict(values.pop(name))
+            state = values.pop(name)
+            if places and name in places[0]:
+                if len(places) != ranks and not isinstance(each, ResumableLoader):
+                    raise ConfigError(
+                        f"{name} was saved by {len(places)} ranks, each has a place of its own in its data, and there "
+                        f"are {ranks}: start as many, or use ResumableLoader, with DistributedSampler"
+                    )
+                state = places[me if len(places) == ranks else 0][name]
+            each.load_state_dict(state)
     except Exception as caught:  # of somebody's class; the others must not go on as if it had gone well
         error = caught
-    failed = None if error is None else f"{type(error).__name__}: {error}"
+    failed = (
+        None if error is None else str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    )
     if failures := [said for said in _everyone(failed, _LOADING) if said]:
         raise ConfigError(f"{complaint}: {failures[0]}") from error
-    generators, (me, ranks) = content["generators"], rank_and_size()
+    generators = content["generators"]
     if len(generators) == ranks:
         Generators().load_state_dict(generators[me])
     elif me == 0:

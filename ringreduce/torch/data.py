@@ -75,6 +75,7 @@ class DistributedSampler(Sampler[Any]):
                 'shares="speed" makes batches of different sizes: say DistributedSampler(..., batch_size=...), and '
                 "give it to DataLoader(batch_sampler=...)"
             )
+        self._start = 0  # so many samples of the next iteration's order are left out, which the ranks have had
         self._batches: Batches | None = None
         if batch_size is not None:
             self._batches = Batches(whole_number("batch_size", batch_size, 1), ends, by_speed=shares == "speed")
@@ -86,13 +87,26 @@ class DistributedSampler(Sampler[Any]):
         if self._batches is not None:
             self._batches.renew()
 
+    def start_at(self, count: int) -> None:
+        """Leave out the first samples in the next iteration; the ranks that there are then divide the rest.
+
+        Args:
+            count: how many samples all ranks together have had of this epoch.
+        """
+        self._start = count
+
+    @property
+    def seen_per_step(self) -> int | None:
+        """How many samples all ranks get in a step by the batches that it makes; None: a DataLoader makes them."""
+        return None if self._batches is None else self._batches.whole
+
     def __iter__(self) -> Iterator[Any]:
         Subsets.divides(self.dataset)
         given = self._samples() if self._batches is None else self._batches_of_samples(self._batches)
         return self._repeated.watched(given) if self.shuffle and self._repeated is not None else given
 
     def _batches_of_samples(self, batches: Batches) -> Iterator[list[Any]]:
-        for batch in batches.of(self._order()):
+        for batch in batches.of(self._order(), self._taken_start()):
             yield batch
             count_progress(samples=len(batch))
 
@@ -104,14 +118,19 @@ class DistributedSampler(Sampler[Any]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(count, generator=generator, device="cpu").tolist()
 
+    def _taken_start(self) -> int:
+        start = self._start
+        self._start = 0
+        return start
+
     def _samples(self) -> Iterator[Any]:
         order, (me, ranks) = self._order(), rank_and_size()
-        count = len(order)
+        left = order[self._taken_start() :]
         if self._ends == "repeat":
-            order += [order[place % count] for place in range(-count % ranks)]
+            left += [order[place % len(order)] for place in range(-len(left) % ranks)]
         elif self._ends == "drop":
-            del order[count - count % ranks :]
-        for index in order[me::ranks]:
+            del left[len(left) - len(left) % ranks :]
+        for index in left[me::ranks]:
             yield index
             count_progress(samples=len(index) if isinstance(index, list) else 1)
 

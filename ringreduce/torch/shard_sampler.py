@@ -10,6 +10,7 @@ import torch
 
 from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.errors import ConfigError
+from ringreduce.runtime import rank_and_size
 from ringreduce.torch.data import DistributedSampler
 from ringreduce.training.data.shares import Ends
 from ringreduce.training.data.subsets import Subsets, checksum_of
@@ -48,7 +49,7 @@ class ShardSampler(DistributedSampler):
         super().__init__((), seed=seed, ends=ends)
         self.dataset = sampler  # type: ignore[assignment]  # it may have no length
         self.shuffle = any(
-            getattr(each, "generator", self) is None or hasattr(each, "set_epoch") for each in self._samplers()
+            getattr(each, "generator", self) is None or hasattr(each, "set_epoch") for each in self.samplers()
         )
         self._place = place_of(program_stack())
         self._checksum = [-1]  # of what was drawn last; the engine keeps this, and not the sampler with its data
@@ -56,20 +57,25 @@ class ShardSampler(DistributedSampler):
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins, so that other samples are drawn; the same on all ranks. The sampler hears it, too."""
         super().set_epoch(epoch)
-        for each in self._samplers():
+        for each in self.samplers():
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
 
-    def _samplers(self) -> Iterator[Any]:
+    def samplers(self) -> Iterator[Any]:
         """Yield the sampler, and those that are inside of it."""
         sampler: Any = self.dataset
         while sampler is not None:
             yield sampler
             sampler = getattr(sampler, "sampler", None)
 
+    @property
+    def seen_per_step(self) -> int | None:
+        """How many batches of the sampler all ranks get in a step, if it draws batches."""
+        return rank_and_size()[1]
+
     def _order(self) -> list[Any]:
-        seeded = [each for each in self._samplers() if getattr(each, "generator", self) is None]
-        for each in self._samplers():
+        seeded = [each for each in self.samplers() if getattr(each, "generator", self) is None]
+        for each in self.samplers():
             Subsets.divides(getattr(each, "data_source", None))
         for each in seeded:
             each.generator = torch.Generator().manual_seed(self.seed + self.epoch)

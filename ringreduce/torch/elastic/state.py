@@ -14,6 +14,7 @@ from ringreduce.torch import own_state
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.private import version_of
+from ringreduce.torch.resumable import warn_of_lost_place
 from ringreduce.torch.sharded.commits import committed, copied, own, sharded_steps
 from ringreduce.torch.wrapper import Wrapper
 from ringreduce.torch.wrapping import watch_steps
@@ -66,6 +67,10 @@ class TorchState(HandlingState):
 
             collectives.recreate_default_group()
         super().reset()
+
+    def save(self) -> None:
+        warn_of_lost_place(value for name, value in vars(self).items() if not name.startswith("_"))
+        super().save()
 
     def _write(self, content: Any, file: BinaryIO) -> None:
         torch.save(content, file)

@@ -188,25 +188,30 @@ class Batches:
         if not known or len(self._division.shares) != rank_and_size()[1]:
             self.renew()
 
-    def of(self, order: Sequence[int]) -> Iterator[list[int]]:
-        """Yield this rank's batches of samples in an order, which is the same on all ranks."""
-        me, ranks = rank_and_size()
+    @property
+    def whole(self) -> int:
+        """How many samples all ranks have in a step."""
+        return self._size * rank_and_size()[1]
+
+    def of(self, order: Sequence[int], start: int = 0) -> Iterator[list[int]]:
+        """Yield this rank's batches of samples in an order, but the first ``start``; both are the same on all ranks."""
+        me, _ = rank_and_size()
         self._settle()
         if self._by_speed and is_initialized() and global_process_set.engine.attached[Compiled].unweighted:
             raise ConfigError(
                 'a step of JAX was compiled without weights, before the sampler with shares="speed" gave out a batch: '
                 "compile it after the first batch, or give it samples"
             )
-        whole = self._size * ranks
-        self.counts, self.left = divided(whole, self._division.shares), self.number(len(order))
-        for start in range(0, len(order), whole):
-            batch = list(order[start : start + whole])
+        whole = self.whole
+        self.counts, self.left = divided(whole, self._division.shares), self.number(len(order) - start)
+        for place in range(start, len(order), whole):
+            batch = list(order[place : place + whole])
             counts = self.counts
             if len(batch) < whole:
                 if self.ends == "drop":
                     return
                 if self.ends == "repeat":
-                    batch += [order[place % len(order)] for place in range(whole - len(batch))]
+                    batch += [order[number % len(order)] for number in range(whole - len(batch))]
                 counts = divided(len(batch), self._division.shares)
             begin = sum(counts[:me])
             if counts[me]:

@@ -1,0 +1,299 @@
+"""Loaders of torch that go on in the middle of an epoch, and random numbers that belong to a sample."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from threading import get_ident, main_thread
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.runtime import rank_and_size
+from ringreduce.torch.data import DistributedSampler
+from ringreduce.torch.elastic.generators import Generators
+from ringreduce.torch.shard_sampler import ShardSampler
+from ringreduce.training.data import resumable, shares
+from ringreduce.training.data.epochs import EpochDivision
+from ringreduce.training.data.generators import mixed
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ResumableLoader(resumable.ResumableLoader[T]):
+    """Gives the batches of a loader, and after a stop goes on in the middle of an epoch, in the order of before.
+
+    See `ringreduce.training.data.resumable.ResumableLoader`. Of a ``DataLoader`` it loads nothing twice if its dataset
+    has a length: it skips the indices that its sampler gives. Random numbers of worker processes begin anew then, as
+    the log says, but for those of a `SeededDataset`. With `DistributedSampler` of this package it goes on with any
+    number of ranks. It calls ``set_epoch`` of sampler, batch sampler and dataset, where they have it.
+
+    Args:
+        batches: a loader that was not iterated yet, or a function that returns one, given the number of an epoch.
+
+    Raises:
+        ConfigError: as there; or the loader keeps its place itself (torchdata's ``StatefulDataLoader``), or has an
+            `ElasticSampler`, which does.
+    """
+
+    _generators = Generators()
+
+    def __init__(self, batches: Iterable[T] | Callable[[int], Iterable[T]]) -> None:
+        super().__init__(batches)
+        loader: Any = batches if isinstance(batches, DataLoader) else None
+        by: list[Any] = []  # samplers; a loader may have the same one as both
+        if loader is not None:
+            by = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
+            by += [inner for each in by if isinstance(each, ShardSampler) for inner in each.samplers()]
+        self._of_loader = [each for each in (loader, *by) if each is not None]
+        own = [each for each in by if isinstance(each, EpochDivision)]
+        if own or hasattr(batches, "state_dict"):
+            what = own[0] if own else batches
+            raise ConfigError(
+                f"{type(what).__name__} keeps its place in the data itself: give it to the checkpoint or the state, "
+                "not a ResumableLoader around it"
+            )
+        self._sampler = next((each for each in by if isinstance(each, DistributedSampler)), None)
+        self._samples = 0  # of this epoch, which all ranks had before the first of the batches that are counted
+        self._indices: _Indices | None = None
+        if loader is not None and not isinstance(loader.dataset, IterableDataset) and self._sampler is None:
+            self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+
+    def _own_states(self) -> Any:
+        return [each.get_state() for each in self._own_generators()]
+
+    def _set_own_states(self, states: Any) -> None:
+        for each, state in zip(self._own_generators(), states or (), strict=states is not None):
+            each.set_state(state)
+
+    def _own_generators(self) -> list[torch.Generator]:
+        found = dict.fromkeys(getattr(each, "generator", None) for each in self._of_loader)
+        return [each for each in found if isinstance(each, torch.Generator)]
+
+    def _of_epoch(self) -> Iterable[T]:
+        others = {id(each): each for each in (*self._of_loader[1:], getattr(self._batches, "dataset", None))}
+        for each in others.values():
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(self.epoch)
+        return super()._of_epoch()
+
+    def _rest(self, skipped: Callable[[], None]) -> Iterator[T]:
+        loader: Any = self._batches
+        if self._sampler is None and self._indices is None:
+            yield from super()._rest(skipped)
+            return
+        self._warn_of_workers(loader)
+        if self._sampler is not None:
+            batches = self._of_epoch()
+            self._sampler.start_at(self._samples)
+            iterator = iter(batches)  # draws a seed for workers
+            skipped()
+            yield from iterator
+            return
+        indices = self._indices
+        assert indices is not None, "it has no sampler of ours"
+
+        seed = self._seed
+        assert seed is not None, "the epoch has begun"
+
+        def begin() -> None:  # workers that persist draw no number in later epochs, as they do in the first
+            self._generators.seed(mixed(seed, 1))
+
+        def check(before: int) -> None:
+            self._require_same(before)
+            skipped()
+
+        indices.begin(begin, self._given, check)
+        self._of_epoch()
+        for batch in _iterated_by(loader, indices):
+            self._checksum = indices.checksums.popleft()
+            yield batch
+
+    def _warn_of_workers(self, loader: Any) -> None:
+        seeded = isinstance(loader.dataset, SeededDataset)
+        if (self._given or self._samples) and loader.num_workers and not seeded and rank_and_size()[0] == 0:
+            _log.warning(
+                "the loader goes on in the middle of epoch %d: random numbers that its workers draw begin anew; "
+                "SeededDataset(dataset) makes them depend on epoch and sample alone",
+                self.epoch,
+            )
+
+    # ---- what is kept ----
+
+    def _end(self) -> None:
+        super()._end()
+        self._samples = 0
+
+    def place(self) -> dict[str, Any]:
+        """Return where this rank is, without its generators."""
+        return {**super().place(), "samples": self._seen(), "of": self._data()}
+
+    def _data(self) -> list[int]:
+        """Return what the order of our sampler depends on."""
+        sampler = self._sampler
+        if sampler is None:
+            return []
+        length = len(sampler.dataset) if hasattr(sampler.dataset, "__len__") else -1
+        return [length, sampler.seed, int(sampler.shuffle)]
+
+    def _seen(self) -> int:
+        """Return how far all ranks are in the order of this epoch; 0 if no sampler of ours divides it."""
+        if self._sampler is None:
+            return 0
+        loader: Any = self._batches
+        each = (loader.batch_size or 1) * self._world[1] if loader.batch_sampler is not self._sampler else None
+        step = self._sampler.seen_per_step if each is None else each
+        return self._samples + self._given * (step or 0)
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Do what `load_state_dict` does, where the ranks have not settled yet."""
+        super().go_on(state)
+        if self._sampler is not None:
+            self._samples = state["samples"]
+            self._given = self._checksum = 0
+
+    def _require_fit(self, state: Mapping[str, Any], same_ranks: bool) -> None:
+        if state["of"] != self._data():
+            raise ConfigError(
+                f"the loader cannot go on: length, seed and shuffle of what its sampler divides are {self._data()}, "
+                f"and were {state['of']}"
+            )
+        if self._sampler is None or self._own_generators():  # of a new rank, generators are elsewhere
+            super()._require_fit(state, same_ranks)
+
+
+#: How many batches each iterator of a DataLoader has given to the main thread, as long as it has more.
+_given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_told: set[str] = set()
+
+
+def get_batch(following: Callable[[Any], Any], iterator: Any) -> Any:
+    """Return the next batch of a DataLoader; count it."""
+    if get_ident() != main_thread().ident:
+        return following(iterator)
+    given = _given.pop(iterator, 0)
+    batch = shares.get_batch(following, iterator)
+    _given[iterator] = given + 1
+    return batch
+
+
+def warn_of_lost_place(kept: Iterable[Any]) -> None:
+    """Let rank 0 warn, once, where a checkpoint is made within an epoch and nothing in it says how far that is."""
+    numbers = [*_given.values()]
+    if not numbers or _told or rank_and_size()[0]:
+        return
+    for each in kept:
+        if isinstance(each, EpochDivision) or resumable.is_loader(each):
+            return
+        if type(each) is int and any(number - 1 <= each <= number for number in numbers):
+            return
+    _told.add("lost place")
+    _log.warning(
+        "the checkpoint is made within an epoch, of which a DataLoader has given %d batches, and keeps no place in it: "
+        "after a stop, training begins the epoch again. Keep a ResumableLoader around the DataLoader: "
+        "save_checkpoint(..., loader=loader), or TorchState(..., loader=loader)",
+        max(numbers),
+    )
+
+
+class _Indices:
+    """The indices, or lists of them, that a sampler gives, from a place on.
+
+    Attributes:
+        checksums: of all that were given up to each one that a loader has taken, in order.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._begun: Callable[[], None] = _nothing
+        self._skip = 0
+        self._skipped: Callable[[int], None] = _nothing
+        self.checksums: deque[int] = deque()
+
+    def begin(self, begun: Callable[[], None], skip: int, skipped: Callable[[int], None]) -> None:
+        """Skip so many in the next iteration; call a function before these, and one with their checksum after them."""
+        self._begun = begun
+        self._skip = skip
+        self._skipped = skipped
+        self.checksums.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begun()
+        indices = iter(self._sampler)
+        before = 0
+        for each in islice(indices, self._skip):
+            before = resumable.checksum(each, before)
+        self._skipped(before)
+        for each in indices:
+            before = resumable.checksum(each, before)
+            self.checksums.append(before)
+            yield each
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _iterated_by(loader: DataLoader[Any], indices: Any) -> Iterator[Any]:
+    """Return an iterator of a ``DataLoader`` that takes the indices of another sampler, or of a batch sampler.
+
+    A loader lets nobody replace its sampler; this writes to its ``__dict__`` while the iterator is made.
+
+    Args:
+        loader: one whose dataset has a length.
+        indices: can be iterated; gives what the loader's own ``batch_sampler`` gives, or ``sampler`` if it has none.
+    """
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    replaced = loader.__dict__[name]
+    loader.__dict__[name] = indices
+    try:
+        return iter(loader)
+    finally:
+        loader.__dict__[name] = replaced
+
+
+class SeededDataset(Dataset[T]):
+    """A dataset that draws the same random numbers for a sample wherever and whenever it is loaded in an epoch.
+
+    Before a sample is loaded, the global generators of Python, NumPy and torch are seeded with seed, epoch and index;
+    after that, they are as before. So augmented samples do not depend on workers, ranks, or stops.
+
+    Args:
+        dataset: has a length, and samples by index; the same on all ranks.
+        seed: of the job; at least 0; must agree.
+    """
+
+    def __init__(self, dataset: Dataset[T], seed: int = 0) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(f"SeededDataset needs a dataset with a length, got a {type(dataset).__name__}")
+        self.dataset = dataset
+        self.seed = whole_number("seed", seed, 0)
+        self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # workers that persist see it
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, so that samples are loaded with other numbers; `ResumableLoader` does so."""
+        self._epoch[0] = whole_number("epoch", epoch, 0)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> T:
+        generators = Generators()
+        before = generators.read()
+        generators.seed(mixed(self.seed, int(self._epoch), int(index)))
+        try:
+            return self.dataset[index]
+        finally:
+            generators.write(before)

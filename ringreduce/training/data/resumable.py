@@ -1,0 +1,254 @@
+"""Batches of any loader, with a place to go on from after a stop in the middle of an epoch.
+
+What a loader gives next depends on the order that it has drawn and the random numbers that samples take, not only on a
+number. So a loader draws from random numbers of its own, whose seed is a part of the place, with the epoch, the number
+of batches that the program has, and a checksum of these. To go on, the epoch begins from this seed, and what the
+program has is skipped: the checksum shows whether the order is the same one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.runtime import rank_and_size
+from ringreduce.training.data.generators import Generators
+
+T = TypeVar("T")
+
+_FEW = 64  # elements of an array that its checksum takes from either end
+
+
+class ResumableLoader(Generic[T]):
+    """Gives the batches of a loader, and after a stop goes on in the middle of an epoch, in the order of before.
+
+        loader = ResumableLoader(batches)
+        for epoch in range(loader.epoch, 10):
+            for batch in loader:
+                ...
+
+    `ringreduce.torch.save_checkpoint` and elastic states keep its place, each rank's own: ``loader=loader``. A batch
+    counts once the program has it, not when workers prefetch it. Each iteration is one epoch; if the program leaves it,
+    it is over. An iteration calls ``set_epoch`` of the loader with the number of the epoch, if it has such a method.
+
+    While it gets a batch, the global generators (Python's, NumPy's) are its own, seeded in each epoch by a number that
+    it draws from the program's. To go on, it begins the epoch from that number, and drops the batches that the program
+    has. So it takes as many ranks as before, and batches that depend on nothing but these generators and the epoch.
+
+    Args:
+        batches: a loader, which is iterated once per epoch; or a function that returns the batches of an epoch, given
+            its number: for loaders that keep an order from epoch to epoch, as `tf.data.Dataset.shuffle` does. May
+            differ between ranks, as the data of each does.
+
+    Raises:
+        ConfigError: ``batches`` is an iterator, which can be iterated once; or, from `load_state_dict` or the next
+            iteration, it cannot go on: there are more or fewer ranks, or the batches are others than before.
+
+    Attributes:
+        epoch: the number of the present or next one, counted from 0.
+    """
+
+    _generators = Generators()
+
+    def __init__(self, batches: Iterable[T] | Callable[[int], Iterable[T]]) -> None:
+        if isinstance(batches, Iterator) or not (callable(batches) or isinstance(batches, Iterable)):
+            raise ConfigError(
+                "ResumableLoader takes a loader, or a function of the epoch that returns one; it got "
+                f"{type(batches).__name__}, which cannot be iterated again"
+            )
+        self._batches = batches
+        self.epoch = 0
+        self._given = 0  # batches of this epoch that the program has
+        self._checksum = 0  # of these
+        self._seed: int | None = None  # of the loader's random numbers; None: the epoch has not begun
+        self._own: Any = None  # where generators that the loader has were then
+        self._at: Any = None  # where its random numbers are, between batches
+        self._world = (0, 1)  # rank and size, of that begin
+        self._goes_on = False  # in the next iteration
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        if self._seed is not None and not self._goes_on:
+            self._end()  # the program has left it
+        at = self._at if self._goes_on else None
+        self._goes_on = False
+        if self._seed is None:
+            self._seed = self._generators.draw()
+            self._own = self._own_states()
+            self._world = rank_and_size()
+        else:
+            self._set_own_states(self._own)
+        outside = self._generators.read()
+        self._generators.seed(self._seed)
+        self._at = self._generators.read()
+        self._generators.write(outside)
+        batches = self._rest(_nothing if at is None else partial(self._generators.write, at))
+        while True:
+            outside = self._generators.read()
+            self._generators.write(self._at)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            finally:
+                self._at = self._generators.read()
+                self._generators.write(outside)
+            self._given += 1
+            yield batch
+        self._end()
+
+    def _end(self) -> None:
+        self.epoch += 1
+        self._given = self._checksum = 0
+        self._seed = self._own = self._at = None
+
+    def _own_states(self) -> Any:
+        """Return where generators are that the loader has."""
+
+    def _set_own_states(self, states: Any) -> None:
+        pass
+
+    def _of_epoch(self) -> Iterable[T]:
+        if callable(self._batches):
+            return self._batches(self.epoch)
+        if hasattr(self._batches, "set_epoch"):
+            self._batches.set_epoch(self.epoch)
+        return self._batches
+
+    def _rest(self, skipped: Callable[[], None]) -> Iterator[T]:
+        """Yield the batches that the program has not been given; call ``skipped`` after those that it has."""
+        batches = iter(self._of_epoch())
+        before = 0
+        for batch in islice(batches, self._given):
+            before = checksum(batch, before)
+        self._require_same(before)
+        skipped()
+        for batch in batches:
+            self._checksum = checksum(batch, self._checksum)
+            yield batch
+
+    def _require_same(self, before: int) -> None:
+        if before != self._checksum:
+            raise ConfigError(
+                f"the loader cannot go on after batch {self._given} of epoch {self.epoch}: the batches before it are "
+                "others than before the stop. Their order has to depend on nothing but the epoch and the generators of "
+                "the process: give it a seed of the epoch, or give ResumableLoader a function of the epoch"
+            )
+
+    # ---- what is kept ----
+
+    def place(self) -> dict[str, Any]:
+        """Return where this rank is, without its generators."""
+        rank, ranks = self._world
+        return {"epoch": self.epoch, "given": self._given, "checksum": self._checksum, "rank": rank, "ranks": ranks}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this rank is, with its random numbers."""
+        at = None
+        if self._at is not None:
+            outside = self._generators.read()
+            self._generators.write(self._at)
+            at = self._generators.state_dict()
+            self._generators.write(outside)
+        return {**self.place(), "seed": self._seed, "own": self._own, "at": at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there in the next iteration.
+
+        Args:
+            state: what `state_dict` has returned on this rank; between epochs, on any.
+
+        Raises:
+            ConfigError: another rank has saved it in the middle of an epoch, or other numbers of ranks have; or it is
+                no such state.
+        """
+        missing = sorted({*self.state_dict()} - set(state))
+        if missing:
+            raise ConfigError(f"this is no state of such a ResumableLoader: it lacks {', '.join(missing)}")
+        self._require_fit(state, (state["rank"], state["ranks"]) == rank_and_size())
+        self.go_on(state)
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Do what `load_state_dict` does, where the ranks have not settled yet."""
+        self.epoch = state["epoch"]
+        self._given = state["given"]
+        self._checksum = state["checksum"]
+        self._seed = state["seed"]
+        self._own = state["own"]
+        self._world = state["rank"], state["ranks"]
+        self._at = None
+        if state["at"] is not None:
+            outside = self._generators.read()
+            self._generators.load_state_dict(state["at"])
+            self._at = self._generators.read()
+            self._generators.write(outside)
+        self._goes_on = True
+
+    def taken_over(self, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what this rank goes on from when ranks have changed: where rank 0 is, given the places of all.
+
+        Raises:
+            ConfigError: on all ranks, if one of them cannot.
+        """
+        there = everyone[0]
+        known = [{**each, "checksum": 0} for each in everyone]
+        expected = [{**known[0], "rank": rank, "ranks": len(everyone)} for rank in range(len(everyone))]
+        self._require_fit(there, known == expected)
+        rank, size = rank_and_size()
+        mine = self.state_dict()
+        new = {**there, "seed": None, "own": None, "at": None, "rank": rank, "ranks": size}
+        return mine if known[rank] == expected[rank] else new
+
+    def _require_fit(self, state: Mapping[str, Any], same_ranks: bool) -> None:
+        """Raise a ConfigError if ranks cannot go on from a state, as they are not the ``same_ranks``."""
+        if state["given"] and not same_ranks:
+            raise ConfigError(
+                f"the loader cannot go on in the middle of epoch {state['epoch']}, which {state['ranks']} ranks had "
+                f"begun: there are {rank_and_size()[1]}, or some are new, and each rank's part of the data is its own. "
+                "Start as many ranks again, or divide the data by the DistributedSampler of ringreduce.torch"
+            )
+
+
+def _nothing() -> None:
+    pass
+
+
+def is_loader(value: Any) -> bool:
+    """Return whether something gives batches and keeps its place: it can be iterated, and has a state of its own."""
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    is_batches = isinstance(value, Iterable) and not isinstance(value, Mapping)
+    return has_state and is_batches and not hasattr(value, "forward")  # as modules of torch have
+
+
+def checksum(batch: Any, before: int = 0) -> int:
+    """Return a checksum of a batch: of numbers and text all, of an array its form and some elements of either end.
+
+    Args:
+        batch: arrays of any framework in host memory, numbers, text, and what is made of these.
+        before: the checksum of batches that came before.
+    """
+    if isinstance(batch, Mapping):
+        batch = [part for item in sorted(batch.items(), key=lambda item: str(item[0])) for part in item]
+    if isinstance(batch, (list, tuple)):
+        for each in batch:
+            before = checksum(each, before)
+        return before
+    if batch is None or isinstance(batch, (str, bytes, int, float)):
+        return zlib.crc32(repr(batch).encode(), before)
+    try:
+        array = np.asarray(batch)
+    except (TypeError, ValueError, RuntimeError):  # in a device's memory, or no array
+        return zlib.crc32(type(batch).__name__.encode(), before)
+    before = zlib.crc32(f"{array.dtype} {array.shape}".encode(), before)
+    if array.dtype.hasobject:
+        return before
+    flat = array.reshape(-1)
+    return zlib.crc32(np.concatenate([flat[:_FEW], flat[-_FEW:]]).tobytes(), before)
