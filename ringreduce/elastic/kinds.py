@@ -1,4 +1,4 @@
-"""How elastic training keeps the objects of a state: by their state dicts, each kind in its own way."""
+"""Handlers that keep the objects of an elastic state by their state dicts, one class for each kind."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class StateHandler:
     """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler.
 
     Subclasses keep objects of other kinds. A state saves an object as soon as it gets it. A subclass that overrides
-    `save` or `restore` must also override `copy_small`, `is_unchanged` and `restore_small` if a state is to use it
-    that does not copy the weights in each commit (`HandlingState.keep_in_memory`).
+    `save` or `restore` must also override `copy_small`, `is_unchanged` and `restore_small`, for states that do not
+    copy the weights in each commit (`HandlingState.keep_in_memory`).
 
     Args:
         value: the object.
@@ -24,8 +24,8 @@ class StateHandler:
     Attributes:
         own: whether each rank has a state of its own.
         returns_new_state: whether `_read` returns, and `_load` takes, values that the object does not share, so that
-            nothing has to be copied.
-        differs: whether ranks have different weights between their exchanges, as this optimizer's replicas do.
+            they need no copy.
+        differs: whether this optimizer's replicas have different weights between their exchanges.
         notes_steps: whether `is_unchanged` notices what changes this optimizer's weights; None: it is no optimizer.
     """
 
@@ -33,7 +33,7 @@ class StateHandler:
     returns_new_state = False
     differs = False
     notes_steps: bool | None = None
-    _saved: Any = None  # the copy that was taken last, which nobody changes; subclasses may keep theirs elsewhere
+    _saved: Any = None  # the last copy, which nobody changes; subclasses may keep theirs elsewhere
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -47,17 +47,17 @@ class StateHandler:
         self.value.load_state_dict(state)
 
     def prepare_save(self) -> None:
-        """Do what ranks do together before any object of a state is copied. Collective."""
+        """Prepare for the copies of all objects of a state. Collective."""
 
     def save(self) -> None:
         """Take a copy."""
         self._saved = self._copied(self._read())
 
     def finish_save(self) -> None:
-        """Do what ranks do together once every object of a state was copied. Collective."""
+        """Finish after the copies of all objects of a state. Collective."""
 
     def for_disk(self) -> Any:
-        """Return the last copy, or one of it that no later `save` changes."""
+        """Return the last copy, in a form that no later `save` changes."""
         return self._saved
 
     def restore(self) -> None:
@@ -72,7 +72,7 @@ class StateHandler:
         return self._copied(self._read())
 
     def is_unchanged(self) -> bool:
-        """Return whether the part that the last `copy_small` did not copy has not changed."""
+        """Return whether the part that the last `copy_small` left out is unchanged."""
         return True
 
     def restore_small(self, copied: Any) -> None:
@@ -102,7 +102,7 @@ class SamplerStateHandler(StateHandler):
         self.value.reset()
 
     def share(self) -> None:
-        """Give all ranks the samples that each has processed since the last sharing: they are lost with the rank."""
+        """Exchange the samples that each rank has processed since the last call; otherwise a dead rank's are lost."""
         for each in allgather_object(self.value.news()):
             self.value.learn(each)
 
@@ -117,15 +117,15 @@ class OwnStateHandler(StateHandler):
 
 
 class LoaderStateHandler(OwnStateHandler):
-    """Keeps a loader: each rank has a place of its own in its data.
+    """Keeps a loader: each rank has its own place in the data.
 
-    A `ResumableLoader` knows whether it can go on among other ranks. Any other kind needs the ranks that there were.
+    A `ResumableLoader` checks whether it can resume on other ranks. Any other loader needs the same ranks.
     """
 
-    _size: int | None = None  # of the worlds in which it was used
+    _size: int | None = None  # of the world in which it was used
 
     def sync(self) -> None:
-        """Let it go on among the ranks that there are. Collective."""
+        """Prepare it for the present ranks. Collective."""
         if isinstance(self.value, ResumableLoader):
             self.value.go_on(self.value.taken_over(allgather_object(self.value.place())))
             return
@@ -137,7 +137,7 @@ class LoaderStateHandler(OwnStateHandler):
         self.sync()
 
     def begin_elsewhere(self, state: Any) -> None:
-        """Go on from the state of rank 0, in a job of other ranks."""
+        """Resume from rank 0's state, in a job of other ranks."""
         if not isinstance(self.value, ResumableLoader):
             raise self._refusal()
         self.value.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Loaders of torch that go on in the middle of an epoch, and random numbers that belong to a sample."""
+"""Torch loaders that resume in the middle of an epoch, and random numbers that belong to a sample."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ T = TypeVar("T")
 
 
 class ResumableLoader(resumable.ResumableLoader[T]):
-    """Gives the batches of a loader, and after a stop goes on in the middle of an epoch, in the order of before.
+    """Gives the batches of a loader, and after a stop resumes in the middle of an epoch, in the same order.
 
-    See `ringreduce.training.data.resumable.ResumableLoader`. Of a ``DataLoader`` it loads nothing twice if its dataset
-    has a length: it skips the indices that its sampler gives. Random numbers of worker processes begin anew then, as
-    the log says, but for those of a `SeededDataset`. With `DistributedSampler` of this package it goes on with any
-    number of ranks. It calls ``set_epoch`` of sampler, batch sampler and dataset, where they have it.
+    See `ringreduce.training.data.resumable.ResumableLoader`. If the dataset of a ``DataLoader`` has a length, no sample
+    is loaded twice: it skips the sampler's indices. Random numbers of worker processes then begin anew, as a warning
+    says, except those of a `SeededDataset`. With `DistributedSampler` of this package it resumes on any number of
+    ranks. It calls ``set_epoch`` of sampler, batch sampler and dataset, if they have it.
 
     Args:
-        batches: a loader that was not iterated yet, or a function that returns one, given the number of an epoch.
+        batches: a loader not iterated yet, or a function that takes the number of an epoch and returns one.
 
     Raises:
-        ConfigError: as there; or the loader keeps its place itself (torchdata's ``StatefulDataLoader``), or has an
-            `ElasticSampler`, which does.
+        ConfigError: as there; or the loader, as torchdata's ``StatefulDataLoader``, or its `ElasticSampler` keeps its
+            place itself.
     """
 
     _generators = Generators()
@@ -62,7 +62,7 @@ class ResumableLoader(resumable.ResumableLoader[T]):
                 "not a ResumableLoader around it"
             )
         self._sampler = next((each for each in by if isinstance(each, DistributedSampler)), None)
-        self._samples = 0  # of this epoch, which all ranks had before the first of the batches that are counted
+        self._samples = 0  # of this epoch, which all ranks had before the counted batches
         self._indices: _Indices | None = None
         if loader is not None and not isinstance(loader.dataset, IterableDataset) and self._sampler is None:
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
@@ -133,7 +133,7 @@ class ResumableLoader(resumable.ResumableLoader[T]):
         self._samples = 0
 
     def place(self) -> dict[str, Any]:
-        """Return where this rank is, without its generators."""
+        """Return this rank's place in the data, without its generators."""
         return {**super().place(), "samples": self._seen(), "of": self._data()}
 
     def _data(self) -> list[int]:
@@ -145,7 +145,7 @@ class ResumableLoader(resumable.ResumableLoader[T]):
         return [length, sampler.seed, int(sampler.shuffle)]
 
     def _seen(self) -> int:
-        """Return how far all ranks are in the order of this epoch; 0 if no sampler of ours divides it."""
+        """Return how much of this epoch's order all ranks have had; 0 if no sampler of ours divides it."""
         if self._sampler is None:
             return 0
         loader: Any = self._batches
@@ -154,7 +154,7 @@ class ResumableLoader(resumable.ResumableLoader[T]):
         return self._samples + self._given * (step or 0)
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Do what `load_state_dict` does, where the ranks have not settled yet."""
+        """Load a state without `load_state_dict`'s checks, as the ranks may still change."""
         super().go_on(state)
         if self._sampler is not None:
             self._samples = state["samples"]
@@ -170,7 +170,7 @@ class ResumableLoader(resumable.ResumableLoader[T]):
             super()._require_fit(state, same_ranks)
 
 
-#: How many batches each iterator of a DataLoader has given to the main thread, as long as it has more.
+#: Iterators of DataLoaders that have more batches -> how many they have given to the main thread.
 _given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _told: set[str] = set()
 
@@ -186,7 +186,7 @@ def get_batch(following: Callable[[Any], Any], iterator: Any) -> Any:
 
 
 def warn_of_lost_place(kept: Iterable[Any]) -> None:
-    """Let rank 0 warn, once, where a checkpoint is made within an epoch and nothing in it says how far that is."""
+    """Let rank 0 warn, once, if a checkpoint within an epoch keeps no place in it."""
     numbers = [*_given.values()]
     if not numbers or _told or rank_and_size()[0]:
         return
@@ -205,10 +205,10 @@ def warn_of_lost_place(kept: Iterable[Any]) -> None:
 
 
 class _Indices:
-    """The indices, or lists of them, that a sampler gives, from a place on.
+    """A sampler's indices, or lists of them, from a place on.
 
     Attributes:
-        checksums: of all that were given up to each one that a loader has taken, in order.
+        checksums: for each that a loader has taken, in order: of all up to it.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -219,7 +219,7 @@ class _Indices:
         self.checksums: deque[int] = deque()
 
     def begin(self, begun: Callable[[], None], skip: int, skipped: Callable[[int], None]) -> None:
-        """Skip so many in the next iteration; call a function before these, and one with their checksum after them."""
+        """Skip some in the next iteration; call ``begun`` before them, ``skipped`` with their checksum after them."""
         self._begun = begun
         self._skip = skip
         self._skipped = skipped
@@ -248,11 +248,11 @@ def _nothing(*_: object) -> None:
 def _iterated_by(loader: DataLoader[Any], indices: Any) -> Iterator[Any]:
     """Return an iterator of a ``DataLoader`` that takes the indices of another sampler, or of a batch sampler.
 
-    A loader lets nobody replace its sampler; this writes to its ``__dict__`` while the iterator is made.
+    A loader lets nobody replace its sampler, so this writes to its ``__dict__``, and restores it.
 
     Args:
         loader: one whose dataset has a length.
-        indices: can be iterated; gives what the loader's own ``batch_sampler`` gives, or ``sampler`` if it has none.
+        indices: an iterable in place of the loader's ``batch_sampler``, or of its ``sampler`` if that is None.
     """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     replaced = loader.__dict__[name]
@@ -264,10 +264,10 @@ def _iterated_by(loader: DataLoader[Any], indices: Any) -> Iterator[Any]:
 
 
 class SeededDataset(Dataset[T]):
-    """A dataset that draws the same random numbers for a sample wherever and whenever it is loaded in an epoch.
+    """A dataset whose samples draw random numbers that depend on seed, epoch and index only.
 
-    Before a sample is loaded, the global generators of Python, NumPy and torch are seeded with seed, epoch and index;
-    after that, they are as before. So augmented samples do not depend on workers, ranks, or stops.
+    With these it seeds the global generators of Python, NumPy and torch before it loads a sample, and restores them
+    afterwards. So augmented samples do not depend on workers, ranks, or stops.
 
     Args:
         dataset: has a length, and samples by index; the same on all ranks.
@@ -283,7 +283,7 @@ class SeededDataset(Dataset[T]):
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # workers that persist see it
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, so that samples are loaded with other numbers; `ResumableLoader` does so."""
+        """Set the number of the epoch, for other random numbers; `ResumableLoader` calls it."""
         self._epoch[0] = whole_number("epoch", epoch, 0)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Each rank its share of what any sampler draws."""
+"""Each rank its share of any sampler's draws."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ringreduce.training.data.subsets import Subsets, checksum_of
 
 
 class ShardSampler(DistributedSampler):
-    """This rank's share of what another sampler draws: weighted samples, or batches of samples of like lengths.
+    """This rank's share of another sampler's draws: weighted samples, or batches of samples of like lengths.
 
-    Every rank draws all of an epoch, and takes each P-th index, or batch. So a `DataLoader` takes it where it takes the
-    other one, as ``sampler=`` or as ``batch_sampler=``. Of batches, each rank gets whole ones: a step has P of them.
+    Every rank draws all of an epoch, and takes every P-th index or batch. Give it to a `DataLoader` in place of the
+    other sampler, as ``sampler=`` or ``batch_sampler=``. Batches stay whole: a step has P of them.
 
-    All ranks must draw alike. Samplers whose ``generator`` is None (all random ones of torch), also those inside of a
-    batch sampler (its ``sampler``), draw from the seed plus the epoch, whatever the global generators are. Others are
-    to use a seed that all ranks share. The ranks compare what the first ShardSampler draws in an epoch, before some of
-    the steps of a `DistributedOptimizer`; rank 0 warns if it differs.
+    All ranks must draw alike. Samplers whose ``generator`` is None (all random ones of torch), also that inside a batch
+    sampler (its ``sampler``), get one seeded by seed plus epoch; the global generators do not matter. Others must use a
+    seed that all ranks share. Before some steps of a `DistributedOptimizer` the ranks compare the draws of the first
+    ShardSampler in an epoch; rank 0 warns if they differ.
 
     Args:
-        sampler: an iterable of indices, or of lists of indices, that ends and can be iterated again; `Shard` takes one
-            that does not end. Its length is that of an epoch, if it has one.
-        seed: of what it draws; must agree.
+        sampler: an iterable of indices, or of lists of indices, that ends and can be iterated again; for one that does
+            not end use `Shard`. Its length, if any, is that of an epoch.
+        seed: of its draws; must agree.
         ends: as for `DistributedSampler`, of indices or batches; must agree.
 
     Raises:
-        ConfigError: it can be iterated once or not at all, or an argument makes no sense.
+        ConfigError: the sampler cannot be iterated again, or an argument makes no sense.
 
     Attributes:
         epoch: which one; see `set_epoch`.
@@ -52,17 +52,17 @@ class ShardSampler(DistributedSampler):
             getattr(each, "generator", self) is None or hasattr(each, "set_epoch") for each in self.samplers()
         )
         self._place = place_of(program_stack())
-        self._checksum = [-1]  # of what was drawn last; the engine keeps this, and not the sampler with its data
+        self._checksum = [-1]  # of the last draws; the engine keeps this, not the sampler with its data
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, so that other samples are drawn; the same on all ranks. The sampler hears it, too."""
+        """Set the number of the epoch, for other draws; the same on all ranks. Calls the sampler's ``set_epoch``."""
         super().set_epoch(epoch)
         for each in self.samplers():
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
 
     def samplers(self) -> Iterator[Any]:
-        """Yield the sampler, and those that are inside of it."""
+        """Yield the sampler, and those inside it."""
         sampler: Any = self.dataset
         while sampler is not None:
             yield sampler

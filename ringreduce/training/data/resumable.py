@@ -1,9 +1,9 @@
-"""Batches of any loader, with a place to go on from after a stop in the middle of an epoch.
+"""Batches of any loader, with a place to resume from after a stop in the middle of an epoch.
 
-What a loader gives next depends on the order that it has drawn and the random numbers that samples take, not only on a
-number. So a loader draws from random numbers of its own, whose seed is a part of the place, with the epoch, the number
-of batches that the program has, and a checksum of these. To go on, the epoch begins from this seed, and what the
-program has is skipped: the checksum shows whether the order is the same one.
+A loader's next batch depends on its order and on random numbers of its samples, not only on a count. So a loader has
+its own random numbers. Its place is their seed, the epoch, the number of batches that the program has, and a checksum
+of these. To resume, the epoch begins from this seed, and these batches are skipped: the checksum shows whether the
+order is the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FEW = 64  # elements of an array that its checksum takes from either end
 
 
 class ResumableLoader(Generic[T]):
-    """Gives the batches of a loader, and after a stop goes on in the middle of an epoch, in the order of before.
+    """Gives the batches of a loader, and after a stop resumes in the middle of an epoch, in the same order.
 
         loader = ResumableLoader(batches)
         for epoch in range(loader.epoch, 10):
@@ -34,21 +34,22 @@ class ResumableLoader(Generic[T]):
                 ...
 
     `ringreduce.torch.save_checkpoint` and elastic states keep its place, each rank's own: ``loader=loader``. A batch
-    counts once the program has it, not when workers prefetch it. Each iteration is one epoch; if the program leaves it,
-    it is over. An iteration calls ``set_epoch`` of the loader with the number of the epoch, if it has such a method.
+    counts once the program has it, not when workers prefetch it. Each iteration is one epoch, also if the program
+    leaves it early. It calls the loader's ``set_epoch``, if there is one, with the number of the epoch.
 
-    While it gets a batch, the global generators (Python's, NumPy's) are its own, seeded in each epoch by a number that
-    it draws from the program's. To go on, it begins the epoch from that number, and drops the batches that the program
-    has. So it takes as many ranks as before, and batches that depend on nothing but these generators and the epoch.
+    While it gets a batch, the global generators (Python's, NumPy's) have a state of its own. It seeds them in each
+    epoch by a number from the program's generators. To resume, it begins the epoch with that seed, and drops the
+    batches that the program has. This needs as many ranks as before, and batches that depend on these generators and
+    the epoch only.
 
     Args:
         batches: a loader, which is iterated once per epoch; or a function that returns the batches of an epoch, given
             its number: for loaders that keep an order from epoch to epoch, as `tf.data.Dataset.shuffle` does. May
-            differ between ranks, as the data of each does.
+            differ between ranks.
 
     Raises:
         ConfigError: ``batches`` is an iterator, which can be iterated once; or, from `load_state_dict` or the next
-            iteration, it cannot go on: there are more or fewer ranks, or the batches are others than before.
+            iteration, it cannot resume: the number of ranks, or the batches, have changed.
 
     Attributes:
         epoch: the number of the present or next one, counted from 0.
@@ -67,9 +68,9 @@ class ResumableLoader(Generic[T]):
         self._given = 0  # batches of this epoch that the program has
         self._checksum = 0  # of these
         self._seed: int | None = None  # of the loader's random numbers; None: the epoch has not begun
-        self._own: Any = None  # where generators that the loader has were then
-        self._at: Any = None  # where its random numbers are, between batches
-        self._world = (0, 1)  # rank and size, of that begin
+        self._own: Any = None  # states of the loader's own generators then
+        self._at: Any = None  # their state between batches
+        self._world = (0, 1)  # rank and size at that time
         self._goes_on = False  # in the next iteration
 
     def __len__(self) -> int:
@@ -111,7 +112,7 @@ class ResumableLoader(Generic[T]):
         self._seed = self._own = self._at = None
 
     def _own_states(self) -> Any:
-        """Return where generators are that the loader has."""
+        """Return the states of the loader's own generators."""
 
     def _set_own_states(self, states: Any) -> None:
         pass
@@ -124,7 +125,7 @@ class ResumableLoader(Generic[T]):
         return self._batches
 
     def _rest(self, skipped: Callable[[], None]) -> Iterator[T]:
-        """Yield the batches that the program has not been given; call ``skipped`` after those that it has."""
+        """Yield the batches that the program does not have; call ``skipped`` before them."""
         batches = iter(self._of_epoch())
         before = 0
         for batch in islice(batches, self._given):
@@ -146,12 +147,12 @@ class ResumableLoader(Generic[T]):
     # ---- what is kept ----
 
     def place(self) -> dict[str, Any]:
-        """Return where this rank is, without its generators."""
+        """Return this rank's place in the data, without its generators."""
         rank, ranks = self._world
         return {"epoch": self.epoch, "given": self._given, "checksum": self._checksum, "rank": rank, "ranks": ranks}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank is, with its random numbers."""
+        """Return this rank's place in the data, with its generators."""
         at = None
         if self._at is not None:
             outside = self._generators.read()
@@ -161,14 +162,13 @@ class ResumableLoader(Generic[T]):
         return {**self.place(), "seed": self._seed, "own": self._own, "at": at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there in the next iteration.
+        """Resume from a state in the next iteration.
 
         Args:
-            state: what `state_dict` has returned on this rank; between epochs, on any.
+            state: from `state_dict` of this rank; between epochs, of any.
 
         Raises:
-            ConfigError: another rank has saved it in the middle of an epoch, or other numbers of ranks have; or it is
-                no such state.
+            ConfigError: in the middle of an epoch, it is of another rank or number of ranks; or it is no such state.
         """
         missing = sorted({*self.state_dict()} - set(state))
         if missing:
@@ -177,7 +177,7 @@ class ResumableLoader(Generic[T]):
         self.go_on(state)
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Do what `load_state_dict` does, where the ranks have not settled yet."""
+        """Load a state without `load_state_dict`'s checks, as the ranks may still change."""
         self.epoch = state["epoch"]
         self._given = state["given"]
         self._checksum = state["checksum"]
@@ -193,7 +193,7 @@ class ResumableLoader(Generic[T]):
         self._goes_on = True
 
     def taken_over(self, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what this rank goes on from when ranks have changed: where rank 0 is, given the places of all.
+        """Return the state from which this rank resumes once ranks have changed: rank 0's place, given the places of all.
 
         Raises:
             ConfigError: on all ranks, if one of them cannot.
@@ -208,7 +208,7 @@ class ResumableLoader(Generic[T]):
         return mine if known[rank] == expected[rank] else new
 
     def _require_fit(self, state: Mapping[str, Any], same_ranks: bool) -> None:
-        """Raise a ConfigError if ranks cannot go on from a state, as they are not the ``same_ranks``."""
+        """Raise a ConfigError if a state cannot be resumed, as the ranks are not the ``same_ranks``."""
         if state["given"] and not same_ranks:
             raise ConfigError(
                 f"the loader cannot go on in the middle of epoch {state['epoch']}, which {state['ranks']} ranks had "
@@ -222,18 +222,18 @@ def _nothing() -> None:
 
 
 def is_loader(value: Any) -> bool:
-    """Return whether something gives batches and keeps its place: it can be iterated, and has a state of its own."""
+    """Return whether an object gives batches and keeps its place: it can be iterated, and has a state."""
     has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     is_batches = isinstance(value, Iterable) and not isinstance(value, Mapping)
     return has_state and is_batches and not hasattr(value, "forward")  # as modules of torch have
 
 
 def checksum(batch: Any, before: int = 0) -> int:
-    """Return a checksum of a batch: of numbers and text all, of an array its form and some elements of either end.
+    """Return a checksum of a batch: of all numbers and text, of arrays' dtypes, shapes and elements at both ends.
 
     Args:
-        batch: arrays of any framework in host memory, numbers, text, and what is made of these.
-        before: the checksum of batches that came before.
+        batch: arrays of any framework in host memory, numbers, text, and containers of these.
+        before: the checksum of earlier batches.
     """
     if isinstance(batch, Mapping):
         batch = [part for item in sorted(batch.items(), key=lambda item: str(item[0])) for part in item]
