@@ -193,7 +193,7 @@ class ResumableLoader(Generic[T]):
         self._goes_on = True
 
     def taken_over(self, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the state from which this rank resumes once ranks have changed: rank 0's place, given the places of all.
+        """Return the state from which this rank resumes after ranks have changed: rank 0's place, given all places.
 
         Raises:
             ConfigError: on all ranks, if one of them cannot.
