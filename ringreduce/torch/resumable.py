@@ -208,7 +208,7 @@ class _Indices:
     """A sampler's indices, or lists of them, from a place on.
 
     Attributes:
-        checksums: for each that a loader has taken, in order: of all up to it.
+        checksums: one for each that a loader has taken, of all up to it, in order.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -248,7 +248,7 @@ def _nothing(*_: object) -> None:
 def _iterated_by(loader: DataLoader[Any], indices: Any) -> Iterator[Any]:
     """Return an iterator of a ``DataLoader`` that takes the indices of another sampler, or of a batch sampler.
 
-    A loader lets nobody replace its sampler, so this writes to its ``__dict__``, and restores it.
+    A loader lets nobody replace its sampler, so this writes to its ``__dict__`` while it makes the iterator.
 
     Args:
         loader: one whose dataset has a length.
