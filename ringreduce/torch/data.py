@@ -96,9 +96,9 @@ class DistributedSampler(Sampler[Any]):
         self._start = count
 
     @property
-    def seen_per_step(self) -> int | None:
-        """How many samples all ranks get in a step by the batches that it makes; None: a DataLoader makes them."""
-        return None if self._batches is None else self._batches.whole
+    def samples_each(self) -> int:
+        """Of how many samples of the order each rank's item is, on average over the ranks: a sample, or a batch."""
+        return 1 if self._batches is None else self._batches.size
 
     def __iter__(self) -> Iterator[Any]:
         Subsets.divides(self.dataset)

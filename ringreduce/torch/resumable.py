@@ -149,9 +149,8 @@ class ResumableLoader(resumable.ResumableLoader[T]):
         if self._sampler is None:
             return 0
         loader: Any = self._batches
-        each = (loader.batch_size or 1) * self._world[1] if loader.batch_sampler is not self._sampler else None
-        step = self._sampler.seen_per_step if each is None else each
-        return self._samples + self._given * (step or 0)
+        each = 1 if loader.batch_sampler is self._sampler else loader.batch_size or 1
+        return self._samples + self._given * each * self._sampler.samples_each * self._world[1]
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Load a state without `load_state_dict`'s checks, as the ranks may still change."""

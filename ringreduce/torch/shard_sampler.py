@@ -10,7 +10,6 @@ import torch
 
 from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.errors import ConfigError
-from ringreduce.runtime import rank_and_size
 from ringreduce.torch.data import DistributedSampler
 from ringreduce.training.data.shares import Ends
 from ringreduce.training.data.subsets import Subsets, checksum_of
@@ -67,11 +66,6 @@ class ShardSampler(DistributedSampler):
         while sampler is not None:
             yield sampler
             sampler = getattr(sampler, "sampler", None)
-
-    @property
-    def seen_per_step(self) -> int | None:
-        """How many batches of the sampler all ranks get in a step, if it draws batches."""
-        return rank_and_size()[1]
 
     def _order(self) -> list[Any]:
         seeded = [each for each in self.samplers() if getattr(each, "generator", self) is None]

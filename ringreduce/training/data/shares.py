@@ -160,14 +160,14 @@ class Batches:
     Attributes:
         counts: how many samples of a whole global batch each rank has; empty: nothing was given out yet.
         left: how many steps of the epoch still have batches.
-        ends: the argument.
+        size, ends: the arguments.
     """
 
     def __init__(self, size: int, ends: Ends, *, by_speed: bool) -> None:
         self.counts: list[int] = []
         self.left = 0
         self.ends = ends
-        self._size = size
+        self.size = size
         self._by_speed = by_speed
         self._division = Division()
 
@@ -188,21 +188,16 @@ class Batches:
         if not known or len(self._division.shares) != rank_and_size()[1]:
             self.renew()
 
-    @property
-    def whole(self) -> int:
-        """How many samples all ranks have in a step."""
-        return self._size * rank_and_size()[1]
-
     def of(self, order: Sequence[int], start: int = 0) -> Iterator[list[int]]:
         """Yield this rank's batches of samples in an order, but the first ``start``; both are the same on all ranks."""
-        me, _ = rank_and_size()
+        me, ranks = rank_and_size()
         self._settle()
         if self._by_speed and is_initialized() and global_process_set.engine.attached[Compiled].unweighted:
             raise ConfigError(
                 'a step of JAX was compiled without weights, before the sampler with shares="speed" gave out a batch: '
                 "compile it after the first batch, or give it samples"
             )
-        whole = self.whole
+        whole = self.size * ranks
         self.counts, self.left = divided(whole, self._division.shares), self.number(len(order) - start)
         for place in range(start, len(order), whole):
             batch = list(order[place : place + whole])
@@ -220,8 +215,8 @@ class Batches:
     def number(self, count: int) -> int:
         """Return how many batches of so many samples this rank gets."""
         me, ranks = rank_and_size()
-        rest = count % (self._size * ranks)
-        whole = count // (self._size * ranks)
+        rest = count % (self.size * ranks)
+        whole = count // (self.size * ranks)
         if self.ends == "uneven" and rest:
             self._settle()
             return whole + bool(divided(rest, self._division.shares)[me])
