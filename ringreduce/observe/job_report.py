@@ -150,6 +150,7 @@ def figures_of(
         waiting_s=waiting_s,
         communication_s=communication_s,
         crowded=_crowded(paces, spent.delayed_s / passed_s),
+        queued_s=fmean(each.delayed_s / each.steps for each in paces) if paces else spent.delayed_s / steps,
         slow=find_slow(paces, *_places(nodes, list(metrics.paces))),
         crowds=_crowds(metrics.paces, nodes),
         hosts=hosts,

@@ -72,6 +72,7 @@ class Figures:
         waiting_s: for the rank that comes last; 0 where that is not known apart from communication.
         communication_s: what else reductions and other collectives take.
         crowded: share of the time of computing in which ranks waited for a core that others had, 0 to 1.
+        queued_s: how long a rank waited for a core in a step; None: unknown. Programs that sleep compute for longer.
         slow: for whom the others wait, in all steps; None: they hardly wait.
         crowds: ranks that may run on the same few cores, and how many these are.
         hosts: names by rank, as far as they are known.
@@ -91,6 +92,7 @@ class Figures:
     waiting_s: float
     communication_s: float
     crowded: float = 0.0
+    queued_s: float | None = None
     slow: Slow | None = None
     crowds: Sequence[tuple[Sequence[int], int]] = ()
     hosts: Mapping[int, str] = field(default_factory=dict)
@@ -185,7 +187,8 @@ def _crowding_s(figures: Figures) -> float:
     if figures.crowded < _SUBSTANTIAL:
         return 0.0
     waits = _is_full(figures) or _is_lossy(figures)
-    return figures.crowded * (figures.compute_s + (0.0 if waits else figures.communication_s))
+    found = figures.crowded * (figures.compute_s + (0.0 if waits else figures.communication_s))
+    return found if figures.queued_s is None else min(found, figures.queued_s)
 
 
 def _evening_s(figures: Figures) -> float:

@@ -162,6 +162,13 @@ def test_one_host_is_not_blamed_for_its_network() -> None:
     assert [each.name for each in found] == ["communication"]
 
 
+def test_a_rank_that_sleeps_waits_for_no_core_meanwhile() -> None:
+    """Most of the little that it runs it has waited for; without others, steps would hardly be shorter."""
+    sleeps = replace(HEALTHY, crowded=0.6, queued_s=0.004)
+    found = {each.name: each for each in judge(sleeps)}
+    assert found["crowded cores"].speedup == pytest.approx(0.1 / 0.096)
+
+
 def test_a_healthy_job_gets_no_blame() -> None:
     """Its parts are said, and that there is nothing to change."""
     assert judge(HEALTHY) == []
