@@ -125,12 +125,12 @@ class HandlingState(ObjectState):
             disk.begin(self._begin_with)
             self._commits = disk.number
             self.sync()
-            if (own := disk.own()) is not None:
+            own = disk.own()
+            if own is not None:
                 self._take(own)
                 self._stays_apart = True
-            elif loaders := _loaders(self._handlers):
-                for name, place in broadcast_object(self._places).items():  # rank 0 has read it
-                    loaders[name].begin_elsewhere(place)
+            if loaders := _loaders(self._handlers):
+                _place(loaders, {} if own is None else own["objects"], self._places)
         self._disk = disk
         return disk.number
 
@@ -312,6 +312,8 @@ class HandlingState(ObjectState):
             for handler in self._handlers.values():
                 if isinstance(handler, SamplerStateHandler):
                     handler.sync()
+                elif isinstance(handler, LoaderStateHandler):
+                    handler.leave()
             raise
 
     def reset(self) -> None:
@@ -343,6 +345,25 @@ class HandlingState(ObjectState):
 
 def _loaders(handlers: Mapping[str, StateHandler]) -> dict[str, LoaderStateHandler]:
     return {name: each for name, each in handlers.items() if isinstance(each, LoaderStateHandler)}
+
+
+def _place(loaders: Mapping[str, LoaderStateHandler], own: Mapping[str, Any], places: Mapping[str, Any]) -> None:
+    """Let loaders go on of which not all ranks have found their own parts in the commit. Collective.
+
+    Args:
+        loaders: by name.
+        own: the objects of this rank's part.
+        places: of rank 0's loaders, which rank 0 has read.
+    """
+    known = allgather_object([*own])
+    places = broadcast_object(places)
+    for name, each in loaders.items():
+        if all(name in found for found in known):
+            continue
+        if name in places:
+            each.begin_elsewhere(places[name])
+        elif rank() == 0:
+            _log.warning("the commit keeps no place of %s in its data, which begins an epoch", name)
 
 
 def _share(handlers: Mapping[str, StateHandler]) -> None:

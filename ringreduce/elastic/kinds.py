@@ -124,6 +124,15 @@ class LoaderStateHandler(OwnStateHandler):
 
     _size: int | None = None  # of the world in which it was used
 
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.returns_new_state = isinstance(value, ResumableLoader)
+
+    def leave(self) -> None:
+        """Let its epoch go on when the program iterates again: the ranks leave the iteration that they are in."""
+        if isinstance(self.value, ResumableLoader):
+            self.value.go_on(self.value.state_dict())
+
     def sync(self) -> None:
         """Prepare it for the present ranks. Collective."""
         if isinstance(self.value, ResumableLoader):

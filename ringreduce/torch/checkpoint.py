@@ -58,10 +58,11 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     complaint = f"the checkpoint {os.fspath(path)} cannot be written"
     samplers = {name: each for name, each in sorted(parts.items()) if isinstance(each, EpochDivision)}
     mine = {name: each.progress() for name, each in samplers.items()}
-    loaders = {name: each.state_dict() for name, each in parts.items() if is_loader(each) and name not in samplers}
+    loaders = {name: each for name, each in parts.items() if _is_loader(each)}
     warn_of_lost_place(parts.values())
-    everyone = _everyone((Generators().state_dict(), mine, loaders), _SAVING)
+    everyone = _everyone((Generators().state_dict(), mine, _places(loaders)), _SAVING)
     generators, progress, places = zip(*everyone, strict=True)
+    _require_all_places(places, complaint)
     known = _joined(samplers, progress, complaint)
     with suppress(Exception):  # rank 0 raises it below, if it concerns the file
         for each in parts.values() if rank_and_size()[0] else ():
@@ -82,6 +83,30 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
         replace_file(target, lambda file: keys.write(file, _PURPOSE, lambda inner: inner.write(buffer.getbuffer())))
 
     _on_rank_0(write, complaint, _SAVING)
+
+
+def _is_loader(part: Any) -> bool:
+    return is_loader(part) and not isinstance(part, torch.utils.data.Sampler)
+
+
+def _places(loaders: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Return the state of each loader; a text: why one has none."""
+    try:
+        return {name: each.state_dict() for name, each in loaders.items()}
+    except Exception as error:  # of somebody's class; the other ranks must not wait
+        return f"{type(error).__name__}: {error}"
+
+
+def _require_all_places(places: Sequence[dict[str, Any] | str], complaint: str) -> None:
+    """Raise a ConfigError if a loader has no state on some rank, or is no part there."""
+    for each in places:
+        if isinstance(each, str):
+            raise ConfigError(f"{complaint}: {each}")
+    lacking = {name for each in places for name in each if any(name not in other for other in places)}
+    if lacking:
+        raise ConfigError(
+            f"{complaint}: all ranks have to pass their loaders, and some lack {', '.join(sorted(lacking))}"
+        )
 
 
 def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from threading import get_ident, main_thread
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
@@ -49,38 +50,49 @@ class ResumableLoader(resumable.ResumableLoader[T]):
     def __init__(self, batches: Iterable[T] | Callable[[int], Iterable[T]]) -> None:
         super().__init__(batches)
         loader: Any = batches if isinstance(batches, DataLoader) else None
-        by: list[Any] = []  # samplers; a loader may have the same one as both
+        outer: Any = None  # gives what the loader loads
         if loader is not None:
-            by = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
-            by += [inner for each in by if isinstance(each, ShardSampler) for inner in each.samplers()]
-        self._of_loader = [each for each in (loader, *by) if each is not None]
-        own = [each for each in by if isinstance(each, EpochDivision)]
+            outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            if loader.num_workers and not getattr(loader, "in_order", True):
+                raise ConfigError("a DataLoader with in_order=False gives batches in no order that could go on")
+        self._loader = loader
+        self._samplers = [*_nested(outer, "sampler")]
+        for each in [each for each in self._samplers if isinstance(each, ShardSampler)]:
+            self._samplers += each.samplers()
+        own = [each for each in self._samplers if isinstance(each, EpochDivision)]
         if own or hasattr(batches, "state_dict"):
             what = own[0] if own else batches
             raise ConfigError(
                 f"{type(what).__name__} keeps its place in the data itself: give it to the checkpoint or the state, "
                 "not a ResumableLoader around it"
             )
-        self._sampler = next((each for each in by if isinstance(each, DistributedSampler)), None)
-        self._samples = 0  # of this epoch, which all ranks had before the counted batches
+        self._sampler: DistributedSampler | None = None
+        self._each = 1  # so many samples, or batches, of our sampler's order make a batch of each rank
+        if isinstance(outer, DistributedSampler):
+            self._sampler = outer
+            self._each = outer.samples_each
+        elif type(outer) is BatchSampler and isinstance(outer.sampler, DistributedSampler):
+            self._sampler = outer.sampler
+            self._each = outer.batch_size * outer.sampler.samples_each
+        self._samples = 0  # of this epoch, which all ranks had before the first of the batches that are counted
         self._indices: _Indices | None = None
         if loader is not None and not isinstance(loader.dataset, IterableDataset) and self._sampler is None:
-            self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+            self._indices = _Indices(outer)
 
     def _own_states(self) -> Any:
         return [each.get_state() for each in self._own_generators()]
 
     def _set_own_states(self, states: Any) -> None:
-        for each, state in zip(self._own_generators(), states or (), strict=states is not None):
+        for each, state in zip(self._own_generators(), states, strict=True):
             each.set_state(state)
 
     def _own_generators(self) -> list[torch.Generator]:
-        found = dict.fromkeys(getattr(each, "generator", None) for each in self._of_loader)
+        found = dict.fromkeys(getattr(each, "generator", None) for each in (self._loader, *self._samplers))
         return [each for each in found if isinstance(each, torch.Generator)]
 
     def _of_epoch(self) -> Iterable[T]:
-        others = {id(each): each for each in (*self._of_loader[1:], getattr(self._batches, "dataset", None))}
-        for each in others.values():
+        datasets = _nested(getattr(self._loader, "dataset", None), "dataset", "datasets")
+        for each in {id(each): each for each in (*self._samplers, *datasets)}.values():
             if hasattr(each, "set_epoch"):
                 each.set_epoch(self.epoch)
         return super()._of_epoch()
@@ -106,10 +118,12 @@ class ResumableLoader(resumable.ResumableLoader[T]):
 
         def begin() -> None:  # workers that persist draw no number in later epochs, as they do in the first
             self._generators.seed(mixed(seed, 1))
+            self._set_own_states(self._own)
 
         def check(before: int) -> None:
             self._require_same(before)
-            skipped()
+            if not loader.num_workers:  # else only the sampler draws from these, and it has just done so
+                skipped()
 
         indices.begin(begin, self._given, check)
         self._of_epoch()
@@ -118,7 +132,7 @@ class ResumableLoader(resumable.ResumableLoader[T]):
             yield batch
 
     def _warn_of_workers(self, loader: Any) -> None:
-        seeded = isinstance(loader.dataset, SeededDataset)
+        seeded = any(isinstance(each, SeededDataset) for each in _nested(loader.dataset, "dataset", "datasets"))
         if (self._given or self._samples) and loader.num_workers and not seeded and rank_and_size()[0] == 0:
             _log.warning(
                 "the loader goes on in the middle of epoch %d: random numbers that its workers draw begin anew; "
@@ -148,9 +162,19 @@ class ResumableLoader(resumable.ResumableLoader[T]):
         """Return how much of this epoch's order all ranks have had; 0 if no sampler of ours divides it."""
         if self._sampler is None:
             return 0
-        loader: Any = self._batches
-        each = 1 if loader.batch_sampler is self._sampler else loader.batch_size or 1
-        return self._samples + self._given * each * self._sampler.samples_each * self._world[1]
+        return self._samples + self._given * self._each * self._world[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this rank is, with its random numbers; those of GPUs are the program's."""
+        state = super().state_dict()
+        if state["at"] is not None:
+            state["at"]["gpus"] = []
+        return state
+
+    def _divide_anew(self) -> None:
+        super()._divide_anew()
+        self._samples = self._seen()
+        self._given = 0
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Load a state without `load_state_dict`'s checks, as the ranks may still change."""
@@ -165,7 +189,8 @@ class ResumableLoader(resumable.ResumableLoader[T]):
                 f"the loader cannot go on: length, seed and shuffle of what its sampler divides are {self._data()}, "
                 f"and were {state['of']}"
             )
-        if self._sampler is None or self._own_generators():  # of a new rank, generators are elsewhere
+        own = [each for each in self._samplers if isinstance(getattr(each, "generator", None), torch.Generator)]
+        if self._sampler is None or own:  # which a new rank has elsewhere
             super()._require_fit(state, same_ranks)
 
 
@@ -201,6 +226,17 @@ def warn_of_lost_place(kept: Iterable[Any]) -> None:
         "save_checkpoint(..., loader=loader), or TorchState(..., loader=loader)",
         max(numbers),
     )
+
+
+def _nested(outer: Any, *names: str) -> Iterator[Any]:
+    """Yield a sampler or dataset, and those that are inside of it, by attributes."""
+    if outer is None or isinstance(outer, (str, bytes)):
+        return
+    yield outer
+    for name in names:
+        inner = getattr(outer, name, None)
+        for each in inner if name == "datasets" and inner is not None else [inner]:
+            yield from _nested(each, *names)
 
 
 class _Indices:
@@ -288,10 +324,10 @@ class SeededDataset(Dataset[T]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> T:
+    def __getitem__(self, index: Any) -> T:
         generators = Generators()
         before = generators.read()
-        generators.seed(mixed(self.seed, int(self._epoch), int(index)))
+        generators.seed(mixed(self.seed, int(self._epoch), *map(int, np.ravel(index))))
         try:
             return self.dataset[index]
         finally:

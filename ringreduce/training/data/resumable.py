@@ -63,6 +63,8 @@ class ResumableLoader(Generic[T]):
                 "ResumableLoader takes a loader, or a function of the epoch that returns one; it got "
                 f"{type(batches).__name__}, which cannot be iterated again"
             )
+        if type(self) is ResumableLoader and type(batches).__module__.startswith("torch.utils.data"):
+            raise ConfigError("of a DataLoader of torch, ringreduce.torch.ResumableLoader keeps the place")
         self._batches = batches
         self.epoch = 0
         self._given = 0  # batches of this epoch that the program has
@@ -72,21 +74,27 @@ class ResumableLoader(Generic[T]):
         self._at: Any = None  # their state between batches
         self._world = (0, 1)  # rank and size at that time
         self._goes_on = False  # in the next iteration
+        self._iteration = 0  # the last one's number; only that one gives batches
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
+        self._iteration += 1
+        mine = self._iteration
         if self._seed is not None and not self._goes_on:
             self._end()  # the program has left it
         at = self._at if self._goes_on else None
         self._goes_on = False
+        if self._seed is not None and self._world != rank_and_size():
+            self._divide_anew()
+            at = None
+        if self._own is not None:
+            self._set_own_states(self._own)
         if self._seed is None:
             self._seed = self._generators.draw()
             self._own = self._own_states()
             self._world = rank_and_size()
-        else:
-            self._set_own_states(self._own)
         outside = self._generators.read()
         self._generators.seed(self._seed)
         self._at = self._generators.read()
@@ -104,7 +112,18 @@ class ResumableLoader(Generic[T]):
                 self._generators.write(outside)
             self._given += 1
             yield batch
+            if self._iteration != mine:
+                raise ConfigError("a ResumableLoader was iterated again, or loaded a state, within an iteration of it")
         self._end()
+
+    def _divide_anew(self) -> None:
+        """Go on among other ranks than those that have begun the epoch, with random numbers of their own.
+
+        Raises:
+            ConfigError: that is not possible.
+        """
+        self._require_fit(self.place(), same_ranks=False)
+        self._seed = self._own = None
 
     def _end(self) -> None:
         self.epoch += 1
@@ -159,7 +178,8 @@ class ResumableLoader(Generic[T]):
             self._generators.write(self._at)
             at = self._generators.state_dict()
             self._generators.write(outside)
-        return {**self.place(), "seed": self._seed, "own": self._own, "at": at}
+        own = self._own_states() if self._seed is None and self._own is None else self._own
+        return {**self.place(), "seed": self._seed, "own": own, "at": at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state in the next iteration.
@@ -178,6 +198,7 @@ class ResumableLoader(Generic[T]):
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Load a state without `load_state_dict`'s checks, as the ranks may still change."""
+        self._iteration += 1
         self.epoch = state["epoch"]
         self._given = state["given"]
         self._checksum = state["checksum"]
@@ -201,7 +222,8 @@ class ResumableLoader(Generic[T]):
         there = everyone[0]
         known = [{**each, "checksum": 0} for each in everyone]
         expected = [{**known[0], "rank": rank, "ranks": len(everyone)} for rank in range(len(everyone))]
-        self._require_fit(there, known == expected)
+        furthest = max(each["given"] for each in everyone)
+        self._require_fit({**there, "given": furthest}, known == expected)
         rank, size = rank_and_size()
         mine = self.state_dict()
         new = {**there, "seed": None, "own": None, "at": None, "rank": rank, "ranks": size}
@@ -212,8 +234,9 @@ class ResumableLoader(Generic[T]):
         if state["given"] and not same_ranks:
             raise ConfigError(
                 f"the loader cannot go on in the middle of epoch {state['epoch']}, which {state['ranks']} ranks had "
-                f"begun: there are {rank_and_size()[1]}, or some are new, and each rank's part of the data is its own. "
-                "Start as many ranks again, or divide the data by the DistributedSampler of ringreduce.torch"
+                f"begun: there are {rank_and_size()[1]}, or some are new, or have lost their parts of the commit, and "
+                "each rank's part of the data is its own. Start as many ranks again, or divide the data by the "
+                "DistributedSampler of ringreduce.torch"
             )
 
 
@@ -245,8 +268,12 @@ def checksum(batch: Any, before: int = 0) -> int:
         return zlib.crc32(repr(batch).encode(), before)
     try:
         array = np.asarray(batch)
-    except (TypeError, ValueError, RuntimeError):  # in a device's memory, or no array
-        return zlib.crc32(type(batch).__name__.encode(), before)
+    except (TypeError, ValueError, RuntimeError):  # in a device's memory, of a dtype that NumPy lacks, or no array
+        kind = type(batch).__name__
+        if not hasattr(batch, "tolist"):
+            return zlib.crc32(kind.encode(), before)
+        flat = batch.reshape(-1)
+        return zlib.crc32(f"{kind} {flat[:_FEW].tolist()} {flat[-_FEW:].tolist()}".encode(), before)
     before = zlib.crc32(f"{array.dtype} {array.shape}".encode(), before)
     if array.dtype.hasobject:
         return before
