@@ -76,6 +76,8 @@ ELSEWHERE = {
     "docs/simulate.md: mpirun -np 4 python -m ringreduce bench allreduce": "tests/jobs/test_bench_job.py, on 2 ranks",
     "docs/observe.md: python -m ringreduce doctor --dump FOLDER": "tests/jobs/test_flight.py",
     "docs/recipes/checkpoints.md: ringreduce export commits model.pt --commit 300": "tests/unit/test_export_command.py",
+    "docs/recipes/debug.md: ringreduce run -np 2 -x RINGREDUCE_TIMEOUT=3600 python attended.py": "waits for an editor; "
+    "tests/jobs/test_recipes.py",
     "docs/recipes/jax.md: pip install": "by hand: JAX is in an environment of its own",
     "docs/recipes/keras.md: pip install": "by hand, as above",
     "docs/recipes/tensorflow.md: pip install": "by hand, as above",

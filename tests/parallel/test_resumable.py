@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-import ringreduce as rr
-import ringreduce.torch as hvd
-from ringreduce.elastic import ResumableLoader
-from ringreduce.torch import resumable
+torch = pytest.importorskip("torch")
+hvd = pytest.importorskip("ringreduce.torch")
+
+from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
+
+import ringreduce as rr  # noqa: E402
+from ringreduce.elastic import ResumableLoader  # noqa: E402
+from ringreduce.torch import resumable  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -23,7 +25,7 @@ def numbers(count: int = 24) -> TensorDataset:
     return TensorDataset(torch.arange(count))
 
 
-class Drawn(torch.utils.data.Dataset[float]):
+class Drawn(Dataset[float]):
     """Samples that are random numbers."""
 
     def __len__(self) -> int:
@@ -128,3 +130,75 @@ def test_a_loader_that_another_number_of_ranks_has_saved_is_refused(tmp_path: Pa
     hvd.barrier()
     with pytest.raises(rr.ConfigError, match=r"in the middle of epoch 0, which \d ranks had begun"):
         hvd.load_checkpoint(path, loader=loader)
+
+
+def left(loader: Any, batches: int, make: Any) -> list[Any]:
+    """Return what a new loader gives after some batches of another one, up to the end of the next epoch."""
+    given = iter(loader)
+    for _ in range(batches):
+        next(given)
+    new = make()
+    new.load_state_dict(loader.state_dict())
+    return [[each.tolist() for each in new] for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: DataLoader(
+            data, batch_sampler=torch.utils.data.BatchSampler(hvd.DistributedSampler(data), 3, False)
+        ),
+        lambda data: DataLoader(data, sampler=hvd.DistributedSampler(data, batch_size=3), batch_size=None),
+        lambda data: DataLoader(data, 3, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        lambda data: DataLoader(
+            data, 3, shuffle=True, generator=torch.Generator().manual_seed(3), num_workers=1, persistent_workers=True
+        ),
+    ],
+    ids=["batches of a share", "share in batches", "generator", "generator, persistent"],
+)
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_new_loader_gives_what_the_other_one_would_have(make: Any, batches: int) -> None:
+    """Whatever makes the batches, within an epoch and in the next one."""
+    data = torch.arange(23 - 23 % hvd.size())
+    torch.manual_seed(1)
+    whole = hvd.ResumableLoader(make(data))
+    expected = [[each.tolist() for each in whole] for _ in range(2)]
+    torch.manual_seed(1)
+    found = left(hvd.ResumableLoader(make(data)), batches, lambda: hvd.ResumableLoader(make(data)))
+    assert found[0] == expected[0][batches:]
+    assert len(found[1]) == len(expected[1])
+
+
+def test_generators_go_on_between_epochs() -> None:
+    """That of a loader has another order in the next epoch, in a new process, too."""
+
+    def make() -> Any:
+        return hvd.ResumableLoader(DataLoader(range(9), shuffle=True, generator=torch.Generator().manual_seed(3)))
+
+    whole = make()
+    expected = [[int(each) for each in whole] for _ in range(2)]
+    before = make()
+    assert [int(each) for each in before] == expected[0]
+    after = make()
+    after.load_state_dict(before.state_dict())
+    assert [int(each) for each in after] == expected[1]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_next_place_counts_from_where_another_world_went_on(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that few or many ranks had count once."""
+    data = range(24 * hvd.size())
+    loader = hvd.ResumableLoader(DataLoader(data, 2, sampler=hvd.DistributedSampler(data)))
+    next(iter(loader))
+    state = {**loader.state_dict(), "ranks": size, "rank": 0, "samples": 2 * size}
+    new = hvd.ResumableLoader(DataLoader(data, 2, sampler=hvd.DistributedSampler(data)))
+    new.load_state_dict(state)
+    next(iter(new))
+    assert (new.place()["samples"], new.place()["ranks"]) == (2 * size + 2 * hvd.size(), hvd.size())
+
+
+def test_a_loader_is_iterated_once_at_a_time() -> None:
+    """Batches of two epochs would be mixed."""
+    loader = ResumableLoader(lambda epoch: range(3))
+    with pytest.raises(rr.ConfigError, match="iterated again"):
+        list(zip(loader, loader, strict=False))
