@@ -920,3 +920,29 @@ def test_what_programs_find_beside_collectives() -> None:
     variables = [tf.Variable(1.0), tf.Variable(2.0)]
     assert all(a is b for a, b in zip(hvd.util.refs_to_vars(hvd.util.vars_to_refs(variables)), variables, strict=True))
     assert hvd.mpi_ops.broadcast_ is hvd.broadcast_
+
+
+@pytest.mark.smoke
+def test_a_pipeline_goes_on_in_the_middle_of_an_epoch() -> None:
+    """With the batches of an uninterrupted one, where a function seeds what shuffles; another order is an error."""
+    data = tf.data.Dataset.range(23)
+
+    def seeded(epoch: int) -> Any:
+        return data.shuffle(23, seed=epoch, reshuffle_each_iteration=False).batch(4)
+
+    def batches(loader: Any) -> list[list[int]]:
+        return [each.numpy().tolist() for each in loader]
+
+    whole = hvd.ResumableLoader(seeded)
+    expected = [batches(whole) for _ in range(2)]
+    before, after = hvd.ResumableLoader(seeded), hvd.ResumableLoader(seeded)
+    given = iter(before)
+    found = [next(given).numpy().tolist() for _ in range(2)]
+    after.load_state_dict(before.state_dict())
+    assert [*found, *batches(after)] == expected[0]
+    assert (after.epoch, batches(after)) == (1, expected[1])
+    unseeded = [hvd.ResumableLoader(data.shuffle(23).batch(4)) for _ in range(2)]
+    next(iter(unseeded[0]))
+    unseeded[1].load_state_dict(unseeded[0].state_dict())
+    with pytest.raises(rr.ConfigError, match="the batches before it are others"):
+        batches(unseeded[1])
