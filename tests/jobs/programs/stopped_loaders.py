@@ -133,7 +133,7 @@ class Case:
 
     @property
     def draws(self) -> bool:
-        if self.kind == "elastic":
+        if self.kind in ("elastic", "stateful"):
             return False  # a new iteration of the loader takes a number of torch's generator
         # Workers begin with new generators; of a stream they draw what they drew before the stop again.
         again = self.kind in ("shard", "stream", "function") and not self.persistent
