@@ -96,7 +96,7 @@ def test_lost_messages_end_in_a_timeout(node_size: int) -> None:
         text = str(error)
         assert "allreduce(sum, shape 30000, float32)" in text
         assert "1.5 s" in text
-        assert re.search(r"for messages of ranks? [0-3]", text), rank
+        assert re.search(r"for (messages of )?ranks? [0-3]", text), rank  # its peer on the node may wait for these
     assert isinstance(results[1], rr.CollectiveTimeoutError)
 
 
